@@ -73,7 +73,8 @@ cdef class Peer:
 
         ProcessLookupError or PermissionError as `attach`; TypeError or ValueError for what are no
         words: bytes, of each its slot and its generation in 8. Everything that was read from the
-        peer before the call was read while it lived and had those generations.
+        peer before the call was read while it lived and had those generations. Mapped memory says
+        so; the system is asked only where it does not.
         """
         cdef kvn_failure failure
         self.check_open()
@@ -88,15 +89,6 @@ cdef class Peer:
         cdef const kvn_word *each = words_in(words, &count)
         stale = kvn_generations_first_stale(&self.peer.generations, each, count)
         return <int64_t>stale if stale < count else -1
-
-    @cython.critical_section
-    def stale(self, bytes words not None):
-        """As `check`, but looks at the generation table alone: mapped memory, no system call.
-
-        It does not show whether the peer lives: a dead one's table stays as it was.
-        """
-        self.check_open()
-        return self.first_stale(words)
 
     @cython.critical_section
     def probe(self, address):

@@ -210,7 +210,7 @@ def test_hostile_documents(blob: bytes) -> None:
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**json.loads(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local' version 3" in refusal(json.dumps(document).encode())
+    assert "this kvplan reads 'kvplan.local' version 4" in refusal(json.dumps(document).encode())
 
 
 def test_bytes_only() -> None:

@@ -14,7 +14,15 @@ static _Atomic uint64_t *deadlines_of(const kvn_generations *table)
     return slots_of(table) + table->num_slots;
 }
 
-static uint64_t nbytes_of(uint64_t num_slots) { return 2 * num_slots * sizeof(uint64_t); }
+static kvn_life *life_of(const kvn_generations *table)
+{
+    return (kvn_life *)(deadlines_of(table) + table->num_slots);
+}
+
+static uint64_t nbytes_of(uint64_t num_slots)
+{
+    return 2 * num_slots * sizeof(uint64_t) + sizeof(kvn_life);
+}
 
 static int bad_num_slots(uint64_t num_slots, kvn_failure *failure)
 {
@@ -33,7 +41,13 @@ int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generati
         num_leases = KVN_GENERATIONS_MAX_SLOTS - num_slots;
     out->first_lease = out->next_lease = num_slots;
     out->num_slots = num_slots += num_leases;
-    return kvn_arena_create("kvplan-generations", nbytes_of(num_slots), 1, &out->memory, failure);
+    const int status =
+        kvn_arena_create("kvplan-generations", nbytes_of(num_slots), 1, &out->memory, failure);
+    if (status == KVN_OK) {
+        out->is_own = true;
+        kvn_life_begin(life_of(out));
+    }
+    return status;
 }
 
 int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
@@ -45,7 +59,14 @@ int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
     return kvn_arena_import(pid, fd, inode, nbytes_of(num_slots), 0, &out->memory, failure);
 }
 
-void kvn_generations_close(kvn_generations *table) { kvn_arena_close(&table->memory); }
+void kvn_generations_close(kvn_generations *table)
+{
+    if (table->is_own && table->memory.address)
+        kvn_life_end(life_of(table));
+    kvn_arena_close(&table->memory);
+}
+
+int kvn_generations_owner(const kvn_generations *table) { return kvn_life_look(life_of(table)); }
 
 int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadline_ns, uint64_t *slot,
                          uint64_t *generation, kvn_failure *failure)

@@ -7,7 +7,8 @@
  * the two. A lease is a slot without memory, which a transfer checks beside those of its ranges.
  *
  * Behind the generations come as many deadlines, in CLOCK_MONOTONIC, which all processes of a host
- * share; 0: none. A slot whose deadline has passed counts as released, to whoever maps the table. */
+ * share; 0: none. A slot whose deadline has passed counts as released, to whoever maps the table. The
+ * last thing in it says whether the process that made it lives. */
 #ifndef KVN_GENERATIONS_H
 #define KVN_GENERATIONS_H
 
@@ -15,6 +16,7 @@
 #include <stdbool.h>
 
 #include "host/arena.h"
+#include "host/life.h"
 
 /* By which a peer knows a registration or a lease. */
 typedef struct kvn_word {
@@ -28,6 +30,7 @@ typedef struct kvn_generations {
     /* The owner's: slots from here on are of leases, and where it looks first for a free one of each. */
     uint64_t first_lease;
     uint64_t next, next_lease;
+    bool is_own;
 } kvn_generations;
 
 int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generations *out,
@@ -52,5 +55,8 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
  * under the generations that it sees. */
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
                                      uint64_t count);
+
+/* Whether its owner lives and runs the program that made it: KVN_LIVES, KVN_LIFE_ENDED or UNKNOWN. */
+int kvn_generations_owner(const kvn_generations *table);
 
 #endif

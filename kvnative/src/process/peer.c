@@ -77,6 +77,10 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
 {
     char name[32];
     struct stat facts;
+    const int life =
+        peer->generations.memory.address ? kvn_generations_owner(&peer->generations) : KVN_LIFE_UNKNOWN;
+    if (life == KVN_LIVES)
+        return KVN_OK;
     snprintf(name, sizeof name, "fd/%d", peer->generations_fd);
     const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
     /* Asked last: a process that is alive now was so when its directory was read. */
@@ -88,6 +92,9 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     if (error || facts.st_ino != peer->generations.memory.inode ||
         facts.st_dev != peer->generations.memory.device)
         return refuse_exec(peer, failure);
+    if (life == KVN_LIFE_ENDED) /* the system has not come so far yet */
+        return kvn_fail(failure, KVN_PEER_GONE, ESRCH,
+                        "process %d ends, or begins to execute another program", peer->pid);
     return KVN_OK;
 }
 

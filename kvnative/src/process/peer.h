@@ -20,7 +20,7 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
                     kvn_failure *failure);
 
 /* KVN_OK while the process lives and still runs the program that made the generation table;
- * KVN_PEER_GONE or KVN_DENIED otherwise. A few microseconds. */
+ * KVN_PEER_GONE or KVN_DENIED otherwise. It asks the system only where the table does not say. */
 int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
 /* KVN_OK when the system lets this process reach `address` of the peer by process_vm_readv. */

@@ -83,8 +83,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         writable: bool,
     ) -> LocalPeerMemory:
         words = words_of(ranges)
-        # That the peer lives was found just now.
-        self.check_ranges(ranges, words, alive=False)
+        self.check_ranges(ranges, words)
         arenas, shifts = self._mapped(ranges)
         if arenas:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
@@ -96,21 +95,16 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         )
 
     def _check_peer(self) -> None:
-        self._find_stale(b"", alive=True)
+        self._find_stale(b"")
 
-    def check_ranges(
-        self, ranges: Sequence[Range | BlockLease], words: bytes, *, alive: bool = True
-    ) -> None:
+    def check_ranges(self, ranges: Sequence[Range | BlockLease], words: bytes) -> None:
         """As `check`, and LLM_KV_CACHE_NOT_EXIST for what is deregistered, or released, by now.
 
         Args:
             words: of each of `ranges`, in that order.
-            alive: whether to ask the system if the peer lives, and if this is no forked child:
-                5 us, or 50 where something else was computed in between. False: it is not asked.
         """
-        if alive:
-            check_process(self.pid, "link")
-        stale = self._find_stale(words, alive=alive)
+        check_process(self.pid, "link")
+        stale = self._find_stale(words)
         if stale >= 0:
             it = ranges[stale]
             raise LLMException(
@@ -120,11 +114,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
-    def _find_stale(self, words: bytes, *, alive: bool) -> int:
+    def _find_stale(self, words: bytes) -> int:
         """The index of the first range that is deregistered by now; -1: none is."""
-        look = self.process.check if alive else self.process.stale
         try:
-            return look(words)
+            return self.process.check(words)
         except ValueError:
             raise self._closed_error() from None
         except OSError as error:

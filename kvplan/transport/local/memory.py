@@ -177,26 +177,12 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
                 return
         except (ValueError, OSError):
             pass
-        self._check_ranges(alive=True)  # says what is wrong
+        held: list[Range | BlockLease] = [*self._ranges, *self._leases]
+        link.check_ranges(held, self._words)  # says what is wrong
 
     def check_tensors(self, tensors: range) -> None:
-        """Call before a part of a transfer moves; all ranges are looked at, whatever the part.
-
-        What is mapped here stays the same memory, whatever becomes of the peer: an arena lives as
-        long as its last mapping, and no reused pid leads elsewhere. So it is enough that the peer
-        still has it registered, which its generation table says without a system call; that it has
-        exited, or executes another program, is for `check` to find after the last part. Addresses
-        of the peer's own are reached by its pid, so they are checked wholly each time.
-
-        Raises:
-            LLMException: as `check`; of memory that is mapped here LLM_LINK_FAILED is left to it,
-                and a forked child to the task, which has refused it by then.
-        """
-        self._check_ranges(alive=not self._arenas)
-
-    def _check_ranges(self, *, alive: bool) -> None:
-        held: list[Range | BlockLease] = [*self._ranges, *self._leases]
-        self._link.check_ranges(held, self._words, alive=alive)
+        """As `check`: all ranges are looked at, whatever the part, and no system call is made."""
+        self.check()
 
 
 def words_of(ranges: Sequence[Range]) -> bytes:

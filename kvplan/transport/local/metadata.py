@@ -27,7 +27,7 @@ MAX_SLOTS: Final = 2**24
 """Of a generation table: of registrations and leases."""
 
 SCHEMA: Final = "kvplan.local"
-SCHEMA_VERSION: Final = 3  # of 2 the generation table had no deadlines
+SCHEMA_VERSION: Final = 4  # of 3 the generation table did not say whether its owner lives
 
 _INT31 = (0, 2**31 - 1)
 _BOOT_ID_LENGTH = 36

@@ -1,0 +1,106 @@
+#include "host/life.h"
+
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static struct robust_list_head head; /* of the keeper's list; a circle, through here */
+static uint32_t keeper;              /* its thread id; 0: there is none */
+static enum { NONE, STARTING, STARTED, IMPOSSIBLE } state = NONE;
+
+/* A store of one word each: the kernel may walk the list at any time. */
+static void set_next(struct robust_list *node, struct robust_list *next)
+{
+    __atomic_store_n(&node->next, next, __ATOMIC_RELEASE);
+}
+
+static void *keep(void *unused)
+{
+    (void)unused;
+    prctl(PR_SET_NAME, "kvplan-life");
+    pthread_mutex_lock(&mutex);
+    head.futex_offset = offsetof(kvn_life, word) - offsetof(kvn_life, node);
+    set_next(&head.list, &head.list);
+    if (syscall(SYS_set_robust_list, &head, sizeof head) == 0) {
+        keeper = (uint32_t)syscall(SYS_gettid);
+        state = STARTED;
+    } else {
+        state = IMPOSSIBLE;
+    }
+    const int is_kept = state == STARTED;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+    while (is_kept)
+        pause(); /* all signals are blocked: for as long as the process lives */
+    return NULL;
+}
+
+/* With the mutex held: whether there is a keeper. */
+static int has_keeper(void)
+{
+    if (state == NONE) {
+        pthread_t thread;
+        pthread_attr_t attributes;
+        sigset_t all, before;
+        const long page = sysconf(_SC_PAGESIZE);
+        state = STARTING;
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        pthread_attr_setstacksize(&attributes, PTHREAD_STACK_MIN + 4 * (size_t)page);
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (pthread_create(&thread, &attributes, keep, NULL) != 0)
+            state = NONE; /* the next time, perhaps */
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        pthread_attr_destroy(&attributes);
+    }
+    while (state == STARTING)
+        pthread_cond_wait(&changed, &mutex);
+    return state == STARTED;
+}
+
+static void before_fork(void) { pthread_mutex_lock(&mutex); }
+static void after_in_parent(void) { pthread_mutex_unlock(&mutex); }
+
+/* The keeper is the parent's, and its words with it. */
+static void after_in_child(void)
+{
+    state = NONE;
+    keeper = 0;
+    pthread_mutex_init(&mutex, NULL);
+    pthread_cond_init(&changed, NULL);
+}
+
+static void handle_forks(void) { pthread_atfork(before_fork, after_in_parent, after_in_child); }
+
+void kvn_life_begin(kvn_life *life)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, handle_forks);
+    pthread_mutex_lock(&mutex);
+    if (has_keeper()) {
+        atomic_store(&life->word, keeper); /* first: what is in the list is marked */
+        set_next(&life->node, head.list.next);
+        set_next(&head.list, &life->node);
+    }
+    pthread_mutex_unlock(&mutex);
+}
+
+void kvn_life_end(kvn_life *life)
+{
+    pthread_mutex_lock(&mutex);
+    if (state == STARTED)
+        for (struct robust_list *it = &head.list; it->next != &head.list; it = it->next)
+            if (it->next == &life->node) {
+                set_next(it, life->node.next);
+                atomic_store(&life->word, 0);
+                break;
+            }
+    pthread_mutex_unlock(&mutex);
+}
