@@ -27,7 +27,7 @@ from kvplan.inspection.contents import (
     tokens_of,
 )
 from kvplan.inspection.cost import cost_of
-from kvplan.inspection.diff import diff
+from kvplan.inspection.diff import diff, is_equivalent
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain_lines, one_line
 from kvplan.inspection.units import span
 from kvplan.planning.segments import Coalesce, Segments
@@ -343,6 +343,19 @@ class Plan:
     def diff(self, other: Plan) -> str:
         """Return how `other` differs, as text that ends in a verdict."""
         return diff(self, check_type("other", other, Plan))
+
+    def assert_equivalent(self, other: Plan) -> None:
+        """Fail unless `other` puts the same bytes into the same places, in whatever segments.
+
+        The verdict of `diff` is then "identical" or "equivalent". `plan == other` asks for more:
+        the same segments and options.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test
+        if not is_equivalent(self, check_type("other", other, Plan)):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
