@@ -32,6 +32,8 @@ COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
+    "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
+    "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
     "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.ping"),
     "bench": Command("Measure this machine, in a short table.", "kvplan.cli.bench"),

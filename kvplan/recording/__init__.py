@@ -2,3 +2,29 @@
 
 `LlmDataDist.record` writes them, `read` reads them: see docs/recording.md.
 """
+
+from kvplan.recording.queries import Write, select, who_wrote
+from kvplan.recording.reader import (
+    AnyRecord,
+    Dropped,
+    Event,
+    Header,
+    Recording,
+    Transfer,
+    follow,
+    read,
+)
+
+__all__ = [
+    "AnyRecord",
+    "Dropped",
+    "Event",
+    "Header",
+    "Recording",
+    "Transfer",
+    "Write",
+    "follow",
+    "read",
+    "select",
+    "who_wrote",
+]

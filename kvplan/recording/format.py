@@ -74,17 +74,20 @@ class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
 
 
 class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
-    """Segments, and what else the tables do not say; columns are little-endian, 8 bytes each."""
+    """Segments, and what else the tables do not say.
+
+    Columns are little-endian, 8 bytes each; of a single segment numbers.
+    """
 
     num_slices: int
-    src_offsets: bytes
-    dst_offsets: bytes
-    nbytes: bytes
-    repeats: tuple[tuple[bytes, int, int], ...]
-    has_tables: bool
-    src_token: int
-    dst_token: int
-    num_tokens: int | None
+    src_offsets: bytes | int
+    dst_offsets: bytes | int
+    nbytes: bytes | int
+    repeats: tuple[tuple[bytes, int, int], ...] = ()
+    has_tables: bool = False
+    src_token: int = 0
+    dst_token: int = 0
+    num_tokens: int | None = None
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
@@ -198,10 +201,13 @@ def template_of(plan: Plan) -> dict[str, Any]:
 def segments_of(plan: Plan) -> tuple[object, ...]:
     """A `SegmentsRow` of a plan, as it is encoded."""
     segments, tables = plan.segments, plan.tables
-    src, dst, nbytes = (getattr(segments, it).tobytes() for it in Segments.columns())
+    if tables is None and len(segments.nbytes) == 1 and not segments.repeats:
+        src, dst, nbytes = segments.src_offsets, segments.dst_offsets, segments.nbytes
+        return plan.num_slices, src.item(), dst.item(), nbytes.item()
+    columns = [getattr(segments, it).tobytes() for it in Segments.columns()]
     repeats = [(it.counts.tobytes(), it.src_stride, it.dst_stride) for it in segments.repeats]
     rest = (False, 0, 0, None) if tables is None else (True, *tables[2:])
-    return (plan.num_slices, src, dst, nbytes, repeats, *rest)
+    return (plan.num_slices, *columns, repeats, *rest)
 
 
 def plan_of(templates: dict[int, TemplateRow], parts: Iterable[PartRow]) -> AnyPlan | None:
@@ -284,5 +290,7 @@ def rows_of(table: bytes) -> NDArray[np.int64]:
     return np.frombuffer(table, "<i8").astype(np.int64)
 
 
-def _column(data: bytes) -> NDArray[np.uint64]:
+def _column(data: bytes | int) -> NDArray[np.uint64]:
+    if isinstance(data, int):
+        return np.array([data], np.uint64)
     return np.frombuffer(data, "<u8").astype(np.uint64)

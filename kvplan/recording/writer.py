@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
@@ -110,7 +111,7 @@ class Recorder:
         # Re-entrant: a signal handler, or the garbage collector, may end an operation anywhere.
         self._mutex = threading.RLock()
         self._writing = threading.RLock()
-        self._rows: list[bytes] = []
+        self._rows: deque[bytes] = deque()
         self._room = self._max_queued = max_queued
         self._dropped = 0
         self._awake = False
@@ -147,6 +148,11 @@ class Recorder:
     def ended(self) -> bool:
         """Whether nothing is recorded any more: it was closed, or the file could not be written."""
         return self._ended
+
+    @property
+    def dropped(self) -> int:
+        """Rows that were dropped, as far as no row says so yet."""
+        return self._dropped
 
     def transfer(
         self, operation: Ended, status: LLMStatusCode, seconds: float, nbytes: int, error: str
@@ -199,7 +205,6 @@ class Recorder:
         with self._mutex:
             if self._ended:
                 return
-            self._rows.append(encode((END, perf_counter())))
             self._ended = True
         self._tokens.put(False)
         self._thread.join(_CLOSING_S)
@@ -211,13 +216,14 @@ class Recorder:
         self.close()
 
     def _append(self, row: bytes) -> None:
-        nbytes = len(row)
-        with self._mutex:
-            if self._room < nbytes:
+        # No lock: of two threads one may not be subtracted, until the queue is written.
+        room = self._room - len(row)
+        if room < 0:
+            with self._mutex:
                 self._dropped += 1
-                return
-            self._room -= nbytes
-            self._rows.append(row)
+            return
+        self._room = room
+        self._rows.append(row)
         if not self._awake:
             self._awake = True
             self._tokens.put(True)
@@ -234,10 +240,9 @@ class Recorder:
         tables = plan.tables
         if plan.by_rows and tables is not None:
             return group, number, tables.src.tobytes(), tables.dst.tobytes(), None
-        segments = segments_of(plan)
         if tables is None:
-            return group, number, b"", b"", segments
-        return group, number, tables.src.tobytes(), tables.dst.tobytes(), segments
+            return group, number, b"", b"", segments_of(plan)
+        return group, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(plan)
 
     def _number(self, key: tuple[object, ...], plan: Plan) -> int:
         """The number of the template of a plan, which is recorded if it is a new one."""
@@ -271,19 +276,22 @@ class Recorder:
             self._drain()
             if not more:
                 break
-        self._drain()
+        self._drain(ended=True)
         self._file.close()
 
-    def _drain(self) -> None:
+    def _drain(self, *, ended: bool = False) -> None:
         """Write what is queued, in the calling thread."""
         with self._writing:
             with self._mutex:
-                self._awake = False
-                rows, self._rows = self._rows, []
-                queued = self._max_queued - self._room
-                self._room, dropped, self._dropped = self._max_queued, self._dropped, 0
-                if dropped:
-                    rows.append(encode((DROPPED, perf_counter(), dropped)))
+                self._awake = False  # first: what is put in from here on wakes the thread again
+                queued, self._room = self._max_queued - self._room, self._max_queued
+                dropped, self._dropped = self._dropped, 0
+            taken = self._rows.popleft
+            rows = [taken() for _ in range(len(self._rows))]
+            if dropped:
+                rows.append(encode((DROPPED, perf_counter(), dropped)))
+            if ended:
+                rows.append(encode((END, perf_counter())))
             if not rows or self._file.closed:
                 return
             try:
