@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
+    "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
     "keygen": Command("Make the key of a cluster.", "kvplan.cli.keygen"),
     "completion": Command("Print a script for completion in a shell.", "kvplan.cli.completion"),
