@@ -123,6 +123,7 @@ class Options:
     comm_dir: str | None = None
     unlike_caches: str = "refuse"
     verify: str = "off"
+    opentelemetry: bool = False
     other: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
