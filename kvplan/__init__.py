@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
+from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import (
     Coalesce,
@@ -111,6 +112,7 @@ __all__ = [
     "LinkStatus",
     "LlmDataDist",
     "LlmRole",
+    "MeasuredCosts",
     "Notification",
     "Notifications",
     "Options",
@@ -126,6 +128,7 @@ __all__ = [
     "Transfers",
     "TransportCost",
     "execute",
+    "load_costs",
     "load_plan",
     "plan_copy_blocks",
     "plan_copy_cache",

@@ -33,7 +33,12 @@ COMMANDS: Final = {
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
     "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
+    "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
+    "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
+    "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.ping"),
+    "bench": Command("Measure this machine, in a short table.", "kvplan.cli.bench"),
+    "tune": Command("Measure what estimates of this machine need.", "kvplan.cli.tune"),
     "keygen": Command("Make the key of a cluster.", "kvplan.cli.keygen"),
     "completion": Command("Print a script for completion in a shell.", "kvplan.cli.completion"),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -79,3 +80,29 @@ def table(*columns: str) -> Table:
             overflow="fold",
         )
     return made
+
+
+def write_table(out: Console, rows: Table) -> None:
+    """Print it; in a file or a pipe no line ends with blanks."""
+    if out.is_terminal:
+        out.print(rows)
+        return
+    with out.capture() as printed:
+        out.print(rows)
+    lines = [line.rstrip() for line in printed.get().splitlines()]
+    out.file.write("\n".join(lines) + "\n")
+
+
+@contextmanager
+def progress_shown(text: str) -> Iterator[Callable[[float], object]]:
+    """Show on stderr, if that is a terminal, how much is done: the function takes it, 0 to 1."""
+    if not sys.stderr.isatty():
+        yield lambda share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=1.0)
+        yield lambda share: shown.update(task, completed=share)

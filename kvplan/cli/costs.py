@@ -45,10 +45,9 @@ class Costs(NamedTuple):
     def source(self, transport: str) -> str:
         """Where its costs come from, for people."""
         cost = self.of(transport)
-        if self.measured is not None and self.is_measured(transport):
-            day, _, _ = self.measured.measured.partition("T")
-            return f"measured on this machine on {day} ({cost.source})"
-        return f"kvplan's own, {cost.source}" if cost.lines else cost.source
+        if self.is_measured(transport) or not cost.lines:
+            return cost.source
+        return f"kvplan's own, {cost.source}"
 
 
 def costs_here(*, builtin: bool) -> Costs:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, console, json_option, table, write_json
+from kvplan.cli.common import ExitCode, console, json_option, table, write_json, write_table
 from kvplan.cli.costs import as_json as estimate_json
 from kvplan.cli.costs import builtin_option, costs_here
 from kvplan.cli.plans import plan_argument, transport_option
@@ -77,7 +77,7 @@ def _write(plan: AnyPlan, found: list[Estimate], costs: Costs) -> None:
             *(_ms(part) if part else "" for part in parts),
             style="bold green" if it.ms == fastest else None,
         )
-    out.print(rows)
+    write_table(out, rows)
     by_source: dict[str, list[str]] = {}
     for it in found:
         by_source.setdefault(costs.source(it.transport), []).append(it.transport)

@@ -63,11 +63,17 @@ def command(
     stdin. Exits with 0, or with 2 if it is no plan.
     """
     rows = None if everything else limit
-    cost = None if transport is None else costs_here(builtin=builtin).of(transport)
+    cost, over, source = None, None, None
+    if transport is not None:
+        costs = costs_here(builtin=builtin)
+        cost = costs.of(transport)
+        over, source = cost.outline(plan), costs.source(transport)
     if as_json:
-        write_json(_document(plan, rows) | {"over": None if cost is None else cost.outline(plan)})
+        write_json(_document(plan, rows) | {"over": over, "source": source})
         return ExitCode.OK
     write_text(plan.explain(form, rows, transport=cost))
+    if source is not None:
+        write_text(f"{transport}: {source}")
     return ExitCode.OK
 
 

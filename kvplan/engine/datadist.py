@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
@@ -20,6 +19,7 @@ from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
+from kvplan.engine.snapshot import metrics_of
 from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
 from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
@@ -315,21 +315,7 @@ class LlmDataDist(
         Raises:
             LLMException: LLM_FAILED: in a forked child.
         """
-        engine = self._engine
-        cache_bytes: Counter[str] = Counter()
-        links: Counter[str] = Counter()
-        if engine is not None:
-            engine.check_process()
-            links.update(it.state.name for it in engine.links.status())
-            for it, _ in engine.registry.entries():
-                cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
-        return {
-            "cluster_id": self._cluster_id,
-            "in_flight": 0 if engine is None else len(engine.in_flight),
-            "links": dict(links),
-            "cache_bytes": dict(cache_bytes),
-            "operations": self._metrics.snapshot(),
-        }
+        return metrics_of(self._cluster_id, self._metrics, self._engine)
 
     def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
         for it in results:

@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from threading import RLock, Thread
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
+from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
 from kvplan.execution import default_transfers
 from kvplan.execution.verification import verify_every
@@ -124,6 +126,9 @@ class Engine:
             held.callback(self.links.close)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             self.links.start()
+            self.transport_names = [it.name for it in transports]
+            if options.status_socket:
+                self.links.serve_status(partial(describe, self))
             self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
             self._held = held.pop_all()
 

@@ -491,6 +491,10 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._operations)
 
+    def operations(self) -> list[Operation]:
+        """Those that are in flight now."""
+        return [it for held in tuple(self._operations) if (it := held()) is not None]
+
     def add(self, operation: Operation) -> None:
         """An operation begins; `remove` ends it.
 

@@ -358,7 +358,7 @@ class TestGrowth:
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert f"{plan.num_descriptors - 16:,} more descriptors" in text
+        assert f"{plan.num_descriptors - 12:,} more descriptors" in text
         assert peak < 20 * 8 * num_blocks + 100_000
 
     def test_reading_one_descriptor_of_four_trillion(self) -> None:
