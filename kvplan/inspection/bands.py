@@ -73,7 +73,7 @@ class Drawn(NamedTuple):
     """The bands of a plan, and what their numbers are of.
 
     Attributes:
-        parts: of a row, at src and at dst, that `src_from` and the like count: its tokens, or bytes.
+        parts: of a row, at src and at dst, that `src_from` and the like count: tokens, or bytes.
         entries, tokens: in words, of the bands whose entries or tokens are no one span.
         joined: how many bands there would be, if they were not too many; 0: they are not joined.
     """
@@ -128,13 +128,11 @@ def bands_of(plan: Plan, state: NDArray[np.int64] | None = None, most: int = MOS
     if joined:
         merged = _between_whole_rows(merged, (src_parts, dst_parts))
     at = {int(segment): place for place, segment in enumerate(order[starts])}
-    return Drawn(
-        merged,
-        (src_parts, dst_parts),
-        *({at[it]: text for it, text in texts.items() if it in at} if not joined else {}
-          for texts in (entry_texts, token_texts)),
-        joined=joined,
-    )  # fmt: skip
+    said = [
+        {} if joined else {at[it]: text for it, text in texts.items() if it in at}
+        for texts in (entry_texts, token_texts)
+    ]
+    return Drawn(merged, (src_parts, dst_parts), said[0], said[1], joined)
 
 
 def _rows(side: Side, first: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
@@ -158,7 +156,7 @@ def _parts(side: Side, first: Numbers, end: Numbers) -> tuple[int, Numbers, Numb
 def _order(
     plan: Plan, first: Numbers, end: Numbers, low: Numbers, high: Numbers
 ) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers], dict[int, str], dict[int, str]]:
-    """Entries of the destination's table and tokens of the request of each segment; see `tokens_of`.
+    """Entries of the destination's table, and tokens, of each segment; see `tokens_of`.
 
     The texts are of those that are no one span.
     """

@@ -30,9 +30,9 @@
   let picture, columns, layer = 0, from = 0, to = 0, current = -1, marks = [], past = [], found = { text: "", next: 0 };
 
   function colour(index) {
-    const ramp = data.ramp, known = picture.entries > 1 && columns.entry_first[index] >= 0;
-    const place = known ? columns.entry_first[index] / (picture.entries - 1) : index / Math.max(picture.count - 1, 1);
-    return tint(Math.min(Math.max(place, 0), 1), ramp);
+    const at = picture.order ? columns[`${picture.order}_first`][index] : index;
+    const place = at / Math.max(picture.order === "token" ? columns.token_first[picture.count - 1] : picture.length - 1, 1);
+    return tint(Math.min(Math.max(place, 0), 1), data.ramp);
   }
   function tint(place, ramp) {
     const at = place * (ramp.length - 1), low = Math.floor(at), high = Math.min(low + 1, ramp.length - 1);
@@ -63,7 +63,17 @@
       return extents[low].x + (row - extents[low].first) * size;
     };
     const parts = picture.parts[name === "src" ? 0 : 1];
-    const place = (i) => [at(first[i]) + columns[`${name}_from`][i] / parts * size, at(last[i]) + columns[`${name}_to`][i] / parts * size];
+    const begin = columns[`${name}_from`], end = columns[`${name}_to`];
+    // Bands from, or to, the very same place stand side by side in it.
+    const shared = new Map();
+    const key = (i) => `${first[i]} ${last[i]} ${begin[i]} ${end[i]} ${columns.state[i]}`;
+    for (const i of indices) { const k = key(i); if (shared.has(k)) shared.get(k).push(i); else shared.set(k, [i]); }
+    const place = (i) => {
+      const a = at(first[i]) + begin[i] / parts * size, b = at(last[i]) + end[i] / parts * size, of = shared.get(key(i));
+      if (of.length === 1) return [a, b];
+      const number = of.indexOf(i), width = (b - a) / of.length;
+      return [a + number * width, a + (number + 1) * width];
+    };
     return { extents, size, gap, at, place };
   }
 
@@ -95,10 +105,10 @@
     const root = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": `${to - from} of ${picture.count} runs from source to destination. Arrow keys go from one to the next.` });
     root.append(pattern());
     beds(root, src, HEAD, track); beds(root, dst, bottom, track);
-    const layers = [[], [], []];
+    const layers = [[], [], []], labels = [];
     marks = chunks().map((indices) => {
       const state = columns.state[indices[0]], single = indices.length === 1, fill = paint(indices[indices.length >> 1]);
-      const least = single ? 2 : 0.7;
+      const least = single || state ? 2 : 0.7;
       let path = "";
       for (const i of indices) path += ribbon(src.place(i), dst.place(i), top, bottom, least);
       const g = make("g", { class: `band ${data.compared ? STATES[state] : ""} ${single ? "" : "many"}`, tabindex: "-1", role: "img", "aria-label": sentence(indices) });
@@ -108,15 +118,16 @@
       let boxes = "";
       const texts = [];
       for (const i of indices) [src, dst].forEach((side, which) => {
-        const [a, b] = side.place(i), w = Math.max(b - a, single ? 2 : 0.7), left = (a + b - w) / 2;
+        const [a, b] = side.place(i), w = Math.max(b - a, least), left = (a + b - w) / 2;
         boxes += `M${left.toFixed(1)} ${tops[which]}h${w.toFixed(1)}v${lane}h${-w.toFixed(1)}Z`;
-        const said = `${data.compared ? SIGNS[state] : ""}${entryLabel(i)}`;
+        const said = `${data.compared ? SIGNS[state] : ""}${placeLabel(i)}`;
         if (single && said.trim() && w > said.length * 7 + 4) {
-          texts.push(make("text", { class: "end", x: (a + b) / 2, y: tops[which] + lane / 2 + 4, "text-anchor": "middle", style: data.compared ? "fill:" + (state === 1 ? "var(--ink)" : "var(--card)") : null }, said));
+          texts.push(make("text", { class: "end", x: (a + b) / 2, y: tops[which] + lane / 2 + 4, "text-anchor": "middle", style: data.compared ? `fill:${state === 1 ? "var(--ink)" : "var(--card)"};stroke:${state === 1 ? "var(--card)" : fill}` : `stroke:${fill}` }, said));
         }
       });
       ends.setAttribute("d", boxes);
-      g.append(make("path", { class: "ribbon", d: path, fill: data.compared && state === 1 ? "url(#hatch)" : fill, stroke: fill }), ends, ...texts);
+      g.append(make("path", { class: "ribbon", d: path, fill: data.compared && state === 1 ? "url(#hatch)" : fill, stroke: fill }), ends);
+      labels.push(...texts);
       layers[state].push(g);
       return { g, indices };
     });
@@ -129,6 +140,7 @@
     });
     root.append(...layers[0], ...layers[1], ...layers[2]);
     ticks(root, src, HEAD, track); ticks(root, dst, bottom, track);
+    root.append(...labels);
     numbers(root, src, HEAD - 7, width); numbers(root, dst, bottom + track + 16, width);
     root.append(make("text", { class: "title", x: 0, y: 13 }, `${picture.sides[0].title} ${picture.sides[0].row}s`));
     root.append(make("text", { class: "title", x: 0, y: height - 4 }, `${picture.sides[1].title} ${picture.sides[1].row}s`));
@@ -138,9 +150,9 @@
   }
 
   const pattern = () => make("defs", {}, make("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, make("rect", { width: 6, height: 6, fill: "var(--old)", opacity: 0.2 }), make("line", { x1: 0, y1: 0, x2: 0, y2: 6, stroke: "var(--old)", "stroke-width": 3, opacity: 0.75 })));
-  function entryLabel(i) {
-    if (columns.entry_first[i] < 0) return "";
-    return picture.entry_texts[i] ? "" : span(columns.entry_first[i], columns.entry_last[i]);
+  function placeLabel(i) {
+    if (!picture.order) return picture.count > 1 ? `${i}` : "";
+    return picture[`${picture.order}_texts`][i] || span(columns[`${picture.order}_first`][i], columns[`${picture.order}_last`][i]);
   }
   function beds(root, side, y, track) {
     root.append(make("path", { class: "bed", d: side.extents.map((it) => `M${it.x.toFixed(1)} ${y}H${it.end.toFixed(1)}V${y + track}H${it.x.toFixed(1)}Z`).join("") }));
@@ -188,7 +200,7 @@
     };
     const tokens = ranged("token", "token", picture.token_texts), entries = ranged("entry", "entry", picture.entry_texts).replace("entrys", "entries");
     if (tokens) said.push(["Request", tokens]);
-    if (entries) said.push(["Block table", `${entries} of ${picture.entries}`]);
+    if (entries) said.push(["Block table", `${entries} of ${picture.entries.toLocaleString("en")}`]);
     if (of.length === 1) said.push(["Bytes", picture.amounts[columns.amount[i]]]);
     else said.push(["Closer", "Enter, or a click, shows these alone"]);
     return [title, said];
@@ -314,12 +326,13 @@
     focusOn(band);
     put("answer", `${picture.sides[which].title} ${picture.sides[which].row} ${wanted}${of.length > 1 ? `, ${found.next + 1} of ${of.length}: press Find for the next` : ""}.`);
   }
-  byId("find").addEventListener("submit", (event) => { event.preventDefault(); search(byId("block").value); });
+  byId("search").addEventListener("click", () => search(byId("block").value));  // no form: a notebook's frame has none
+  byId("block").addEventListener("keydown", (event) => { if (event.key === "Enter") search(byId("block").value); });
 
   // ---- what stands around --------------------------------------------------------------------
   function card(side) {
-    const versions = side.versions.map(([mark, type, axes, about]) => make("div", {},
-      make("div", { class: "axes" }, mark ? make("span", { class: "mark", style: `color:var(--${mark})` }, `${mark === "old" ? "−" : "+"} ${mark}`) : null, make("span", { class: "type" }, type),
+    const versions = side.versions.map(([mark, type, sameType, axes, about]) => make("div", {},
+      make("div", { class: "axes" }, mark ? make("span", { class: "mark", style: `color:var(--${mark})` }, `${mark === "old" ? "−" : "+"} ${mark}`) : null, make("span", { class: sameType ? "type" : "type axis odd" }, sameType ? type : `≠ ${type}`),
         axes.map(([name, length, shared]) => make("span", { class: shared ? "axis" : "axis odd", title: shared ? null : "Not the same at the other side" }, shared ? "" : "≠ ", name ? `${name} ${length}` : `${length}`))),
       make("p", { class: "facts" }, about.join(" · "))));
     return make("div", { class: "card side" }, make("h2", {}, make("b", {}, side.title), ` ${side.owner}${side.name ? `: ${side.name}` : ""}`), versions);
@@ -335,8 +348,9 @@
   function legend() {
     const swatch = (state) => make("svg", { width: 34, height: 14, "aria-hidden": "true" }, make("g", { class: `band ${STATES[state]}` }, make("rect", { class: "ribbon", x: 1, y: 2, width: 32, height: 10, fill: state === 1 ? "url(#hatch)" : `var(--${STATES[state]})`, stroke: `var(--${STATES[state]})` })));
     if (data.compared) return [make("span", {}, swatch(1), "− only in the old plan (dashed, hatched)"), make("span", {}, swatch(2), "+ only in the new plan (solid)"), make("span", {}, swatch(0), "in both")];
+    if (picture.count === 1) return [];
     const ramp = make("svg", { width: 90, height: 10, "aria-hidden": "true" }, data.ramp.map((it, i) => make("rect", { x: i * 90 / data.ramp.length, width: 90 / data.ramp.length + 0.5, height: 10, fill: `rgb(${it.join(" ")})` })));
-    return [make("span", {}, ramp, "colour, and the number in a box: place in the request, first to last"), make("span", {}, "wide band: neighbouring blocks that move as one run")];
+    return [make("span", {}, ramp, `colour, and the number in a box: ${picture.order === "entry" ? "entry of the request’s block table" : picture.order === "token" ? "tokens of the request" : "order"}, first to last`), make("span", {}, `wide band: neighbouring ${picture.sides[1].row}s that move as one run`)];
   }
   function histogram() {
     const rows = picture.sizes.map(([label, counts, shares]) => make("tr", {}, make("th", { scope: "row" }, label), make("td", { "aria-hidden": "true" }, shares.map((it, i) => make("i", { class: shares.length > 1 ? STATES[i + 1] : "", style: `width:${it * 100}%` }))), make("td", {}, counts.join(" → "))));

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplan.inspection.bands import Bands
-from kvplan.inspection.picture import Picture, headline, pictures
+from kvplan.inspection.picture import RAMP, Picture, headline, pictures
+from kvplan.inspection.units import nbytes_text, plural
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
@@ -20,57 +21,8 @@ if TYPE_CHECKING:
 
     from kvplan.planning.groups import AnyPlan
 
-RAMP: Final = (
-    (59, 76, 192), (35, 116, 184), (16, 133, 127), (72, 137, 50), (160, 106, 0), (190, 66, 18),
-)  # fmt: skip
-"""Colours of the place in the request, first to last: white text is readable on each."""
-
 CELL_HEIGHT: Final = 660
 """Pixels of a notebook's cell; the document scrolls inside of it."""
-
-_DOCUMENT: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src '{hash}'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-<header>
-<p class="eyebrow">{eyebrow}</p>
-<h1>{heading}</h1>
-{verdict}</header>
-<noscript><p class="verdict">This picture needs JavaScript; plan.to_svg() makes one that does not.</p></noscript>
-<div class="tabs" id="tabs" role="tablist" aria-label="Groups"></div>
-<div id="group"></div>
-<section class="sides" id="sides" aria-label="What both sides hold"></section>
-<section class="card" aria-label="Which blocks go where">
-<div class="bar">
-<div class="layer"><label><input type="range" id="layer" min="0" value="0" aria-label="Layer"><output id="layer-text" for="layer"></output></label><span id="tensors"></span><span id="alike"></span></div>
-<span class="grow"></span>
-<form id="find"><label>Block <input type="search" id="block" inputmode="numeric" autocomplete="off" aria-describedby="answer"><button>Find</button></label></form>
-<span class="facts" id="answer" role="status"></span>
-</div>
-<div class="strip" id="strip" hidden></div>
-<div class="picture" id="picture"></div>
-<div class="legend" id="legend"></div>
-<div class="detail" id="detail" aria-live="polite"></div>
-</section>
-<section class="below">
-<div class="card notes" id="notes"></div>
-<div class="card sizes" id="sizes"></div>
-</section>
-</main>
-<script type="application/json" id="plan">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 def to_html(
@@ -102,14 +54,16 @@ def cell(plan: AnyPlan) -> str:
 def _document(
     plan: AnyPlan, made: Sequence[Picture], other: AnyPlan | None, notes: Sequence[str]
 ) -> str:
-    css, script = _files()
+    frame, css, script = _files()
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown = plan if other is None else other
     prints = plan.fingerprint[:6] + ("" if other is None else f" → {other.fingerprint[:6]}")
     one = made[0] if len(made) == 1 else None
     heading = one.summary if one else _summary(shown, len(made))
     named = f"group {one.name} · " if one and one.name else ""
-    verdict = "" if other is None else f'<p class="verdict" id="verdict">{escape(headline(made))}</p>\n'
+    verdict = (
+        "" if other is None else f'<p class="verdict" id="verdict">{escape(headline(made))}</p>\n'
+    )
     data = {
         "compared": other is not None,
         "ramp": RAMP,
@@ -118,7 +72,7 @@ def _document(
     # Nothing that a name may contain ends the element, or begins a comment.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return _DOCUMENT.format(
+    return frame.format(
         hash=f"sha256-{digest}",
         title=escape(f"{'Difference of ' if other is not None else ''}{shown!r}"),
         css=css,
@@ -131,8 +85,6 @@ def _document(
 
 
 def _summary(plan: AnyPlan, groups: int) -> str:
-    from kvplan.inspection.units import nbytes_text, plural
-
     return (
         f"{plural(groups, 'group')} in one transfer: {nbytes_text(plan.nbytes)} in "
         f"{plural(plan.num_descriptors, 'descriptor')}."
@@ -140,11 +92,11 @@ def _summary(plan: AnyPlan, groups: int) -> str:
 
 
 @cache
-def _files() -> tuple[str, str]:
-    """The style sheet and the script, which stand beside this file."""
+def _files() -> list[str]:
+    """The document, its style sheet and its script, which stand beside this file."""
     here = Path(__file__)
-    css, script = (here.with_suffix(it).read_text(encoding="utf-8") for it in (".css", ".js"))
-    return css, script
+    suffixes = (".html", ".css", ".js")
+    return [here.with_suffix(it).read_text(encoding="utf-8") for it in suffixes]
 
 
 def _values(picture: Picture, notes: Sequence[str]) -> dict[str, Any]:
@@ -156,16 +108,17 @@ def _values(picture: Picture, notes: Sequence[str]) -> dict[str, Any]:
         "name": picture.name,
         "summary": picture.summary,
         "verdict": picture.verdict,
-        "sides": [
-            {**it._asdict(), "versions": [[*version] for version in it.versions]}
-            for it in picture.sides
-        ],
+        "sides": [{**it._asdict(), "versions": it.versions} for it in picture.sides],
         "layers": picture.layers,
         "notes": [*picture.notes, *notes],
-        "sizes": [[it.label, it.counts, [round(share, 4) for share in it.shares]] for it in picture.sizes],
+        "sizes": [
+            [it.label, it.counts, [round(share, 4) for share in it.shares]] for it in picture.sizes
+        ],
         "count": len(drawn.bands.state),
         "parts": drawn.parts,
         "entries": picture.entries,
+        "order": picture.order,
+        "length": picture.length,
         "entry_texts": drawn.entries,
         "token_texts": drawn.tokens,
         "amounts": picture.amounts,

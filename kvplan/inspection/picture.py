@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
+RAMP: Final = (
+    (59, 76, 192), (35, 116, 184), (16, 133, 127), (72, 137, 50), (160, 106, 0), (190, 66, 18),
+)  # fmt: skip
+"""Colours of the place in the request, first to last: white text is readable on each."""
+
 MOST_SIZES: Final = 8
 """Rows of the histogram; where there are more sizes, it counts by powers of two."""
 
@@ -37,7 +42,8 @@ class Version(NamedTuple):
 
     Attributes:
         mark: "old" or "new", where two plans differ in it.
-        data_type: its name, or what is known of rows that have none.
+        data_type: its name, or what is known of rows that have none; and whether the other side
+            has the same.
         axes: name and length of each axis of a tensor, outermost first, and whether the other side
             has it so, too; names are empty where there is no layout.
         facts: shard, number of tensors, where it is and how it is reached.
@@ -45,6 +51,7 @@ class Version(NamedTuple):
 
     mark: str
     data_type: str
+    same_type: bool
     axes: tuple[tuple[str, int, bool], ...]
     facts: tuple[str, ...]
 
@@ -81,6 +88,8 @@ class Picture(NamedTuple):
         layers: of each step of the slider, the layer and its tensors in words.
         notes: what is odd, in sentences.
         entries: how many the destination's block table has; 0: not known.
+        order: what says the place in the request: "entry" of the block table, "token", or nothing.
+        length: how many of these there are; of nothing, bands.
         amounts: bytes and descriptors in words; `amount_of` has which of them each band has.
     """
 
@@ -93,6 +102,8 @@ class Picture(NamedTuple):
     sizes: tuple[Size, ...]
     drawn: Drawn
     entries: int
+    order: Literal["entry", "token", ""]
+    length: int
     amounts: tuple[str, ...]
     amount_of: list[int]
 
@@ -114,6 +125,14 @@ def groups_of(plan: AnyPlan) -> Mapping[str, Plan]:
     return found
 
 
+def tint(place: float) -> tuple[int, ...]:
+    """The colour of a place in the request, from 0, the first, to 1."""
+    at = min(max(place, 0.0), 1.0) * (len(RAMP) - 1)
+    low = min(int(at), len(RAMP) - 2)
+    ends = zip(RAMP[low], RAMP[low + 1], strict=True)
+    return tuple(round(a + (b - a) * (at - low)) for a, b in ends)
+
+
 def headline(made: Sequence[Picture]) -> str:
     """What a comparison comes to: the verdict of the plan, or of each group that differs."""
     if len(made) == 1 and not made[0].name:
@@ -133,6 +152,8 @@ def _picture(name: str, old: Plan | None, new: Plan | None, compared: bool) -> P
         drawn, said = _compared(old, new), verdict(old, new)
     marks = ("old", "new") if len(plans) == 2 else ("",)
     amounts, amount_of = _amounts(drawn.bands, plans[-1].num_tensor_pairs)
+    entries = max((len(it.tables.dst) for it in plans if it.tables is not None), default=0)
+    order, length = _order(drawn.bands, entries)
     return Picture(
         name,
         _summary(plans[-1]),
@@ -142,10 +163,26 @@ def _picture(name: str, old: Plan | None, new: Plan | None, compared: bool) -> P
         tuple(_notes(plans, drawn)),
         tuple(_sizes(plans)),
         drawn,
-        max((len(it.tables.dst) for it in plans if it.tables is not None), default=0),
+        entries,
+        order,
+        length,
         amounts,
         amount_of,
     )
+
+
+def _order(bands: Bands, entries: int) -> tuple[Literal["entry", "token", ""], int]:
+    """What tells the bands apart best, and how many of it there are."""
+    first, tokens = bands.entry_first, bands.token_first
+    if (
+        len(first)
+        and first.min() >= 0
+        and (len(np.unique(first)) == len(first) or bands.state.any())
+    ):
+        return "entry", entries
+    if len(first) and tokens.min() >= 0:
+        return "token", int(bands.token_last.max()) + 1
+    return "", len(first)
 
 
 def _all(plan: Plan, state: int) -> NDArray[np.int64]:
@@ -194,8 +231,9 @@ def _compared(old: Plan, new: Plan) -> Drawn:
     return Drawn(
         Bands(*(it[order] for it in both)),
         (parts[0], parts[1]),
-        *texts,
-        joined=max(before.joined, after.joined),
+        texts[0],
+        texts[1],
+        max(before.joined, after.joined),
     )
 
 
@@ -218,16 +256,17 @@ def _keys(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _summary(plan: Plan) -> str:
-    """`Pulls 3 blocks into 3 blocks, in 2 layers: 384 KiB in 8 descriptors.`"""
+    """One sentence: `Pulls 3 blocks of a peer into 3 blocks, in 2 layers: 384 KiB in ...`."""
     tables, tokens = plan.tables, tokens_moved(plan)
-    if tables is None:
-        rows = f"part of {plural(plan.num_slices, plan.dst.row)}"
-        if plan.kind != "C2C" or plan.nbytes_per_tensor == plan.num_slices * plan.dst.stride:
-            rows = plural(plan.num_slices, plan.dst.row)
-    else:
-        rows = (
-            f"{plural(len(tables.src), plan.src.row)} into {plural(len(tables.dst), plan.dst.row)}"
-        )
+    of_src, of_dst = (
+        (" of a peer", "") if plan.local == "dst" else ("", " of a peer" * (plan.local == "src"))
+    )
+    count = plan.num_slices if plan.kind == "B2B" else 1
+    if tables is not None:
+        count = len(np.unique(tables.src)) if plan.local == "both" else len(tables.src)
+    src = plural(count, plan.src.row) + of_src
+    dst = plural(plan.num_slices if tables is None else len(tables.dst), plan.dst.row) + of_dst
+    rows = f"{src} into {dst}"
     if tokens is not None:
         rows = f"{plural(tokens, 'token')}, {rows}"
     layers = len(plan.dst_layers) * (1 if "layer" in plan.split else plan.dst.extent("layer"))
@@ -244,9 +283,7 @@ def _side(name: str, plans: Sequence[Plan], marks: Sequence[str]) -> PictureSide
     if len({*versions}) == 1:
         versions = versions[:1]
     else:
-        versions = [
-            it._replace(mark=mark) for it, mark in zip(versions, marks, strict=True)
-        ]
+        versions = [it._replace(mark=mark) for it, mark in zip(versions, marks, strict=True)]
     shown = plans[-1]
     own = shown.local in (name, "both")
     side: Side = getattr(shown, name)
@@ -282,6 +319,7 @@ def _version(side: Side, other: Side) -> Version:
     return Version(
         "",
         f"rows of {side.stride} bytes" if side.data_type is None else side.data_type.name,
+        side.data_type == other.data_type,
         tuple(zip(axes, side.shape, shared, strict=True)),
         tuple(filter(None, facts)),
     )
@@ -364,9 +402,12 @@ def _sizes(plans: Sequence[Plan]) -> Iterator[Size]:
 
 def _amounts(bands: Bands, pairs: int) -> tuple[tuple[str, ...], list[int]]:
     """Bytes and descriptors of each band in words, which few of them differ in."""
-    found: dict[tuple[int, ...], int] = {}
-    columns = (it.tolist() for it in (bands.runs, bands.nbytes, bands.least, bands.most))
-    amount_of = [found.setdefault(it, len(found)) for it in zip(*columns, strict=True)]
+    found: dict[tuple[int, int, int, int], int] = {}
+    columns = zip(
+        bands.runs.tolist(), bands.nbytes.tolist(), bands.least.tolist(), bands.most.tolist(),
+        strict=True,
+    )  # fmt: skip
+    amount_of = [found.setdefault(it, len(found)) for it in columns]
     return tuple(_amount_text(*it, pairs) for it in found), amount_of
 
 
