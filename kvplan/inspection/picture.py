@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvplan.planning.side import Side
 
 RAMP: Final = (
-    (59, 76, 192), (35, 116, 184), (16, 133, 127), (72, 137, 50), (160, 106, 0), (190, 66, 18),
+    (59, 76, 192), (35, 116, 184), (14, 130, 126), (58, 126, 52), (160, 106, 0), (190, 66, 18),
 )  # fmt: skip
 """Colours of the place in the request, first to last: white text is readable on each."""
 

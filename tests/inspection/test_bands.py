@@ -154,7 +154,9 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
         entries = [dst.index(it) for it in range(key[0], key[1] + 1)]
         assert drawn.bands.entry_first[band] == min(entries)
         assert drawn.bands.entry_last[band] == max(entries)
-        assert (band in drawn.entries) is (entries != [*range(entries[0], entries[0] + len(entries))])
+        assert (band in drawn.entries) is (
+            entries != [*range(entries[0], entries[0] + len(entries))]
+        )
 
 
 def test_too_many_bands_are_joined_and_none_is_lost() -> None:

@@ -42,7 +42,10 @@ def test_a_large_plan_is_a_small_document(coalesce: Coalesce) -> None:
     rng = np.random.default_rng(2)
     runs = np.concatenate([np.arange(it * 64, it * 64 + 64) for it in rng.permutation(64)])
     desc = CacheDesc(122, (8192, 16, 8, 128), FP16, kv_tensor_format="NHD")
-    for plan in (scattered(), plan_pull_blocks(desc, desc, runs, np.arange(4096), coalesce=coalesce)):
+    for plan in (
+        scattered(),
+        plan_pull_blocks(desc, desc, runs, np.arange(4096), coalesce=coalesce),
+    ):
         assert len(plan.to_html().encode()) < 300_000
 
 
@@ -98,8 +101,12 @@ def test_names_of_users_cannot_end_an_element() -> None:
 def test_a_notebook_shows_the_document_in_a_frame() -> None:
     for plan in (PLAN, GroupPlan({EVIL: PLAN})):
         cell: Any = plan._repr_html_()
-        found = re.fullmatch(r'<iframe title="[^"<>]*" sandbox="allow-scripts" loading="lazy" '
-                             r'style="[^"<>]*" srcdoc="([^"]*)"></iframe>', cell, re.DOTALL)  # fmt: skip
+        found = re.fullmatch(
+            r'<iframe title="[^"<>]*" sandbox="allow-scripts" loading="lazy" style="[^"<>]*" '
+            r'srcdoc="([^"]*)"></iframe>',
+            cell,
+            re.DOTALL,
+        )
         assert found is not None
         assert html.unescape(found[1]) == plan.to_html()
 
