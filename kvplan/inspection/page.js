@@ -129,7 +129,7 @@
       g.append(make("path", { class: "ribbon", d: path, fill: data.compared && state === 1 ? "url(#hatch)" : fill, stroke: fill }), ends);
       labels.push(...texts);
       layers[state].push(g);
-      return { g, indices };
+      return { g, indices, texts };
     });
     marks.forEach((mark, number) => {
       mark.g.addEventListener("pointerenter", () => show(number));
@@ -221,7 +221,7 @@
       put("detail", make("p", { class: "hint" }, `Point at a band to read what it moves, or press Tab and then the arrow keys.${picture.count > MOST ? " A click, or Enter, looks closer; Escape goes back." : ""}`));
       return;
     }
-    marks[number].g.classList.add("on");
+    for (const it of [marks[number].g, ...marks[number].texts]) it.classList.add("on");
     const [title, said] = facts(marks[number].indices);
     put("detail", make("h3", {}, title), make("dl", {}, said.map(([word, text]) => make("div", {}, make("dt", {}, word), make("dd", {}, text)))));
   }
@@ -305,14 +305,22 @@
     });
     const button = (id, text, label, act, off) => {
       const made = make("button", { type: "button", id, "aria-label": label, title: label, disabled: off ? "" : null }, text);
-      made.addEventListener("click", () => { act(); byId(id).focus(); });
+      made.addEventListener("click", () => { act(); if (act !== nextChange) byId(id).focus(); });
       return made;
     };
     const shown = to - from === picture.count ? `all ${many(picture.count, "run")}` : `runs ${from.toLocaleString("en")} to ${(to - 1).toLocaleString("en")} of ${picture.count.toLocaleString("en")}`;
     const together = to - from > MOST ? `, ${Math.ceil((to - from) / MOST)} neighbours to a mark` : "";
-    put("strip", root, make("div", { class: "said" }, button("in", "+", "Look closer", () => zoom(0.5), to - from <= 1), button("out", "−", "Look from further away", () => zoom(2), to - from === picture.count), button("all", "All", "Show the whole request", () => view(0, picture.count), to - from === picture.count), make("span", { id: "shown" }, `In the request's order, ${shown}${together}. Drag over the strip to choose a part.`)));
+    put("strip", root, make("div", { class: "said" }, button("in", "+", "Look closer", () => zoom(0.5), to - from <= 1), button("out", "−", "Look from further away", () => zoom(2), to - from === picture.count), button("all", "All", "Show the whole request", () => view(0, picture.count), to - from === picture.count), data.compared ? button("change", "Next change", "Go to the next run that only one of the plans has", nextChange, !columns.state.some((it) => it)) : null, make("span", { id: "shown" }, `In the request's order, ${shown}${together}. Drag over the strip to choose a part.`)));
   }
 
+  function nextChange() {
+    const start = marks.length ? marks[Math.max(current, 0)].indices : [0], of = [];
+    for (let i = 0; i < picture.count; i++) if (columns.state[i]) of.push(i);
+    const band = of.find((it) => it > start[start.length - 1]) ?? of[0], wide = Math.min(24, picture.count);
+    if (band === undefined) return;
+    if (to - from > MOST || band < from || band >= to) view(band - wide / 2, band + wide / 2);
+    focusOn(band);
+  }
   function search(text) {
     const wanted = Number(text.trim()), of = [];
     if (text.trim() === "" || !Number.isInteger(wanted)) { put("answer", "A block is a number."); return; }

@@ -235,6 +235,26 @@ def test_a_difference_is_read_without_colour(page: Page) -> None:
     assert "hatched" in page.one("#legend").text
 
 
+def test_changes_are_found_among_thousands(page: Page) -> None:
+    plan = large()
+    assert plan.tables is not None
+    src = plan.tables.src.copy()
+    src[[100, 2000]] = src[[2000, 100]]
+    page.open(plan, diff=plan_pull_blocks(plan.src, plan.dst, src, plan.tables.dst))
+    seen = []
+    for _ in range(5):
+        page.one("#change").click()
+        page.until(lambda: page.focused() not in seen)
+        page.until(lambda: page.focused().startswith("only in the "))
+        seen.append(page.focused())
+        if len(seen) == 4:
+            break
+    assert [it.split(" plan")[0] for it in seen] == ["only in the old", "only in the new"] * 2
+    assert [
+        f"entry {it} " in said for it, said in zip([100, 100, 2000, 2000], seen, strict=True)
+    ] == [True] * 4
+
+
 def test_groups_are_chosen_and_their_names_are_only_text(page: Page) -> None:
     page.open(GroupPlan({EVIL: SMALL, "indexer": unlike()}))
     assert [it.text for it in page.all("#tabs button")] == [EVIL, "indexer"]
