@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]
 
 MOST: Final = 16384
-"""Bands of a plan. Where there are more, neighbours in the request's order are joined."""
+"""Bands of a plan. Where there are more, neighbours in the request's order are joined to one."""
 
 SAME, OLD, NEW = range(3)
 """States of a band: of both plans that are compared (or of the only one), of the old, the new."""
@@ -76,6 +76,7 @@ class Drawn(NamedTuple):
         parts: of a row, at src and at dst, that `src_from` and the like count: tokens, or bytes.
         entries, tokens: in words, of the bands whose entries or tokens are no one span.
         joined: how many bands there would be, if they were not too many; 0: they are not joined.
+        at: rows at src and at dst where a band that was joined is drawn, as its first one was.
     """
 
     bands: Bands
@@ -83,6 +84,7 @@ class Drawn(NamedTuple):
     entries: dict[int, str]
     tokens: dict[int, str]
     joined: int = 0
+    at: tuple[Numbers, Numbers] | None = None
 
 
 _LEAST = frozenset(("src_first", "dst_first", "entry_first", "token_first", "head_first", "least"))
@@ -120,10 +122,12 @@ def bands_of(plan: Plan, state: NDArray[np.int64] | None = None, most: int = MOS
     order = np.lexsort((bands.state, src, dst, bands.entry_first, bands.token_first))
     bands = Bands(*(it[order] for it in bands))
     starts = _starts(bands)
-    joined = 0
+    joined, drawn_at = 0, None
     if len(starts) > most:
         joined = len(starts)
-        starts = starts[:: -(-joined // most)]
+        changes = np.flatnonzero(np.diff(bands.state)) + 1  # a band has one state
+        starts = np.union1d(starts[:: -(-joined // most)], changes)
+        drawn_at = bands.src_first[starts], bands.dst_first[starts]
     merged = Bands(*(_reduced(name, it, starts) for name, it in bands._asdict().items()))
     if joined:
         merged = _between_whole_rows(merged, (src_parts, dst_parts))
@@ -132,7 +136,7 @@ def bands_of(plan: Plan, state: NDArray[np.int64] | None = None, most: int = MOS
         {} if joined else {at[it]: text for it, text in texts.items() if it in at}
         for texts in (entry_texts, token_texts)
     ]
-    return Drawn(merged, (src_parts, dst_parts), said[0], said[1], joined)
+    return Drawn(merged, (src_parts, dst_parts), said[0], said[1], joined, drawn_at)
 
 
 def _rows(side: Side, first: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:

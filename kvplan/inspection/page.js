@@ -43,7 +43,8 @@
 
   // ---- where rows are on the screen ----------------------------------------------------------
   function axis(name, width, indices) {
-    const first = columns[`${name}_first`], last = columns[`${name}_last`], extents = [];
+    const joined = columns[`${name}_at`], extents = [];
+    const first = joined || columns[`${name}_first`], last = joined || columns[`${name}_last`];
     const spans = indices.map((i) => [first[i], last[i]]).sort((a, b) => a[0] - b[0]);
     for (const [low, high] of spans) {
       const before = extents[extents.length - 1];

@@ -61,9 +61,10 @@ def _document(
     one = made[0] if len(made) == 1 else None
     heading = one.summary if one else _summary(shown, len(made))
     named = f"group {one.name} · " if one and one.name else ""
-    verdict = (
-        "" if other is None else f'<p class="verdict" id="verdict">{escape(headline(made))}</p>\n'
-    )
+    verdict = ""
+    if other is not None:
+        said = headline(made)
+        verdict = f'<p class="verdict {said.split()[0]}" id="verdict">{escape(said)}</p>\n'
     data = {
         "compared": other is not None,
         "ramp": RAMP,
@@ -104,6 +105,8 @@ def _values(picture: Picture, notes: Sequence[str]) -> dict[str, Any]:
     drawn = picture.drawn
     columns = {name: it.tolist() for name, it in drawn.bands._asdict().items() if name in _COLUMNS}
     columns["amount"] = picture.amount_of
+    if drawn.at is not None:
+        columns["src_at"], columns["dst_at"] = (it.tolist() for it in drawn.at)
     return {
         "name": picture.name,
         "summary": picture.summary,

@@ -17,8 +17,7 @@ from kvplan.inspection.units import nbytes_text, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
-
+    from kvplan.inspection.bands import Numbers
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
@@ -151,7 +150,7 @@ def _picture(name: str, old: Plan | None, new: Plan | None, compared: bool) -> P
     else:
         drawn, said = _compared(old, new), verdict(old, new)
     marks = ("old", "new") if len(plans) == 2 else ("",)
-    amounts, amount_of = _amounts(drawn.bands, plans[-1].num_tensor_pairs)
+    amounts, amount_of = _amounts(drawn.bands, plans)
     entries = max((len(it.tables.dst) for it in plans if it.tables is not None), default=0)
     order, length = _order(drawn.bands, entries)
     return Picture(
@@ -185,7 +184,7 @@ def _order(bands: Bands, entries: int) -> tuple[Literal["entry", "token", ""], i
     return "", len(first)
 
 
-def _all(plan: Plan, state: int) -> NDArray[np.int64]:
+def _all(plan: Plan, state: int) -> Numbers:
     return np.full(len(plan.segments), state)
 
 
@@ -234,6 +233,27 @@ def _compared(old: Plan, new: Plan) -> Drawn:
         texts[0],
         texts[1],
         max(before.joined, after.joined),
+        _drawn_at(before, after, gone, order),
+    )
+
+
+def _drawn_at(
+    before: Drawn, after: Drawn, gone: Numbers, order: Numbers
+) -> tuple[Numbers, Numbers] | None:
+    """Where bands are drawn, if those of one of the plans were joined."""
+    if before.at is after.at is None:
+        return None
+    src, dst = (
+        np.concatenate([_at(before, which)[gone], _at(after, which)])[order] for which in (0, 1)
+    )
+    return src, dst
+
+
+def _at(drawn: Drawn, which: int) -> Numbers:
+    return (
+        (drawn.bands.src_first, drawn.bands.dst_first)[which]
+        if drawn.at is None
+        else drawn.at[which]
     )
 
 
@@ -291,28 +311,25 @@ def _side(name: str, plans: Sequence[Plan], marks: Sequence[str]) -> PictureSide
         "Source" if name == "src" else "Destination",
         side.name,
         "of this process" if own else "of a peer",
-        side.row,
+        side.row if len({getattr(it, name).row for it in plans}) == 1 else "row",
         tuple(versions),
     )
 
 
 def _version(side: Side, other: Side) -> Version:
-    axes = tuple(side.layout.axes) if side.layout is not None else ("",) * len(side.shape)
-    theirs = tuple(other.layout.axes) if other.layout is not None else ("",) * len(other.shape)
-    lengths = dict(zip(theirs, other.shape, strict=True))
-    rows = ("block", "slot")
-    in_order = [it for it in axes if it not in rows] == [it for it in theirs if it not in rows]
-    shared = [
-        (name in rows)
+    axes = side.layout.axes if side.layout is not None else ("",) * len(side.shape)
+    own, theirs = _axes(side), _axes(other)
+    # An axis stands in another place if its place among those of both sides is another one.
+    places = [[name for name in it if name in own and name in theirs] for it in (own, theirs)]
+    alike = [
+        not name
         or (
-            (in_order or [it for it in axes if it in theirs].index(name)
-             == [it for it in theirs if it in axes].index(name))
-            and lengths[name] == length
+            name in theirs
+            and places[0].index(name) == places[1].index(name)
+            and (name == "row" or own[name] == theirs[name])
         )
-        if name in theirs and name
-        else not name or name in rows
-        for name, length in zip(axes, side.shape, strict=True)
-    ]  # fmt: skip
+        for name in own or axes
+    ]
     facts = [str(side.shard) if side.shard is not None else "", side.label or ""]
     facts += [plural(side.num_tensors, "tensor"), f"on {side.placement.name.lower()}"]
     facts += [f"over {side.way}" if side.way else ""]
@@ -320,9 +337,17 @@ def _version(side: Side, other: Side) -> Version:
         "",
         f"rows of {side.stride} bytes" if side.data_type is None else side.data_type.name,
         side.data_type == other.data_type,
-        tuple(zip(axes, side.shape, shared, strict=True)),
+        tuple(zip(axes, side.shape, alike, strict=True)),
         tuple(filter(None, facts)),
     )
+
+
+def _axes(side: Side) -> dict[str, int]:
+    """Lengths of the axes by name, outermost first, where there is a layout; rows are "row"."""
+    if side.layout is None:
+        return {}
+    names = ["row" if name in ("block", "slot") else name for name in side.layout.axes]
+    return dict(zip(names, side.shape, strict=True))
 
 
 def _layers(plans: Sequence[Plan], marks: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -365,7 +390,7 @@ def _notes(plans: Sequence[Plan], drawn: Drawn) -> Iterator[str]:
     if drawn.joined:
         yield (
             f"{drawn.joined:,} runs are too many to draw each: neighbours in the request's order "
-            "are joined to one band."
+            "are one mark, which is drawn where the first of them is."
         )
     new = oddities(plans[-1])
     if len(plans) == 1:
@@ -397,18 +422,23 @@ def _sizes(plans: Sequence[Plan]) -> Iterator[Size]:
         if any(row):
             exact = low == high
             label = nbytes_text(low) if exact else f"{nbytes_text(low)} to {nbytes_text(high + 1)}"
-            yield Size(label, tuple(f"{it:,}" for it in row), tuple(it / largest for it in row))
+            yield Size(
+                label,
+                tuple(f"{it:,}" for it in row),
+                tuple(max(it / largest, 0.005 * bool(it)) for it in row),
+            )
 
 
-def _amounts(bands: Bands, pairs: int) -> tuple[tuple[str, ...], list[int]]:
+def _amounts(bands: Bands, plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[int]]:
     """Bytes and descriptors of each band in words, which few of them differ in."""
-    found: dict[tuple[int, int, int, int], int] = {}
+    found: dict[tuple[int, int, int, int, int], int] = {}
+    pairs = np.where(bands.state == OLD, plans[0].num_tensor_pairs, plans[-1].num_tensor_pairs)
     columns = zip(
         bands.runs.tolist(), bands.nbytes.tolist(), bands.least.tolist(), bands.most.tolist(),
-        strict=True,
+        pairs.tolist(), strict=True,
     )  # fmt: skip
     amount_of = [found.setdefault(it, len(found)) for it in columns]
-    return tuple(_amount_text(*it, pairs) for it in found), amount_of
+    return tuple(_amount_text(*it) for it in found), amount_of
 
 
 def _amount_text(runs: int, nbytes: int, least: int, most: int, pairs: int) -> str:

@@ -115,11 +115,13 @@ class _Drawing:
         self.count = len(bands.state)
         self.order = bands.entry_first if picture.order == "entry" else bands.token_first
         self.places = []
-        self.axes = []
+        self.axes: list[_Axis] = []
         for name, parts in zip(("src", "dst"), picture.drawn.parts, strict=True):
             first, last, begin, end = (
                 getattr(bands, f"{name}_{it}").tolist() for it in ("first", "last", "from", "to")
             )
+            if picture.drawn.at is not None:
+                first = last = picture.drawn.at[len(self.axes)].tolist()
             axis = _Axis([*zip(first, last, strict=True)], parts)
             self.axes.append(axis)
             self.places.append(

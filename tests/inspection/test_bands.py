@@ -171,6 +171,17 @@ def test_too_many_bands_are_joined_and_none_is_lost() -> None:
     assert joined.bands.src_last.tolist() == [*range(6, 64, 8)]
 
 
+def test_joined_bands_are_of_one_state() -> None:
+    table = np.arange(0, 64, 2)
+    plan = plan_pull_blocks(FP16, FP16, table, table[::-1].copy())
+    states = np.repeat([SAME, OLD, SAME], [28, 1, 3])
+    joined = bands_of(plan, states, most=4)
+    assert joined.at is not None
+    assert joined.bands.segments.tolist() == [8, 8, 8, 4, 1, 3]
+    assert joined.bands.state.tolist() == [SAME, SAME, SAME, SAME, OLD, SAME]
+    assert joined.at[1].tolist() == [62, 46, 30, 14, 6, 4]
+
+
 def test_a_comparison_has_what_both_plans_have_once() -> None:
     old = plan_pull_blocks(FP16, FP16, [4, 5, 9, 20], [7, 8, 2, 30])
     new = plan_pull_blocks(FP16, FP16, [5, 4, 9, 21], [7, 8, 2, 30])
