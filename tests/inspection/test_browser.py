@@ -271,6 +271,25 @@ def test_groups_are_chosen_and_their_names_are_only_text(page: Page) -> None:
     assert "heads 2..3" in page.detail()
 
 
+DRAWN = """
+const paths = [...document.querySelectorAll("#picture .ribbon")].map((it) => it.getAttribute("d"));
+return paths.join("").split("M").length - 1;
+"""
+FILLS = """
+const box = document.getElementById("picture");
+return innerWidth === arguments[0] && box.firstChild.viewBox.baseVal.width === box.clientWidth;
+"""
+
+
+def test_every_band_is_drawn_and_all_again_where_the_window_changes(page: Page) -> None:
+    for plan, bands in ((SMALL, 2), (unlike(), 3), (large(), 4096)):
+        page.open(plan)
+        for width in (1280, 700):
+            page.size(width)
+            page.until(lambda width=width: page.driver.execute_script(FILLS, width))
+            assert page.driver.execute_script(DRAWN) == bands
+
+
 def test_it_works_in_a_notebooks_cell(page: Page) -> None:
     page.show(f"<!doctype html><style>main, h1 {{ display: none }}</style>{SMALL._repr_html_()}")
     page.driver.switch_to.frame(page.one("iframe"))
