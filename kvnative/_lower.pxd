@@ -2,7 +2,11 @@
 from libc.stdint cimport int64_t, uint64_t
 from libc.stddef cimport size_t
 
-from kvnative._lower_c cimport kvn_columns
+from kvnative._lower_c cimport kvn_columns, kvn_recipe
+
+
+# New descriptors, or `out`, of a recipe; errors as of lower(), under the names of its arguments.
+cdef Descriptors lower_recipe(kvn_recipe *recipe, tuple names, Descriptors out)
 
 
 cdef class Descriptors:

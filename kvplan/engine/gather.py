@@ -329,7 +329,7 @@ class _Sources:
         with self._failing(index):
             theirs = self._links[index].leased_memory(caches, leases, writable=False)
         ours = joined([self._own[name][1] for name in plans])
-        return plans.get("") or GroupPlan(plans), theirs, ours
+        return plans.get("") or GroupPlan(plans), theirs, ours, None
 
     def name(self, index: int, plans: dict[str, Plan]) -> str:
         """What errors call a source."""

@@ -209,7 +209,7 @@ class GroupOperation(Operation):
         plan: Callable[..., Plan],
         coalesce: Coalesce | bool,
         reinterpret: bool,
-    ) -> tuple[GroupPlan, TensorMemory, TensorMemory]:
+    ) -> tuple[GroupPlan, TensorMemory, TensorMemory, None]:
         """Find the caches of a pull or push, and plan each group."""
         check_groups(groups, Group)
         pulls = plan is plan_pull_blocks
@@ -252,8 +252,8 @@ class GroupOperation(Operation):
         self.leases = tuple([it.lease_id for it in leases])
         peer_memory = link.leased_memory(caches, leases, writable=not pulls)
         if pulls:
-            return GroupPlan(plans), peer_memory, memory
-        return GroupPlan(plans), memory, peer_memory
+            return GroupPlan(plans), peer_memory, memory, None
+        return GroupPlan(plans), memory, peer_memory, None
 
     def own_caches(self, field: str, groups: Mapping[str, Any]) -> tuple[list[Side], TensorMemory]:
         """The caches of this process that a field of the groups names, and the memory of all."""

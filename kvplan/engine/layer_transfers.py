@@ -217,7 +217,7 @@ def _push_layers(
             reinterpret=as_bytes,
             by_layer=True,
         )
-    return plan, ours, theirs
+    return plan, ours, theirs, None
 
 
 def _check_addresses(dst: PeerTensors, source: Side, ext_param: KvCacheExtParam) -> None:

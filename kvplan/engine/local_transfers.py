@@ -259,7 +259,7 @@ def _copy_cache(
         coalesce=coalesce,
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
-    return plan, src_memory, dst_memory
+    return plan, src_memory, dst_memory, None
 
 
 def _copy_blocks(
@@ -271,7 +271,7 @@ def _copy_blocks(
     """Blocks of one cache to others of it."""
     own, memory = operation.own("cache", cache, paged=True)
     plan = plan_copy_blocks(own, blocks, coalesce=coalesce)
-    return plan, memory, memory
+    return plan, memory, memory, None
 
 
 def _swap_blocks(
@@ -292,4 +292,4 @@ def _swap_blocks(
         coalesce=coalesce,
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
-    return plan, src_memory, dst_memory
+    return plan, src_memory, dst_memory, None

@@ -29,6 +29,7 @@ from kvplan.validation import check_type, mismatch, shown
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+    from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan
     from kvplan.types import AnyCacheKey
 
-Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
-"""What is executed: the plan, and the memory of src and of dst."""
-AnyPrepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory]"
+Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
+"""What is executed: the plan, the memory of src and of dst, and the descriptors if it has any."""
+AnyPrepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory, Descriptors | None]"
 """The same, of groups too."""
 
 MAX_TAG: Final = 128
@@ -95,6 +96,7 @@ class Operation:
         link: to the peer that takes part; None inside one process.
         leases: ids of the peer's leases by which it moves.
         span: of OpenTelemetry, where the engine's options ask for that.
+        moves: whether it is one that moves, inside of its block.
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
         notifies: whether its peer may be sent a notification at the end.
@@ -111,7 +113,6 @@ class Operation:
         "__weakref__",
         "_claim",
         "_memories",
-        "_moves",
         "_notify",
         "_notify_failure",
         "_recorded",
@@ -122,6 +123,7 @@ class Operation:
         "follows_up",
         "leases",
         "link",
+        "moves",
         "name",
         "notifies",
         "plan",
@@ -159,7 +161,7 @@ class Operation:
         self.engine = engine
         self.name = name
         self._speculative = speculative
-        self._moves = self._recorded = self.submitted = False
+        self.moves = self._recorded = self.submitted = False
         self.cache_id = -1
         self._claim: PeerClaim | None = None
         self.started = perf_counter()
@@ -170,7 +172,7 @@ class Operation:
         self.plan: AnyPlan | None = None
 
     def __enter__(self) -> Self:
-        self._moves = True
+        self.moves = True
         engine = self.engine
         engine.in_flight.add(self)
         if engine.tracer is not None and self.name != "notify":
@@ -259,7 +261,7 @@ class Operation:
             self.speculated = self._speculative
         else:
             _check_names_one(argument, key)
-            if self._moves:
+            if self.moves:
                 self._claim = claim = link.claim(key)
                 found, slot = claim.cache, claim.batch_index
             else:
@@ -418,7 +420,7 @@ class Operation:
         if cluster_id == engine.cluster_id:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
-        if self._moves and self.link is None:
+        if self.moves and self.link is None:
             self.link = link  # first: what ends has not begun, at worst
             link.begin(self)
         return link
@@ -577,7 +579,7 @@ class OperationRunner:
         self, operation: Operation, prepared: AnyPrepared, timeout_ms: float | None
     ) -> None:
         """Move what was prepared: it is done then, or `operation` is to be prepared again."""
-        plan, src, dst = prepared
+        plan, src, dst, descriptors = prepared
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
@@ -588,7 +590,7 @@ class OperationRunner:
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         try:
-            operation.engine.transfers.execute(plan, src, dst, timeout_ms)
+            operation.engine.transfers.execute(plan, src, dst, timeout_ms, descriptors)
         except LLMException as error:
             missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             if not (operation.speculated and missing):
@@ -603,7 +605,7 @@ class OperationRunner:
 
     def _submit(self, operation: Operation, prepared: AnyPrepared) -> TransferTask:
         """Begin to move what was prepared; `operation` ends with the task."""
-        plan, src, dst = prepared
+        plan, src, dst, descriptors = prepared
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
@@ -613,7 +615,7 @@ class OperationRunner:
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.submit(plan, src, dst, on_outcome)
+        task = engine.transfers.submit(plan, src, dst, on_outcome, descriptors)
         try:
             operation.submitted = True
             if operation.follows_up or report is not None:
@@ -627,7 +629,7 @@ class OperationRunner:
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
-        plan, src, dst = prepared
+        plan, src, dst, _ = prepared
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)

@@ -498,6 +498,12 @@ def _pull_cache(
     source, slot, theirs = operation.peer(
         "src", src, (CacheIndex, CacheKey, BlockLease), paged=False, writable=False
     )
+    if _is_whole_row(operation, size, src_offset, dst_offset, num_tokens, ext_param, coalesce):
+        bound = operation.engine.transfers.rows.bind(
+            "pull_cache", "C2C", source, target, theirs, ours, (slot,), (batch_index,)
+        )
+        if bound is not None:
+            return bound.plan, theirs, ours, bound.descriptors
     plan = plan_pull_cache(
         source,
         target,
@@ -511,7 +517,7 @@ def _pull_cache(
         coalesce=coalesce,
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
-    return plan, theirs, ours
+    return plan, theirs, ours, None
 
 
 def _pull_blocks(
@@ -537,6 +543,15 @@ def _pull_blocks(
     source, slot, theirs = operation.peer(
         "src", src, kinds, paged=has_blocks(src_blocks), writable=False, table="src_blocks"
     )
+    if source.paged and _are_whole_blocks(
+        operation, num_tokens, src_token, dst_token, ext_param, coalesce
+    ):
+        assert src_blocks is not None
+        bound = operation.engine.transfers.rows.bind(
+            "pull_blocks", "B2B", source, target, theirs, ours, src_blocks, dst_blocks
+        )
+        if bound is not None:
+            return bound.plan, theirs, ours, bound.descriptors
     plan = plan_pull_blocks(
         source,
         target,
@@ -550,7 +565,7 @@ def _pull_blocks(
         coalesce=coalesce,
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
-    return plan, theirs, ours
+    return plan, theirs, ours, None
 
 
 def _push_cache(
@@ -572,6 +587,12 @@ def _push_cache(
     target, slot, theirs = operation.peer(
         "dst", dst, (CacheIndex, BlockLease), paged=False, writable=True
     )
+    if _is_whole_row(operation, size, 0, 0, num_tokens, ext_param, coalesce):
+        bound = operation.engine.transfers.rows.bind(
+            "push_cache", "C2C", source, target, ours, theirs, (src_batch_index,), (slot,)
+        )
+        if bound is not None:
+            return bound.plan, ours, theirs, bound.descriptors
     plan = plan_push_cache(
         source,
         target,
@@ -582,7 +603,7 @@ def _push_cache(
         coalesce=coalesce,
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
-    return plan, ours, theirs
+    return plan, ours, theirs, None
 
 
 def _push_blocks(
@@ -610,6 +631,12 @@ def _push_blocks(
     source, ours = operation.own("src", src, paged=True)
     kinds = (CacheIndex, BlocksCacheKey, BlockLease)
     target, _, theirs = operation.peer("dst", dst, kinds, paged=True, writable=True)
+    if _are_whole_blocks(operation, num_tokens, src_token, dst_token, ext_param, coalesce):
+        bound = operation.engine.transfers.rows.bind(
+            "push_blocks", "B2B", source, target, ours, theirs, src_blocks, dst_blocks
+        )
+        if bound is not None:
+            return bound.plan, ours, theirs, bound.descriptors
     plan = plan_push_blocks(
         source,
         target,
@@ -622,7 +649,47 @@ def _push_blocks(
         coalesce=coalesce,
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
-    return plan, ours, theirs
+    return plan, ours, theirs, None
+
+
+def _is_whole_row(
+    operation: Operation,
+    size: int,
+    src_offset: int,
+    dst_offset: int,
+    num_tokens: int | None,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> bool:
+    """Whether a slot is moved as by default: all of it, of all layers."""
+    return (
+        operation.moves
+        and ext_param is ALL_LAYERS
+        and coalesce is DEFAULT_COALESCE
+        and num_tokens is None
+        and type(size) is type(src_offset) is type(dst_offset) is int
+        and size == -1
+        and not (src_offset or dst_offset)
+    )
+
+
+def _are_whole_blocks(
+    operation: Operation,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> bool:
+    """Whether blocks are moved as by default: all of each, of all layers."""
+    return (
+        operation.moves
+        and ext_param is ALL_LAYERS
+        and coalesce is DEFAULT_COALESCE
+        and num_tokens is None
+        and type(src_token) is type(dst_token) is int
+        and not (src_token or dst_token)
+    )
 
 
 def has_blocks(blocks: object) -> bool:

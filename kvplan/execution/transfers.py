@@ -29,6 +29,7 @@ from kvnative._lower import Descriptors, lower
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
 from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
+from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
@@ -58,6 +59,7 @@ class Transfers:
 
     def _begin(self, host: Backend) -> None:
         self._executor = Executor(host)
+        self.rows = RowRequests()
         self._closed = False
         self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
         self._mutex = RLock()  # of what follows; `wrap` may submit
@@ -94,12 +96,15 @@ class Transfers:
         src: Memory,
         dst: Memory,
         on_outcome: Callable[[LLMException | None], None] | None = None,
+        descriptors: Descriptors | None = None,
     ) -> TransferTask:
         """Start `plan` from `src` to `dst` and return at once (small transfers: done).
 
         Args:
             src, dst: TensorMemory, a `Cache` with addresses, or a sequence of arrays.
             on_outcome: as for `TransferTask`; not called if this raises.
+            descriptors: of the plan between these memories, as `rows.bind` has made them; None:
+                the plan is lowered.
 
         Raises:
             TypeError: an argument of another type.
@@ -107,7 +112,7 @@ class Transfers:
                 if it is no longer valid; LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a forked
                 child. Nothing was copied then.
         """
-        backend, descriptors, memories = self._prepare(plan, src, dst)
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
             task = self._executor.submit(descriptors, (plan, *memories), backend)
         except NativeError as error:
@@ -160,13 +165,18 @@ class Transfers:
         return self.layered(plan, src, dst, on_outcome, on_last)
 
     def execute(
-        self, plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = None
+        self,
+        plan: AnyPlan,
+        src: Memory,
+        dst: Memory,
+        timeout_ms: float | None = None,
+        descriptors: Descriptors | None = None,
     ) -> None:
         """Submit `plan` and wait, the calling thread copying too.
 
         Arguments and errors as for `submit` and `TransferTask.wait`; LLM_FAILED after `close`.
         """
-        backend, descriptors, memories = self._prepare(plan, src, dst)
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
             report = self._executor.run(descriptors, timeout_ms, (plan, *memories), backend)
         except NativeError as error:
@@ -220,7 +230,7 @@ class Transfers:
             raise self._unusable(error) from error
 
     def _prepare(
-        self, plan: AnyPlan, src: Memory, dst: Memory
+        self, plan: AnyPlan, src: Memory, dst: Memory, descriptors: Descriptors | None = None
     ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
         """What moves the bytes (None: plain copies), which, and the memories as they were given."""
         if type(plan) is not Plan and not isinstance(plan, Plan | GroupPlan):
@@ -250,8 +260,9 @@ class Transfers:
                     "src and dst are both memory of other processes; one of them must be this one's"
                 )
             getter = None  # a device's: the peer's decides
-        one_space = source.in_process and target.in_process
-        descriptors = bind(plan, source, target, one_space=one_space)
+        if descriptors is None:
+            one_space = source.in_process and target.in_process
+            descriptors = bind(plan, source, target, one_space=one_space)
         return getter or putter, descriptors, (source, target)
 
     def _wrapped_once(

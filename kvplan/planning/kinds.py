@@ -246,6 +246,27 @@ def plan_block_to_block(
     )  # fmt: skip
 
 
+def plan_rows(
+    operation: Operation,
+    kind: Kind,
+    src: Side,
+    dst: Side,
+    src_rows: Blocks,
+    dst_rows: Blocks,
+) -> Plan:
+    """Plan whole rows of all layers: B2B, or C2C of one slot each."""
+    if kind == "B2B":
+        return plan_to_blocks(
+            operation, src, dst, src_rows, dst_rows, None, None, 0, 0, ALL_LAYERS,
+            DEFAULT_COALESCE, False, False,
+        )  # fmt: skip
+    (src_slot,), (dst_slot,) = src_rows, dst_rows
+    return plan_slot_to_slot(
+        operation, src, dst, int(src_slot), int(dst_slot), -1, 0, 0, None, ALL_LAYERS,
+        DEFAULT_COALESCE, False, False,
+    )  # fmt: skip
+
+
 def _move_as_bytes(
     source: Side,
     target: Side,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -53,6 +53,10 @@ Operation = Literal[
     "swap_blocks",
 ]
 Kind = Literal["C2C", "C2B", "B2B"]
+
+
+_LATER = ("segments", "tables")
+"""Fields that the plan of a request of whole rows has when somebody looks at it."""
 
 
 class LayerPair(NamedTuple):
@@ -136,6 +140,9 @@ class Plan:
         reinterpret: whether rows that mean different things are copied as bytes, as the caller
             asked for.
         tables: the rows of the request in its order, for texts; not compared.
+
+    The plan of a small request that was executed has `segments` and `tables` from when somebody
+    looks at them: lowering did not need them (`kvplan.execution.rows`).
     """
 
     operation: Operation
@@ -150,9 +157,21 @@ class Plan:
     coalesce: Coalesce
     split: tuple[str, ...] = ()
     reinterpret: bool = False
-    tables: BlockTables | None = None
+    tables: BlockTables | None = field(default_factory=lambda: None)  # no default of the class
     # Of a plan that moves whole rows its tables say all segments: recordings have those alone.
     by_rows: ClassVar[bool] = False
+
+    if not TYPE_CHECKING:  # as to mypy: every field is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Plan the rows of a request that was lowered without a plan, now that one asks."""
+            if name not in _LATER or (rows := vars(self).get("rows")) is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            from kvplan.planning.kinds import plan_rows  # it makes plans: not at the top
+
+            made = plan_rows(self.operation, self.kind, self.src, self.dst, *rows)
+            vars(self).update({it: getattr(made, it) for it in _LATER})
+            return getattr(made, name)
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:

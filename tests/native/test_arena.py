@@ -188,8 +188,8 @@ class TestImportRefuses:
     def test_writing_to_what_is_sealed_against_it(self) -> None:
         generations = GenerationTable(8)
         with pytest.raises(PermissionError):
-            imported(generations.fd, 2 * 8 * 8, writable=True)
-        imported(generations.fd, 2 * 8 * 8, writable=False).close()
+            imported(generations.fd, 2 * 8 * 8 + 16, writable=True)
+        imported(generations.fd, 2 * 8 * 8 + 16, writable=False).close()
         generations.close()
 
 

@@ -1,0 +1,158 @@
+"""Requests of whole rows, lowered without a plan: as the planner has them, or left to it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvnative._lower import Descriptors
+from kvplan import CacheDesc, DataType, HostMemory, LLMException, Plan, plan_pull_blocks
+from kvplan.execution.rows import RowRequests
+from kvplan.execution.transfers import bind
+from kvplan.planning import plan_pull_cache
+from kvplan.planning.side import Side, side
+
+ROW = 8
+
+
+def cache(rows: int, tensors: int = 2, *, paged: bool = True, **changes: Any) -> tuple[Side, Any]:
+    """A side of a plan, and its memory."""
+    desc = CacheDesc(tensors, (rows, ROW), DataType.DT_INT8, **changes)
+    arrays = [np.arange(rows * ROW, dtype=np.int8).reshape(rows, ROW) for _ in range(tensors)]
+    return side("it", desc, paged=paged), HostMemory.from_arrays(arrays)
+
+
+def columns(descriptors: Descriptors) -> list[list[int]]:
+    return [getattr(descriptors, it).tolist() for it in ("src", "dst", "nbytes")]
+
+
+rows = st.integers(-2, 40)
+tables = st.lists(rows, min_size=0, max_size=90) | st.lists(
+    st.integers(0, 30), min_size=1, max_size=30, unique=True
+)
+runs = st.tuples(st.integers(0, 20), st.integers(1, 12)).map(lambda it: [*range(it[0], sum(it))])
+forms = st.sampled_from([list, tuple, np.array, lambda it: np.array(it, np.int64)[::-1][::-1]])
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 40))
+def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
+    data: st.DataObject, src_count: int, dst_count: int
+) -> None:
+    """The same descriptors, the same plan; what the planner refuses is never lowered."""
+    (source, src), (target, dst) = cache(src_count), cache(dst_count)
+    src_rows, dst_rows = data.draw(tables | runs), data.draw(tables | runs)
+    if data.draw(st.booleans()):
+        count = min(len(src_rows), len(dst_rows))
+        src_rows, dst_rows = src_rows[:count], dst_rows[:count]
+    given_rows = data.draw(forms)(src_rows), data.draw(forms)(dst_rows)
+    bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, *given_rows)
+    try:
+        plan = plan_pull_blocks(source, target, *given_rows)
+    except (LLMException, TypeError):
+        assert bound is None
+        return
+    if bound is None:  # of no row at src there is no pair of rows
+        assert plan.kind != "B2B"
+        return
+    assert columns(bound.descriptors) == columns(bind(plan, src, dst, one_space=True))
+    assert bound.plan.nbytes == plan.nbytes
+    assert bound.plan == plan
+    assert bound.plan.tables is not None
+    assert bound.plan.tables.src.tolist() == src_rows
+    assert bound.plan.explain() == plan.explain()
+
+
+def test_a_slot_is_a_row() -> None:
+    (source, src), (target, dst) = cache(5, paged=False), cache(4, paged=False)
+    requests = RowRequests()
+    for there, here in ((4, 3), (0, 0), (2, 1)):
+        bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
+        plan = plan_pull_cache(source, target, src_batch_index=there, dst_batch_index=here)
+        assert bound is not None
+        assert columns(bound.descriptors) == columns(bind(plan, src, dst, one_space=True))
+        assert (bound.plan == plan, bound.plan.nbytes) == (True, plan.nbytes)
+    for there, here in ((5, 0), (0, 4), (-1, 0), (True, 0)):
+        assert not requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
+
+
+def plan_of_rows() -> Plan:
+    (source, src), (target, dst) = cache(9), cache(9)
+    table = [3, 4, 8]
+    bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, table, [1, 2, 0])
+    assert bound is not None
+    table[0] = 7  # what the caller does with it afterwards is not the plan's
+    return bound.plan
+
+
+def test_its_plan_is_a_plan_like_others() -> None:
+    (source, _), (target, _) = cache(9), cache(9)
+    made = plan_pull_blocks(source, target, [3, 4, 8], [1, 2, 0])
+    assert plan_of_rows() == made
+    assert plan_of_rows().fingerprint == made.fingerprint
+    assert Plan.from_dict(plan_of_rows().to_dict()) == made
+    assert pickle.loads(pickle.dumps(plan_of_rows())) == made
+    assert plan_of_rows().num_descriptors == made.num_descriptors
+    assert repr(plan_of_rows()) == repr(made)
+    assert plan_of_rows().for_layers(range(1)) == made.for_layers(range(1))
+    with pytest.raises(AttributeError, match="no attribute 'segment'"):
+        plan_of_rows().segment  # type: ignore[attr-defined]  # noqa: B018
+
+
+def heads(layout: str) -> CacheDesc:
+    return CacheDesc(2, (6, 2, 4, 2), DataType.DT_INT8, kv_tensor_format=layout)
+
+
+def test_what_the_planner_cuts_is_left_to_it() -> None:
+    """Caches that lie differently, of unequal rows, or in a tensor that holds several layers."""
+    requests = RowRequests()
+    plain, memory = cache(6, 2)
+    nhd, hnd = (side("it", heads(it), paged=True) for it in ("NHD", "HND"))
+    layers = CacheDesc(1, (2, 6, 2, 4), DataType.DT_INT8, kv_tensor_format="layer block token dim")
+    inside = side("it", layers, paged=True)
+    of_heads = HostMemory.from_arrays([np.zeros((6, 2, 4, 2), np.int8)] * 1)
+    of_layers = HostMemory.from_arrays([np.zeros((2, 6, 2, 4), np.int8)])
+    for source, target, src, dst in (
+        (nhd, hnd, of_heads, of_heads),
+        (plain, nhd, memory, of_heads),
+        (inside, inside, of_layers, of_layers),
+    ):
+        assert requests.bind("pull_blocks", "B2B", source, target, src, dst, [1], [2]) is None
+
+
+def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:
+    requests = RowRequests()
+    (source, src), (target, dst) = cache(6), cache(6)
+    arguments = "pull_blocks", "B2B", source, target
+    few = HostMemory.from_arrays([np.zeros((6, ROW), np.int8)])
+    short = HostMemory.from_arrays([np.zeros((5, ROW), np.int8) for _ in range(2)])
+    frozen = [np.zeros((6, ROW), np.int8) for _ in range(2)]
+    for it in frozen:
+        it.flags.writeable = False
+    read_only = HostMemory.from_arrays(frozen)
+    for given_src, given_dst in ((few, dst), (src, few), (short, dst), (src, short), (src, src)):
+        assert requests.bind(*arguments, given_src, given_dst, [1], [2]) is None
+    assert requests.bind(*arguments, src, read_only, [1], [2]) is None
+    assert requests.bind(*arguments, read_only, dst, [1], [2]) is not None
+
+
+def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
+    """What is known of two memories is of these sides and of this operation."""
+    requests = RowRequests()
+    (source, src), (target, dst) = cache(6), cache(6)
+    first = requests.bind("pull_blocks", "B2B", source, target, src, dst, [5], [0])
+    assert first is not None
+    again = side("it", CacheDesc(2, (6, ROW), DataType.DT_INT8), paged=True)
+    assert requests.bind("pull_blocks", "B2B", again, target, src, dst, [5], [0]) is not None
+    smaller = side("it", CacheDesc(2, (4, ROW), DataType.DT_INT8), paged=True)
+    assert requests.bind("pull_blocks", "B2B", smaller, target, src, dst, [5], [0]) is None
+    pushed = requests.bind("push_blocks", "B2B", source, target, src, dst, [5], [0])
+    assert pushed is not None
+    assert pushed.plan.operation == "push_blocks"
+    for _ in range(3000):  # far more than are remembered
+        other = HostMemory.from_arrays([np.zeros((6, ROW), np.int8) for _ in range(2)])
+        assert requests.bind("pull_blocks", "B2B", source, target, src, other, [5], [0]) is not None

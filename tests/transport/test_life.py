@@ -1,0 +1,218 @@
+"""Whether a peer lives is seen in memory: the kernel marks a word there when its process ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+from kvnative._host import GenerationTable
+from kvnative._process import Peer
+
+SLOTS = 4
+WORD = 2 * 8 * SLOTS + 8  # behind the generations, the deadlines and the kernel's list
+
+OWNER = """
+    import os, sys
+    from kvnative._host import GenerationTable
+    table = GenerationTable(4)
+    slot, generation = table.take()
+    print(table.fd, table.inode, slot, generation, flush=True)
+"""
+
+
+@contextmanager
+def owner(program: str = "") -> Iterator[tuple[subprocess.Popen[str], Peer, bytes]]:
+    """A process that has a generation table, held from here; and a word of the table."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", dedent(OWNER) + dedent(program) + "\nsys.stdin.read()\n"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            fd, inode, slot, generation = map(int, process.stdout.readline().split())
+            peer = Peer(process.pid)
+            peer.attach(fd, inode, SLOTS)
+            yield process, peer, np.array([slot, generation], np.uint64).tobytes()
+        finally:
+            process.kill()
+
+
+def test_a_kill_is_seen_as_soon_as_the_process_can_be_waited_for() -> None:
+    for _ in range(20):
+        with owner() as (process, peer, words):
+            assert peer.check(words) == -1
+            poll = select.poll()
+            poll.register(peer.pidfd, select.POLLIN)
+            process.send_signal(signal.SIGKILL)
+            poll.poll()
+            with pytest.raises(ProcessLookupError, match="has exited"):
+                peer.check(words)
+
+
+def test_another_program_is_not_the_one_that_lived() -> None:
+    """The word is marked by execve, though the process goes on."""
+    program = """
+        import select
+        select.select([0], [], [])
+        os.execv(sys.executable, [sys.executable, "-c", "print('another', flush=True); input()"])
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert peer.check(words) == -1
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "another\n"
+        with pytest.raises(ProcessLookupError, match="executes another program"):
+            peer.check(words)
+
+
+def test_a_forked_child_does_not_keep_its_parent_alive() -> None:
+    program = """
+        if not os.fork():
+            print("child", flush=True)
+            os.read(0, 1)  # until the test has looked
+            os._exit(0)
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "child\n"
+        assert peer.check(words) == -1
+        process.kill()
+        process.wait()
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            peer.check(words)
+
+
+def test_a_forked_child_has_a_word_of_its_own() -> None:
+    """Its table is another, which outlives the parent's."""
+    reader, writer = os.pipe()
+    own = GenerationTable(SLOTS)
+    child = os.fork()
+    if not child:  # no thread of the parent's is there: a new one holds the child's words
+        table = GenerationTable(SLOTS)
+        own.close()
+        slot, generation = table.take()
+        os.write(writer, f"{table.fd} {table.inode} {slot} {generation}\n".encode())
+        signal.pause()
+    try:
+        fd, inode, slot, generation = map(int, os.read(reader, 100).split())
+        peer = Peer(child)
+        peer.attach(fd, inode, SLOTS)
+        words = np.array([slot, generation], np.uint64).tobytes()
+        assert peer.check(words) == -1
+        assert word_of(own).value != 0, "the child has closed its copy of what is the parent's"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for fd in (reader, writer):
+            os.close(fd)
+    with pytest.raises(ProcessLookupError, match="has exited"):
+        peer.check(words)
+
+
+def word_of(table: GenerationTable) -> ctypes.c_uint32:
+    return ctypes.c_uint32.from_address(table.address + WORD)
+
+
+def test_without_a_word_the_system_is_asked() -> None:
+    """As where no thread could be started, or the kernel knows no robust futexes."""
+    program = """
+        import ctypes
+        ctypes.c_uint32.from_address(table.address + 2 * 8 * 4 + 8).value = 0
+        print("cleared", flush=True)
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "cleared\n"
+        assert peer.check(words) == -1
+        process.kill()
+        process.wait()
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            peer.check(words)
+
+
+def test_a_table_that_is_closed_says_nothing_of_its_owner() -> None:
+    """Then the system is asked, and finds no such descriptor."""
+    with owner("table.close(); print('closed', flush=True)") as (process, peer, words):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "closed\n"
+        with pytest.raises(ProcessLookupError, match="has closed its transport"):
+            peer.check(words)
+
+
+def test_tables_come_and_go_in_any_order() -> None:
+    tables = [GenerationTable(SLOTS) for _ in range(9)]
+    keeper = word_of(tables[0]).value
+    assert (Path("/proc/self/task") / str(keeper) / "comm").read_text() == "kvplan-life\n"
+    assert {word_of(it).value for it in tables} == {keeper}
+    for index in (4, 0, 8, 3, 5):
+        tables[index].close()
+    assert {word_of(it).value for it in tables if not it.closed} == {keeper}
+    tables.append(GenerationTable(SLOTS))
+    for it in reversed(tables):
+        it.close()
+    assert word_of(GenerationTable(SLOTS)).value == keeper
+
+
+NO_SYSTEM_CALLS = """
+    import ctypes, os, platform, struct, sys
+    import numpy as np
+    from kvnative._process import Peer
+    pid, fd, inode, slot, generation = map(int, sys.argv[1:])
+    words = np.array([slot, generation], np.uint64).tobytes()
+    peer = Peer(pid)
+    peer.attach(fd, inode, 4)
+    # A filter that ends this process at any call but read, write and exit_group.
+    numbers = {"x86_64": (0, 1, 231), "aarch64": (63, 64, 94)}[platform.machine()]
+    code = [(0x20, 0, 0, 0)]
+    for index, number in enumerate(numbers):
+        code.append((0x15, len(numbers) - index, 0, number))
+    code += [(6, 0, 0, 0x80000000), (6, 0, 0, 0x7FFF0000)]
+    packed = b"".join(struct.pack("HBBI", *it) for it in code)
+    buffer = ctypes.create_string_buffer(packed)
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
+    )
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    check, write, read, leave = peer.check, os.write, os.read, os._exit
+    assert libc.prctl(22, 2, program, 0, 0) == 0
+    write(1, b"%d\\n" % check(words))
+    leave(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "said"),
+    [("check(words)", 0, "-1\n"), ("check(words) + os.getppid()", -signal.SIGSYS, "")],
+    ids=["check", "the filter works"],
+)
+def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
+    with owner() as (process, _, words):
+        slot, generation = np.frombuffer(words, np.uint64).tolist()
+        files = Path(f"/proc/{process.pid}/fd").iterdir()
+        (table,) = (it for it in files if "kvplan-generations" in str(it.readlink()))
+        numbers = (process.pid, table.name, table.stat().st_ino, slot, generation)
+        program = dedent(NO_SYSTEM_CALLS).replace("check(words))", f"({call}))")
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, numbers)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
