@@ -192,12 +192,14 @@ class TestRefusals:
         ids=["binary", "empty", "list", "nested", "version", "group", "field"],
     )
     def test_the_file_and_what_is_wrong_are_named(
-        self, content: bytes, expected: str, tmp_path: Path
+        self, content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = tmp_path / "broken.json"
         path.write_bytes(content)
-        said = refused("explain", path)
-        assert said.startswith(str(path))
+        assert main(["explain", str(path)]) == 2
+        out, said = capsys.readouterr()
+        assert (out, said.count("\n")) == ("", 1)
+        assert said.startswith(f"kvplan: {path}")
         assert expected in said
 
     def test_no_file_a_folder_and_one_that_is_too_large(self, plan: Path, tmp_path: Path) -> None:
