@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
+    "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
     "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
     "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),

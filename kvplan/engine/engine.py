@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvplan.engine.options import Options
     from kvplan.engine.runner import Operation
     from kvplan.engine.telemetry import Metrics
+    from kvplan.engine.tracing import Tracer
     from kvplan.execution import Transfers
     from kvplan.planning import Plan
     from kvplan.recording.writer import Recorder
@@ -82,6 +83,11 @@ class Engine:
         self._listen_at = ""
         self.in_flight = InFlight()
         self.recorder: Recorder | None = None
+        self.tracer: Tracer | None = None
+        if options.opentelemetry:
+            from kvplan.engine.tracing import Tracer
+
+            self.tracer = Tracer(cluster_id)
         self._remapping = RLock()
         with ExitStack() as held:
             held.callback(self._end_recording)  # first: it is last, and has the links' end too

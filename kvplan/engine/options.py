@@ -125,6 +125,7 @@ class Options:
     comm_dir: str | None = None
     unlike_caches: str = "refuse"
     verify: str = "off"
+    opentelemetry: bool = False
     status_socket: bool = True
     other: Mapping[str, str] = field(default_factory=dict, hash=False)
 

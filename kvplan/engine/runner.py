@@ -27,6 +27,8 @@ from kvplan.types import NO_ID, BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAnd
 from kvplan.validation import check_type, mismatch, shown
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
@@ -92,6 +94,7 @@ class Operation:
         plan: what is executed; set when it is known.
         link: to the peer that takes part; None inside one process.
         leases: ids of the peer's leases by which it moves.
+        span: of OpenTelemetry, where the engine's options ask for that.
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
         notifies: whether its peer may be sent a notification at the end.
@@ -123,6 +126,7 @@ class Operation:
         "notifies",
         "plan",
         "retried",
+        "span",
         "speculated",
         "started",
         "submitted",
@@ -162,11 +166,15 @@ class Operation:
         self.done = self.retried = self.speculated = False
         self.link: PeerLink | None = None
         self.leases: tuple[int, ...] = ()
+        self.span: Span | None = None
         self.plan: AnyPlan | None = None
 
     def __enter__(self) -> Self:
         self._moves = True
-        self.engine.in_flight.add(self)
+        engine = self.engine
+        engine.in_flight.add(self)
+        if engine.tracer is not None and self.name != "notify":
+            self.span = engine.tracer.begin(self)
         return self
 
     def __exit__(
@@ -378,6 +386,8 @@ class Operation:
                     self._recorded = True
                     if engine.recorder is not None:
                         engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
+                    if self.span is not None and engine.tracer is not None:
+                        engine.tracer.end(self, self.span, status, error)
             finally:
                 engine.in_flight.remove(self)
                 # Last: whoever has unlinked finds the operation counted, and no longer in flight.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvplan.inspection.cost import cost_of
+from kvplan.inspection.diff import is_equivalent
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format
 from kvplan.inspection.groups import diff_groups, explain_groups
 from kvplan.inspection.units import nbytes_text, plural
@@ -153,6 +154,45 @@ class GroupPlan:
     def diff(self, other: GroupPlan) -> str:
         """Return how `other` differs, group by group, as text that ends in a verdict."""
         return diff_groups(self.groups, check_type("other", other, GroupPlan).groups)
+
+    def assert_equivalent(self, other: GroupPlan) -> None:
+        """Fail unless `other` has the same groups in the same order, each equivalent.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True
+        check_type("other", other, GroupPlan)
+        if [*self.groups] != [*other.groups] or not all(
+            map(is_equivalent, self.groups.values(), other.groups.values())
+        ):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{self.diff(other)}")
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        diff: GroupPlan | None = None,
+        notes: Sequence[str] = (),
+    ) -> str:
+        """Return a picture of all groups as one HTML document; see `Plan.to_html`."""
+        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+
+        if diff is not None:
+            check_type("diff", diff, GroupPlan)
+        return to_html(self, path, other=diff, notes=notes)
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture for documents, the groups below one another; see `Plan.to_svg`."""
+        from kvplan.inspection.svg import to_svg
+
+        return to_svg(self, path)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        from kvplan.inspection.page import cell
+
+        return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""

@@ -13,7 +13,10 @@ from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvplan.planning.plan import Plan
+    from kvplan.planning.side import Side
 
 PUSHES = "push"
 
@@ -115,25 +118,38 @@ def who_wrote(
 
 def rows_written(plan: Plan, block: int) -> tuple[tuple[int, ...], bool] | None:
     """The source rows of what a plan writes to a row, and whether it is a part; None: nothing."""
-    segments = plan.segments.expanded()
-    dst, nbytes = (it.astype(np.int64) for it in (segments.dst_offsets, segments.nbytes))
-    src = segments.src_offsets.astype(np.int64)
-    stride, period = plan.dst.stride, plan.dst.stride * plan.dst.count
+    runs = plan.segments.expanded()
+    src, dst, nbytes = (
+        it.astype(np.int64) for it in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
+    )
+    stride = plan.dst.stride
     # A tensor may have an axis outside of its rows: they begin again after a period.
-    starts, wanted = dst % period, block * stride
-    begin = np.maximum(starts, wanted)
-    size = np.minimum(starts + nbytes, wanted + stride) - begin
-    hit = np.flatnonzero(size > 0)
+    period, within = stride * plan.dst.count, block * stride
+
+    def before(ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the row before each of these offsets."""
+        return ends // period * stride + np.clip(ends % period - within, 0, stride)
+
+    written = before(dst + nbytes) - before(dst)
+    hit = np.flatnonzero(written > 0)
     if not len(hit):
         return None
-    order = hit[np.argsort(dst[hit], kind="stable")]
     rows: list[int] = []
-    for index in order.tolist():
-        at = int(src[index] + begin[index] - starts[index])
-        first, last = plan.src.rows(at, int(size[index]))
-        rows += range(first, last + 1)
+    for index in hit[np.argsort(dst[hit], kind="stable")].tolist():
+        start, end = int(dst[index]), int(dst[index] + nbytes[index])
+        for again in range(start // period, (end - 1) // period + 1):
+            begin = max(start, again * period + within)
+            size = min(end, again * period + within + stride) - begin
+            if size > 0:
+                rows += _rows_of(plan.src, int(src[index]) + begin - start, size)
     whole = plan.dst.num_tensors * plan.dst.tensor_nbytes // plan.dst.count
-    return tuple(dict.fromkeys(rows)), int(size[hit].sum()) * plan.num_tensor_pairs < whole
+    return tuple(dict.fromkeys(rows)), int(written.sum()) * plan.num_tensor_pairs < whole
+
+
+def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
+    """The rows that a run of bytes lies in."""
+    first, last = offset // side.stride, (offset + nbytes - 1) // side.stride
+    return (it % side.count for it in range(first, min(last, first + side.count - 1) + 1))
 
 
 def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> Iterator[Write]:
