@@ -31,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
+    "html": Command("Draw a plan, or how two differ.", "kvplan.cli.html"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
     "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
     "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
@@ -112,15 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         sys.stderr.write(f"{PROGRAM}: {error.format_message()}\n")
     except (KeyboardInterrupt, click.Abort):
-        return ExitCode.INTERRUPTED
+        return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         _forget_output()
-        return ExitCode.CLOSED
+        return int(ExitCode.CLOSED)
     except (LLMException, OSError) as error:
         sys.stderr.write(f"{PROGRAM}: {_reason(error)}\n")
     else:
-        return ExitCode.OK if code is None else ExitCode(code)
-    return ExitCode.TROUBLE
+        return int(code or ExitCode.OK)
+    return int(ExitCode.TROUBLE)
 
 
 def _reason(error: LLMException | OSError) -> str:
