@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
@@ -98,6 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: the process's) and return its exit code."""
     if instruction := os.environ.get(COMPLETE_VARIABLE):
         return shell_complete(GROUP, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
+    if sys.stderr is None:  # closed by the shell: there is nothing to complain to
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stderr.write(f"{PROGRAM}: stdout is closed; > /dev/null leaves it open\n")
+        return int(ExitCode.TROUBLE)
     _make_printable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -126,9 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _reason(error: LLMException | OSError) -> str:
     """In one line: of the system's errors the file and its words, without the number."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
+    if not isinstance(error, OSError) or not error.strerror:
+        text = str(error)
+    elif error.filename is None:
+        text = error.strerror
+    else:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(text.splitlines())
 
 
 def _explain_usage(misused: click.UsageError) -> None:

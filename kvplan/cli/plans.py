@@ -62,7 +62,11 @@ def _read(context: click.Context, parameter: click.Parameter, value: str | None)
     if value is None or context.resilient_parsing:
         return None
     context.meta[f"{_PATH}{parameter.name}"] = value
-    return read_plan(sys.stdin.buffer, "stdin") if value == STDIN else load_plan(value)
+    if value != STDIN:
+        return load_plan(value)
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed, and a plan was to come from there")
+    return read_plan(sys.stdin.buffer, "stdin")
 
 
 def _complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -236,6 +236,22 @@ class TestOutput:
         assert done.stderr == ""
         assert done.stdout in ("141\n", "0\n")  # 0: all fitted in before it closed
 
+    @pytest.mark.parametrize(
+        ("closed", "expected"),
+        [(">&-", "kvplan: stdout is closed"), ("<&-", "kvplan: stdin is closed"), ("2>&-", "")],
+    )
+    def test_a_stream_that_the_shell_has_closed(self, closed: str, expected: str) -> None:
+        shell = f"{sys.executable} -m kvplan explain - {closed}"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(expected)
+        assert "Traceback" not in done.stderr
+
+    def test_a_disk_that_is_full(self, plan: Path) -> None:
+        shell = f"{sys.executable} -m kvplan explain {plan} > /dev/full"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (2, "kvplan: No space left on device\n")
+
     def test_colours_are_for_terminals_and_not_with_no_color(self, plan: Path) -> None:
         assert "\x1b[" not in command("explain", plan).stdout
         assert "\x1b[" in on_a_terminal("explain", str(plan))
