@@ -486,4 +486,4 @@ def _status(code: int) -> LLMStatusCode:
     try:
         return LLMStatusCode(code)
     except ValueError:  # of another version
-        return LLMStatusCode.LLM_UNKNOWN_ERROR
+        return LLMStatusCode.LLM_FAILED
