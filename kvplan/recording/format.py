@@ -123,6 +123,10 @@ class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
     parts: tuple[PartRow, ...]
 
 
+Field = str | int | float | bool | list[int | str] | None
+"""What an event says of one thing."""
+
+
 class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
     """What else an engine does: links, leases, caches."""
 
@@ -131,7 +135,7 @@ class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
     operation: str
     status: int
     error: str
-    fields: dict[str, Any]
+    fields: dict[str, Field]
 
 
 class DroppedRow(msgspec.Struct, frozen=True, array_like=True, tag=DROPPED):
@@ -262,7 +266,13 @@ def _plan(template: TemplateRow, part: PartRow) -> Plan:
 
 def _by_rows(document: dict[str, Any], part: PartRow) -> list[NDArray[np.uint64]]:
     """The segments of a plan that moves whole rows: each its own, then merged as the plan says."""
-    src, dst = rows_of(part.src), rows_of(part.dst)
+    with np.errstate(all="ignore"):  # of a damaged one; its plan is refused then
+        return _row_segments(document, rows_of(part.src), rows_of(part.dst))
+
+
+def _row_segments(
+    document: dict[str, Any], src: NDArray[np.int64], dst: NDArray[np.int64]
+) -> list[NDArray[np.uint64]]:
     src_stride, dst_stride = document["src"]["stride"], document["dst"]["stride"]
     how = document["coalesce"]
     if document["kind"] == "B2B":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvplan.planning.groups import GroupPlan
 from kvplan.recording.format import (
@@ -15,6 +15,7 @@ from kvplan.recording.format import (
     DroppedRow,
     EndRow,
     EventRow,
+    Field,
     HeaderRow,
     PartRow,
     TemplateRow,
@@ -173,7 +174,7 @@ class Event:
     operation: str
     status: LLMStatusCode
     error: str
-    fields: dict[str, Any]
+    fields: dict[str, Field]
 
     @property
     def failed(self) -> bool:

@@ -195,7 +195,8 @@ class Recorder:
             return
         started = perf_counter() - seconds
         try:
-            self._append(encode((EVENT, started, seconds, operation, status, error, fields)))
+            said = {name: _field(it) for name, it in fields.items()}
+            self._append(encode((EVENT, started, seconds, operation, status, error, said)))
         except Exception as raised:
             self._fail(raised)
 
@@ -334,6 +335,13 @@ class Recorder:
         """In a child: its parent records, and may have held a lock at the time."""
         self._ended = True
         self._mutex = threading.RLock()
+
+
+def _field(value: object) -> object:
+    """A `Field` of what an event has."""
+    if isinstance(value, tuple):
+        return [*value]
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _template_row(number: int, template: bytes) -> bytes:
