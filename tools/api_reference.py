@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = (
     "kvplan",
     "kvplan.cli",
+    "kvplan.debug",
     "kvplan.device.ascend",
     "kvplan.device.device",
     "kvplan.device.memory",

@@ -7,11 +7,48 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
 Span = tuple[int, int]
 """First and last."""
+
+
+class RequestOrder:
+    """Where in the request the rows at dst are. Made once, where many are looked up."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._by_row: NDArray[np.int64] | None = None
+        if plan.tables is not None and plan.local != "both":
+            self._by_row = np.argsort(plan.tables.dst)
+            self._rows = plan.tables.dst[self._by_row]
+
+    def text(self, first: int, last: int) -> str:
+        """Tokens of the request at dst offsets `first` to `last`; positions where none are named.
+
+        A position is that of a block in the block tables. Empty: the plan does not know.
+        """
+        plan = self.plan
+        if plan.dst.layout is not None and "token" in plan.dst.layout.axes:
+            return spans_text("token", self.tokens(first, last))
+        if plan.tables is None or len(plan.tables.dst) == 1:
+            return ""
+        return spans_text("position", _spans(self._found(first, last)))
+
+    def tokens(self, first: int, last: int) -> list[Span]:
+        """As `tokens_of`."""
+        return _tokens(self.plan, self._found(first, last), first, last)
+
+    def _found(self, first: int, last: int) -> NDArray[np.int64]:
+        if self._by_row is None:
+            return np.empty(0, np.int64)
+        low, high = _row(self.plan.dst, first), _row(self.plan.dst, last)
+        part = slice(*np.searchsorted(self._rows, [low, high + 1]))
+        found = self._by_row[part]
+        return found if len(found) == high - low + 1 else found[:0]
 
 
 def tokens_of(plan: Plan, first: int, last: int) -> list[Span]:
@@ -21,30 +58,38 @@ def tokens_of(plan: Plan, first: int, last: int) -> list[Span]:
     Empty: the plan does not know (no layout, no block tables, or a copy inside of a process).
     """
     tables, dst = plan.tables, plan.dst
-    if (
-        tables is None
-        or plan.local == "both"
-        or dst.layout is None
-        or "token" not in dst.layout.axes
-    ):
+    if tables is None or plan.local == "both":
         return []
-    size = dst.extent("token")
     low, high = _row(dst, first), _row(dst, last)
     found = np.flatnonzero((tables.dst >= low) & (tables.dst <= high))
-    if not 0 < len(found) == high - low + 1:  # a row that is not of the request, or twice
+    if len(found) != high - low + 1:  # a row that is not of the request, or twice
         return []
-    found = found[np.argsort(tables.dst[found])]
+    return _tokens(plan, found[np.argsort(tables.dst[found])], first, last)
+
+
+def _tokens(plan: Plan, found: NDArray[np.int64], first: int, last: int) -> list[Span]:
+    """The tokens of some rows, given by position in the block table in the order of dst."""
+    tables, dst = plan.tables, plan.dst
+    if tables is None or dst.layout is None or "token" not in dst.layout.axes or not len(found):
+        return []
+    size = dst.extent("token")
     begin, end = _index(dst, "token", first), _index(dst, "token", last) + 1 - size
     shift = tables.src_token - tables.dst_token
-    # A span ends where the next row is not the next of the request.
-    breaks = np.flatnonzero(np.diff(found) != 1) + 1
-    spans = [
-        (int(rows[0]) * size + shift, (int(rows[-1]) + 1) * size - 1 + shift)
-        for rows in np.split(found, breaks)
-    ]
+    spans = [(low * size + shift, (high + 1) * size - 1 + shift) for low, high in _spans(found)]
     spans[0] = spans[0][0] + begin, spans[0][1]
     spans[-1] = spans[-1][0], spans[-1][1] + end
     return spans
+
+
+def _spans(found: NDArray[np.int64]) -> list[Span]:
+    """First and last of each stretch of numbers of which each is the next."""
+    if not len(found):
+        return []
+    # A span ends where the next row is not the next of the request.
+    ends = np.flatnonzero(np.diff(found) != 1)
+    first = found[np.concatenate(([0], ends + 1))].tolist()
+    last = found[np.concatenate((ends, [len(found) - 1]))].tolist()
+    return [*zip(first, last, strict=True)]
 
 
 def heads_of(plan: Plan, first: int, last: int) -> Span | None:
@@ -161,7 +206,7 @@ def spans_text(word: str, spans: list[Span]) -> str:
         return ""
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return f"{word} {spans[0][0]}"
-    shown = ", ".join(f"{first}..{last}" for first, last in spans[:3])
+    shown = ", ".join(to_text(*it) for it in spans[:3])
     return f"{word}s {shown}{', ...' if len(spans) > 3 else ''}"
 
 

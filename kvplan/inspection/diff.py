@@ -16,16 +16,22 @@ from kvplan.inspection.contents import (
     spans_text,
     tokens_of,
 )
-from kvplan.inspection.units import nbytes_text, place, plural
+from kvplan.inspection.summary import blocks_of
+from kvplan.inspection.units import fit, nbytes_text, place, plural, shown_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from kvplan.planning.plan import Plan
     from kvplan.planning.segments import Segments
 
+OTHER_BYTES = "different bytes"
+"""How the verdict on plans begins that do not put the same bytes into the same places."""
+
 LIMIT = 16
-"""Changed segments shown before the rest is only counted."""
+"""Changed segments; of more the first and the last are shown, and what they come to."""
 
 
 def diff(old: Plan, new: Plan) -> str:
@@ -44,13 +50,53 @@ def diff(old: Plan, new: Plan) -> str:
         first = slice(1)
         layer = f", {layers_text(old, first)}" if model_note(old, first) else ""
         lines.append(f"  tensor {src_tensor}>{dst_tensor}{layer}")
-        lines.extend(_segment_line(*it) for it in changed[:LIMIT])
-        if (hidden := len(changed) - LIMIT) > 0:
-            lines.append(f"  ... {plural(hidden, 'more line')}")
-        if old.num_tensor_pairs > 1:
+        lines += _changed_lines(old, new, changed)
+        if old.num_tensor_pairs > 1 and old.split == new.split:
             lines.append(f"  (same change in {plural(old.num_tensor_pairs - 1, 'more tensor')})")
-    lines.append(f"  verdict: {verdict(old, new)}")
-    return "\n".join(lines)
+    said = verdict(old, new)
+    if said.startswith(OTHER_BYTES) and (cause := _table_change(old, new)):
+        lines.append(f"  cause    {cause}")
+    lines.append(f"  verdict: {said}")
+    return "\n".join(it for line in lines for it in fit(line))
+
+
+def _changed_lines(old: Plan, new: Plan, changed: list[tuple[str, Plan, int]]) -> list[str]:
+    """A line for each segment that only one of the plans has, or for the first and the last."""
+    head, tail = shown_rows(len(changed), LIMIT)
+    lines = [_segment_line(*it) for it in changed[:head]]
+    if tail:
+        removed = sum(sign == "-" for sign, *_ in changed)
+        lines.append(
+            f"  ... {plural(len(changed) - head - tail, 'more line')}. In all -{removed:,} and "
+            f"+{len(changed) - removed:,} segments"
+        )
+        lines += [f"      {it}" for it in (_moved_blocks(old, new),) if it]
+        lines += [_segment_line(*it) for it in changed[-tail:]]
+    return lines
+
+
+def _moved_blocks(old: Plan, new: Plan) -> str:
+    """How many destination blocks come from other ones, and how far these are; or nothing."""
+    sides = [blocks_of(it) for it in (old, new)]
+    if sides[0] is None or sides[1] is None:
+        return ""
+    (old_src, old_dst), (new_src, new_dst) = sides[0], sides[1]
+    both, at_old, at_new = np.intersect1d(old_dst, new_dst, return_indices=True)
+    steps = new_src[at_new] - old_src[at_old]
+    steps = steps[steps != 0]
+    facts = []
+    if len(steps):
+        values, counts = np.unique(steps, return_counts=True)
+        most = int(counts.argmax())
+        often = f", most often {int(values[most]):+d}: {int(counts[most]):,}"
+        often = "" if counts[most] * 10 < len(steps) else often
+        facts.append(f"{len(steps):,} of {len(both):,} dst blocks from another{often}")
+    for count, what in (
+        (len(old_dst) - len(both), "no longer written"),
+        (len(new_dst) - len(both), "newly written"),
+    ):
+        facts += [f"{count:,} {what}"] if count else []
+    return "; ".join(facts)
 
 
 def _change(old: str, new: str) -> str:
@@ -138,31 +184,35 @@ def verdict(old: Plan, new: Plan) -> str:
         return "identical"
     if meanings := [*_meanings(old, new)]:
         return f"different caches - {meanings[0]}"
-    if (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
-        return f"different bytes - {_other_layers(old, new)}"
     if any(
         (getattr(old, s).num_tensors, getattr(old, s).tensor_nbytes)
         != (getattr(new, s).num_tensors, getattr(new, s).tensor_nbytes)
         for s in ("src", "dst")
     ):
         return "different caches - their sizes are not the same"
-    if old.split != new.split:
-        return "different bytes - other parts of the tensors are paired"
-    other_source, only_old, only_new = _compare_bytes(old, new)
-    if not (other_source or only_old or only_new):
+    per_layer = {it.tensors_per_layer for it in (old, new)}
+    if old.split != new.split or (old.split and len(per_layer) > 1):
+        # Pairs of parts of tensors against other ones: by what all of them come to.
+        counts = _compare_runs(*(_runs_of_all(it) for it in (old, new)))
+    elif (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
+        return f"{OTHER_BYTES} - {_other_layers(old, new)}"
+    else:
+        counts = [count * old.num_tensor_pairs for count in _compare_bytes(old, new)]
+    if not any(counts):
         what = "options" if old.segments == new.segments else "segmentation"
         return f"equivalent - same byte mapping, different {what}"
     facts = [
-        f"{plural(count * old.num_tensor_pairs, 'destination byte')} {what}"
-        for count, what in (
-            (other_source, "from another source"),
-            (only_old, "no longer written"),
-            (only_new, "newly written"),
+        (count, what)
+        for count, what in zip(
+            counts, ("from another source", "no longer written", "newly written"), strict=True
         )
         if count
     ]
-    cause = _table_change(old, new)
-    return "different bytes - " + ", ".join(facts) + (f": {cause}" if cause else "")
+    if len(facts) == 1:
+        count, what = facts[0]
+        return f"{OTHER_BYTES} - {plural(count, 'destination byte')} {what}"
+    said = ", ".join(f"{count:,} {what}" for count, what in facts)
+    return f"{OTHER_BYTES} - bytes at dst: {said}"
 
 
 def _other_layers(old: Plan, new: Plan) -> str:
@@ -187,35 +237,71 @@ def _table_change(old: Plan, new: Plan) -> str:
     """What was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""
-    for name in ("src", "dst"):
-        other = "dst" if name == "src" else "src"
-        a, b = getattr(old.tables, name), getattr(new.tables, name)
-        if len(a) != len(b) or not np.array_equal(
-            getattr(old.tables, other), getattr(new.tables, other)
-        ):
-            continue
-        odd = np.flatnonzero(a != b)
-        if len(odd) == 2 and a[odd[0]] == b[odd[1]] and a[odd[1]] == b[odd[0]]:
-            first, second = odd.tolist()
-            return (
-                f"{name}_blocks[{first}] and {name}_blocks[{second}] are swapped "
-                f"({int(a[first])} and {int(a[second])})"
-            )
-        if len(a) > 2 and np.array_equal(a[1:], b[:-1]):
-            return f"{name}_blocks are shifted by one: what was {name}_blocks[1] is first"
-        if len(a) > 2 and np.array_equal(a[:-1], b[1:]):
-            return f"{name}_blocks are shifted by one: what was {name}_blocks[0] is second"
-        if np.array_equal(a, b + 1) or np.array_equal(a, b - 1):
-            return f"every one of {name}_blocks is {int(b[0] - a[0]):+d}"
+    for name in ("src_token", "dst_token", "num_tokens"):
+        before, after = getattr(old.tables, name), getattr(new.tables, name)
+        if before != after:
+            return f"{name} is {after}, and was {before}"
+    changed = [
+        name
+        for name in ("src", "dst")
+        if not np.array_equal(getattr(old.tables, name), getattr(new.tables, name))
+    ]
+    if len(changed) == 1:
+        name = changed[0]
+        return _changed_table(name, getattr(old.tables, name), getattr(new.tables, name))
+    sizes = [len(it.src) for it in (old.tables, new.tables)]
+    if len(changed) == 2 and sizes[0] != sizes[1]:
+        least = min(sizes)
+        if all(
+            np.array_equal(getattr(old.tables, it)[:least], getattr(new.tables, it)[:least])
+            for it in changed
+        ) and sizes == [len(it.dst) for it in (old.tables, new.tables)]:
+            more = sizes[1] - sizes[0]
+            word = "more" if more > 0 else "fewer"
+            return f"{plural(abs(more), 'block')} {word} at the end of both block tables"
     return ""
 
 
-def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
+def _changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
+    """What was done to one of the tables, where the other is as before."""
+    if len(a) != len(b):
+        return ""
+    odd = np.flatnonzero(a != b)
+    first = int(odd[0])
+    if len(odd) == 1:
+        return f"{name}_blocks[{first}] is {int(b[first])}, and was {int(a[first])}"
+    if len(odd) == 2 and a[odd[0]] == b[odd[1]] and a[odd[1]] == b[odd[0]]:
+        second = int(odd[1])
+        return (
+            f"{name}_blocks[{first}] and {name}_blocks[{second}] are swapped "
+            f"({int(a[first])} and {int(a[second])})"
+        )
+    if len(a) > 2 and np.array_equal(a[1:], b[:-1]):
+        return f"{name}_blocks are shifted by one: what was {name}_blocks[1] is first"
+    if len(a) > 2 and np.array_equal(a[:-1], b[1:]):
+        return f"{name}_blocks are shifted by one: what was {name}_blocks[0] is second"
+    steps = b - a
+    if bool((steps == steps[0]).all()):
+        return f"every one of {name}_blocks is {int(steps[0]):+d}"
+    if np.array_equal(a, b[::-1]):
+        return f"{name}_blocks are in reverse order"
+    if np.array_equal(np.sort(a), np.sort(b)):
+        return f"{name}_blocks are the same in another order, from {name}_blocks[{first}] on"
+    if first and len(odd) == len(a) - first:
+        return f"{name}_blocks are others from {name}_blocks[{first}] on"
+    return ""
+
+
+def is_equivalent(old: Plan, new: Plan) -> bool:
+    """Whether both put the same bytes of the same caches into the same places."""
+    return verdict(old, new).startswith(("identical", "equivalent"))
+
+
+def _compare_bytes(old: Plan, new: Plan) -> list[int]:
     """Bytes of one destination tensor: from another source, only in old, only in new.
 
     What both have is left out, and a segment that differs by where it begins at src differs in each
-    byte. The rest is cut at every boundary of either, so that each piece is wholly in or out of a
-    segment; then a piece is compared by the source that it is read from.
+    byte.
     """
     before, after = (dict(_keyed(plan)) for plan in (old, new))
     # By all but the source: nothing is written twice, so each is there once.
@@ -229,23 +315,44 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
         _runs_of(plan, [index for key, index in only.items() if key not in moved])
         for plan, only in ((old, a_only), (new, b_only))
     )
+    counts = _compare_runs(odd_old, odd_new)
+    return [counts[0] + other_source, *counts[1:]]
+
+
+def _compare_runs(old: Segments, new: Segments) -> list[int]:
+    """As `_compare_bytes`, of runs.
+
+    They are cut at every boundary of either, so that each piece is wholly in or out of a run; then
+    a piece is compared by the source that it is read from.
+    """
     edges = np.unique(
         np.concatenate(
             [
                 part
-                for runs in (odd_old, odd_new)
+                for runs in (old, new)
                 for part in (runs.dst_offsets, runs.dst_offsets + runs.nbytes)
             ]
         )
     )
     starts, lengths = edges[:-1], np.diff(edges).astype(np.int64)
-    a, b = _sources(odd_old, starts), _sources(odd_new, starts)
+    a, b = _sources(old, starts), _sources(new, starts)
     in_a, in_b = a >= 0, b >= 0
-    return (
-        other_source + int(lengths[in_a & in_b & (a != b)].sum()),
-        int(lengths[in_a & ~in_b].sum()),
-        int(lengths[in_b & ~in_a].sum()),
+    pieces = in_a & in_b & (a != b), in_a & ~in_b, in_b & ~in_a
+    return [int(lengths[it].sum()) for it in pieces]
+
+
+def _runs_of_all(plan: Plan) -> Segments:
+    """The runs of all pairs, counted as if the tensors of each side lay one behind the other."""
+    runs = plan.segments.expanded()
+    starts = []
+    for side, views in ((plan.src, plan.src_tensors), (plan.dst, plan.dst_tensors)):
+        tensors, inside = side.locate(views, plan.split, plan.tensors_per_layer)
+        starts.append(tensors.astype(np.uint64) * np.uint64(side.tensor_nbytes) + inside)
+    src, dst = (
+        (start[:, None] + offsets).reshape(-1)
+        for start, offsets in zip(starts, (runs.src_offsets, runs.dst_offsets), strict=True)
     )
+    return runs.adopt(src, dst, np.tile(runs.nbytes, len(starts[0])))
 
 
 def _runs_of(plan: Plan, chosen: list[int]) -> Segments:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvplan.inspection.contents import (
+    RequestOrder,
     kv_of,
     layers_text,
     local_layers,
     model_note,
-    model_text,
-    spans_text,
+    to_text,
     tokens_moved,
-    tokens_of,
 )
-from kvplan.inspection.units import nbytes_text, place, plural, span
+from kvplan.inspection.summary import summary
+from kvplan.inspection.table import table_lines
+from kvplan.inspection.units import WIDTH, fit, nbytes_text, place, plural, shown_rows, span
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
@@ -27,22 +29,10 @@ if TYPE_CHECKING:
 Format = Literal["tree", "table"]
 
 DEFAULT_LIMIT = 16
-"""Rows shown of a list before the rest is only counted."""
+"""Rows of a list; of a longer one the first and the last, and between them what it comes to."""
 
-WIDTH = 100
+_SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""
-
-
-class _Row(NamedTuple):
-    """A segment, as it is written."""
-
-    src: str
-    dst: str
-    nbytes: int
-    slices: int
-    why_alone: str
-    runs: int
-    tokens: str
 
 
 def one_line(plan: Plan) -> str:
@@ -64,17 +54,19 @@ def one_line(plan: Plan) -> str:
     )
 
 
-def explain(
+def explain_lines(
     plan: Plan,
     format: Format,  # noqa: A002
     limit: int | None,
     cost: TransportCost | None = None,
-) -> str:
-    """Return `plan` as text; at most `limit` rows of each list (None: all).
+    same_as: str = "",
+) -> Iterator[str]:
+    """Return `plan` as lines of text; of each list at most `limit` rows (None: all).
 
-    With `cost` a line more: under the head of a tree, or as the last one of a table.
+    With `cost` a line more: under the head of a tree, or as the last one of a table. With `same_as`
+    a tree does not list the segments: that names what has the same.
 
-    Raises:
+    Raises, before the first line:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
@@ -82,10 +74,10 @@ def explain(
     moved = [] if cost is None else [cost.outline(plan)]
     match format:
         case "tree":
-            under = [f"  {line}" for line in moved]
-            return "\n".join([*_header(plan), *under, *_tree(plan, limit)])
+            head = [*_header(plan), *(f"  {line}" for line in moved)]
+            return chain(chain.from_iterable(map(fit, head)), _tree(plan, limit, same_as))
         case "table":
-            return "\n".join([*_table(plan, limit), *moved])
+            return chain(table_lines(plan, limit), moved)
     raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
 
 
@@ -120,7 +112,7 @@ def _meaning(plan: Plan) -> list[str]:
     if str(src) == str(dst):
         return _side_lines(src, "", ", both sides")
     line = f"{src} -> {dst}{f', {forced}' if plan.reinterpret else ''}"
-    if len(line) + 2 <= WIDTH:
+    if len(line) + 2 <= _SIDE_WIDTH:
         return [line]
     return [
         *_side_lines(src, "src "),
@@ -132,7 +124,7 @@ def _meaning(plan: Plan) -> list[str]:
 def _side_lines(side: Side, name: str, end: str = "") -> list[str]:
     """A side in one line, or its shard below it where it is too long."""
     line, shard = f"{name}{side}{end}", f", {side.shard}"
-    if len(line) + 2 <= WIDTH or side.shard is None:
+    if len(line) + 2 <= _SIDE_WIDTH or side.shard is None:
         return [line]
     return [f"{name}{str(side).removesuffix(shard)},", f"{' ' * len(name)}{shard[2:]}{end}"]
 
@@ -176,139 +168,132 @@ def _transposed(plan: Plan) -> str:
     return f"{word}: {plural(runs, 'run')} of {nbytes_text(nbytes)} a {plan.dst.row}"
 
 
-def _rows(plan: Plan, limit: int | None) -> list[_Row]:
-    rows: list[_Row] = []
+def _places(plan: Plan, indices: range) -> Iterator[tuple[str, str, str]]:
+    """The rows at src and at dst and the size of some segments, as texts."""
+    src_side, dst_side = plan.src, plan.dst
+    part = slice(indices.start, indices.stop)
+    columns = [getattr(plan.segments, it)[part].tolist() for it in plan.segments.columns()]
+    runs = plan.segments.runs()[part].tolist()
+    for src, dst, nbytes, times in zip(*columns, runs, strict=True):
+        yield (
+            place(src_side.rows(src, nbytes), src, src_side.stride),
+            place(dst_side.rows(dst, nbytes), dst, dst_side.stride),
+            f"{f'{times} x ' if times > 1 else ''}{nbytes_text(nbytes)}",
+        )
+
+
+def _notes(plan: Plan, order: RequestOrder, indices: range) -> Iterator[tuple[str, str, str]]:
+    """How many slices a segment is; where the one before ended; what of the request it holds."""
+    src_side, dst_side = plan.src, plan.dst
+    smallest = min(src_side.stride, dst_side.stride)
     before: tuple[int, int] | None = None
-    runs = plan.segments.runs()
-    _, dst_ends = plan.segments.ends()
-    for index, (src, dst, nbytes) in enumerate(islice(plan.segments, limit)):
-        src_rows, dst_rows = plan.rows(index)
-        slices = -(-nbytes // min(plan.src.stride, plan.dst.stride))
+    begin = max(indices.start - 1, 0)
+    columns = [
+        getattr(plan.segments, it)[begin : indices.stop].tolist() for it in plan.segments.columns()
+    ]
+    ends = plan.segments.ends()[1][begin : indices.stop].tolist()
+    for index, (src, dst, nbytes, end) in enumerate(zip(*columns, ends, strict=True), begin):
         # Where the one before ended is where this one would have had to begin.
         breaks = (
             [
-                f"{name} {end // side.stride} -> {place(side.rows(start, 1), start, side.stride)}"
-                for name, side, end, start in (
-                    ("src", plan.src, before[0] - 1, src),
-                    ("dst", plan.dst, before[1] - 1, dst),
+                f"{name} {stop // side.stride} -> {place(side.rows(at, 1), at, side.stride)}"
+                for name, side, stop, at in (
+                    ("src", src_side, before[0] - 1, src),
+                    ("dst", dst_side, before[1] - 1, dst),
                 )
-                if end + 1 != start
+                if stop + 1 != at
             ]
             if before and not (plan.segments.repeats or plan.split)  # parts of rows never meet
             else []
         )
-        why = f"not adjacent ({', '.join(breaks)})" if breaks else ""
-        rows.append(
-            _Row(
-                place(src_rows, src, plan.src.stride),
-                place(dst_rows, dst, plan.dst.stride),
-                nbytes,
-                slices,
-                why,
-                int(runs[index]),
-                spans_text("token", tokens_of(plan, dst, int(dst_ends[index]) - 1)),
-            )
-        )
         before = src + nbytes, dst + nbytes
-    return rows
-
-
-def _segment_lines(plan: Plan, limit: int | None) -> list[str]:
-    """A line for each segment: rows, size, tokens, and why it is not part of the one before."""
-    rows = _rows(plan, limit)
-    sizes = [f"{f'{it.runs} x ' if it.runs > 1 else ''}{nbytes_text(it.nbytes)}" for it in rows]
-    src_width, dst_width = max(len(row.src) for row in rows), max(len(row.dst) for row in rows)
-    width = max(8, *(len(size) + 1 for size in sizes))
-    lines = []
-    for row, size in zip(rows, sizes, strict=True):
-        note = f"merged {row.slices}" if row.slices > 1 else ""
-        if row.why_alone:
-            note = f"{note or 'alone'}: {row.why_alone}"
-        tokens = f"  {row.tokens}" if row.tokens else ""
-        text = f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<{width}} {note}"
-        lines.append(text.rstrip() + tokens)
-    if hidden := len(plan.segments) - len(rows):
-        lines.append(f"... {plural(hidden, 'more segment')}")
-    return lines
-
-
-def _tree(plan: Plan, limit: int | None) -> list[str]:
-    """The first layer in full, and one line for the others, which are like it."""
-    segments = _segment_lines(plan, limit)
-    num_layers, per_layer = len(plan.src_layers), plan.segments.num_runs
-    layer = plan.layer(0)
-    descriptors = len(layer.tensors) * per_layer
-    branch, trunk = ("`--", "    ") if num_layers == 1 else ("|--", "|   ")
-    lines = [
-        f"{branch} {layers_text(plan, slice(1))}   desc [0:{descriptors})   "
-        f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
-    ]
-    for index, (_, view) in enumerate(layer.tensors[:limit]):
-        last = index == len(layer.tensors) - 1
-        (src, _), (dst, _) = plan.pair(index)
-        kv = kv_of(plan, view, 0, 0) if "kv" in plan.split or plan.tensors_per_layer == 2 else ""
-        name = f"{'`--' if last else '|--'} tensor {src} -> {dst}{' ' + kv if kv else ''}"
-        if index:
-            lines.append(f"{trunk}{name}   same {plan.dst.row}s")
+        if index < indices.start:
             continue
-        lines.append(f"{trunk}{name}   {segments[0]}")
-        under = (" " if last else "|").ljust(len(name))
-        lines.extend(f"{trunk}{under}   {text}" for text in segments[1:])
-    if limit is not None and (hidden := len(layer.tensors) - limit) > 0:
-        lines.append(f"{trunk}`-- ... {plural(hidden, 'more tensor')}, same {plan.dst.row}s")
+        slices = -(-nbytes // smallest)
+        note = f"merged {slices}" if slices > 1 else ""
+        if breaks:
+            note = f"{note or 'alone'}: not adjacent"
+        held = order.text(dst, end - 1)
+        yield note, f" ({', '.join(breaks)})" if breaks else "", f"  {held}" if held else ""
+
+
+def _segment_lines(plan: Plan, limit: int | None, width: int) -> Iterator[str]:
+    """A line for each segment: rows, size, tokens, and why it is not part of the one before."""
+    total = len(plan.segments)
+    head, tail = shown_rows(total, limit)
+    parts = range(head), range(total - tail, total)
+    widths = [0, 0, 7]
+    for places in chain.from_iterable(_places(plan, it) for it in parts):
+        widths = [max(it) for it in zip(widths, map(len, places), strict=True)]
+    order = RequestOrder(plan)
+    for part in parts:
+        for (src, dst, size), (note, breaks, held) in zip(
+            _places(plan, part), _notes(plan, order, part), strict=True
+        ):
+            text = f"{src:<{widths[0]}} -> {dst:<{widths[1]}}  {size:<{widths[2] + 1}} {note}"
+            line = f"{text}{breaks}".rstrip() + held
+            if len(line) > width:  # the rows themselves say where it breaks
+                line = text.rstrip() + held
+            yield from fit(line, width)
+        if part.start == 0 and head + tail < total:
+            more = f"... {plural(total - head - tail, 'more segment')}"
+            yield f"{more}. Of all {total:,}:" if tail else more
+            if tail:
+                for line in summary(plan):
+                    yield from fit(f"      {line}", width)
+
+
+def _tree(plan: Plan, limit: int | None, same_as: str) -> Iterator[str]:
+    """The first tensor of the first layer in full; the others, which are like it, together."""
+    num_layers, per_layer = len(plan.src_layers), plan.segments.num_runs
+    num_tensors = min(plan.tensors_per_layer, plan.num_tensor_pairs)
+    descriptors = num_tensors * per_layer
+    branch, trunk = ("`--", "    ") if num_layers == 1 else ("|--", "|   ")
+    yield (
+        f"{branch} {layers_text(plan, slice(1))}   desc [0:{descriptors})   "
+        f"{nbytes_text(num_tensors * plan.nbytes_per_tensor)}"
+    )
+    others = [*_other_tensors(plan, num_tensors)]
+    name = f"{'|--' if others else '`--'} {_tensor_text(plan, 0, 1)}   "
+    under = ("|" if others else " ").ljust(len(name))
+    segments = [f"same {plan.dst.row}s as {same_as}"] if same_as else None
+    for line in segments or _segment_lines(plan, limit, WIDTH - len(trunk) - len(name)):
+        yield f"{trunk}{name}{line}"
+        name = under
+    for index, text in enumerate(others, 1):
+        yield f"{trunk}{'`--' if index == len(others) else '|--'} {text}   same {plan.dst.row}s"
     if num_layers > 1:
-        rest = (plan.num_tensor_pairs - len(layer.tensors)) * plan.nbytes_per_tensor
-        lines.append(
+        rest = (plan.num_tensor_pairs - num_tensors) * plan.nbytes_per_tensor
+        yield (
             f"`-- {layers_text(plan, slice(1, None))}   desc "
             f"[{descriptors}:{plan.num_descriptors})   {nbytes_text(rest)}   same {plan.dst.row}s"
         )
-    return lines
 
 
-def _table(plan: Plan, limit: int | None) -> list[str]:
-    sides = ("dst", "src") if plan.local == "dst" else ("src", "dst")
-    heads = sides if plan.local == "both" else ("local", "remote")
-    in_model = bool(model_note(plan))  # a column more
-    of_model = ("model",) if in_model else ()
-    table = [("#", "layer", *of_model, "tensor", f"{plan.dst.row}s", *heads, "nbytes")]
-    per_pair = plan.segments.num_runs
-    shown = plan.num_descriptors if limit is None else min(limit, plan.num_descriptors)
-    for index in range(shown):
-        origin = plan.origin(index)
-        src, dst, nbytes = plan.run(index % per_pair)
-        number = index // per_pair // plan.tensors_per_layer
-        layer = slice(number, number + 1)
-        src_layers, dst_layers = (local_layers(plan, it, layer) for it in ("src", "dst"))
-        rows = (
-            place(origin.src_rows, src, plan.src.stride),
-            place(origin.dst_rows, dst, plan.dst.stride),
-        )
-        (src_tensor, src_start), (dst_tensor, dst_start) = plan.pair(index // per_pair)
-        places = {
-            "src": f"t{src_tensor}+{src_start + src:#x}",
-            "dst": f"t{dst_tensor}+{dst_start + dst:#x}",
-        }
-        table.append(
-            (
-                str(index),
-                f"{span(src_layers)}>{span(dst_layers)}",
-                *((model_text(plan, layer),) if in_model else ()),
-                f"{origin.src_tensor}>{origin.dst_tensor}",
-                ">".join(rows),
-                places[sides[0]],
-                places[sides[1]],
-                str(nbytes),
-            )
-        )
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    left = (*(False for _ in table[0][:-3]), True, True, False)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if to_left else cell.rjust(width)
-            for cell, width, to_left in zip(cells, widths, left, strict=True)
-        ).rstrip()
-        for cells in table
-    ]
-    if hidden := plan.num_descriptors - shown:
-        lines.append(f"... {plural(hidden, 'more descriptor')}")
-    return lines
+def _other_tensors(plan: Plan, num_tensors: int) -> Iterator[str]:
+    """The tensors of the first layer but its first: those that are consecutive together."""
+    begin = 1
+    while begin < num_tensors:
+        end = begin + 1
+        if _kv(plan, begin) == "":
+            while end < num_tensors and all(
+                plan.pair(end)[side][0] == plan.pair(end - 1)[side][0] + 1 for side in (0, 1)
+            ):
+                end += 1
+        yield _tensor_text(plan, begin, end)
+        begin = end
+
+
+def _tensor_text(plan: Plan, begin: int, end: int) -> str:
+    """`tensor 0 -> 2 K`, or `tensors 1..3 -> 1..3`."""
+    (src, _), (dst, _) = plan.pair(begin)
+    kv = _kv(plan, begin)
+    many = end - begin - 1
+    numbers = " -> ".join(to_text(it, it + many) for it in (src, dst))
+    return f"tensor{'s' if many else ''} {numbers}{f' {kv}' if kv else ''}"
+
+
+def _kv(plan: Plan, index: int) -> str:
+    if "kv" not in plan.split and plan.tensors_per_layer != 2:
+        return ""
+    return kv_of(plan, plan.dst_tensors[index], 0, 0)

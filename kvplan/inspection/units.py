@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+from typing import Final
+
+WIDTH: Final = 118
+"""Columns of a line; that of a group is indented by two."""
+
+MIN_SUMMARY: Final = 8
+"""The least limit with which the last rows of a longer list are shown, and what it comes to."""
+
 
 def nbytes_text(nbytes: int) -> str:
     """`512 B`, `256 KiB`, `1.5 MiB`: whole KiB where they are whole, else one decimal."""
@@ -30,3 +39,23 @@ def place(rows: tuple[int, int], offset: int, stride: int) -> str:
 def plural(count: int, word: str) -> str:
     """`1 block`, `3 blocks`."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def shown_rows(total: int, limit: int | None) -> tuple[int, int]:
+    """How many rows of a list are shown from its beginning, and how many from its end.
+
+    A list that is cut shows fewer than `limit`: what it comes to has a place too.
+    """
+    if limit is None or total <= limit:
+        return total, 0
+    return (limit, 0) if limit < MIN_SUMMARY else (limit // 2, limit // 4)
+
+
+def fit(text: str, width: int = WIDTH, indent: str = "    ") -> list[str]:
+    """`text` in lines of at most `width` columns, those after the first indented."""
+    if len(text) <= width:
+        return [text]
+    lead = text[: len(text) - len(text.lstrip())]
+    return wrap(
+        text, width, subsequent_indent=lead + indent, break_on_hyphens=False, drop_whitespace=True
+    )

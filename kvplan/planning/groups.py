@@ -6,15 +6,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvplan.inspection.cost import cost_of
-from kvplan.inspection.diff import verdict
+from kvplan.inspection.diff import is_equivalent
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format
+from kvplan.inspection.groups import diff_groups, explain_groups
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.plan import SCHEMA_VERSION, Origin, Plan
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
 if TYPE_CHECKING:
@@ -118,20 +120,32 @@ class GroupPlan:
     ) -> str:
         """Return the plan as text for people: a head, and each group as `Plan.explain` says it.
 
-        Args:
-            limit: rows of each list that are shown before the rest is only counted; None for all.
-            transport: as for `estimate`: one line more, how all groups would move over it.
+        Groups of equal plans are one, under all of their names; blocks that a group has like one
+        before it are not listed again.
+
+        Arguments and errors as for `Plan.explain`; `transport`: how all groups would move over it.
         """
-        lines = [
+        return "\n".join(self.explain_lines(format, limit, transport=transport))
+
+    def explain_lines(
+        self,
+        format: Format = "tree",  # noqa: A002
+        limit: int | None = None,
+        *,
+        transport: str | TransportCost | None = None,
+    ) -> Iterator[str]:
+        """Return the lines of `explain` one by one, by default all of them.
+
+        Arguments and errors as for `Plan.explain_lines`.
+        """
+        head = [
             f"{self.operation}  {self.kind}   {plural(len(self.groups), 'group')}   "
             f"plan {self.fingerprint[:6]}",
             f"  {plural(self.num_descriptors, 'descriptor')} | {nbytes_text(self.nbytes)}",
         ]
         if transport is not None:
-            lines.append(f"  {cost_of(transport).outline(self)}")
-        for name, plan in self.groups.items():
-            lines += [f"group {name}", *_indented(plan.explain(format, limit))]
-        return "\n".join(lines)
+            head.append(f"  {cost_of(transport).outline(self)}")
+        return chain(head, explain_groups(self.groups, format, limit))
 
     def estimate(self, transport: str | TransportCost) -> Estimate:
         """Return how long the whole is expected to take; see `Plan.estimate`."""
@@ -139,21 +153,20 @@ class GroupPlan:
 
     def diff(self, other: GroupPlan) -> str:
         """Return how `other` differs, group by group, as text that ends in a verdict."""
+        return diff_groups(self.groups, check_type("other", other, GroupPlan).groups)
+
+    def assert_equivalent(self, other: GroupPlan) -> None:
+        """Fail unless `other` has the same groups in the same order, each equivalent.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True
         check_type("other", other, GroupPlan)
-        lines, odd = [], []
-        for name in dict.fromkeys([*self.groups, *other.groups]):
-            old, new = self.groups.get(name), other.groups.get(name)
-            if old is None or new is None:
-                odd.append(f"group {name} only in the {'old' if new is None else 'new'} plan")
-                lines.append(f"group {name}: {'-' if new is None else '+'} {old or new!r}")
-            elif old == new:
-                lines.append(f"group {name}: identical")
-            else:
-                odd.append(f"group {name}: {verdict(old, new)}")
-                lines += [f"group {name}", *_indented(old.diff(new))]
-        if not odd and self != other:
-            odd.append("the groups are in another order")
-        return "\n".join([*lines, f"verdict: {'; '.join(odd) or 'identical'}"])
+        if [*self.groups] != [*other.groups] or not all(
+            map(is_equivalent, self.groups.values(), other.groups.values())
+        ):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{self.diff(other)}")
 
     def to_html(
         self,
@@ -203,7 +216,23 @@ class GroupPlan:
             )
         if version != SCHEMA_VERSION:
             raise invalid(f"schema_version={shown(version)} must be {SCHEMA_VERSION}")
-        return GroupPlan({name: Plan.from_dict(it) for name, it in groups.items()})
+        plans = {}
+        for name, it in groups.items():
+            try:
+                plans[name] = Plan.from_dict(it)
+            except LLMException as error:
+                raise invalid(f"groups[{shown(name)}]: {error.args[0]}") from None
+        return GroupPlan(plans)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from kvplan.planning.files import save
+
+        save(self, path)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -272,7 +301,3 @@ def check_group_name(name: str) -> None:
 def _verb(plan: Plan) -> str:
     verb = plan.operation.partition("_")[0]
     return "copy" if verb == "swap" else verb
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]

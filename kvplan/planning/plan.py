@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from kvplan.inspection.contents import (
     tokens_of,
 )
 from kvplan.inspection.cost import cost_of
-from kvplan.inspection.diff import diff
-from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
+from kvplan.inspection.diff import diff, is_equivalent
+from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain_lines, one_line
 from kvplan.inspection.units import span
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
@@ -151,6 +151,8 @@ class Plan:
     split: tuple[str, ...] = ()
     reinterpret: bool = False
     tables: BlockTables | None = None
+    # Of a plan that moves whole rows its tables say all segments: recordings have those alone.
+    by_rows: ClassVar[bool] = False
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:
@@ -277,17 +279,8 @@ class Plan:
 
     def run(self, index: int) -> tuple[int, int, int]:
         """The run at this position of a tensor pair: src offset, dst offset, nbytes."""
-        segments = self.segments
-        segment, inside = index, 0
-        if segments.repeats:
-            before = np.cumsum(segments.runs())
-            segment = int(np.searchsorted(before, index, side="right"))
-            inside = index - (int(before[segment - 1]) if segment else 0)
-        src, dst, nbytes = (int(getattr(segments, name)[segment]) for name in Segments.columns())
-        for counts, src_stride, dst_stride in reversed(segments.repeats):
-            inside, step = divmod(inside, int(counts[segment]))
-            src, dst = src + step * src_stride, dst + step * dst_stride
-        return src, dst, nbytes
+        src, dst, nbytes = self.segments.runs_at(np.array([index]))
+        return int(src[0]), int(dst[0]), int(nbytes[0])
 
     def rows(self, segment: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """First and last row of a segment, on the src and on the dst side."""
@@ -303,11 +296,34 @@ class Plan:
     ) -> str:
         """Return the plan as text for people: "tree" or "table"; offsets, no addresses.
 
+        What is the same for several layers or tensors stands there once. Of a list longer than
+        `limit` the first and the last rows are shown, and between them what it comes to.
+
         Args:
-            limit: rows of each list that are shown before the rest is only counted; None for all.
+            limit: rows of each list; below 8 the first rows only, and how many more there are.
+                None: all of them; `explain_lines` has them without one large text.
             transport: as for `estimate`: one line more, how the plan would move over it.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
         """
-        return explain(self, format, limit, None if transport is None else cost_of(transport))
+        return "\n".join(self.explain_lines(format, limit, transport=transport))
+
+    def explain_lines(
+        self,
+        format: Format = "tree",  # noqa: A002
+        limit: int | None = None,
+        *,
+        transport: str | TransportCost | None = None,
+    ) -> Iterator[str]:
+        """Return the lines of `explain` one by one, by default all of them.
+
+        A table of millions of descriptors is never in memory as a whole.
+
+        Arguments and errors as for `explain`; what is wrong is refused before the first line.
+        """
+        cost = None if transport is None else cost_of(transport)
+        return explain_lines(self, format, limit, cost)
 
     def estimate(self, transport: str | TransportCost) -> Estimate:
         """Return how long the plan is expected to take, and what that time is spent on.
@@ -364,6 +380,19 @@ class Plan:
 
         return cell(self)
 
+    def assert_equivalent(self, other: Plan) -> None:
+        """Fail unless `other` puts the same bytes into the same places, in whatever segments.
+
+        The verdict of `diff` is then "identical" or "equivalent". `plan == other` asks for more:
+        the same segments and options.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test
+        if not is_equivalent(self, check_type("other", other, Plan)):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
         from kvplan.planning.schema import to_dict  # it builds plans: not at the top
@@ -381,6 +410,16 @@ class Plan:
         from kvplan.planning.schema import from_dict
 
         return from_dict(document)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from kvplan.planning.files import save
+
+        save(self, path)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -199,6 +199,21 @@ class Segments:
             counts = [np.repeat(it, times) for it in counts]
         return Segments.adopt(src, dst, nbytes)
 
+    def runs_at(self, indices: NDArray[np.int64]) -> tuple[Column, Column, Column]:
+        """Some of the runs, by their positions among all: src offsets, dst offsets, nbytes."""
+        if not self.repeats:
+            return self.src_offsets[indices], self.dst_offsets[indices], self.nbytes[indices]
+        before = np.cumsum(self.runs()).astype(np.int64)
+        segment = np.searchsorted(before, indices, side="right")
+        inside = (indices - (before - self.runs().astype(np.int64))[segment]).astype(np.uint64)
+        src, dst = self.src_offsets[segment], self.dst_offsets[segment]
+        for counts, src_stride, dst_stride in reversed(self.repeats):
+            step = inside % counts[segment]
+            inside = inside // counts[segment]
+            src = src + step * np.uint64(src_stride)
+            dst = dst + step * np.uint64(dst_stride)
+        return src, dst, self.nbytes[segment]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segments):
             return NotImplemented

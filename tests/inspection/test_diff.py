@@ -78,6 +78,7 @@ def test_one_wrong_block() -> None:
 -   9>2           4
 +   10>2          4
   (same change in 3 more tensors)
+  cause    src_blocks[2] is 10, and was 9
   verdict: different bytes - 16 destination bytes from another source
 """,
     )
@@ -92,6 +93,7 @@ def test_one_block_more() -> None:
   tensor 0>0
 +   0>15          4
   (same change in 3 more tensors)
+  cause    1 block more at the end of both block tables
   verdict: different bytes - 16 destination bytes newly written
 """,
     )
@@ -107,8 +109,9 @@ def test_another_destination() -> None:
 -   9>2           4
 +   9>3           4
   (same change in 3 more tensors)
-  verdict: different bytes - 16 destination bytes no longer written, 16 destination bytes newly written
-""",  # noqa: E501
+  cause    dst_blocks[2] is 3, and was 2
+  verdict: different bytes - bytes at dst: 16 no longer written, 16 newly written
+""",
     )
 
 
@@ -159,7 +162,7 @@ def test_an_offset_into_a_row() -> None:
 -   1+0x3>0+0x1   5
 +   1+0x3>0+0x2   5
   (same change in 3 more tensors)
-  verdict: different bytes - 16 destination bytes from another source, 4 destination bytes no longer written, 4 destination bytes newly written
+  verdict: different bytes - bytes at dst: 16 from another source, 4 no longer written, 4 newly written
 """,  # noqa: E501
     )
 
@@ -179,16 +182,14 @@ def test_only_so_many_lines() -> None:
 +   11>4          4
 +   10>5          4
 +   9>6           4
-+   8>7           4
-+   7>8           4
-+   6>9           4
-+   5>10          4
-+   4>11          4
+  ... 5 more lines. In all -1 and +16 segments
+      16 of 16 dst blocks from another
 +   3>12          4
 +   2>13          4
 +   1>14          4
-  ... 1 more line
++   0>15          4
   (same change in 3 more tensors)
+  cause    dst_blocks are in reverse order
   verdict: different bytes - 256 destination bytes from another source
 """,
     )
@@ -270,12 +271,13 @@ def test_every_byte_of_a_difference_is_counted(pair: tuple[Plan, Plan]) -> None:
         "no longer written": len(before.keys() - both),
         "newly written": len(after.keys() - both),
     }
-    facts = [
-        f"{count:,} destination byte{'' if count == 1 else 's'} {what}"
-        for what, count in counts.items()
-        if count
-    ]
-    verdict = old.diff(new).splitlines()[-1].removeprefix("  verdict: ").split(": ")[0]
+    facts = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if len(facts) == 1:
+        number, what = facts[0].split(" ", 1)
+        facts = [f"{number} destination byte{'' if number == '1' else 's'} {what}"]
+    elif facts:
+        facts[0] = f"bytes at dst: {facts[0]}"
+    verdict = old.diff(new).splitlines()[-1].removeprefix("  verdict: ")
     if facts:
         assert verdict == "different bytes - " + ", ".join(facts)
     else:

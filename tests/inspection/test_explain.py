@@ -84,11 +84,11 @@ push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 23
   layers 4..5 -> 0..1 | tensors/layer 2 | 3 blocks x 256 KiB
   12 slices -> 8 descriptors (4 merged) | 3.0 MiB
 |-- layer 4 -> 0   desc [0:4)   1.5 MiB
-|   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2
-|   |                   9   -> 2    256 KiB  alone: not adjacent (src 5 -> 9, dst 8 -> 2)
+|   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2  positions 0..1
+|   |                   9   -> 2    256 KiB  alone: not adjacent (src 5 -> 9, dst 8 -> 2)  position 2
 |   `-- tensor 9 -> 1   same blocks
 `-- layer 5 -> 1   desc [4:8)   1.5 MiB   same blocks
-""",
+""",  # noqa: E501
     )
 
 
@@ -101,9 +101,9 @@ push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 23
   layers 4..5 -> 0..1 | tensors/layer 2 | 3 blocks x 256 KiB
   12 slices -> 8 descriptors (4 merged) | 3.0 MiB
 |-- layer 4 -> 0   desc [0:4)   1.5 MiB
-|   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2
+|   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2  positions 0..1
 |   |                   ... 1 more segment
-|   `-- ... 1 more tensor, same blocks
+|   `-- tensor 9 -> 1   same blocks
 `-- layer 5 -> 1   desc [4:8)   1.5 MiB   same blocks
 """,
     )
@@ -148,8 +148,8 @@ pull_blocks  C2B   src -> dst   plan 704aa5
   layers 0..1 -> 0..1 | tensors/layer 2 | 3 blocks x 4 B
   12 slices -> 8 descriptors (4 merged) | 40 B
 |-- layer 0 -> 0   desc [0:4)   20 B
-|   |-- tensor 0 -> 0   2     -> 4-5  8 B      merged 2
-|   |                   2+0x8 -> 0    2 B      alone: not adjacent (dst 5 -> 0)
+|   |-- tensor 0 -> 0   2     -> 4-5  8 B      merged 2  positions 0..1
+|   |                   2+0x8 -> 0    2 B      alone: not adjacent (dst 5 -> 0)  position 2
 |   `-- tensor 1 -> 1   same blocks
 `-- layer 1 -> 1   desc [4:8)   20 B   same blocks
 """,
@@ -165,7 +165,7 @@ def test_a_size_is_written_in_the_largest_unit_that_it_has_one_of() -> None:
 def test_a_block_that_is_filled_in_part_counts_as_a_slice() -> None:
     row, blocks = (CacheDesc(1, shape, DataType.DT_INT8) for shape in ((1, 10), (3, 4)))
     plan = plan_pull_blocks(row, blocks, None, [0, 1, 2])
-    assert "10 B     merged 3\n" in plan.explain() + "\n"
+    assert "10 B     merged 3  positions 0..2" in plan.explain()
 
 
 def test_table_of_a_slot_cut_into_blocks() -> None:
@@ -194,9 +194,9 @@ pull_blocks  C2B   src -> dst   plan 0d5c36
   layers 0..1 -> 0..1 | tensors/layer 2 | 3 blocks x 4 B
   12 slices -> 12 descriptors (0 merged) | 40 B
 |-- layer 0 -> 0   desc [0:6)   20 B
-|   |-- tensor 0 -> 0   2     -> 4  4 B
-|   |                   2+0x4 -> 5  4 B
-|   |                   2+0x8 -> 0  2 B      alone: not adjacent (dst 5 -> 0)
+|   |-- tensor 0 -> 0   2     -> 4  4 B  position 0
+|   |                   2+0x4 -> 5  4 B  position 1
+|   |                   2+0x8 -> 0  2 B      alone: not adjacent (dst 5 -> 0)  position 2
 |   `-- tensor 1 -> 1   same blocks
 `-- layer 1 -> 1   desc [6:12)   20 B   same blocks
 """,
@@ -284,11 +284,10 @@ pull_blocks  B2B   src -> dst   plan 28f8f0
   layers 0..9 -> 0..9 | tensors/layer 4 | 8 blocks x 4 B
   320 slices -> 320 descriptors (0 merged) | 1.2 KiB
 |-- layer 0 -> 0   desc [0:32)   128 B
-|   |-- tensor 0 -> 0   0 -> 7  4 B
-|   |                   1 -> 6  4 B      alone: not adjacent (dst 7 -> 6)
+|   |-- tensor 0 -> 0   0 -> 7  4 B  position 0
+|   |                   1 -> 6  4 B      alone: not adjacent (dst 7 -> 6)  position 1
 |   |                   ... 6 more segments
-|   |-- tensor 1 -> 1   same blocks
-|   `-- ... 2 more tensors, same blocks
+|   `-- tensors 1..3 -> 1..3   same blocks
 `-- layers 1..9 -> 1..9   desc [32:320)   1.1 KiB   same blocks
 """,
     )
@@ -318,7 +317,9 @@ def test_no_limit_and_a_large_one_show_everything(plan: Plan, format: str) -> No
 
 def test_the_default_limit_is_sixteen() -> None:
     assert REVERSED.explain("table") == REVERSED.explain("table", limit=16)
-    assert REVERSED.explain("table").endswith("\n... 304 more descriptors")
+    # Of more rows than that, those at both ends; the rest of the page says what they come to.
+    assert len(REVERSED.explain("table").splitlines()) == 1 + 8 + 4 + 4
+    assert "\n... 308 more descriptors. In each of 40 tensors:\n" in REVERSED.explain("table")
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def test_diff_of_a_table_of_a_stage() -> None:
 -   9>2           32768  tokens 32..47
 +   10>2          32768  tokens 32..47
   (same change in 31 more tensors)
+  cause    src_blocks[2] is 10, and was 9
   verdict: different bytes - 1,048,576 destination bytes from another source
 """,
     )

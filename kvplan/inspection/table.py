@@ -1,0 +1,138 @@
+"""A plan as a table of its descriptors, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvplan.inspection.contents import local_layers, model_note, model_text
+from kvplan.inspection.summary import summary
+from kvplan.inspection.units import fit, place, plural, shown_rows, span
+
+if TYPE_CHECKING:
+    from kvplan.planning.plan import Plan
+
+_CHUNK = 4096
+"""Runs of which the texts are in memory."""
+
+_Cells = tuple[str, ...]
+
+
+def table_lines(plan: Plan, limit: int | None) -> Iterator[str]:
+    """A head and a line for each descriptor; at most `limit`, and between them what is left out."""
+    table = _Table(plan)
+    head, tail = shown_rows(plan.num_descriptors, limit)
+    total = plan.num_descriptors
+    if head + tail == total:
+        widths = table.widths(table.widest())
+        yield table.line(table.head, widths)
+        yield from table.lines(0, total, widths)
+        return
+    above, below = table.cells(0, head), table.cells(total - tail, total)
+    rows, last = [*above], [*below]
+    widths = table.widths([*rows, *last])
+    yield table.line(table.head, widths)
+    for cells in rows:
+        yield table.line(cells, widths)
+    more = f"... {plural(total - head - tail, 'more descriptor')}"
+    if not tail:
+        yield more
+        return
+    pairs = plan.num_tensor_pairs
+    yield f"{more}. " + (f"In each of {pairs:,} tensors:" if pairs > 1 else "Of all:")
+    yield from chain.from_iterable(fit(f"      {line}") for line in summary(plan))
+    for cells in last:
+        yield table.line(cells, widths)
+
+
+class _Table:
+    """Texts of the columns, a chunk of runs at a time."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._sides = ("dst", "src") if plan.local == "dst" else ("src", "dst")
+        heads = self._sides if plan.local == "both" else ("local", "remote")
+        self._in_model = bool(model_note(plan))  # a column more
+        of_model = ("model",) if self._in_model else ()
+        self.head = ("#", "layer", *of_model, "tensor", f"{plan.dst.row}s", *heads, "nbytes")
+        self._per_pair = plan.segments.num_runs
+        self._chunk: tuple[int, int, list[tuple[int, int, int, str]]] = (0, 0, [])
+
+    def widths(self, rows: Iterable[_Cells]) -> list[int]:
+        """How wide each column is."""
+        widths = [*map(len, self.head)]
+        for cells in rows:
+            widths = [max(it) for it in zip(widths, map(len, cells), strict=True)]
+        return widths
+
+    def widest(self) -> Iterator[_Cells]:
+        """Rows among which is a widest one of each column.
+
+        What depends on the run alone is seen with the first pair, all else with each pair's run
+        that is farthest at src, and at dst.
+        """
+        pairs, n = self.plan.num_tensor_pairs, self._per_pair
+        yield from self.cells(0, n)
+        yield from self.cells(pairs * n - 1, pairs * n)
+        far = [self._farthest(column) for column in (0, 1)]
+        for pair in range(pairs):
+            for run in far:
+                yield from self.cells(pair * n + run, pair * n + run + 1)
+
+    def _farthest(self, column: int) -> int:
+        best = (-1, 0)
+        for start in range(0, self._per_pair, _CHUNK):
+            indices = np.arange(start, min(start + _CHUNK, self._per_pair))
+            offsets = self.plan.segments.runs_at(indices)[column]
+            at = int(offsets.argmax())
+            best = max(best, (int(offsets[at]), start + at))
+        return best[1]
+
+    def lines(self, first: int, last: int, widths: list[int]) -> Iterator[str]:
+        """The rows of some descriptors; numbers to the right, places to the left."""
+        return (self.line(cells, widths) for cells in self.cells(first, last))
+
+    def line(self, cells: _Cells, widths: list[int]) -> str:
+        """A row; numbers to the right, the places to the left."""
+        to_left = len(cells) - 3, len(cells) - 2
+        return "  ".join(
+            cell.ljust(width) if column in to_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+
+    def cells(self, first: int, last: int) -> Iterator[_Cells]:
+        """The columns of the descriptors from `first` to before `last`."""
+        plan, n = self.plan, self._per_pair
+        while first < last:
+            pair, run = divmod(first, n)
+            stop = min(run - run % _CHUNK + _CHUNK, n, run + last - first)
+            number = pair // plan.tensors_per_layer
+            layer = slice(number, number + 1)
+            src_layers, dst_layers = (local_layers(plan, it, layer) for it in ("src", "dst"))
+            layers = f"{span(src_layers)}>{span(dst_layers)}"
+            model = (model_text(plan, layer),) if self._in_model else ()
+            (src_tensor, src_start), (dst_tensor, dst_start) = plan.pair(pair)
+            tensors = f"{src_tensor}>{dst_tensor}"
+            dst_first = self._sides[0] == "dst"
+            for index, (src, dst, nbytes, rows) in enumerate(self._runs(run, stop), first):
+                at_src = f"t{src_tensor}+{src_start + src:#x}"
+                at_dst = f"t{dst_tensor}+{dst_start + dst:#x}"
+                places = (at_dst, at_src) if dst_first else (at_src, at_dst)
+                yield (str(index), layers, *model, tensors, rows, *places, str(nbytes))
+            first += stop - run
+
+    def _runs(self, first: int, last: int) -> list[tuple[int, int, int, str]]:
+        """Offsets, bytes and rows of some runs, kept for the next pair of tensors."""
+        if self._chunk[:2] != (first, last):
+            src_side, dst_side = self.plan.src, self.plan.dst
+            runs = []
+            columns = self.plan.segments.runs_at(np.arange(first, last))
+            for src, dst, nbytes in zip(*(it.tolist() for it in columns), strict=True):
+                src_rows = place(src_side.rows(src, nbytes), src, src_side.stride)
+                dst_rows = place(dst_side.rows(dst, nbytes), dst, dst_side.stride)
+                runs.append((src, dst, nbytes, f"{src_rows}>{dst_rows}"))
+            self._chunk = first, last, runs
+        return self._chunk[2]
