@@ -344,6 +344,19 @@ class Plan:
         """Return how `other` differs, as text that ends in a verdict."""
         return diff(self, check_type("other", other, Plan))
 
+    def assert_equivalent(self, other: Plan) -> None:
+        """Fail unless `other` puts the same bytes into the same places, in whatever segments.
+
+        The verdict of `diff` is then "identical" or "equivalent". `plan == other` asks for more:
+        the same segments and options.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test
+        if not is_equivalent(self, check_type("other", other, Plan)):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
+
     def to_html(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -379,19 +392,6 @@ class Plan:
         from kvplan.inspection.page import cell
 
         return cell(self)
-
-    def assert_equivalent(self, other: Plan) -> None:
-        """Fail unless `other` puts the same bytes into the same places, in whatever segments.
-
-        The verdict of `diff` is then "identical" or "equivalent". `plan == other` asks for more:
-        the same segments and options.
-
-        Raises:
-            AssertionError: with the difference.
-        """
-        __tracebackhide__ = True  # pytest shows the line of the test
-        if not is_equivalent(self, check_type("other", other, Plan)):
-            raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
