@@ -16,7 +16,7 @@ import numpy as np
 from kvnative._extents import extents_clash, first_below
 from kvnative._rows import Rows
 from kvplan.planning.kinds import plan_rows
-from kvplan.planning.plan import Plan
+from kvplan.planning.plan import OBSERVERS, Plan
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class RowRequests:
         dst_rows: Blocks,
     ) -> Bound | None:
         """What moves rows `src_rows[i]` to rows `dst_rows[i]`; None: plan it."""
+        if OBSERVERS:  # they look at each plan that is made
+            return None
         pair = self._pairs.get((id(src.addresses), id(dst.addresses)))
         if (
             pair is None

@@ -202,9 +202,9 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other"},
         {"schema": None},
-        {"schema_version": 4, "fields": "that this version does not know"},
-        {"schema_version": 2},
-        {"schema_version": 3.0},
+        {"schema_version": 5, "fields": "that this version does not know"},
+        {"schema_version": 3},
+        {"schema_version": 4.0},
         {"schema_version": True},
     ],
 )
