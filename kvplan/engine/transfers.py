@@ -503,7 +503,7 @@ def _pull_cache(
             "pull_cache", "C2C", source, target, theirs, ours, (slot,), (batch_index,)
         )
         if bound is not None:
-            return bound.plan, theirs, ours, bound.descriptors
+            return bound[0], theirs, ours, bound[1]
     plan = plan_pull_cache(
         source,
         target,
@@ -551,7 +551,7 @@ def _pull_blocks(
             "pull_blocks", "B2B", source, target, theirs, ours, src_blocks, dst_blocks
         )
         if bound is not None:
-            return bound.plan, theirs, ours, bound.descriptors
+            return bound[0], theirs, ours, bound[1]
     plan = plan_pull_blocks(
         source,
         target,
@@ -592,7 +592,7 @@ def _push_cache(
             "push_cache", "C2C", source, target, ours, theirs, (src_batch_index,), (slot,)
         )
         if bound is not None:
-            return bound.plan, ours, theirs, bound.descriptors
+            return bound[0], ours, theirs, bound[1]
     plan = plan_push_cache(
         source,
         target,
@@ -636,7 +636,7 @@ def _push_blocks(
             "push_blocks", "B2B", source, target, ours, theirs, src_blocks, dst_blocks
         )
         if bound is not None:
-            return bound.plan, ours, theirs, bound.descriptors
+            return bound[0], ours, theirs, bound[1]
     plan = plan_push_blocks(
         source,
         target,

@@ -31,14 +31,8 @@ _MOST: Final = 1024
 
 _TABLES: Final = (list, tuple, np.ndarray)
 _NONE = np.empty(0, dtype=np.uint64)
-_new = Plan.__new__
-
-
-class Bound(NamedTuple):
-    """A request that is ready to be submitted."""
-
-    plan: Plan
-    descriptors: Descriptors
+_new = object.__new__
+_assign = object.__setattr__
 
 
 class _Pair(NamedTuple):
@@ -71,7 +65,7 @@ class RowRequests:
         dst: TensorMemory,
         src_rows: Blocks,
         dst_rows: Blocks,
-    ) -> Bound | None:
+    ) -> tuple[Plan, Descriptors] | None:
         """What moves rows `src_rows[i]` to rows `dst_rows[i]`; None: plan it."""
         if OBSERVERS:  # they look at each plan that is made
             return None
@@ -93,14 +87,13 @@ class RowRequests:
         if descriptors is None:
             return None
         count = len(src_rows)
-        plan = _new(Plan)
-        known = vars(plan)
-        known.update(pair.plan)
+        known = pair.plan.copy()
         known["rows"] = src_rows, dst_rows
         known["num_slices"] = count
         known["nbytes"] = count * pair.nbytes
-        known["nbytes_per_tensor"] = count * source.stride
-        return Bound(plan, descriptors)
+        plan = _new(Plan)
+        _assign(plan, "__dict__", known)  # past a constructor that sets each field by itself
+        return plan, descriptors
 
     def _add(
         self,

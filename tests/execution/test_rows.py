@@ -59,12 +59,12 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     if bound is None:  # of no row at src there is no pair of rows
         assert plan.kind != "B2B"
         return
-    assert columns(bound.descriptors) == columns(bind(plan, src, dst, one_space=True))
-    assert bound.plan.nbytes == plan.nbytes
-    assert bound.plan == plan
-    assert bound.plan.tables is not None
-    assert bound.plan.tables.src.tolist() == src_rows
-    assert bound.plan.explain() == plan.explain()
+    assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
+    assert bound[0].nbytes == plan.nbytes
+    assert bound[0] == plan
+    assert bound[0].tables is not None
+    assert bound[0].tables.src.tolist() == src_rows
+    assert bound[0].explain() == plan.explain()
 
 
 def test_a_slot_is_a_row() -> None:
@@ -74,8 +74,8 @@ def test_a_slot_is_a_row() -> None:
         bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
         plan = plan_pull_cache(source, target, src_batch_index=there, dst_batch_index=here)
         assert bound is not None
-        assert columns(bound.descriptors) == columns(bind(plan, src, dst, one_space=True))
-        assert (bound.plan == plan, bound.plan.nbytes) == (True, plan.nbytes)
+        assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
+        assert (bound[0] == plan, bound[0].nbytes) == (True, plan.nbytes)
     for there, here in ((5, 0), (0, 4), (-1, 0), (True, 0)):
         assert not requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
 
@@ -86,7 +86,7 @@ def plan_of_rows() -> Plan:
     bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, table, [1, 2, 0])
     assert bound is not None
     table[0] = 7  # what the caller does with it afterwards is not the plan's
-    return bound.plan
+    return bound[0]
 
 
 def test_its_plan_is_a_plan_like_others() -> None:
@@ -152,7 +152,7 @@ def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
     assert requests.bind("pull_blocks", "B2B", smaller, target, src, dst, [5], [0]) is None
     pushed = requests.bind("push_blocks", "B2B", source, target, src, dst, [5], [0])
     assert pushed is not None
-    assert pushed.plan.operation == "push_blocks"
+    assert pushed[0].operation == "push_blocks"
     for _ in range(3000):  # far more than are remembered
         other = HostMemory.from_arrays([np.zeros((6, ROW), np.int8) for _ in range(2)])
         assert requests.bind("pull_blocks", "B2B", source, target, src, other, [5], [0]) is not None
