@@ -1,11 +1,15 @@
 """Another process on this host: held so that it cannot be mistaken, and its memory reached."""
 
 cimport cython
-from libc.stdint cimport int64_t, uint64_t
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
 
 from kvnative._backend cimport Backend, ThreadPool
 from kvnative._host cimport check, kvn_failure, kvn_word, unsigned, words_in
-from kvnative._native cimport kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
+from kvnative._lower cimport Descriptors
+from kvnative._lower_c cimport kvn_columns
+from kvnative._native cimport KVN_OK, kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
 
 __all__ = ["Peer", "process_backend"]
 
@@ -89,6 +93,31 @@ cdef class Peer:
         cdef const kvn_word *each = words_in(words, &count)
         stale = kvn_generations_first_stale(&self.peer.generations, each, count)
         return <int64_t>stale if stale < count else -1
+
+    @cython.critical_section
+    def copy(self, Descriptors descriptors not None, bytes words not None):
+        """Moves descriptors by plain copies, in this thread and with the GIL, between two checks.
+
+        The addresses are of this process: what is read of the peer is mapped here. Returns "done";
+        "refused", if the first check finds what `check` would, and nothing moved; or "lost", if the
+        second one does.
+        """
+        cdef kvn_columns columns
+        cdef size_t i
+        self.check_open()
+        if not self.is_good(words):
+            return "refused"
+        columns = descriptors.hold_columns()
+        for i in range(columns.count):
+            memcpy(<void *><uintptr_t>columns.dst[i], <const void *><uintptr_t>columns.src[i],
+                   columns.nbytes[i])
+        descriptors.release()
+        return "done" if self.is_good(words) else "lost"
+
+    cdef bint is_good(self, bytes words) except -1:
+        cdef kvn_failure failure
+        return (self.first_stale(words) < 0
+                and kvn_peer_check(&self.peer, &failure) == KVN_OK)
 
     @cython.critical_section
     def probe(self, address):

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvnative._lower import Descriptors
-from kvplan import CacheDesc, DataType, HostMemory, LLMException, Plan, plan_pull_blocks
+from kvplan import (
+    CacheDesc,
+    DataType,
+    HostMemory,
+    LLMException,
+    LLMStatusCode,
+    Plan,
+    Transfers,
+    plan_pull_blocks,
+)
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.transfers import bind
 from kvplan.planning import plan_pull_cache
@@ -156,3 +165,56 @@ def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
     for _ in range(3000):  # far more than are remembered
         other = HostMemory.from_arrays([np.zeros((6, ROW), np.int8) for _ in range(2)])
         assert requests.bind("pull_blocks", "B2B", source, target, src, other, [5], [0]) is not None
+
+
+class Mapped(HostMemory):
+    """Memory that a peer has mapped for us, as far as `Transfers` sees it."""
+
+    def __init__(self, memory: HostMemory, copied: str) -> None:
+        super().__init__(memory.addresses, memory.nbytes, writable=False, owner=memory)
+        self.held = False
+        self.copied, self.checks = copied, 0
+        self.guard = self, b""
+
+    def copy(self, descriptors: Descriptors, words: bytes) -> str:
+        """What the native copy does, with an outcome that a test chooses."""
+        return self.copied
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.copied != "done":
+            raise LLMException("it has gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+def run(copied: str) -> tuple[Mapped, LLMException | None]:
+    """Execute a small request, of which the copy ends so."""
+    (source, src), (target, dst) = cache(6), cache(6)
+    mapped = Mapped(src, copied)
+    with Transfers(1) as transfers:
+        bound = transfers.rows.bind("pull_blocks", "B2B", source, target, mapped, dst, [5], [0])
+        assert bound is not None
+        try:
+            transfers.execute(bound[0], mapped, dst, None, bound[1])
+        except LLMException as error:
+            return mapped, error
+    return mapped, None
+
+
+def test_a_small_request_is_copied_at_once() -> None:
+    mapped, error = run("done")
+    assert (mapped.checks, error) == (0, None)
+
+
+def test_one_that_is_refused_has_written_nothing() -> None:
+    mapped, error = run("refused")
+    assert (mapped.checks, str(error)) == (1, "it has gone (LLM_KV_CACHE_NOT_EXIST)")
+    assert error is not None
+    assert not error.unconfirmed
+
+
+def test_one_that_was_lost_meanwhile_says_what_is_not_confirmed() -> None:
+    """Its bytes were written: the error is not that of a transfer that was refused."""
+    _, error = run("lost")
+    assert error is not None
+    assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert [*error.unconfirmed] == [(0, 2)]

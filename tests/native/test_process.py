@@ -283,6 +283,36 @@ class TestPeer:
         with pytest.raises(ValueError, match="closed"):
             look(words)
 
+    def test_it_copies_between_two_checks(self) -> None:
+        """All of it, or not at all; or what was not the peer's any more at the end."""
+        table, peer = GenerationTable(2), Peer(os.getpid())
+        peer.attach(table.fd, table.inode, 2)
+        nbytes = 64 << 20
+        source, target = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
+        there, here = (np.array([it.ctypes.data], np.uint64) for it in (source, target))
+        few, all_of_it = (
+            Descriptors.from_columns(here, there, np.array([it], np.uint64)) for it in (100, nbytes)
+        )
+        held = table.take()
+        assert peer.copy(few, words_of(held)) == "done"
+        assert np.flatnonzero(target).tolist() == list(range(100))
+        table.release(*held)
+        assert peer.copy(all_of_it, words_of(held)) == "refused"
+        assert np.count_nonzero(target) == 100
+        # A deadline that passes while bytes move, as it takes several times as long.
+        outcome = "refused"
+        while outcome == "refused":  # this process was held up before the first check
+            held = table.take(deadline_ns=time.monotonic_ns() + 1_000_000)
+            outcome = peer.copy(all_of_it, words_of(held))
+            table.release(*held)
+        assert outcome == "lost"
+        assert target.all()
+        with pytest.raises(TypeError, match="words"):
+            peer.copy(few, bytearray(16))
+        peer.close()
+        with pytest.raises(ValueError, match="closed"):
+            peer.copy(few, words_of(held))
+
     def test_generations_begin_again_behind_the_last(self) -> None:
         """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""
         table, peer = GenerationTable(1), Peer(os.getpid())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Pin
+    from kvnative._process import Peer
     from kvnative._writers import Writer
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
@@ -146,6 +147,11 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         if self._arenas:
             return self._writer.mapped(pool, self._words)
         return self._writer.by_address(pool, self._words)
+
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """What checks, without Python, that all is as it was; None: it is not mapped here."""
+        return (self._link.process, self._words) if self._arenas else None
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: each check finds one of them ended, that was so before it."""
