@@ -20,6 +20,7 @@ from benchmarks import (
     one_host,
     peers_memory,
     planning,
+    recording,
 )
 from benchmarks.table import Blank, Row, Run, Unmeasured, format_table
 
@@ -30,6 +31,7 @@ TOPICS = (
     peers_memory.TOPIC,
     engines.TOPIC,
     leases.TOPIC,
+    recording.TOPIC,
     layerwise.TOPIC,
     links.TOPIC,
     network.TOPIC,

@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
+from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import (
     Coalesce,
     GroupPlan,
     Plan,
+    load_plan,
     plan_copy_blocks,
     plan_copy_cache,
     plan_gather,
@@ -110,6 +112,7 @@ __all__ = [
     "LinkStatus",
     "LlmDataDist",
     "LlmRole",
+    "MeasuredCosts",
     "Notification",
     "Notifications",
     "Options",
@@ -125,6 +128,8 @@ __all__ = [
     "Transfers",
     "TransportCost",
     "execute",
+    "load_costs",
+    "load_plan",
     "plan_copy_blocks",
     "plan_copy_cache",
     "plan_gather",

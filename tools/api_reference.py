@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = (
     "kvplan",
     "kvplan.cli",
+    "kvplan.debug",
     "kvplan.device.ascend",
     "kvplan.device.device",
     "kvplan.device.memory",
@@ -41,6 +42,7 @@ PUBLIC = (
     "kvplan.planning.reference",
     "kvplan.run",
     "kvplan.serving",
+    "kvplan.testing",
     "kvplan.transport.local",
     "kvplan.transport.protocol",
     "kvplan.transport.tcp.transport",

@@ -22,6 +22,7 @@ from .messages import (
     Gather,
     Generated,
     Handover,
+    Located,
     Moved,
     MovedByLayer,
     OfferedHeads,
@@ -37,6 +38,7 @@ from .report import (
     DemoError,
     check_changed,
     check_identical,
+    check_located,
     hidden_text,
     moved_text,
     speed_text,
@@ -168,6 +170,9 @@ def demonstrate(
     decoder.send(WrongBlock(token))
     wrong: Moved = workers.answer(decoder)
     console.lines(wrong.difference + "\n")
+    found: Located = workers.answer(decoder)
+    tokens = first, first + options.block_size - 1
+    console.lines(check_located(found, tokens=tokens) + "\n")
     broken: Generated = workers.answer(decoder)
     console.lines("\n" + check_changed(pulled, broken, "block"))
 
@@ -200,6 +205,9 @@ def demonstrate(
         f"gather_blocks refuses it:\n  {planted.refusal}\n\n"
         f"pull_blocks from that process alone does not:\n{planted.difference}\n"
     )
+    found = workers.answer(decoder)
+    heads = head - 1, offers[-1].heads[1] - 2
+    console.lines(check_located(found, heads=heads) + "\n")
     broken = workers.answer(decoder)
     console.lines("\n" + check_changed(gathered, broken, "head"))
 

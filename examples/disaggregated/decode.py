@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole
+from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole, Plan
+from kvplan.debug import locate
 
 from .device import described, options, tensors_of
 from .gathering import gathered, with_wrong_head
@@ -19,6 +22,7 @@ from .messages import (
     Gather,
     Generated,
     Handover,
+    Located,
     OfferedHeads,
     PlantWrongHead,
     Pushed,
@@ -28,11 +32,17 @@ from .messages import (
 )
 from .model import Llama
 from .moving import moved
-from .paged_cache import BlockPool, blocks_for
+from .paged_cache import BlockPool, PagedCache, blocks_for
 from .prefill import cache_desc
 from .tokenizer import Tokenizer
 from .weights import ModelFile
 from .workers import Channel
+
+
+def located(expected: list[NDArray[Any]], tensors: PagedCache, plan: Plan) -> Located:
+    """What is wrong with the cache, as far as its bytes and the plan say."""
+    found = locate(expected, tensors.snapshot(), plan)
+    return Located(str(found), found.first)
 
 
 def run(channel: Channel, settings: Settings) -> None:
@@ -85,6 +95,7 @@ def run(channel: Channel, settings: Settings) -> None:
         arguments = (key, cache, handover.block_table, mine)
         plan_it, pull = datadist.plan_pull_blocks, datadist.pull_blocks
         channel.answer(moved(plan_it, pull, arguments, link_seconds))
+        pulled = tensors.snapshot()
         generate()
         right = plan_it(*arguments)
         offers: list[OfferedHeads] = []
@@ -99,9 +110,12 @@ def run(channel: Channel, settings: Settings) -> None:
                 case Gather(offers):
                     tensors.fill(np.nan)
                     channel.answer(gathered(datadist, cache, mine, offers))
+                    pulled = tensors.snapshot()
                     generate()
                 case PlantWrongHead():
-                    channel.answer(with_wrong_head(datadist, cache, mine, offers))
+                    planted, plan = with_wrong_head(datadist, cache, mine, offers)
+                    channel.answer(planted)
+                    channel.answer(located(pulled, tensors, plan))
                     generate()
                 case WrongBlock(position):
                     broken = list(handover.block_table)
@@ -109,4 +123,5 @@ def run(channel: Channel, settings: Settings) -> None:
                     broken[entry] = broken[(entry + 1) % num_pulled]
                     wrong = (key, cache, broken, mine)
                     channel.answer(moved(plan_it, pull, wrong, right=right))
+                    channel.answer(located(pulled, tensors, plan_it(*wrong)))
                     generate()

@@ -111,6 +111,13 @@ class DeviceCache(PagedCache):
         for address in self._addresses:
             self._device.write(address, tensor)
 
+    def snapshot(self) -> list[NDArray[Any]]:
+        """Every tensor as it is now, on the host."""
+        tensors = [np.empty(self._shape, np.float16) for _ in self._addresses]
+        for address, tensor in zip(self._addresses, tensors, strict=True):
+            self._device.read(address, tensor)
+        return tensors
+
     def write(
         self, tensor: int, block_table: BlockTable, start: int, rows: NDArray[np.float32]
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvplan import BlocksCacheKey, Cache, ClusterInfo, LlmDataDist, LLMException
+from kvplan import BlocksCacheKey, Cache, ClusterInfo, LlmDataDist, LLMException, Plan
 
 from .messages import Moved, OfferedHeads, WrongHead
 from .moving import EXPLAINED_ROWS, TIMEOUT_MS, timed
@@ -48,8 +48,11 @@ def gathered(
 
 def with_wrong_head(
     datadist: LlmDataDist, cache: Cache, mine: BlockTable, offers: Sequence[OfferedHeads]
-) -> WrongHead:
-    """Pull the last one's heads as if they were the heads before; first, try to gather so."""
+) -> tuple[WrongHead, Plan]:
+    """Pull the last one's heads as if they were the heads before; first, try to gather so.
+
+    Returns the plan of that pull, too.
+    """
     last = offers[-1]
     keys = [BlocksCacheKey(it.cluster_id, RIGHT) for it in offers]
     wrong = BlocksCacheKey(last.cluster_id, WRONG)
@@ -68,4 +71,4 @@ def with_wrong_head(
     datadist.pull_blocks(
         wrong, cache, last.block_table, mine, num_tokens=num_tokens, timeout_ms=TIMEOUT_MS
     )
-    return WrongHead(refusal, plans[0].diff(plans[1]))
+    return WrongHead(refusal, plans[0].diff(plans[1])), plans[1]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvplan.debug import Wrong
+
 from .hosts import HERE, Host
 
 PREFILL_CLUSTER = 1
@@ -147,6 +149,19 @@ class Moved:
     repeated_seconds: float
     link_seconds: float | None = None
     difference: str = ""
+
+
+@dataclass(frozen=True)
+class Located:
+    """To the demo: what `kvplan.debug.locate` says of the cache, which nobody told what is wrong.
+
+    Attributes:
+        text: all of it, for people.
+        first: the first wrong place; None: it found nothing.
+    """
+
+    text: str
+    first: Wrong | None
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ class PagedCache:
         for tensor in self.tensors:
             tensor.fill(value)
 
+    def snapshot(self) -> list[NDArray[Any]]:
+        """Every tensor as it is now."""
+        return [tensor.copy() for tensor in self.tensors]
+
     def write(
         self, tensor: int, block_table: BlockTable, start: int, rows: NDArray[np.float32]
     ) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .messages import Generated, Moved, MovedByLayer
+from .messages import Generated, Located, Moved, MovedByLayer
 
 
 class DemoError(Exception):
@@ -111,6 +111,20 @@ def check_identical(disaggregated: Generated, monolithic: Generated, how: str) -
         f"IDENTICAL: all {len(monolithic.ids)} token ids are the same, generated from the cache "
         f"that was {how} and without a move."
     )
+
+
+def check_located(
+    it: Located, *, tokens: tuple[int, int] | None = None, heads: tuple[int, int] | None = None
+) -> str:
+    """Say what `kvplan.debug.locate` found: it must be what was planted; None: whichever.
+
+    Raises:
+        DemoError: it is not.
+    """
+    first = it.first
+    if first is None or tokens not in (None, first.tokens) or heads not in (None, first.heads):
+        raise DemoError(f"kvplan.debug.locate found something else:\n{it.text}")
+    return f"kvplan.debug.locate compares the cache with the one that was right:\n{it.text}"
 
 
 def check_changed(right: Generated, broken: Generated, what: str) -> str:

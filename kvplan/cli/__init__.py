@@ -2,75 +2,152 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Final, NamedTuple
 
+import click
+from click.shell_completion import CompletionItem, shell_complete
+
 import kvplan
-from kvplan.cli import info
+from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode
 from kvplan.status import LLMException
 
 __all__ = ["main"]
 
-OK: Final = 0
-FAILED: Final = 1
-# argparse itself exits with 2 where the command line is not understood.
-
 
 class Command(NamedTuple):
-    """A subcommand: its one-line help, its arguments, and what it does."""
+    """A subcommand: its one-line help, and the module whose `command` it is, loaded when used.
+
+    That `command` is a click.Command whose function returns an `ExitCode`, or None for OK.
+    """
 
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
-
-
-def _add_keygen_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="the file to make; copy it to every host of the cluster, mode 0600"
-    )
-
-
-def _run_keygen(arguments: argparse.Namespace) -> None:
-    """Make a new cluster key in a new file, and say where it is.
-
-    Raises:
-        OSError: the file exists, or cannot be made.
-    """
-    from kvplan.control.auth import ClusterKey  # no other command needs ZeroMQ
-
-    try:
-        ClusterKey.generate().save(arguments.path)
-    except FileExistsError:
-        raise FileExistsError(
-            f"{arguments.path} exists, and is left as it is: a new key would shut out every engine "
-            "that uses this one. Give another path, or remove the file first"
-        ) from None
-    sys.stdout.write(f"{arguments.path}: a new cluster key; anyone who can read it can link\n")
+    module: str
 
 
 COMMANDS: Final = {
-    "info": Command(
-        "show what this machine has, and what works on it", info.add_arguments, info.run
-    ),
-    "keygen": Command("make the key of a cluster", _add_keygen_arguments, _run_keygen),
+    "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
+    "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
+    "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
+    "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
+    "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
+    "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
+    "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
+    "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.ping"),
+    "bench": Command("Measure this machine, in a short table.", "kvplan.cli.bench"),
+    "tune": Command("Measure what estimates of this machine need.", "kvplan.cli.tune"),
+    "keygen": Command("Make the key of a cluster.", "kvplan.cli.keygen"),
+    "completion": Command("Print a script for completion in a shell.", "kvplan.cli.completion"),
 }
+
+
+class _Commands(click.Group):
+    """COMMANDS, each loaded when it is used: none waits for the libraries of another."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        row = COMMANDS.get(cmd_name)
+        if row is None:
+            return None
+        command = import_module(row.module).command
+        assert isinstance(command, click.Command), row.module
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, row.help) for name, row in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        named = [
+            CompletionItem(name, help=row.help)
+            for name, row in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return named + click.Command.shell_complete(self, ctx, incomplete)
+
+
+GROUP: Final = _Commands(
+    PROGRAM,
+    help="Plan, read, test and execute transfers of an LLM's KV cache.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=lambda context, _, wanted: _print_version(context) if wanted else None,
+            help="Print the version.",
+        )
+    ],
+)
+
+
+def _print_version(context: click.Context) -> None:
+    click.echo(f"{PROGRAM} {kvplan.__version__}")
+    context.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: the process's) and return its exit code."""
-    parser = argparse.ArgumentParser(prog="kvplan", description="Move KV caches between processes.")
-    parser.add_argument("--version", action="version", version=f"kvplan {kvplan.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, description=command.help)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    chosen = parser.parse_args(arguments)
+    if instruction := os.environ.get(COMPLETE_VARIABLE):
+        return shell_complete(GROUP, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
+    _make_printable()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        chosen.run(chosen)
+        with GROUP.make_context(PROGRAM, given) as context:
+            code = GROUP.invoke(context)
+        sys.stdout.flush()  # where a closed pipe is noticed at the latest
+    except click.exceptions.Exit as ended:  # --help, --version
+        return ended.exit_code
+    except click.exceptions.NoArgsIsHelpError as misused:
+        sys.stderr.write(f"{misused.format_message()}\n")
+    except click.UsageError as misused:
+        _explain_usage(misused)
+    except click.ClickException as error:
+        sys.stderr.write(f"{PROGRAM}: {error.format_message()}\n")
+    except (KeyboardInterrupt, click.Abort):
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return ExitCode.CLOSED
     except (LLMException, OSError) as error:
-        sys.stderr.write(f"kvplan: {error}\n")
-        return FAILED
-    return OK
+        sys.stderr.write(f"{PROGRAM}: {_reason(error)}\n")
+    else:
+        return ExitCode.OK if code is None else ExitCode(code)
+    return ExitCode.TROUBLE
+
+
+def _reason(error: LLMException | OSError) -> str:
+    """In one line: of the system's errors the file and its words, without the number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def _explain_usage(misused: click.UsageError) -> None:
+    """What was wrong with the line, and how it should look."""
+    lines = [f"{PROGRAM}: {misused.format_message()}"]
+    if misused.ctx is not None:
+        lines.append(misused.ctx.get_usage())
+        lines.append(f"Try '{misused.ctx.command_path} --help'.")
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _make_printable() -> None:
+    """Let what the locale's encoding has not (an arrow in ASCII) come out as `?`, and not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="replace")
+
+
+def _forget_output() -> None:
+    """Keep the interpreter from writing what is left to the closed pipe, and complaining."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

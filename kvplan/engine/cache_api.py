@@ -48,6 +48,27 @@ class CacheStatus:
     age_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PeerCacheStatus:
+    """A cache that a linked peer offers, as it was when asked for.
+
+    Attributes:
+        cache_id: in the peer.
+        cache_desc: its description.
+        paged: whether its rows are blocks.
+        writable: whether it can be pushed to.
+        reachable: whether the transport of the link reaches its memory.
+        blocks_key: by which it is pulled from and pushed to; None: it has none.
+    """
+
+    cache_id: int
+    cache_desc: CacheDesc
+    paged: bool
+    writable: bool
+    reachable: bool
+    blocks_key: BlocksCacheKey | None
+
+
 class CacheOperations(OperationRunner):
     """Caches and their keys. Each method may raise, besides what it says itself, the following.
 
@@ -289,6 +310,29 @@ class CacheOperations(OperationRunner):
                 age_s=max(0.0, now - it.created),
             )
             for it, has_id in self._running().registry.entries()
+        ]
+
+    def peer_caches(self, cluster_id: int) -> list[PeerCacheStatus]:
+        """Return every cache that a peer offers now, in the order of ids: the peer is asked.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK, LLM_LINK_FAILED: it is not linked; LLM_TIMEOUT: it does
+                not answer; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        link = self._running().links.get(cluster_id)
+        link.sync()
+        return [
+            PeerCacheStatus(
+                cache_id=it.cache_id,
+                cache_desc=it.desc,
+                paged=it.paged,
+                writable=it.writable,
+                reachable=bool(it.metadata),
+                blocks_key=None
+                if it.model_id is None
+                else BlocksCacheKey(it.cluster_id, it.model_id),
+            )
+            for it in sorted(link.caches(), key=lambda it: it.cache_id)
         ]
 
     def _register(

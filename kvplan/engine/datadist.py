@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
@@ -18,8 +17,10 @@ from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
+from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
-from kvplan.engine.telemetry import EngineMetrics, Metrics, log_operation
+from kvplan.engine.snapshot import metrics_of
+from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
 from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -42,6 +43,7 @@ class LlmDataDist(
     LeaseOperations,
     CacheOperations,
     NotificationOperations,
+    RecordingOperations,
 ):
     """Caches of this process, links to other clusters, and transfers between all of them.
 
@@ -123,6 +125,7 @@ class LlmDataDist(
             started = perf_counter()
             engine = Engine(self._cluster_id, self._role, options, self._transfers, self._metrics)
             released_with(self, engine)
+            record_where_said(engine)
             self._engine = engine
             log_operation(
                 "initialize",
@@ -312,25 +315,14 @@ class LlmDataDist(
         Raises:
             LLMException: LLM_FAILED: in a forked child.
         """
-        engine = self._engine
-        cache_bytes: Counter[str] = Counter()
-        links: Counter[str] = Counter()
-        if engine is not None:
-            engine.check_process()
-            links.update(it.state.name for it in engine.links.status())
-            for it, _ in engine.registry.entries():
-                cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
-        return {
-            "cluster_id": self._cluster_id,
-            "in_flight": 0 if engine is None else len(engine.in_flight),
-            "links": dict(links),
-            "cache_bytes": dict(cache_bytes),
-            "operations": self._metrics.snapshot(),
-        }
+        return metrics_of(self._cluster_id, self._metrics, self._engine)
 
     def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
         for it in results:
             self._metrics.record(operation, it.status, 0, seconds)
+            if self._engine is not None and (recorder := self._engine.recorder) is not None:
+                text = error_text(it.error)
+                recorder.event(operation, it.status, seconds, text, {"peer": it.cluster_id})
             fields = {"cluster": self._cluster_id, "peer": it.cluster_id}
             log_operation(operation, seconds, it.error, **fields)
         return results

@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from threading import RLock, Thread
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
+from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
 from kvplan.execution import default_transfers
 from kvplan.execution.verification import verify_every
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
     from kvplan.engine.options import Options
     from kvplan.engine.runner import Operation
     from kvplan.engine.telemetry import Metrics
+    from kvplan.engine.tracing import Tracer
     from kvplan.execution import Transfers
     from kvplan.planning import Plan
+    from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole
 
 _MOST_PAIRS = 4096  # of unlike caches that are remembered as mentioned
@@ -78,8 +82,15 @@ class Engine:
         )
         self._listen_at = ""
         self.in_flight = InFlight()
+        self.recorder: Recorder | None = None
+        self.tracer: Tracer | None = None
+        if options.opentelemetry:
+            from kvplan.engine.tracing import Tracer
+
+            self.tracer = Tracer(cluster_id)
         self._remapping = RLock()
         with ExitStack() as held:
+            held.callback(self._end_recording)  # first: it is last, and has the links' end too
             held.callback(self.notifications.close)
             self.device = open_accelerator(options.accelerator, options.device_id)
             if self.device is not None:
@@ -115,8 +126,15 @@ class Engine:
             held.callback(self.links.close)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             self.links.start()
+            self.transport_names = [it.name for it in transports]
+            if options.status_socket:
+                self.links.serve_status(partial(describe, self))
             self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
             self._held = held.pop_all()
+
+    def _end_recording(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _announce(self) -> None:
         self.links.publish_soon()

@@ -72,6 +72,7 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> None:
         """Pull one request into blocks of a local paged cache, from several peers at once.
 
@@ -95,6 +96,8 @@ class GatherOperations(OperationRunner):
             notify: sent to the peer of each source, once, when every byte from all of them has
                 arrived, 1 to 4096 bytes: the call succeeds when their engines have it.
             notify_failure: sent to them instead if the gather fails, as far as their links stand.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
 
         Raises:
             TypeError: an argument of another type.
@@ -104,7 +107,7 @@ class GatherOperations(OperationRunner):
             GatherError: as `GatherTask.wait`; or a source was lost when others had begun.
         """
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
-        self._gather({"": group}, rank, coalesce, timeout_ms, notify, notify_failure)
+        self._gather({"": group}, rank, coalesce, timeout_ms, notify, notify_failure, tag)
 
     def plan_gather_blocks(
         self,
@@ -140,10 +143,11 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> GatherTask:
         """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot."""
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
-        return self._submit_gather({"": group}, rank, coalesce, notify, notify_failure)
+        return self._submit_gather({"": group}, rank, coalesce, notify, notify_failure, tag)
 
     def gather_groups(
         self,
@@ -154,6 +158,7 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> None:
         """Pull one request that lies in several caches, from several peers at once.
 
@@ -161,10 +166,10 @@ class GatherOperations(OperationRunner):
 
         Args:
             groups: what to pull, by name; the peers in the same order in each.
-            rank, timeout_ms, coalesce, notify, notify_failure: as of `gather_blocks`.
+            rank, timeout_ms, coalesce, notify, notify_failure, tag: as of `gather_blocks`.
         """
         check_groups(groups, GatherGroup)
-        self._gather(groups, rank, coalesce, timeout_ms, notify, notify_failure)
+        self._gather(groups, rank, coalesce, timeout_ms, notify, notify_failure, tag)
 
     def plan_gather_groups(
         self,
@@ -188,10 +193,11 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> GatherTask:
         """Begin `gather_groups` and return its task; nothing moves if a source cannot."""
         check_groups(groups, GatherGroup)
-        return self._submit_gather(groups, rank, coalesce, notify, notify_failure)
+        return self._submit_gather(groups, rank, coalesce, notify, notify_failure, tag)
 
     def _gather(
         self,
@@ -201,12 +207,13 @@ class GatherOperations(OperationRunner):
         timeout_ms: float | None,
         notify: bytes | None,
         notify_failure: bytes | None,
+        tag: str,
     ) -> None:
         check_timeout(timeout_ms)
         engine, name = self._running(), _name_of(groups)
         task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
         try:
-            self._begin(task, groups, rank, coalesce)
+            self._begin(task, groups, rank, coalesce, tag)
             task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
         except BaseException:  # an interrupt between the two, say
             task.drop()
@@ -219,12 +226,13 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool,
         notify: bytes | None,
         notify_failure: bytes | None,
+        tag: str,
     ) -> GatherTask:
         engine, name = self._running(), _name_of(groups)
         task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
         try:
             report = engine.prompt.report()
-            self._begin(task, groups, rank, coalesce)
+            self._begin(task, groups, rank, coalesce, tag)
             if report is not None or task.notices.any:
                 engine.prompt.track(task, report=report, aside=task.notices.any)
         except BaseException:
@@ -238,9 +246,10 @@ class GatherOperations(OperationRunner):
         groups: Mapping[str, GatherGroup],
         rank: int | None,
         coalesce: Coalesce | bool,
+        tag: str,
     ) -> None:
         """Submit the pulls of a gather; if it raises, `task` has those that have begun."""
-        sources = _Sources(self._running(), groups, task.notices)
+        sources = _Sources(self._running(), groups, task.notices, tag)
         try:
             with ExitStack() as stack:
                 for operation in sources.operations:
@@ -267,6 +276,7 @@ class _Sources:
         engine: Engine,
         groups: Mapping[str, GatherGroup],
         notices: GatherNotices | None = None,
+        tag: str = "",
     ) -> None:
         self._groups = groups
         self._notices = notices
@@ -277,7 +287,7 @@ class _Sources:
                 "one order, with None for one that has nothing of the group"
             )
         number = next(iter(numbers.values()))
-        self.operations = [GroupOperation(engine, _name_of(groups)) for _ in range(number)]
+        self.operations = [GroupOperation(engine, _name_of(groups), tag=tag) for _ in range(number)]
         self._found: list[dict[str, tuple[Side, PeerCache]]] = []
         self._links: list[PeerLink] = []
         self._own: dict[str, tuple[Side, TensorMemory]] = {}
@@ -315,6 +325,7 @@ class _Sources:
         caches = [self._found[index][name][1] for name in plans]
         keys = [self._groups[name].sources[index] for name in plans]
         leases = [it for it in keys if isinstance(it, BlockLease)]
+        self.operations[index].leases = tuple(it.lease_id for it in leases)
         with self._failing(index):
             theirs = self._links[index].leased_memory(caches, leases, writable=False)
         ours = joined([self._own[name][1] for name in plans])

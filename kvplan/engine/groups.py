@@ -79,6 +79,7 @@ class GroupOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> None:
         """Pull blocks of several remote paged caches into blocks of local ones.
 
@@ -90,6 +91,8 @@ class GroupOperations(OperationRunner):
             notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
                 succeeds when its engine has it. None: nothing is sent.
             notify_failure: sent instead if the transfer fails and the link stands.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
         with GroupOperation(
             self._running(),
@@ -97,6 +100,7 @@ class GroupOperations(OperationRunner):
             speculative=True,
             notify=notify,
             notify_failure=notify_failure,
+            tag=tag,
         ) as operation:
             while not operation.done:
                 prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
@@ -121,10 +125,15 @@ class GroupOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `pull_groups` and return its task."""
         with GroupOperation(
-            self._running(), "pull_groups", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "pull_groups",
+            notify=notify,
+            notify_failure=notify_failure,
+            tag=tag,
         ) as operation:
             prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
             return self._submit(operation, prepared)
@@ -138,6 +147,7 @@ class GroupOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> None:
         """Push blocks of several local paged caches into blocks of remote ones.
 
@@ -149,6 +159,7 @@ class GroupOperations(OperationRunner):
             speculative=True,
             notify=notify,
             notify_failure=notify_failure,
+            tag=tag,
         ) as operation:
             while not operation.done:
                 prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
@@ -173,10 +184,15 @@ class GroupOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `push_groups` and return its task."""
         with GroupOperation(
-            self._running(), "push_groups", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "push_groups",
+            notify=notify,
+            notify_failure=notify_failure,
+            tag=tag,
         ) as operation:
             prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
             return self._submit(operation, prepared)
@@ -233,6 +249,7 @@ class GroupOperation(Operation):
                     coalesce=coalesce,
                     reinterpret=reinterpret or self.engine.reinterpret,
                 )
+        self.leases = tuple([it.lease_id for it in leases])
         peer_memory = link.leased_memory(caches, leases, writable=not pulls)
         if pulls:
             return plan_groups(plans), peer_memory, memory

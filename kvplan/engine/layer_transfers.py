@@ -44,6 +44,7 @@ class LayerOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> LayerTask:
         """Begin a push of which nothing moves until a layer of its task is made ready.
 
@@ -67,6 +68,8 @@ class LayerOperations(OperationRunner):
             notify: sent to the peer when all layers have arrived, 1 to 4096 bytes: the task
                 succeeds when its engine has it. None: nothing is sent.
             notify_failure: sent instead if the push fails and the link stands.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
 
         Returns:
             The task: `ready(layer)` submits a source layer, `wait()` ends when all have arrived.
@@ -87,6 +90,7 @@ class LayerOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             prepared = _push_layers(
                 operation,

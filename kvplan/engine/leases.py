@@ -34,6 +34,9 @@ class Leases:
         cluster_id, instance: of the engine.
         registry: of its caches.
         transports: what checks the leases for peers.
+
+    Attributes:
+        observer: called with "lease" and "release" and the lease, where that has happened.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Leases:
         self._deadlines: dict[int, int] = {}  # of those that expire: CLOCK_MONOTONIC, ns
         self._callbacks: dict[object, Callable[[BlockLease], object]] = {}
         self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
+        self.observer: Callable[[str, BlockLease], object] | None = None
 
     def begin(
         self,
@@ -101,6 +105,8 @@ class Leases:
         if self._registry.offered_entry(cache_id) is not entry:  # freed meanwhile
             self.end_cache(cache_id)
             raise not_exist(f"cache_id={cache_id} was freed when it was leased")
+        if self.observer is not None:
+            self.observer("lease", it)
         return it
 
     def end(self, lease: BlockLease) -> None:
@@ -115,8 +121,10 @@ class Leases:
                 self._deadlines.pop(lease_id, None)
         self._end_words(lease.places())
         # Once, of several threads that release it.
-        if self._ending.pop(lease_id, None) is None or not self._callbacks:
+        if self._ending.pop(lease_id, None) is None:
             return
+        if self.observer is not None:
+            self.observer("release", lease)
         for it in tuple(self._callbacks.values()):
             try:
                 it(lease)

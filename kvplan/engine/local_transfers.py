@@ -43,6 +43,7 @@ class LocalOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        tag: str = "",
     ) -> None:
         """Copy a slot into another, of one cache or two, wherever they are placed.
 
@@ -54,8 +55,10 @@ class LocalOperations(OperationRunner):
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
-        with Operation(self._running(), "copy_cache") as operation:
+        with Operation(self._running(), "copy_cache", tag=tag) as operation:
             while not operation.done:
                 prepared = _copy_cache(
                     operation,
@@ -107,9 +110,10 @@ class LocalOperations(OperationRunner):
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `copy_cache` and return its task."""
-        with Operation(self._running(), "copy_cache") as operation:
+        with Operation(self._running(), "copy_cache", tag=tag) as operation:
             prepared = _copy_cache(
                 operation,
                 src,
@@ -130,6 +134,7 @@ class LocalOperations(OperationRunner):
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        tag: str = "",
     ) -> None:
         """Copy blocks of a paged cache, each to any number of others of it.
 
@@ -139,11 +144,13 @@ class LocalOperations(OperationRunner):
                 refuse that: a plan copies something).
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
         if blocks == {}:
             self._running()
             return
-        with Operation(self._running(), "copy_blocks") as operation:
+        with Operation(self._running(), "copy_blocks", tag=tag) as operation:
             while not operation.done:
                 prepared = _copy_blocks(operation, cache, blocks, coalesce)
                 self._execute(operation, prepared, timeout_ms)
@@ -165,9 +172,10 @@ class LocalOperations(OperationRunner):
         blocks: Mapping[int, Sequence[int]],
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `copy_blocks` and return its task."""
-        with Operation(self._running(), "copy_blocks") as operation:
+        with Operation(self._running(), "copy_blocks", tag=tag) as operation:
             prepared = _copy_blocks(operation, cache, blocks, coalesce)
             return self._submit(operation, prepared)
 
@@ -180,6 +188,7 @@ class LocalOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        tag: str = "",
     ) -> None:
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).
 
@@ -189,8 +198,10 @@ class LocalOperations(OperationRunner):
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
-        with Operation(self._running(), "swap_blocks") as operation:
+        with Operation(self._running(), "swap_blocks", tag=tag) as operation:
             while not operation.done:
                 prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)
                 self._execute(operation, prepared, timeout_ms)
@@ -216,9 +227,10 @@ class LocalOperations(OperationRunner):
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `swap_blocks` and return its task."""
-        with Operation(self._running(), "swap_blocks") as operation:
+        with Operation(self._running(), "swap_blocks", tag=tag) as operation:
             prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)
             return self._submit(operation, prepared)
 

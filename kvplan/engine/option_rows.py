@@ -257,6 +257,8 @@ ROWS: Final = (
     _string("comm_dir", "kvplan.comm_dir", optional=True),
     Row("unlike_caches", ("kvplan.unlike_caches",), _text, _check_unlike),
     Row("verify", ("kvplan.verify",), _text, _check_verify),
+    _boolean("opentelemetry", "kvplan.opentelemetry"),
+    _boolean("status_socket", "kvplan.status_socket"),
 )
 """All options that have a field."""
 

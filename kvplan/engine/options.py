@@ -78,6 +78,8 @@ class Options:
             the official surface does.
         verify: read what a transfer has moved again, and compare it with the other side: "off",
             "all", or "sample:1/64", one descriptor of 64; what is read again costs a transfer more.
+        status_socket: let programs of this user on this host ask what the engine does, as
+            `kvplan top` does; nothing runs until one asks.
         other: options of the reference without meaning here, by key, kept as given.
 
     Raises:
@@ -123,6 +125,8 @@ class Options:
     comm_dir: str | None = None
     unlike_caches: str = "refuse"
     verify: str = "off"
+    opentelemetry: bool = False
+    status_socket: bool = True
     other: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -10,12 +10,12 @@ from functools import partial
 from threading import Condition, RLock
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
-from kvplan.engine.telemetry import log_operation, logger, status_of
+from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
 from kvplan.execution.verification import check_verifiable
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
@@ -27,6 +27,8 @@ from kvplan.types import NO_ID, BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAnd
 from kvplan.validation import check_type, mismatch, shown
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
@@ -38,6 +40,9 @@ Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
 """What is executed: the plan, and the memory of src and of dst."""
 AnyPrepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory]"
 """The same, of groups too."""
+
+MAX_TAG: Final = 128
+"""Characters of the tag of a transfer."""
 
 _OTHER_KIND = {
     f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
@@ -55,12 +60,14 @@ class PlanEvent(NamedTuple):
         operation: the call, such as "pull_cache".
         cache_id: of the cache of this process that takes part; the source, where both do.
         cluster_id: of the peer; None inside one process.
+        tag: as the caller gave it.
     """
 
     plan: AnyPlan
     operation: str
     cache_id: int
     cluster_id: int | None
+    tag: str = ""
 
 
 PlanHook = Callable[[PlanEvent], object]
@@ -78,13 +85,16 @@ class Operation:
         notify: what the peer is sent when every byte has arrived; None: nothing.
         notify_failure: what it is sent if the operation fails before; None: nothing.
         verify: read all that has moved again, and compare; False: as the engine's options say.
+        tag: what logs and recordings call it.
 
     Attributes:
-        name: as given.
+        name, tag: as given.
         cache_id: of the cache of this process that takes part, the source where both do; -1: none
             was found so far.
         plan: what is executed; set when it is known.
         link: to the peer that takes part; None inside one process.
+        leases: ids of the peer's leases by which it moves.
+        span: of OpenTelemetry, where the engine's options ask for that.
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
         notifies: whether its peer may be sent a notification at the end.
@@ -110,14 +120,17 @@ class Operation:
         "done",
         "engine",
         "follows_up",
+        "leases",
         "link",
         "name",
         "notifies",
         "plan",
         "retried",
+        "span",
         "speculated",
         "started",
         "submitted",
+        "tag",
         "verify_every",
     )
 
@@ -130,7 +143,11 @@ class Operation:
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
+        if tag != "":
+            check_tag(tag)
+        self.tag = tag
         self._notify = None if notify is None else check_notification("notify", notify)
         self._notify_failure = notify_failure
         if notify_failure is not None:
@@ -148,11 +165,16 @@ class Operation:
         self.started = perf_counter()
         self.done = self.retried = self.speculated = False
         self.link: PeerLink | None = None
+        self.leases: tuple[int, ...] = ()
+        self.span: Span | None = None
         self.plan: AnyPlan | None = None
 
     def __enter__(self) -> Self:
         self._moves = True
-        self.engine.in_flight.add(self)
+        engine = self.engine
+        engine.in_flight.add(self)
+        if engine.tracer is not None and self.name != "notify":
+            self.span = engine.tracer.begin(self)
         return self
 
     def __exit__(
@@ -224,6 +246,7 @@ class Operation:
         slot = 0
         if isinstance(key, BlockLease):
             found = link.leased(key, writable=writable)
+            self.leases = (key.lease_id,)
             if (theirs := link.side(found)).paged is not paged:
                 self._refuse_kind(argument, str(key), paged, table)
             if not paged and (slot := key.slot(argument)) >= theirs.count:
@@ -361,6 +384,10 @@ class Operation:
                     status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
                     engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
+                    if engine.recorder is not None:
+                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
+                    if self.span is not None and engine.tracer is not None:
+                        engine.tracer.end(self, self.span, status, error)
             finally:
                 engine.in_flight.remove(self)
                 # Last: whoever has unlinked finds the operation counted, and no longer in flight.
@@ -379,6 +406,7 @@ class Operation:
                 cluster=engine.cluster_id,
                 peer=self.cluster_id,
                 cache=self.cache_id,
+                tag=self.tag or None,
                 kind=plan and plan.kind,
                 descriptors=plan and plan.num_descriptors,
                 bytes=nbytes,
@@ -418,6 +446,18 @@ def check_notification(name: str, data: bytes) -> bytes:
     return data
 
 
+def check_tag(tag: str) -> str:
+    """Return what a transfer is called.
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID: too long, or not printable.
+    """
+    if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+        raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+    return tag
+
+
 def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
     if found.paged:
         raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
@@ -450,6 +490,10 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._operations)
+
+    def operations(self) -> list[Operation]:
+        """Those that are in flight now."""
+        return [it for held in tuple(self._operations) if (it := held()) is not None]
 
     def add(self, operation: Operation) -> None:
         """An operation begins; `remove` ends it.
@@ -523,7 +567,10 @@ class OperationRunner:
             raise
         finally:
             seconds = perf_counter() - started
-            engine.metrics.record(operation, status_of(failure), 0, seconds)
+            status = status_of(failure)
+            engine.metrics.record(operation, status, 0, seconds)
+            if engine.recorder is not None:
+                engine.recorder.event(operation, status, seconds, error_text(failure), fields)
             log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
     def _execute(
@@ -604,6 +651,8 @@ class OperationRunner:
             for it in plans:
                 if it.reinterpret:
                     operation.engine.warn_reinterpret(operation, it)
-        event = PlanEvent(plan, operation.name, operation.cache_id, operation.cluster_id)
+        event = PlanEvent(
+            plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
+        )
         for hook in tuple(self._hooks.values()):
             hook(event)

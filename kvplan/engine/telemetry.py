@@ -135,6 +135,17 @@ def log_operation(
     logger.log(level, "%s", " ".join(pairs))
 
 
+def error_text(error: BaseException | None) -> str:
+    """What is recorded of a failure."""
+    if error is None:
+        return ""
+    if isinstance(error, LLMException) and error.args:
+        text = str(error.args[0])
+    else:
+        text = repr(error)
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _reason(error: BaseException | None) -> object:
     if isinstance(error, LLMException) and error.args:
         return error.args[0]

@@ -58,6 +58,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
         """Pull a slot of a remote cache into a slot of a local one.
 
@@ -80,6 +81,8 @@ class RemoteOperations(OperationRunner):
             notify_failure: sent instead if the transfer fails and the link stands.
             verify: read all that has moved again, and compare it with the other side: LLM_FAILED
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
         with Operation(
             self._running(),
@@ -87,6 +90,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             while not operation.done:
                 prepared = _pull_cache(
@@ -132,6 +136,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
         with Operation(
@@ -140,6 +145,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             prepared = _pull_cache(
                 operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
@@ -164,6 +170,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
         """Pull into blocks of a local paged cache, from blocks of a remote one or from a slot.
 
@@ -186,6 +193,8 @@ class RemoteOperations(OperationRunner):
             notify_failure: sent instead if the transfer fails and the link stands.
             verify: read all that has moved again, and compare it with the other side: LLM_FAILED
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
         with Operation(
             self._running(),
@@ -194,6 +203,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             while not operation.done:
                 prepared = _pull_blocks(
@@ -239,6 +249,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
         with Operation(
@@ -247,6 +258,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             prepared = _pull_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
@@ -269,6 +281,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
         """Push a slot of a local cache into a slot of a remote one.
 
@@ -287,6 +300,8 @@ class RemoteOperations(OperationRunner):
             notify_failure: sent instead if the transfer fails and the link stands.
             verify: read all that has moved again, and compare it with the other side: LLM_FAILED
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
         with Operation(
             self._running(),
@@ -294,6 +309,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             while not operation.done:
                 prepared = _push_cache(
@@ -334,6 +350,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `push_cache` and return its task."""
         with Operation(
@@ -342,6 +359,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             prepared = _push_cache(
                 operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
@@ -366,6 +384,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
         """Push blocks of a local paged cache into blocks of a remote one.
 
@@ -387,6 +406,8 @@ class RemoteOperations(OperationRunner):
             notify_failure: sent instead if the transfer fails and the link stands.
             verify: read all that has moved again, and compare it with the other side: LLM_FAILED
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
+            tag: what logs and recordings call the transfer, such as the id of the request: at most
+                128 printable characters.
         """
         with Operation(
             self._running(),
@@ -395,6 +416,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             while not operation.done:
                 prepared = _push_blocks(
@@ -440,6 +462,7 @@ class RemoteOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> TransferTask:
         """Begin `push_blocks` and return its task."""
         with Operation(
@@ -448,6 +471,7 @@ class RemoteOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             verify=verify,
+            tag=tag,
         ) as operation:
             prepared = _push_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,

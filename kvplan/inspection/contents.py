@@ -206,7 +206,7 @@ def spans_text(word: str, spans: list[Span]) -> str:
         return ""
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return f"{word} {spans[0][0]}"
-    shown = ", ".join(f"{first}..{last}" for first, last in spans[:3])
+    shown = ", ".join(to_text(*it) for it in spans[:3])
     return f"{word}s {shown}{', ...' if len(spans) > 3 else ''}"
 
 

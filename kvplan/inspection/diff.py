@@ -292,6 +292,13 @@ def _changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str
     return ""
 
 
+def conclusion(old: Plan, new: Plan) -> str:
+    """The verdict, and what was done to a block table if that explains it, in a line."""
+    said = verdict(old, new)
+    cause = _table_change(old, new) if said.startswith(OTHER_BYTES) else ""
+    return f"{said}: {cause}" if cause else said
+
+
 def is_equivalent(old: Plan, new: Plan) -> bool:
     """Whether both put the same bytes of the same caches into the same places."""
     return verdict(old, new).startswith(("identical", "equivalent"))

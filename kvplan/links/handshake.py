@@ -14,7 +14,7 @@ from kvplan.control.messages import Confirm, Hello, Linked, Welcome
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
-from kvplan.links.values import LOST, LinkState, in_phase, link_failed
+from kvplan.links.values import LOST, LinkState, in_phase, link_failed, other_cluster
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
@@ -249,9 +249,7 @@ class HandshakeAcceptor:
         """
         engine, transitions = self._engine, self._transitions
         if hello.to_cluster_id != engine.cluster_id:
-            raise link_failed(
-                f"cluster {engine.cluster_id} is here, not cluster {hello.to_cluster_id}"
-            )
+            raise other_cluster(engine.cluster_id, hello.to_cluster_id)
         if hello.cluster_id == engine.cluster_id:
             raise link_failed(f"cluster {engine.cluster_id} is here itself")
         comm_id = admit(hello)

@@ -14,6 +14,7 @@ from kvplan.control.auth import ClusterKey, Keys, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.server import warn_unauthenticated
+from kvplan.control.status_socket import StatusSocket
 from kvplan.links.dispatch import Listener, PeerHandler
 from kvplan.links.handshake import HandshakeAcceptor, HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches
@@ -105,9 +106,19 @@ class Links:
         self._closed = False
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
+    def observe(self, observer: Callable[[PeerLink], object]) -> None:
+        """Call `observer`, in the control thread, with each link whose state has changed."""
+        self._transitions.observer = observer
+
     def start(self) -> None:
         """Start the control thread; links can be made from here on."""
         self._control.start()
+
+    def serve_status(self, describe: Callable[[], dict[str, Any]]) -> None:
+        """Let programs of this user, such as `kvplan top`, ask what `describe` says."""
+        name = f"{self._engine.cluster_id}-{self.instance[:4].hex()}"
+        status = StatusSocket(self._control, name, describe)
+        self._control.call_soon(status.start)
 
     @property
     def instance(self) -> bytes:

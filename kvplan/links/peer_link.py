@@ -121,7 +121,7 @@ class PeerLink(LinkLifecycle):
             # It is this cache that is meant, freed or not: the transfer may find that out itself.
             else writable and (link is None or link.detects_freed == "after")
         ):
-            self._request(Sync(), Synced)  # whatever the peer publishes arrives before its reply
+            self.sync()
             found = offered.get(wanted)
         if found is not None:
             return found
@@ -131,6 +131,18 @@ class PeerLink(LinkLifecycle):
             f"{shown(sorted(offered))}",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
+
+    def sync(self) -> None:
+        """Have all that the peer has changed of its caches: that arrives before its reply.
+
+        Raises:
+            LLMException: as `cache`.
+        """
+        self._request(Sync(), Synced)
+
+    def caches(self) -> tuple[PeerCache, ...]:
+        """All that the peer offers, as far as it has been published."""
+        return self._table.caches()
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
         """Whether the peer may have freed it, and its key is another cache's, without our knowing.

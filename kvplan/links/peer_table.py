@@ -56,7 +56,9 @@ class PeerCache:
 
     def __post_init__(self) -> None:
         name = f"cache {self.cache_id} of cluster {self.cluster_id}"
-        named = replace(side("cache", self.desc, paged=self.paged), name=name)
+        named = replace(
+            side("cache", self.desc, paged=self.paged), name=name, cache_id=self.cache_id
+        )
         object.__setattr__(self, "side", named)
         object.__setattr__(self, "first", min(self.addresses))
         object.__setattr__(self, "last", max(self.addresses) + self.desc.tensor_nbytes - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ class Transitions:
         initiating: LINKING ones whose handshake this side has begun.
         accepting: LINKING ones whose handshake the peer has begun.
         errors: why the last attempt to link a cluster failed.
+        observer: called with each link whose state has changed.
     """
 
     def __init__(self, engine: LocalEngine) -> None:
@@ -41,6 +42,7 @@ class Transitions:
         self.initiating: dict[int, PeerLink] = {}
         self.accepting: dict[int, PeerLink] = {}
         self.errors: dict[int, LLMException] = {}
+        self.observer: Callable[[PeerLink], object] | None = None
         self._engine = engine
         self._watched: dict[PeerLink, int] = {}  # the descriptor that shows the peer's death
         self._background: set[asyncio.Task[None]] = set()
@@ -285,6 +287,8 @@ class Transitions:
             asyncio.get_running_loop().call_soon(close)
 
     def _log(self, link: PeerLink, level: int) -> None:
+        if self.observer is not None:
+            self.observer(link)
         _LOG.log(
             level,
             "link cluster=%d peer=%d state=%s transport=%s way=%r address=%s%s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -232,3 +233,17 @@ def link_failed(message: str) -> LLMException:
 def in_phase(phase: str, error: LLMException) -> LLMException:
     """`error` with the phase or place in front that its message need not name."""
     return LLMException(f"{phase}: {error.args[0]}", status_code=error.status_code)
+
+
+def other_cluster(here: int, wanted: int) -> LLMException:
+    """The refusal of a peer that meant another cluster; `cluster_here` reads it."""
+    return link_failed(f"cluster {here} is here, not cluster {wanted}")
+
+
+def cluster_here(error: LLMException) -> int | None:
+    """Which cluster listens where another was looked for; None: `error` does not say that.
+
+    Refusals travel as text, which has been the same since the first version of the protocol.
+    """
+    found = re.search(r"cluster ([0-9]{1,20}) is here, not cluster ", str(error))
+    return int(found[1]) if found else None

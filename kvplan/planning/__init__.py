@@ -1,5 +1,6 @@
 """From descriptions of caches to a `Plan`: pure Python and NumPy, no addresses, no transfer."""
 
+from kvplan.planning.files import load_plan
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import GroupPlan, plan_groups
 from kvplan.planning.plan import LayerPair, Origin, Plan
@@ -24,6 +25,7 @@ __all__ = [
     "Repeat",
     "Segments",
     "Side",
+    "load_plan",
     "plan_copy_blocks",
     "plan_copy_cache",
     "plan_gather",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -16,10 +16,12 @@ from kvplan.inspection.explain import DEFAULT_LIMIT, Format
 from kvplan.inspection.groups import diff_groups, explain_groups
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.plan import OBSERVERS, SCHEMA_VERSION, Origin, Plan
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
 if TYPE_CHECKING:
+    import os
+
     from kvplan.inspection.cost import Estimate, TransportCost
 
 MAX_GROUP_NAME = 64
@@ -166,6 +168,32 @@ class GroupPlan:
         ):
             raise AssertionError(f"{self!r} and\n{other!r} differ\n{self.diff(other)}")
 
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        diff: GroupPlan | None = None,
+        notes: Sequence[str] = (),
+    ) -> str:
+        """Return a picture of all groups as one HTML document; see `Plan.to_html`."""
+        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+
+        if diff is not None:
+            check_type("diff", diff, GroupPlan)
+        return to_html(self, path, other=diff, notes=notes)
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture for documents, the groups below one another; see `Plan.to_svg`."""
+        from kvplan.inspection.svg import to_svg
+
+        return to_svg(self, path)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        from kvplan.inspection.page import cell
+
+        return cell(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
         groups = {name: plan.to_dict() for name, plan in self.groups.items()}
@@ -188,7 +216,23 @@ class GroupPlan:
             )
         if version != SCHEMA_VERSION:
             raise invalid(f"schema_version={shown(version)} must be {SCHEMA_VERSION}")
-        return GroupPlan({name: Plan.from_dict(it) for name, it in groups.items()})
+        plans = {}
+        for name, it in groups.items():
+            try:
+                plans[name] = Plan.from_dict(it)
+            except LLMException as error:
+                raise invalid(f"groups[{shown(name)}]: {error.args[0]}") from None
+        return GroupPlan(plans)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from kvplan.planning.files import save
+
+        save(self, path)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -186,7 +186,7 @@ def plan_to_blocks(
     tables = BlockTables(np.array([slot]), dst_table)
     return _plan(
         operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how,
-        reinterpret, tables,
+        reinterpret, tables, by_rows=True,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def plan_block_to_block(
     nbytes = num_blocks * stride
     return _plan(
         operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how,
-        reinterpret, tables,
+        reinterpret, tables, by_rows=True,
     )  # fmt: skip
 
 
@@ -308,6 +308,8 @@ def _plan(
     reinterpret: bool,
     tables: BlockTables | None = None,
     split: tuple[str, ...] = (),
+    *,
+    by_rows: bool = False,
 ) -> Plan:
     per_layer = source.usual_tensors_per_layer
     if (
@@ -339,6 +341,7 @@ def _plan(
         # Said only of a plan that could not be made otherwise.
         reinterpret=reinterpret and rows_differ(source, target, chunked=kind != "B2B"),
         tables=tables,
+        by_rows=by_rows,
         # What a plan made otherwise has to sum.
         nbytes_per_tensor=nbytes_per_tensor,
         nbytes=len(src_views) * nbytes_per_tensor,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from kvplan.status import invalid
 from kvplan.validation import check_index, check_type
 
 if TYPE_CHECKING:
+    import os
+
     from kvplan.inspection.cost import Estimate, TransportCost
     from kvplan.planning.axes import BlockTables
     from kvplan.planning.groups import GroupPlan
@@ -153,6 +155,8 @@ class Plan:
     split: tuple[str, ...] = ()
     reinterpret: bool = False
     tables: BlockTables | None = None
+    # Of a plan that moves whole rows its tables say all segments: recordings have those alone.
+    by_rows: ClassVar[bool] = False
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:
@@ -357,6 +361,42 @@ class Plan:
         if not is_equivalent(self, check_type("other", other, Plan)):
             raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
 
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        diff: Plan | None = None,
+        notes: Sequence[str] = (),
+    ) -> str:
+        """Return a picture of the plan as one HTML document, which asks for nothing else.
+
+        Args:
+            path: a file to write it to; None: it is only returned.
+            diff: draws what changes from this plan to that one, as `diff` says it in text.
+            notes: sentences of yours, shown with those of what is odd.
+        """
+        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+
+        if diff is not None:
+            check_type("diff", diff, Plan)
+        return to_html(self, path, other=diff, notes=notes)
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture of the plan for documents: SVG, without a script.
+
+        Args:
+            path: a file to write it to; None: it is only returned.
+        """
+        from kvplan.inspection.svg import to_svg
+
+        return to_svg(self, path)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        from kvplan.inspection.page import cell
+
+        return cell(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
         from kvplan.planning.schema import to_dict  # it builds plans: not at the top
@@ -374,6 +414,16 @@ class Plan:
         from kvplan.planning.schema import from_dict
 
         return from_dict(document)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from kvplan.planning.files import save
+
+        save(self, path)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -56,6 +56,8 @@ class Side:
     """Its name in texts; not part of what the plan does."""
     way: str = field(default="", compare=False)
     """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
+    cache_id: int = field(default=-1, compare=False)
+    """In the engine that has it, for recordings; -1: not known, as of a plan that is read back."""
 
     @cached_property
     def tensor_nbytes(self) -> int:
@@ -196,7 +198,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
             raise invalid(f"{argument}={cache.name} has {cache.row}s, and cannot be read as {word}")
         return cache
     if isinstance(cache, RemoteCache):
-        desc, key, name = cache.cache_desc, cache.key, repr(cache.key)
+        desc, key, name, cache_id = cache.cache_desc, cache.key, repr(cache.key), -1
         if isinstance(key, BlocksCacheKey) and not paged:
             raise invalid(
                 f"{argument}={name} names a paged cache; its blocks must be given, "
@@ -209,9 +211,10 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
                 "BlocksCacheKey or a CacheIndex of batch_index 0"
             )
     elif isinstance(cache, Cache):
-        desc, name = cache.cache_desc, f"cache {cache.cache_id}" if cache.cache_id >= 0 else ""
+        desc, cache_id = cache.cache_desc, cache.cache_id
+        name = f"cache {cache_id}" if cache_id >= 0 else ""
     else:
-        desc, name = check_type(argument, cache, CacheDesc), ""
+        desc, name, cache_id = check_type(argument, cache, CacheDesc), "", -1
     layout = desc.layout
     found = Side.__new__(Side)
     vars(found).update(  # past a constructor that sets each field through `object.__setattr__`
@@ -228,6 +231,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         shard=desc.shard,
         name=name,
         way="",
+        cache_id=cache_id,
     )
     return found
 

@@ -404,11 +404,11 @@ class Puller:
             parts = missing_of(self._groups, leases, target.blocks, pushed, total)
         if not parts:
             return
-        timeout_ms = self._pull_timeout_ms
+        timeout_ms, tag = self._pull_timeout_ms, tag_of(pull.request)
         if len(leases) > 1:
             if len(parts) > 1:
                 groups = {it.name: it.gathered for it in parts}
-                self._engine.gather_groups(groups, rank=self._rank, timeout_ms=timeout_ms)
+                self._engine.gather_groups(groups, rank=self._rank, timeout_ms=timeout_ms, tag=tag)
                 return
             self._engine.gather_blocks(
                 parts[0].leases,
@@ -420,6 +420,7 @@ class Puller:
                 dst_token=parts[0].dst_token,
                 rank=self._rank,
                 timeout_ms=timeout_ms,
+                tag=tag,
             )
             return
         done = encode(pull.done(pull.sources[0]))
@@ -430,6 +431,7 @@ class Puller:
                 timeout_ms=timeout_ms,
                 notify=done,
                 notify_failure=done,
+                tag=tag,
             )
             return
         self._engine.pull_blocks(
@@ -443,6 +445,7 @@ class Puller:
             timeout_ms=timeout_ms,
             notify=done,
             notify_failure=done,
+            tag=tag,
         )
 
     async def _say_done(self, pull: Pull) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvplan.lease import BlockLease
+from kvplan.lease import BlockLease, tag_of
 from kvplan.logs import Log
 from kvplan.serving.messages import Number
 from kvplan.status import LLMException, invalid
@@ -235,6 +235,7 @@ class Pusher:
             num_tokens=end_unit - first_unit,
             src_token=first_unit,
             dst_token=first_unit - push.goal.lease_token // unit,
+            tag=tag_of(chunk.transfer),
         )
         push.begun = end
         push.tasks.append((task, end))

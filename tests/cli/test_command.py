@@ -31,7 +31,7 @@ def test_keygen_never_overwrites(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     path.write_text("mine")
     refused = command("keygen", str(path))
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert refused.stderr.startswith("kvplan: ")
     assert f"{path} exists, and is left as it is" in refused.stderr
     assert "Give another path" in refused.stderr
@@ -40,7 +40,7 @@ def test_keygen_never_overwrites(tmp_path: Path) -> None:
 
 def test_keygen_says_what_the_system_says(tmp_path: Path) -> None:
     refused = command("keygen", str(tmp_path / "missing" / "key"))
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "No such file or directory" in refused.stderr
     assert "Traceback" not in refused.stderr
 
@@ -55,4 +55,5 @@ def test_a_line_that_is_not_understood_exits_with_2() -> None:
     for arguments in ((), ("keygen",), ("nonsense",), ("keygen", "a", "b")):
         misused = command(*arguments)
         assert misused.returncode == 2
-        assert "usage: kvplan" in misused.stderr
+        assert "Usage: kvplan" in misused.stderr
+        assert "Traceback" not in misused.stderr

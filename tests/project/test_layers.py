@@ -21,6 +21,20 @@ def python(code: str) -> str:
 def test_importing_kvplan_loads_neither_the_native_layer_nor_sockets() -> None:
     loaded = python("import sys, kvplan; print(*sys.modules)").split()
     assert not {"kvnative", "kvplan.engine", "zmq", "msgspec", "asyncio"} & set(loaded)
+    assert "kvplan.inspection.picture" not in loaded
+
+
+def test_neither_kvplan_nor_an_engine_loads_what_only_the_command_needs() -> None:
+    loaded = python("import sys, kvplan; kvplan.LlmDataDist; print(*sys.modules)").split()
+    assert "kvplan.engine.datadist" in loaded
+    assert not {"kvplan.cli", "click", "rich"} & set(loaded)
+
+
+def test_a_command_loads_what_it_needs_and_no_more() -> None:
+    loaded = python(
+        "import sys; from kvplan.cli import main; main(['--help']); print(*sys.modules)"
+    ).split()
+    assert not {"kvnative", "zmq", "msgspec", "rich", "kvplan.engine"} & set(loaded)
 
 
 def test_every_name_of_kvplan_can_be_had() -> None:

@@ -5,7 +5,6 @@ The accelerator and UCX are looked at in a process of its own: a broken library 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import selectors
@@ -15,7 +14,11 @@ import sys
 import time
 from typing import Any, Final
 
+import click
+
+from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.cli.info import host, text
+from kvplan.cli.info.verdict import verdict
 
 SCHEMA_VERSION: Final = 1
 """Of `--json`: rises when a field changes its meaning or goes."""
@@ -25,36 +28,41 @@ _SAID: Final = 12
 """Lines of what a process that died has said, the last ones."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument(
-        "--device-id",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the device that transports and copies are tried with (llm.DeviceId), default 0",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60,
-        metavar="SECONDS",
-        help="time limit for looking at the accelerator and UCX, default 60",
-    )
+@click.command("info", epilog="Example: kvplan info -v")
+@click.option(
+    "--device-id",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The device that transports and copies are tried with (llm.DeviceId).",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit for looking at the accelerator and UCX.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="All that was found, and where.")
+@json_option
+def command(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> ExitCode:
+    """Show whether kvplan works here, by which means, and what would make it better.
 
-
-def run(arguments: argparse.Namespace) -> None:
-    """Look, and print what was found; what cannot be looked at is a part of that."""
-    found = {
-        "schema_version": SCHEMA_VERSION,
-        **host.describe(),
-        **_look(arguments.device_id, arguments.timeout),
-    }
-    if arguments.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    Exits with 1 if it does not work here.
+    """
+    found = {"schema_version": SCHEMA_VERSION, **host.describe(), **_look(device_id, timeout)}
+    summary = verdict(found)
+    if as_json:
+        write_json(found)
     else:
-        sys.stdout.write(text.render(found))
+        out = console()
+        for line, style in summary.lines:
+            out.print(line, style=style)
+        if verbose:
+            sys.stdout.write("\n" + text.render(found))
+    return ExitCode.OK if summary.works else ExitCode.DIFFERENT
 
 
 def _look(device_id: int, timeout_s: float) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""What recording adds to a transfer: time on the calling thread, and bytes of the file."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.engine_peer import LEASED, SMALL, leased_key, small_key
+from benchmarks.engines import linked_engine
+from benchmarks.table import Row, Run, Topic
+from kvplan.recording import read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvplan import LlmDataDist
+    from kvplan.recording.writer import Recorder
+
+TOPIC = Topic()
+TAG = "chatcmpl-5b1cf7b8e0f94d6c9d6b5a0a2f3c1d2e"
+REPEATS = 100
+ROUNDS = 301
+BLOCKS = 8
+
+
+@TOPIC.row("record_us")
+def record(run: Run, name: str) -> Row:
+    """What a small pull takes longer while the engine is recorded: A and B in turns.
+
+    Of the calling thread: what else the machine does falls on the clock on the wall.
+    """
+    datadist = linked_engine(run)
+    slots, paged = datadist.allocate_cache(SMALL), datadist.allocate_blocks_cache(LEASED)
+    table = [*range(BLOCKS)]
+    pulls = {
+        "a slot of 4 KiB": partial(datadist.pull_cache, small_key(1), slots, tag=TAG),
+        f"{BLOCKS} blocks of 4 KiB": partial(
+            datadist.pull_blocks, leased_key(1), paged, table, table, tag=TAG
+        ),
+    }
+    cases, texts = {}, []
+    for case, pull in pulls.items():
+        own, wall = (1e6 * it for it in differences(run, datadist, pull))
+        cases |= {case: own, f"{case}, wall": wall}
+        texts.append(f"{case} {own:.2f} us ({wall:.2f} us by the wall)")
+    for it in (slots, paged):
+        datadist.deallocate_cache(it)
+    note = f"of the calling thread's time, a pull of {', of '.join(texts)}; limit: the budget"
+    return Row(name, max(cases[it] for it in pulls), "us", 2, note=note, cases=cases)
+
+
+def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> tuple[float, float]:
+    """Medians of what a call takes longer while recorded, of its thread's time and by the wall."""
+    engine = datadist._running()
+
+    def seconds(recorder: Recorder | None) -> tuple[float, float]:
+        engine.recorder = recorder
+        wall, own = time.perf_counter_ns(), time.thread_time_ns()
+        for _ in range(REPEATS):
+            pull()
+        ends = time.thread_time_ns() - own, time.perf_counter_ns() - wall
+        return ends[0] / 1e9 / REPEATS, ends[1] / 1e9 / REPEATS
+
+    with tempfile.TemporaryDirectory() as folder, datadist.record(Path(folder, "a.kvrec")) as it:
+        pairs = []
+        for turn in range(ROUNDS // 4 if run.quick else ROUNDS):
+            order = (it, None) if turn % 2 else (None, it)  # none is always the first
+            times = {recorder: seconds(recorder) for recorder in order}
+            pairs.append([a - b for a, b in zip(times[it], times[None], strict=True)])
+        engine.recorder = it
+        it.flush()
+        assert it.dropped == 0
+    own, wall = (statistics.median(column) for column in zip(*pairs[2:], strict=True))
+    return own, wall
+
+
+@TOPIC.row("record_bytes")
+def size(run: Run, name: str) -> Row:
+    """Bytes of the file for each transfer, beside its block tables."""
+    datadist = linked_engine(run)
+    cache, count = datadist.allocate_blocks_cache(LEASED), 1000
+    table = [*range(BLOCKS)]
+    with tempfile.TemporaryDirectory() as folder, datadist.record(Path(folder, "a.kvrec")) as it:
+        pull = partial(datadist.pull_blocks, leased_key(1), cache, table, table, tag=TAG)
+        pull()
+        it.flush()
+        before = it.path.stat().st_size
+        for _ in range(count):
+            pull()
+        it.flush()
+        nbytes = (it.path.stat().st_size - before) / count
+        assert len(read(it.path).transfers) == count + 1
+    datadist.deallocate_cache(cache)
+    tables = 2 * 8 * BLOCKS
+    note = f"a pull of {BLOCKS} blocks with a tag of {len(TAG)} characters: {nbytes:.0f} bytes"
+    return Row(name, nbytes - tables, "B", 200, note=f"{note}, {tables} of them tables")

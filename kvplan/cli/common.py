@@ -1,0 +1,108 @@
+"""What all commands share: exit codes, `--json`, and text that has colours on a terminal only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+PROGRAM: Final = "kvplan"
+COMPLETE_VARIABLE: Final = "_KVPLAN_COMPLETE"
+"""Set by the completion script of a shell: the command then prints what could come next."""
+
+_WIDTH: Final = 200
+"""Columns that a table may take. A narrow terminal wraps its lines: cut numbers would be wrong."""
+
+
+class ExitCode(IntEnum):
+    """What a command ends with; those of `diff`, `cmp` and `grep`. docs/command.md lists them.
+
+    A command returns one of them, or None for OK. What it raises becomes TROUBLE.
+    """
+
+    OK = 0
+    DIFFERENT = 1
+    """It did what it was asked, and the answer is no: plans differ, kvplan does not work here."""
+    TROUBLE = 2
+    """It could not do what it was asked: an argument, a file, a peer. stderr says why."""
+    INTERRUPTED = 130
+    """By Ctrl-C, as a shell says it: 128 + SIGINT."""
+    CLOSED = 141
+    """Nothing reads its output any more (`| head`): 128 + SIGPIPE."""
+
+
+def json_option(function: _F) -> _F:
+    """Give a command `--json`; its parameter is `as_json`."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+    return option(function)
+
+
+def write_json(document: dict[str, Any]) -> None:
+    """Print one document; `schema_version` is among its fields."""
+    assert "schema_version" in document, "programs must be able to tell what they read"
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables and colours go: rich leaves colours out without a terminal, and for NO_COLOR.
+
+    What is printed is data: brackets in it are not markup, `:name:` no emoji, numbers not lit up.
+    """
+    from rich.console import Console  # not what prints plain text or JSON
+
+    return Console(
+        stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, width=_WIDTH
+    )
+
+
+def table(*columns: str) -> Table:
+    """A plain table; a column whose name begins with `>` is one of numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        is_number = name.startswith(">")
+        made.add_column(
+            name.removeprefix(">"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+        )
+    return made
+
+
+def write_table(out: Console, rows: Table) -> None:
+    """Print it; in a file or a pipe no line ends with blanks."""
+    if out.is_terminal:
+        out.print(rows)
+        return
+    with out.capture() as printed:
+        out.print(rows)
+    lines = [line.rstrip() for line in printed.get().splitlines()]
+    out.file.write("\n".join(lines) + "\n")
+
+
+@contextmanager
+def progress_shown(text: str) -> Iterator[Callable[[float], object]]:
+    """Show on stderr, if that is a terminal, how much is done: the function takes it, 0 to 1."""
+    if not sys.stderr.isatty():
+        yield lambda share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=1.0)
+        yield lambda share: shown.update(task, completed=share)

@@ -1,0 +1,1 @@
+"""What `kvplan bench` and `kvplan tune` measure with: two engines, and plain calls beside them."""

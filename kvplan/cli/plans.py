@@ -1,0 +1,61 @@
+"""Plans and transports as arguments of commands: read, checked, and completed by the shell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from kvplan.inspection.cost import TRANSPORT_COSTS
+from kvplan.planning.files import load_plan, read_plan
+
+if TYPE_CHECKING:
+    from kvplan.planning.groups import AnyPlan
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+STDIN: Final = "-"
+
+
+def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
+    """Give a command a plan: the file that `plan.save` wrote, or `-` for stdin."""
+    return click.argument(
+        name,
+        metavar=metavar,
+        type=click.Path(),
+        callback=_read,
+        shell_complete=_complete,
+    )
+
+
+def transport_option(name: str, text: str, *, multiple: bool = False) -> Callable[[_F], _F]:
+    """Give a command `--transport`, one of those that have costs, as the parameter `name`."""
+    choice = click.Choice([*TRANSPORT_COSTS])
+    return click.option("-t", "--transport", name, type=choice, multiple=multiple, help=text)
+
+
+def _read(context: click.Context, _: click.Parameter, value: str) -> AnyPlan | None:
+    if context.resilient_parsing:  # the shell completes the line: no file is read for that
+        return None
+    return read_plan(sys.stdin.buffer, "stdin") if value == STDIN else load_plan(value)
+
+
+def _complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """JSON files and folders; where there are no such files, whatever the shell itself finds."""
+    folder, slash, start = incomplete.rpartition("/")
+    try:
+        entries = sorted(Path(folder + slash or ".").iterdir())
+    except OSError:
+        entries = []
+    fitting = [it for it in entries if it.name.startswith(start or ".") == bool(start)]
+    if not any(it.suffix == ".json" for it in fitting):
+        return [CompletionItem(incomplete, type="file")]
+    return [
+        CompletionItem(f"{folder}{slash}{it.name}{'/' if it.is_dir() else ''}")
+        for it in fitting
+        if it.suffix == ".json" or it.is_dir()
+    ]

@@ -1,0 +1,98 @@
+"""`kvplan replay`: a plan executed again on dumps, and what differs from what it has left."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from zipfile import BadZipFile
+
+import click
+
+from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.plans import plan_argument
+
+if TYPE_CHECKING:
+    from kvplan.debug import Difference
+    from kvplan.planning.groups import AnyPlan
+
+SCHEMA_VERSION: Final = 1
+
+_dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+
+
+@click.command(
+    "replay",
+    epilog="Example: kvplan replay plan.json prefill.npz decode.npz",
+)
+@plan_argument("plan")
+@click.argument("src", metavar="SRC.npz", type=_dump)
+@click.argument("dst", metavar="DST.npz", type=_dump)
+@click.option(
+    "--expected",
+    metavar="RIGHT.npz",
+    type=_dump,
+    help="What DST.npz should hold. Default: what the plan makes of SRC.npz.",
+)
+@click.option(
+    "--atol",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="X",
+    help="With --expected: elements may differ by so much. Default: no bit may.",
+)
+@json_option
+def command(
+    plan: AnyPlan, src: Path, dst: Path, *, expected: Path | None, atol: float, as_json: bool
+) -> ExitCode:
+    """Find out which bytes of a cache are wrong after a plan, where they are from and whose.
+
+    SRC.npz has the tensors of the source, DST.npz those of the destination after the transfer, each
+    as np.savez(path, *tensors) wrote them: the tensors of the cache in their order. The plan is
+    executed again by the reference executor, and the result compared with DST.npz. Exits with 0 if
+    nothing differs, with 1 if something does, and with 2 if that could not be found out.
+    """
+    from kvplan.debug import locate, replay
+
+    if atol and expected is None:
+        raise click.UsageError("--atol needs --expected: bytes that were copied are the same")
+    source, found = _tensors(src), _tensors(dst)
+    if expected is None:
+        result = replay(plan, source, found)
+    else:
+        result = locate(_tensors(expected), found, plan, source=source, atol=atol)
+    if as_json:
+        differences = [_as_json(it) for it in result.differences]
+        write_json({"schema_version": SCHEMA_VERSION, "differences": differences})
+    else:
+        console().print(str(result))
+    return ExitCode.DIFFERENT if result else ExitCode.OK
+
+
+def _tensors(path: Path) -> list[Any]:
+    """The arrays of a dump, in the order in which they were written."""
+    import numpy as np
+
+    try:
+        dump = np.load(path, allow_pickle=False)
+        if isinstance(dump, np.ndarray):
+            raise click.ClickException(f"{path} has one array; np.savez writes several")
+        with dump:
+            return [dump[name] for name in dump.files]
+    except (ValueError, BadZipFile, EOFError) as error:
+        raise click.ClickException(f"{path} is no dump of tensors (np.savez): {error}") from None
+
+
+def _as_json(it: Difference) -> dict[str, Any]:
+    return {
+        "group": it.group,
+        "plan": it.plan.fingerprint,
+        "wrong_nbytes": it.wrong_nbytes,
+        "elsewhere_nbytes": it.elsewhere_nbytes,
+        "layers": it.layers,
+        "kv": it.kv,
+        "heads": it.heads,
+        "tokens": it.tokens,
+        "rows": it.rows,
+        "first": None if it.first is None else asdict(it.first),
+    }

@@ -1,0 +1,307 @@
+"""`kvplan top`: what the engines of this user do, now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvplan.cli.common import ExitCode, console, json_option, table, write_json
+from kvplan.inspection.units import nbytes_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from kvplan.control.status_socket import Answer
+
+SCHEMA_VERSION: Final = 1
+_SHOWN_IN_FLIGHT: Final = 12
+_ENGINE_COLUMNS: Final = (
+    *("pid", "cluster", "role", "program", "listens at", ">links", ">caches", ">leases"),
+    *(">in flight", ">calls/s", ">failed/s", ">pull", ">push, copy", ">a transfer"),
+)
+_LINK_COLUMNS: Final = (
+    *("cluster", "peer", "state", "over", ">caches", ">in flight", ">calls/s", ">pull", ">push"),
+    *(">for", "last error"),
+)
+_IN_FLIGHT_COLUMNS: Final = ("cluster", "operation", "tag", "peer", ">bytes", ">for")
+_NONE: Final = (
+    "No engine of this user runs here. One is seen from its own network namespace (container), "
+    "unless it has kvplan.status_socket=0."
+)
+
+
+@dataclass
+class Rates:
+    """What was done between two looks, each second.
+
+    Attributes:
+        operations: calls that ended, of any kind.
+        pulled, pushed, copied: bytes.
+        failed: calls that failed.
+        median_us, slowest_us: upper bounds of what a transfer took; None: there was none.
+    """
+
+    operations: float = 0.0
+    pulled: float = 0.0
+    pushed: float = 0.0
+    copied: float = 0.0
+    failed: float = 0.0
+    median_us: float | None = None
+    slowest_us: float | None = None
+
+
+@dataclass
+class Engine:
+    """An engine: what it said, and what has changed since the look before."""
+
+    pid: int
+    document: dict[str, Any]
+    rates: Rates = field(default_factory=Rates)
+    links: list[Rates] = field(default_factory=list)
+
+
+@click.command(
+    "top",
+    epilog="Examples: kvplan top; kvplan top --once; kvplan top --json | jq .engines[].rates",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks; rates are over this time.",
+)
+@click.option("--once", is_flag=True, help="Look twice, print once, and end.")
+@click.option("--cluster", type=int, metavar="ID", help="Only engines of this cluster.")
+@click.option("--pid", type=int, help="Only engines of this process.")
+@json_option
+def command(
+    interval: float, *, once: bool, cluster: int | None, pid: int | None, as_json: bool
+) -> ExitCode:
+    """Show what the engines of this user do: links, transfers, leases, GB/s.
+
+    All engines of this user in this network namespace are asked, through a socket of each that
+    answers this user and root. Ctrl-C ends it.
+    """
+    from kvplan.control.status_socket import read_all
+
+    def look() -> list[Answer]:
+        answers = read_all()
+        if pid is not None:
+            answers = [it for it in answers if it.pid == pid]
+        if cluster is not None:
+            answers = [it for it in answers if it.document and it.document["cluster_id"] == cluster]
+        return answers
+
+    before = look()
+    if once or as_json:
+        time.sleep(interval)
+        after = look()
+        found = compared(before, after)
+        if as_json:
+            engines = [
+                it.document
+                | {
+                    "pid": it.pid,
+                    "rates": asdict(it.rates),
+                    "link_rates": [asdict(link) for link in it.links],
+                }
+                for it in found
+            ]
+            silent = [{"pid": it.pid, "error": it.error} for it in after if it.document is None]
+            write_json({"schema_version": SCHEMA_VERSION, "engines": engines, "silent": silent})
+        else:
+            console().print(rendered(found, after))
+        return ExitCode.OK
+    from rich.live import Live
+
+    first = rendered(compared([], before), before)
+    with suppress(KeyboardInterrupt), Live(first, console=console(), screen=True) as live:
+        while True:
+            time.sleep(interval)
+            after = look()
+            live.update(rendered(compared(before, after), after), refresh=True)
+            before = after
+    return ExitCode.OK
+
+
+def compared(before: Sequence[Answer], after: Sequence[Answer]) -> list[Engine]:
+    """The engines that answered, with what they did since; those that are new have done nothing."""
+    known = {_key(it): it.document for it in before if it.document is not None}
+    found = []
+    for it in after:
+        if it.document is None:
+            continue
+        old = known.get(_key(it))
+        engine = Engine(it.pid, it.document)
+        engine.rates = Rates() if old is None else _engine_rates(old, it.document)
+        links = {} if old is None else {link["cluster_id"]: link for link in old["links"]}
+        for link in it.document["links"]:
+            was = links.get(link["cluster_id"])
+            if old is None or was is None or was["instance"] != link["instance"]:
+                engine.links.append(Rates())
+                continue
+            seconds = max(it.document["seconds"] - old["seconds"], 1e-9)
+            engine.links.append(
+                Rates(
+                    operations=(link["operations"] - was["operations"]) / seconds,
+                    pulled=(link["bytes_pulled"] - was["bytes_pulled"]) / seconds,
+                    pushed=(link["bytes_pushed"] - was["bytes_pushed"]) / seconds,
+                )
+            )
+        found.append(engine)
+    return found
+
+
+def _key(answer: Answer) -> tuple[object, ...]:
+    document = answer.document or {}
+    return answer.pid, document.get("cluster_id"), document.get("listen_address")
+
+
+def _engine_rates(old: dict[str, Any], new: dict[str, Any]) -> Rates:
+    seconds = max(new["seconds"] - old["seconds"], 1e-9)
+    rates = Rates()
+    buckets: dict[float | None, int] = {}
+    for name, row in new["operations"].items():
+        was = old["operations"].get(name, {"count": 0, "nbytes": 0, "statuses": {}, "buckets": []})
+        count = row["count"] - was["count"]
+        moved = (row["nbytes"] - was["nbytes"]) / seconds
+        failed = _failures(row) - _failures(was)
+        rates.operations += count / seconds
+        rates.failed += failed / seconds
+        verb = name.partition("_")[0]
+        if verb in ("pull", "gather"):
+            rates.pulled += moved
+        elif verb == "push":
+            rates.pushed += moved
+        elif verb in ("copy", "swap"):
+            rates.copied += moved
+        else:
+            continue  # not a transfer: its time says nothing of those
+        earlier = dict(map(tuple, was["buckets"]))
+        for bound, total in row["buckets"]:
+            buckets[bound] = buckets.get(bound, 0) + total - earlier.get(bound, 0)
+    rates.median_us = _quantile(buckets, 0.5)
+    rates.slowest_us = _quantile(buckets, 1.0)
+    return rates
+
+
+def _failures(row: dict[str, Any]) -> int:
+    return sum(count for status, count in row["statuses"].items() if status != "LLM_SUCCESS")
+
+
+def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None:
+    """The bound in us of the bucket that it lies in: counts are of all that took no longer."""
+    total = max(buckets.values(), default=0)
+    if not total:
+        return None
+    bounds = [(bound, count) for bound, count in buckets.items() if bound is not None]
+    reached = [bound for bound, count in sorted(bounds) if count >= fraction * total]
+    return reached[0] * 1e6 if reached else float("inf")
+
+
+def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:
+    """Three tables: engines, links, and what is in flight for longest."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if not answers:
+        return Group(Text(_NONE))
+    rows = table(*_ENGINE_COLUMNS)
+    for it in engines:
+        said = it.document
+        rows.add_row(
+            str(it.pid),
+            str(said["cluster_id"]),
+            said["role"],
+            PurePath((said["command"] or [""])[0]).name or "python",
+            said["listen_address"] or "-",
+            str(len(said["links"])),
+            f"{len(said['caches'])} ({nbytes_text(sum(c['nbytes'] for c in said['caches']))})",
+            str(said["leases"]),
+            str(len(said["in_flight"])),
+            f"{it.rates.operations:,.0f}",
+            Text(f"{it.rates.failed:,.0f}", "bold red" if it.rates.failed else ""),
+            _speed(it.rates.pulled),
+            _speed(it.rates.pushed + it.rates.copied),
+            _times(it.rates),
+        )
+    parts: list[Table | Text] = [rows]
+    parts += [Text(f"process {it.pid}: {it.error}") for it in answers if it.document is None]
+    if any(it.document["links"] for it in engines):
+        parts += [Text("\nlinks", "bold"), _links(engines)]
+    if any(it.document["in_flight"] for it in engines):
+        parts += [Text("\nin flight, the oldest", "bold"), _in_flight(engines)]
+    return Group(*parts)
+
+
+def _links(engines: Sequence[Engine]) -> Table:
+    from rich.text import Text
+
+    rows = table(*_LINK_COLUMNS)
+    for it in engines:
+        for link, rates in zip(it.document["links"], it.links, strict=True):
+            is_linked = link["state"] == "LINKED"
+            over = " ".join(filter(None, [link["transport"], link["way"] and f"({link['way']})"]))
+            rows.add_row(
+                str(it.document["cluster_id"]),
+                str(link["cluster_id"]),
+                Text(link["state"], "" if is_linked else "bold red"),
+                over,
+                str(link["caches"]),
+                str(link["in_flight"]),
+                f"{rates.operations:,.0f}",
+                _speed(rates.pulled),
+                _speed(rates.pushed),
+                _age(link["age_s"]),
+                link["last_error"].partition("\n")[0][:100],
+            )
+    return rows
+
+
+def _in_flight(engines: Sequence[Engine]) -> Table:
+    rows = table(*_IN_FLIGHT_COLUMNS)
+    found = [(row["age_s"], it, row) for it in engines for row in it.document["in_flight"]]
+    for age_s, it, row in sorted(found, key=lambda row: -row[0])[:_SHOWN_IN_FLIGHT]:
+        rows.add_row(
+            str(it.document["cluster_id"]),
+            row["operation"],
+            row["tag"],
+            "-" if row["peer"] is None else str(row["peer"]),
+            "-" if row["nbytes"] is None else nbytes_text(row["nbytes"]),
+            _age(age_s),
+        )
+    return rows
+
+
+def _speed(nbytes_per_s: float) -> str:
+    if not nbytes_per_s:
+        return "-"
+    value = nbytes_per_s / 1e6
+    return f"{value:.1f} MB/s" if value < 1000 else f"{value / 1000:.2f} GB/s"
+
+
+def _times(rates: Rates) -> str:
+    if rates.median_us is None or rates.slowest_us is None:
+        return "-"
+    return f"<= {_us(rates.median_us)}, all <= {_us(rates.slowest_us)}"
+
+
+def _us(value: float) -> str:
+    return f"{value:g} us" if value < 1000 else f"{value / 1000:g} ms"
+
+
+def _age(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

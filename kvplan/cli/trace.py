@@ -1,0 +1,418 @@
+"""`kvplan trace`: what was recorded, as a list, a timeline or a trace; who wrote a block."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+
+from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.inspection.units import nbytes_text, plural
+from kvplan.planning.files import save
+from kvplan.recording.queries import Write, select, who_wrote
+from kvplan.recording.reader import AnyRecord, Dropped, Event, Recording, Transfer, follow, read
+from kvplan.status import invalid
+
+SCHEMA_VERSION: Final = 1
+_AGAIN_S: Final = 0.2  # between looks at a file that is followed
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_Found = list[tuple[Recording, list[AnyRecord]]]
+
+
+class _Filter(NamedTuple):
+    """What is asked for: see `select`."""
+
+    tag: str | None
+    cluster: int | None
+    operation: str | None
+    failed: bool
+    since: str | None
+
+    def of(self, records: Sequence[AnyRecord], began: float) -> list[AnyRecord]:
+        since = None if self.since is None else _moment(self.since, began)
+        everything = since is None and not any(self[:4])
+        if everything and self.cluster is None:
+            return [*records]
+        return [
+            *select(
+                records,
+                tag=self.tag,
+                cluster=self.cluster,
+                operation=self.operation,
+                failed=self.failed,
+                since=since,
+            )
+        ]
+
+
+@click.command(
+    "trace",
+    epilog="Examples: kvplan trace decode.kvrec --failed; kvplan trace decode.kvrec "
+    "prefill.kvrec --block 3:417",
+)
+@click.argument(
+    "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option("--tag", metavar="TAG", help="Of this request; TAG* for all that begin so.")
+@click.option("--cluster", metavar="ID", type=click.IntRange(min=0), help="With this peer.")
+@click.option("--operation", metavar="NAME", help="Such as pull_blocks, or pull for all pulls.")
+@click.option("--failed", is_flag=True, help="Only what has failed.")
+@click.option(
+    "--since", metavar="WHEN", help="Begun since 10m ago (s, m, h, d), 18:30, or an ISO time."
+)
+@click.option(
+    "--block",
+    metavar="CACHE:BLOCK",
+    help="Who wrote this block (or slot) of the first FILE's engine; other FILEs are of its peers.",
+)
+@click.option("--follow", "-f", "following", is_flag=True, help="Go on with what is written.")
+@click.option("--plan", "explained", metavar="N", type=click.IntRange(min=0), help="Explain it.")
+@click.option(
+    "--save-plan",
+    "saved",
+    metavar="N OUT.json",
+    type=(click.IntRange(min=0), click.Path(path_type=Path)),
+    help="Write its plan to a file.",
+)
+@click.option("--replay", "replayed", is_flag=True, help="Execute the plans again, in two ways.")
+@click.option(
+    "--perfetto",
+    metavar="OUT.json",
+    type=click.Path(path_type=Path),
+    help="Write a trace for ui.perfetto.dev and chrome://tracing.",
+)
+@click.option(
+    "--html", metavar="OUT.html", type=click.Path(path_type=Path), help="Write a page to look at."
+)
+@json_option
+def command(
+    files: tuple[Path, ...],
+    *,
+    tag: str | None,
+    cluster: int | None,
+    operation: str | None,
+    failed: bool,
+    since: str | None,
+    block: str | None,
+    following: bool,
+    explained: int | None,
+    saved: tuple[int, Path] | None,
+    replayed: bool,
+    perfetto: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> ExitCode:
+    """List the transfers that FILEs have, which engines recorded (see docs/recording.md).
+
+    A FILE may still be written; its older files (FILE.1 and so on) are read with it. Exits with 0;
+    with 1 if --replay has found a difference; with 2 if a FILE cannot be read.
+    """
+    chosen = _Filter(tag, cluster, operation, failed, since)
+    if following:
+        if (
+            len(files) > 1
+            or block
+            or replayed
+            or perfetto
+            or html
+            or saved
+            or explained is not None
+        ):
+            raise click.UsageError("--follow takes one FILE, and lists it")
+        _follow(files[0], chosen, as_json=as_json)
+        return ExitCode.OK
+    recordings = [read(it) for it in files]
+    if explained is not None or saved is not None:
+        return _one_plan(recordings, explained, saved, as_json=as_json)
+    if block is not None:
+        return _block(recordings, block, as_json=as_json)
+    found = [(it, chosen.of(it.rows, it.header.started)) for it in recordings]
+    if replayed:
+        return _replay(found, as_json=as_json)
+    if perfetto is not None or html is not None:
+        return _export(found, perfetto, html)
+    if as_json:
+        write_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "recordings": [
+                    {**vars(it.header), "complete": it.complete, "dropped": it.dropped}
+                    | {"rows": [_document(row) for row in rows]}
+                    for it, rows in found
+                ],
+            }
+        )
+        return ExitCode.OK
+    for recording, rows in found:
+        _list(recording, rows)
+    return ExitCode.OK
+
+
+def _list(recording: Recording, rows: list[AnyRecord]) -> None:
+    sys.stdout.write(f"{_title(recording)}\n{_HEAD}\n")
+    for it in rows:
+        sys.stdout.write(f"{_line(it)}\n")
+    left = len(recording.rows) - len(rows)
+    ended = "" if recording.complete else "; it was cut off, or is still written"
+    missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
+    hidden = f" of {len(recording.rows):,}" if left else ""
+    sys.stdout.write(f"{len(rows):,}{hidden} rows{ended}{missing}\n")
+
+
+def _follow(path: Path, chosen: _Filter, *, as_json: bool) -> None:
+    """List what there is, then what comes, until the recording ends or Ctrl-C."""
+    began = read(path).header.started
+
+    def idle() -> bool:
+        sys.stdout.flush()
+        time.sleep(_AGAIN_S)
+        return True
+
+    if not as_json:
+        sys.stdout.write(f"{_HEAD}\n")
+    for it in follow(path, idle):
+        for row in chosen.of([it], began):
+            sys.stdout.write(f"{json.dumps(_document(row)) if as_json else _line(row)}\n")
+
+
+_HEAD: Final = (
+    f"{'#':>6}  {'time':<15} {'operation':<15} {'peer':>6}  {'tag':<24} {'blocks':>6} {'bytes':>9} "
+    f"{'ms':>9}  outcome"
+)
+
+
+def _title(recording: Recording) -> str:
+    head = recording.header
+    when = datetime.fromtimestamp(head.started).astimezone().isoformat(" ", "seconds")
+    return (
+        f"{recording.path}: cluster {head.cluster_id} ({head.role}), process {head.pid} on "
+        f"{head.host}, from {when} on, kvplan {head.version}"
+    )
+
+
+def _line(it: AnyRecord) -> str:
+    begin = f"{it.number:>6}  {_clock(it.time):<15}"
+    if isinstance(it, Dropped):
+        what = "a file of the recording" if it.count is None else plural(it.count, "row")
+        return f"{begin} -- {what} missing --"
+    ms = f"{it.seconds * 1e3:.3f}"
+    outcome = f"{it.status.name}: {it.error}" if it.failed else "done"
+    if isinstance(it, Event):
+        fields = " ".join(
+            f"{name}={_short(value)}"
+            for name, value in it.fields.items()
+            if value not in (None, "") and name != "peer"
+        )
+        peer = it.fields.get("peer", "")
+        note = f"{it.status.name}: " if it.failed else ""
+        text = " ".join(filter(None, [fields, f"{note}{it.error}" if it.error or note else ""]))
+        return f"{begin} {it.operation:<15} {peer:>6}  {text}".rstrip()
+    peer = "" if it.peer is None else str(it.peer)
+    blocks = str(it.blocks or "")
+    nbytes = nbytes_text(it.nbytes)
+    return (
+        f"{begin} {it.operation:<15} {peer:>6}  {it.tag:<24} {blocks:>6} {nbytes:>9} {ms:>9}  "
+        f"{outcome}"
+    )
+
+
+def _short(value: object) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = text if len(text) <= 40 else text[:37] + "..."
+    return f'"{text}"' if " " in text else text
+
+
+def _document(it: AnyRecord) -> dict[str, Any]:
+    if isinstance(it, Dropped):
+        return {"kind": "dropped", "number": it.number, "time": it.time, "count": it.count}
+    common = {
+        "number": it.number,
+        "time": it.time,
+        "ms": it.seconds * 1e3,
+        "operation": it.operation,
+        "status": it.status.name,
+        "error": it.error,
+    }
+    if isinstance(it, Event):
+        return {"kind": "event", **common, "fields": it.fields}
+    return {
+        "kind": "transfer",
+        **common,
+        "peer": it.peer,
+        "cache": it.cache_id,
+        "caches": it.caches,
+        "tag": it.tag,
+        "leases": it.leases,
+        "blocks": it.blocks,
+        "nbytes": it.nbytes,
+    }
+
+
+def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCode:
+    if (asked := re.fullmatch(r"(\d{1,18}):(\d{1,18})", given)) is None:
+        raise click.UsageError(f"--block {given}: it is CACHE:BLOCK, such as 3:417")
+    cache, block = map(int, asked.groups())
+    recording, *others = recordings
+    writes = who_wrote(recording, cache, block, others)
+    if as_json:
+        document = {"cache": cache, "block": block, "writes": [_write(it) for it in writes]}
+        write_json({"schema_version": SCHEMA_VERSION, **document})
+        return ExitCode.OK
+    here = recording.header.cluster_id
+    number = len(writes)
+    said = f"{plural(number, 'transfer')} wrote" if number else "no transfer that is recorded wrote"
+    sys.stdout.write(f"{said} block {block} of cache {cache} of cluster {here}, oldest first\n")
+    for it in writes:
+        sys.stdout.write(f"{_write_line(it, here)}\n")
+    peers = sorted({it.peer for it in recording.transfers if it.peer is not None})
+    linked = {it.fields.get("peer") for it in recording.events if it.operation == "link_state"}
+    known = {it.header.cluster_id for it in others}
+    unknown = sorted({*peers, *(it for it in linked if isinstance(it, int))} - known)
+    if unknown:
+        names = ", ".join(map(str, unknown))
+        sys.stdout.write(f"what these peers pushed their recordings say: clusters {names}\n")
+    return ExitCode.OK
+
+
+def _write_line(it: Write, here: int) -> str:
+    transfer = it.transfer
+    rows = ", ".join(map(str, it.src_rows[:8])) + (" ..." if len(it.src_rows) > 8 else "")
+    cache = "a cache" if it.src_cache < 0 else f"cache {it.src_cache}"
+    source = "of this engine" if it.source is None else f"of cluster {it.source}"
+    word = "block" if len(it.src_rows) == 1 else "blocks"
+    by = "" if transfer.cluster_id == here else f", run by cluster {transfer.cluster_id}"
+    group = f", group {it.group}" if it.group else ""
+    tag = f" of {transfer.tag}" if transfer.tag else ""
+    part = ", a part of it" if it.partial else ""
+    failed = f"; failed, and may have written it: {transfer.error}" if transfer.failed else ""
+    return (
+        f"{_clock(transfer.time + transfer.seconds)}  #{transfer.number} {transfer.operation}{tag}"
+        f": from {word} {rows} of {cache} {source}{group}{part}{by}{failed}"
+    )
+
+
+def _write(it: Write) -> dict[str, Any]:
+    return {
+        "transfer": _document(it.transfer),
+        "cluster": it.transfer.cluster_id,
+        "group": it.group,
+        "source": it.source,
+        "src_cache": it.src_cache,
+        "src_rows": it.src_rows,
+        "partial": it.partial,
+    }
+
+
+def _one_plan(
+    recordings: list[Recording],
+    explained: int | None,
+    saved: tuple[int, Path] | None,
+    *,
+    as_json: bool,
+) -> ExitCode:
+    if len(recordings) > 1:
+        raise click.UsageError("--plan and --save-plan take one FILE: each counts its own rows")
+    (recording,) = recordings
+    if saved is not None:
+        number, path = saved
+        plan = _transfer(recording, number).plan
+        if plan is None:
+            raise invalid(f"transfer {number} failed before there was a plan")
+        save(plan, path)
+        sys.stdout.write(f"{path}: {plan!r}\n")
+    if explained is not None:
+        transfer = _transfer(recording, explained)
+        plan = transfer.plan
+        if as_json:
+            document = None if plan is None else plan.to_dict()
+            write_json({"schema_version": SCHEMA_VERSION, "plan": document} | _document(transfer))
+        else:
+            text = "no plan: it failed before there was one" if plan is None else plan.explain()
+            sys.stdout.write(f"{_HEAD}\n{_line(transfer)}\n{text}\n")
+    return ExitCode.OK
+
+
+def _transfer(recording: Recording, number: int) -> Transfer:
+    found = recording.rows[number] if number < len(recording) else None
+    if not isinstance(found, Transfer):
+        raise invalid(f"{recording.path}: row {number} is no transfer; there are {len(recording)}")
+    return found
+
+
+def _replay(found: _Found, *, as_json: bool) -> ExitCode:
+    from kvplan.recording.replay import Replayed, replay  # native code: for this alone
+
+    parted, skipped, count = 0, 0, 0
+    known: dict[tuple[str, bool], Replayed] = {}
+    documents = []
+    for recording, rows in found:
+        for it in _transfers(rows):
+            plan = it.plan
+            key = ("" if plan is None else plan.fingerprint, it.within)
+            outcome = known.get(key)
+            if outcome is None:  # plans that are equal do the same
+                outcome = known[key] = replay(plan, within=it.within)
+            count += 1
+            parted += bool(outcome.parted)
+            skipped += bool(outcome.skipped)
+            if as_json:
+                documents.append(
+                    {"path": str(recording.path), "number": it.number, **vars(outcome)}
+                )
+            elif outcome.parted or outcome.skipped:
+                sys.stdout.write(f"{recording.path} #{it.number} {it.operation}: {outcome}\n")
+    if as_json:
+        write_json({"schema_version": SCHEMA_VERSION, "transfers": documents})
+    else:
+        sys.stdout.write(
+            f"{plural(count, 'transfer')} executed again: {count - parted - skipped:,} the same by "
+            f"the reference and by native code, {parted:,} not, {skipped:,} skipped\n"
+        )
+    return ExitCode.DIFFERENT if parted else ExitCode.OK
+
+
+def _transfers(rows: list[AnyRecord]) -> Iterator[Transfer]:
+    return (it for it in rows if isinstance(it, Transfer))
+
+
+def _export(found: _Found, perfetto: Path | None, html: Path | None) -> ExitCode:
+    if perfetto is not None:
+        from kvplan.recording.perfetto import trace_of
+
+        document = trace_of(found)
+        perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        count = plural(len(document["traceEvents"]), "event")
+        sys.stdout.write(f"{perfetto}: {count}; open it in https://ui.perfetto.dev\n")
+    if html is not None:
+        from kvplan.recording.timeline import page_of
+
+        page = page_of(found)
+        html.write_text(page, encoding="utf-8")
+        sys.stdout.write(f"{html}: {nbytes_text(len(page.encode()))}; open it in a browser\n")
+    return ExitCode.OK
+
+
+def _clock(when: float) -> str:
+    return datetime.fromtimestamp(when).strftime("%H:%M:%S.%f")
+
+
+def _moment(text: str, began: float) -> float:
+    """The time that `--since` means: so long ago, an ISO time, or one of the recording's day."""
+    if (ago := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)) is not None:
+        return time.time() - float(ago[1]) * _UNITS[ago[2]]
+    if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?", text):
+        day = datetime.fromtimestamp(began).date().isoformat()
+        text = f"{day}T{text if text.index(':') == 2 else '0' + text}"
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise click.UsageError(
+            f"--since {text}: it is 90s, 10m, 2h or 1d (ago), 18:30, or an ISO time"
+        ) from None

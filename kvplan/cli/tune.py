@@ -1,0 +1,193 @@
+"""`kvplan tune`: measure what transfers cost on this machine, for `kvplan estimate`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import click
+
+from kvplan.cli.common import (
+    ExitCode,
+    console,
+    json_option,
+    progress_shown,
+    table,
+    write_json,
+    write_table,
+)
+from kvplan.inspection.cost import TRANSPORT_COSTS, TransportCost
+from kvplan.inspection.measured_costs import costs_path, load_costs, save_costs, this_machine
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvplan.cli.measuring.samples import Sample
+
+SCHEMA_VERSION: Final = 1
+
+TRANSPORT_OF: Final = {"local": "local", "local-registered": "local", "tcp": "tcp"}
+"""What is tuned, by the name of its costs, and the transport of the engines."""
+
+_TENSORS: Final = (2, 8, 16, 32)
+_SHAPES: Final = ((512, 4 << 10, (1, 4, 16, 64, 256)), (64, 64 << 10, (1, 4, 16, 32)))
+"""Blocks, bytes of a block, and how many of them are moved: 8 KiB to 64 MiB in all, with every
+range of sizes that a shipped cost has a line for."""
+
+
+class Tuned(NamedTuple):
+    """What came of one transport.
+
+    Attributes:
+        cost: fitted; None: it could not be measured.
+        error: the median of how far the fitted line is off, 0.1: by a tenth.
+        factor: by how much kvplan's own costs are off here, in the median: 2: half as fast here.
+        why_not: it could not be measured.
+    """
+
+    name: str
+    cost: TransportCost | None
+    transfers: int = 0
+    error: float = 0.0
+    factor: float = 0.0
+    why_not: str = ""
+
+
+@click.command("tune", epilog="Example: kvplan tune && kvplan estimate plan.json")
+@click.option(
+    "-t",
+    "--transport",
+    "names",
+    type=click.Choice([*TRANSPORT_OF]),
+    multiple=True,
+    help="Only this one; can be given several times. Default: all of them.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=15.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds to measure for, in all; starting takes some more.",
+)
+@click.option("--dry-run", is_flag=True, help="Store nothing.")
+@json_option
+def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: bool) -> ExitCode:
+    """Measure what transfers cost on this machine, and store it for `kvplan estimate`.
+
+    Two processes move blocks of many sizes over each transport; costs are fitted to the times and
+    stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json (~/.cache/kvplan).
+    `kvplan estimate` and `kvplan explain --transport` then use them; plan.estimate("local") in a
+    program does not, unless it is given kvplan.load_costs().costs["local"]. About 400 MB of memory
+    are used. Exits with 2 if a transport could not be measured, or nothing could be stored.
+    """
+    path = costs_path()
+    if not dry_run:
+        _check_can_store(path)  # rather than after all has been measured
+    chosen = tuple(dict.fromkeys(names)) or tuple(TRANSPORT_OF)
+    found = []
+    with progress_shown("measuring") as progress:
+        for number, name in enumerate(chosen):
+            part = partial(_tell, progress, number, len(chosen))
+            try:
+                found.append(_tune(name, seconds / len(chosen), part))
+            except LLMException as error:
+                found.append(Tuned(name, None, why_not=str(error)))
+    costs = {it.name: it.cost for it in found if it.cost is not None}
+    stored = bool(costs) and not dry_run
+    if stored:
+        save_costs(costs, path)
+    where = str(path) if stored else None
+    if as_json:
+        write_json(_document(found, where))
+    else:
+        _write(found, where)
+    return ExitCode.OK if len(costs) == len(chosen) else ExitCode.TROUBLE
+
+
+def _check_can_store(path: Path) -> None:
+    """Have the folder, and nothing in it that would be refused.
+
+    Raises:
+        OSError, LLMException: why nothing could be stored.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    load_costs(path)
+
+
+def _tell(progress: Callable[[float], object], done: int, of: int, share: float) -> None:
+    """How much of all is done, where that share of one part is."""
+    progress((done + share) / of)
+
+
+def _tune(name: str, seconds: float, progress: Callable[[float], object]) -> Tuned:
+    from kvplan.cli.measuring.pair import linked
+    from kvplan.cli.measuring.samples import measure
+    from kvplan.cli.measuring.sizes import Shape
+
+    registered = name == "local-registered"
+    shapes = [Shape(max(_TENSORS), blocks, nbytes, registered) for blocks, nbytes, _ in _SHAPES]
+    with linked(TRANSPORT_OF[name], shapes) as pair:
+        samples = [
+            move(number, tensors, blocks)
+            for number, (_, _, counts) in enumerate(_SHAPES)
+            for tensors, blocks in product(_TENSORS, counts)
+            for move in (pair.pull, pair.push)
+        ]
+        measure(samples, seconds, progress)
+    return _fitted(name, samples)
+
+
+def _fitted(name: str, samples: list[Sample]) -> Tuned:
+    shipped = TRANSPORT_COSTS[name]
+    measured = [(it.plan, 1e3 * it.median) for it in samples if it.plan is not None]
+    cost = shipped.fit(measured)
+    off = [abs(plan.estimate(cost).ms / ms - 1) for plan, ms in measured]
+    factors = [ms / plan.estimate(shipped).ms for plan, ms in measured]
+    transfers = sum(len(it.seconds) for it in samples)
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    cost = replace(cost, source=f"measured here by kvplan tune on {day}, {cost.source}")
+    return Tuned(name, cost, transfers, median(off), median(factors))
+
+
+def _document(found: list[Tuned], path: str | None) -> dict[str, object]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "machine": this_machine(),
+        "path": path,
+        "transports": [
+            {
+                "name": it.name,
+                "transfers": it.transfers,
+                "median_error": it.error,
+                "times_builtin": it.factor,
+                "lines": [] if it.cost is None else [asdict(line) for line in it.cost.lines],
+                "why_not": it.why_not,
+            }
+            for it in found
+        ],
+    }
+
+
+def _write(found: list[Tuned], path: str | None) -> None:
+    out = console()
+    out.print(this_machine(), style="bold")
+    rows = table("transport", ">transfers", ">fit is off by", ">time, of kvplan's own costs")
+    for it in found:
+        if it.cost is not None:
+            rows.add_row(it.name, str(it.transfers), f"{it.error:.0%}", f"{it.factor:.2f}")
+    write_table(out, rows)
+    for it in found:
+        if it.why_not:
+            out.print(f"{it.name}: not measured: {it.why_not}", style="red")
+    out.print(f"stored in {path}" if path else "nothing is stored")

@@ -1,0 +1,120 @@
+"""Where the bytes of a tensor are in the model and in the request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.inspection.contents import Span
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import Side
+
+Offsets = NDArray[np.int64]
+
+_INNER: Final = ("dim", "group", "state")
+"""Axes of a cell: what one token has in one head of the keys or values of a layer."""
+
+_OPAQUE_NBYTES: Final = 64
+"""Of a cell where nothing is known of what a row holds."""
+
+
+class Cells(NamedTuple):
+    """Where cells are, an entry of each column for each of them.
+
+    Attributes:
+        offsets: in their tensor, in bytes.
+        layer, head: counted from the cache's first.
+        kv: 0 or 1.
+        row: the block or slot.
+        token: in its row.
+        order: in the request: the number of the token, or of the row where there are no tokens.
+    """
+
+    offsets: Offsets
+    layer: Offsets
+    kv: Offsets
+    head: Offsets
+    row: Offsets
+    token: Offsets
+    order: Offsets
+
+    def take(self, chosen: Any) -> Cells:
+        """Some of them, by anything that NumPy takes for an index."""
+        return Cells(*(it[chosen] for it in self))
+
+
+class Coordinates:
+    """What offsets in the tensors of one side of a plan mean.
+
+    Attributes:
+        has_kv, has_heads, knows_tokens: whether these are known.
+        apart: tensors of one layer.
+        tokens: of a row.
+        rows: of the request, in its order.
+        entries: positions of each row in the block table.
+        first_layer, first_head: numbers in the model.
+    """
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.side: Side = getattr(plan, name)
+        side, tables = self.side, plan.tables
+        axes = () if side.layout is None else side.layout.axes
+        self.apart = plan.tensors_per_layer // (side.extent("kv") if "kv" in plan.split else 1)
+        self.has_heads = "head" in axes
+        self._kv_inside = side.extent("kv") > 1
+        self.has_kv = self._kv_inside or (self.apart == 2 and self.has_heads)
+        self.tokens = side.extent("token")
+        strides = [side.stride_of(axis) for axis in axes if axis not in _INNER]
+        self.cell_nbytes = min(strides, default=math.gcd(side.stride, _OPAQUE_NBYTES))
+        rows = [] if tables is None else getattr(tables, name).tolist()
+        self.rows: Offsets = np.array(rows, np.int64)
+        self.entries: dict[int, list[int]] = {}
+        for entry, row in enumerate(rows):
+            self.entries.setdefault(row, []).append(entry)
+        self.knows_tokens = bool(rows) and plan.local != "both" and "token" in axes
+        self.shift = 0 if tables is None else tables.src_token - tables.dst_token
+        shard = side.shard
+        self.first_layer = 0 if shard is None or shard.layers is None else shard.layers.start
+        self.first_head = 0 if shard is None or shard.heads is None else shard.heads.start
+
+    def cells(self, tensor: int, offsets: Offsets) -> Cells:
+        """Where the cells at these offsets of a tensor are."""
+        side = self.side
+        layer = tensor // self.apart * side.extent("layer") + self._index("layer", offsets)
+        kv = self._index("kv", offsets) if self._kv_inside else np.full_like(layer, tensor % 2)
+        row = offsets % (side.count * side.stride) // side.stride
+        token = self._index("token", offsets)
+        entry = row
+        if self.entries:
+            where = np.full(side.count, len(self.rows), np.int64)
+            where[self.rows[::-1]] = np.arange(len(self.rows))[::-1]
+            entry = where[row]
+        order = entry * self.tokens + token + self.shift
+        return Cells(offsets, layer, kv, self._index("head", offsets), row, token, order)
+
+    def _index(self, axis: str, offsets: Offsets) -> Offsets:
+        stride = self.side.stride_of(axis)
+        return offsets // stride % self.side.extent(axis) if stride else np.zeros_like(offsets)
+
+    def tensor_of(self, layer: int, kv: int) -> tuple[int, int]:
+        """The tensor of a layer's keys or values, and the byte of it where they begin."""
+        side, inside = self.side, self.side.extent("layer")
+        start = layer % inside * side.stride_of("layer")
+        if self._kv_inside:
+            return layer // inside * self.apart, start + kv * side.stride_of("kv")
+        return layer // inside * self.apart + (kv if self.has_kv else 0), start
+
+
+def spans(values: Sequence[int]) -> list[Span]:
+    """Ascending numbers as ranges."""
+    found: list[Span] = []
+    for value in values:
+        if found and value == found[-1][1] + 1:
+            found[-1] = found[-1][0], value
+        else:
+            found.append((value, value))
+    return found

@@ -1,0 +1,137 @@
+"""What differs in a cache: the first wrong bytes, a summary, and both as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvplan.debug.cells import spans
+from kvplan.inspection.contents import Span, spans_text
+from kvplan.inspection.units import nbytes_text
+from kvplan.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The first wrong bytes of a cache: those of one block (or slot) of one layer's keys or values.
+
+    Attributes:
+        layer: of the model, where the cache says which of them it has; else counted from its first.
+        kv: "K" or "V"; empty where the layout does not say.
+        heads: the first and last KV head of the model that is wrong; None: not known.
+        tokens: the first and last token of the request that is wrong; None: not known.
+        tensor, row: where they lie at dst.
+        descriptor: of the plan, which wrote the first of them.
+        src_tensor, src_row: where it read them.
+        entries: positions of `src_row` in the request's block table at src.
+        holds: what the bytes are, in words; empty: found nowhere.
+        as_planned: whether they are those that lie at the source, where the plan reads them; None:
+            no source was given.
+    """
+
+    layer: int
+    kv: str
+    heads: Span | None
+    tokens: Span | None
+    tensor: int
+    row: int
+    descriptor: int
+    src_tensor: int
+    src_row: int
+    entries: tuple[int, ...]
+    holds: str
+    as_planned: bool | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a cache differs from what it should hold, after a plan was executed.
+
+    Sizes count cells: a token's bytes in one head of the keys or values of a layer, or as much of
+    it as differs for all that is known of the layout.
+
+    Attributes:
+        plan: what was executed.
+        group: of a `GroupPlan`; empty: a plan of one group.
+        wrong_nbytes: bytes that the plan wrote, in cells that differ.
+        elsewhere_nbytes: bytes in cells that differ, and that the plan does not write.
+        layers: numbers of the layers that are wrong, as in `Wrong.layer`.
+        kv: "K", "V" or "K+V".
+        heads, tokens: those that are wrong; empty: not known.
+        rows: blocks (or slots) at dst that are wrong.
+        first: the first of them in the order of layers and of the request; None: nothing is wrong.
+    """
+
+    plan: Plan
+    group: str
+    wrong_nbytes: int
+    elsewhere_nbytes: int
+    layers: tuple[int, ...] = ()
+    kv: str = ""
+    heads: tuple[int, ...] = ()
+    tokens: tuple[Span, ...] = ()
+    rows: tuple[int, ...] = ()
+    first: Wrong | None = None
+
+    def lines(self) -> Iterator[str]:
+        """What it says, for people."""
+        plan, first = self.plan, self.first
+        name = f"{plan.operation} (plan {plan.fingerprint[:6]})"
+        if self.group:
+            name = f"group {self.group}: {name}"
+        if first is None:
+            yield f"as expected: all {nbytes_text(plan.nbytes)} that {name} writes"
+        else:
+            total = nbytes_text(plan.nbytes)
+            yield f"wrong: {nbytes_text(self.wrong_nbytes)} of the {total} that {name} writes"
+            rows = spans_text(plan.dst.row, spans(self.rows))
+            held = [spans_text("layer", spans(self.layers)), self.kv]
+            held += [spans_text("head", spans(self.heads)), spans_text("token", [*self.tokens])]
+            yield f"  {', '.join(filter(None, [*held, f'{rows} at dst']))}"
+            yield from self._first_lines(first)
+        if self.elsewhere_nbytes:
+            yield (
+                f"  {nbytes_text(self.elsewhere_nbytes)} that it does not write differ as well: "
+                "another transfer, or the model, wrote there"
+            )
+
+    def _first_lines(self, first: Wrong) -> Iterator[str]:
+        plan = self.plan
+        held = [f"layer {first.layer}", first.kv]
+        held += [spans_text("head", [first.heads] if first.heads else [])]
+        held += [spans_text("token", [first.tokens] if first.tokens else [])]
+        where = f"{plan.dst.row} {first.row} of {plan.dst.name or f'dst tensor {first.tensor}'}"
+        yield f"first: {', '.join(filter(None, [*held, where]))}"
+        table = f"src_{plan.src.row}s"
+        named = " and ".join(f"{table}[{it}]" for it in first.entries[:4])
+        source = plan.src.name or f"src tensor {first.src_tensor}"
+        yield (
+            f"  descriptor {first.descriptor} wrote it, from {plan.src.row} {first.src_row} of "
+            f"{source}{f', {named}' if named else ''}"
+        )
+        if len(first.entries) > 1:
+            yield f"  {plan.src.row} {first.src_row} is in the block table more than once"
+        if first.holds:
+            yield f"  it holds {first.holds}"
+        if first.as_planned:
+            yield "  the source holds the same there: it was copied as planned"
+        elif first.as_planned is not None:
+            yield "  the source holds something else there: not this plan, or not then, wrote it"
+
+
+@dataclass(frozen=True)
+class Located:
+    """What `locate` found; true if anything is wrong, and `print` shows it."""
+
+    differences: tuple[Difference, ...]
+
+    def __bool__(self) -> bool:
+        return any(it.first is not None for it in self.differences)
+
+    @property
+    def first(self) -> Wrong | None:
+        """Of the first group in which something is wrong; None: nothing is."""
+        return next((it.first for it in self.differences if it.first is not None), None)
+
+    def __str__(self) -> str:
+        return "\n".join(line for it in self.differences for line in it.lines())

@@ -1,0 +1,165 @@
+"""A cache compared with what it should hold, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.debug.cells import Cells, Coordinates, spans
+from kvplan.debug.difference import Difference, Located
+from kvplan.debug.search import Search
+from kvplan.debug.tensors import CHUNK, Bytes, Same, comparison, tensors_of
+from kvplan.planning import reference
+from kvplan.planning.groups import AnyPlan, GroupPlan, Part
+from kvplan.planning.plan import Plan
+from kvplan.status import invalid
+from kvplan.validation import check_type, shown
+
+
+def locate(
+    expected: Sequence[Any],
+    found: Sequence[Any],
+    plan: AnyPlan,
+    *,
+    source: Sequence[Any] | None = None,
+    atol: float = 0.0,
+) -> Located:
+    """Return where a cache differs from what it should hold, in the bytes that `plan` wrote.
+
+    Args:
+        expected, found: the tensors of the destination, as they should be and as they are: NumPy
+            arrays, or CPU tensors that have `__dlpack__`, one for each tensor of `plan.dst` and
+            contiguous. Of a `GroupPlan` those of all groups, one group after another.
+        plan: what was executed.
+        source: the tensors of the source, if there are any to look at: it is said then whether the
+            plan was carried out, and bytes of other requests are recognized.
+        atol: cells differ if any of their elements differ by more; 0: if any bit does. For caches
+            of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs need not compute alike.
+
+    Raises:
+        TypeError: what is neither an array nor a tensor.
+        LLMException: LLM_PARAM_INVALID: tensors that do not fit the plan, or that no CPU reaches;
+            `atol` below 0, or above for elements that are not of those types.
+    """
+    if isinstance(atol, bool) or not isinstance(atol, int | float):
+        raise TypeError(f"atol={shown(atol)} must be a number")
+    if not 0 <= atol < math.inf:
+        raise invalid(f"atol={atol} must be >= 0 and finite")
+    parts = _parts(plan)
+    should, does = (
+        tensors_of(name, given, parts, "dst")
+        for name, given in (("expected", expected), ("found", found))
+    )
+    read = None if source is None else tensors_of("source", source, parts, "src")
+    return Located(
+        tuple(
+            _compare(
+                part,
+                should[part.dst_tensor :],
+                does[part.dst_tensor :],
+                None if read is None else read[part.src_tensor :],
+                comparison(part.plan, atol),
+            )
+            for part in parts
+        )
+    )
+
+
+def replay(plan: AnyPlan, src: Sequence[Any], dst: Sequence[Any]) -> Located:
+    """Execute `plan` again, by the reference executor, and compare with what it has left.
+
+    Needs as much memory again as `dst` has.
+
+    Args:
+        plan: what was executed.
+        src: the tensors of the source, as they were then.
+        dst: the tensors of the destination, as they were afterwards. They are not written.
+
+    Raises:
+        TypeError, LLMException: as `locate` does.
+    """
+    parts = _parts(plan)
+    read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")
+    expected = [it.copy() for it in found]
+    reference.execute(plan, read, expected)
+    return locate(expected, found, plan, source=read)
+
+
+def _parts(plan: AnyPlan) -> list[Part]:
+    if isinstance(plan, GroupPlan):
+        return [*plan.parts()]
+    return [Part("", check_type("plan", plan, Plan), 0, 0, 0)]
+
+
+def _compare(
+    part: Part, expected: list[Bytes], found: list[Bytes], source: list[Bytes] | None, same: Same
+) -> Difference:
+    """Compare the tensors of one plan, of which the lists begin with its own."""
+    plan, dst = part.plan, Coordinates(part.plan, "dst")
+    runs = plan.segments.expanded()
+    places = [plan.pair(index)[1] for index in range(plan.num_tensor_pairs)]
+    numbers = (runs.src_offsets, runs.dst_offsets, runs.nbytes)
+    unit = math.gcd(
+        dst.cell_nbytes, *(int(np.gcd.reduce(it)) for it in numbers), *(it for _, it in places)
+    )
+    starts = (runs.dst_offsets // np.uint64(unit)).astype(np.int64)
+    ends = starts + (runs.nbytes // np.uint64(unit)).astype(np.int64)
+    wrong_nbytes = elsewhere = 0
+    seen: list[set[int]] = [set() for _ in range(5)]  # layers, kv, heads, rows, tokens
+    best: tuple[tuple[int, ...], int, Cells] | None = None
+    for tensor in range(plan.dst.num_tensors):
+        differs = _differing(expected[tensor], found[tensor], unit, same)
+        written = np.zeros(len(differs) + 1, np.int32)
+        for _, start in (it for it in places if it[0] == tensor):
+            np.add.at(written, starts + start // unit, 1)
+            np.add.at(written, ends + start // unit, -1)
+        is_written = np.cumsum(written[:-1]) > 0
+        elsewhere += int(np.count_nonzero(differs & ~is_written)) * unit
+        offsets = np.flatnonzero(differs & is_written) * unit
+        if not len(offsets):
+            continue
+        wrong_nbytes += len(offsets) * unit
+        cells = dst.cells(tensor, offsets)
+        for column, values in zip(
+            (cells.layer, cells.kv, cells.head, cells.row, cells.order), seen, strict=True
+        ):
+            values.update(np.unique(column).tolist())
+        at = int(np.lexsort((cells.head, cells.kv, cells.order, cells.layer))[0])
+        key = tuple(int(it[at]) for it in (cells.layer, cells.order, cells.kv, cells.head))
+        if best is None or key < best[0]:
+            of_row = (cells.row == cells.row[at]) & (cells.layer == cells.layer[at])
+            best = key, tensor, cells.take(of_row & (cells.kv == cells.kv[at]))
+    if best is None:
+        return Difference(plan, part.name, 0, elsewhere)
+    layers, kv, heads, rows, orders = (sorted(it) for it in seen)
+    _, tensor, cells = best
+    search = Search(plan, dst, unit, expected, found, source, same, tensor, cells)
+    return Difference(
+        plan,
+        part.name,
+        wrong_nbytes,
+        elsewhere,
+        tuple(it + dst.first_layer for it in layers),
+        "+".join("KV"[it] for it in kv) if dst.has_kv else "",
+        tuple(it + dst.first_head for it in heads) if dst.has_heads else (),
+        tuple(spans(orders)) if dst.knows_tokens else (),
+        tuple(rows),
+        search.describe(runs, places),
+    )
+
+
+def _differing(expected: Bytes, found: Bytes, unit: int, same: Same) -> NDArray[np.bool_]:
+    """Which units of a tensor differ."""
+    step = max(CHUNK // unit, 1) * unit
+    parts = [
+        ~same(
+            expected[start : start + step].reshape(-1, unit),
+            found[start : start + step].reshape(-1, unit),
+        )
+        for start in range(0, len(found), step)
+    ]
+    return np.concatenate(parts)

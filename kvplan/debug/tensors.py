@@ -1,0 +1,99 @@
+"""The tensors that are compared: their bytes, and when two of them are the same."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.dlpack import read_dlpack
+from kvplan.inspection.units import plural
+from kvplan.planning.groups import Part
+from kvplan.planning.plan import Plan
+from kvplan.status import invalid
+from kvplan.types import DataType
+
+Bytes = NDArray[np.uint8]
+Same = Callable[[Bytes, Bytes], NDArray[np.bool_]]
+
+CHUNK: Final = 64 << 20
+"""Bytes of a tensor that are compared at once."""
+
+_FLOATS: Final = {
+    DataType.DT_FLOAT16: "<f2",
+    DataType.DT_BF16: "<u2",  # the upper half of a float
+    DataType.DT_FLOAT: "<f4",
+    DataType.DT_DOUBLE: "<f8",
+}
+
+
+def tensors_of(name: str, given: Any, parts: list[Part], side: str) -> list[Bytes]:
+    """The bytes of each tensor, checked to be as many as the plan says."""
+    if isinstance(given, np.ndarray) or not isinstance(given, Sequence):
+        raise TypeError(f"{name}={type(given).__name__} must be a sequence of tensors")
+    sizes = [
+        it.tensor_nbytes
+        for part in parts
+        for it in [getattr(part.plan, side)]
+        for _ in range(it.num_tensors)
+    ]
+    if len(given) != len(sizes):
+        raise invalid(f"{name} has {plural(len(given), 'tensor')}; the plan needs {len(sizes)}")
+    found = []
+    for position, (tensor, nbytes) in enumerate(zip(given, sizes, strict=True)):
+        array = _bytes_of(f"{name}[{position}]", tensor)
+        if array.nbytes != nbytes:
+            raise invalid(
+                f"{name}[{position}] has {array.nbytes} bytes; the plan's tensors have {nbytes}"
+            )
+        found.append(array)
+    return found
+
+
+def _bytes_of(name: str, tensor: Any) -> Bytes:
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    if not hasattr(tensor, "__dlpack__"):
+        raise TypeError(f"{name}={type(tensor).__name__} must be a NumPy array or a CPU tensor")
+    it = read_dlpack(name, tensor)
+    if it.device:
+        raise invalid(f"{name} is on {it.device}; copy it to the host first")
+    dense = [math.prod(it.shape[dim + 1 :]) for dim in range(len(it.shape))]
+    if any(n > 1 and a != b for n, a, b in zip(it.shape, it.strides, dense, strict=True)):
+        raise invalid(f"{name} is not contiguous: strides {it.strides} of shape {it.shape}")
+    nbytes = math.prod(it.shape) * it.bits // 8
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(it.address)
+    memory.owner = it.capsule  # for as long as the array lives
+    array: Bytes = np.frombuffer(memory, np.uint8)
+    return array
+
+
+def comparison(plan: Plan, atol: float) -> Same:
+    """Whether cells, shape (n, bytes), are the same: (n,)."""
+    if not atol:
+        return lambda a, b: np.asarray((a == b).all(axis=1))
+    data_type = plan.dst.data_type
+    if data_type not in _FLOATS:
+        name = "opaque rows" if data_type is None else data_type.name
+        allowed = ", ".join(it.name for it in _FLOATS)
+        raise invalid(f"atol={atol} must be 0 for {name}; other values are for {allowed}")
+
+    def values(cells: Bytes) -> NDArray[np.float64]:
+        raw = np.ascontiguousarray(cells).view(_FLOATS[data_type])
+        if data_type is DataType.DT_BF16:
+            raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return raw.astype(np.float64)
+
+    def same(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
+        left, right = values(a), values(b)
+        with np.errstate(invalid="ignore"):
+            close = (left == right) | (np.abs(left - right) <= atol)
+        return np.asarray((close | (np.isnan(left) & np.isnan(right))).all(axis=1))
+
+    return same

@@ -1,0 +1,128 @@
+"""Recordings of what an engine does: `record`, and the environment variable KVPLAN_RECORD."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvplan.engine.runner import OperationRunner
+from kvplan.engine.telemetry import logger
+from kvplan.links import LinkState
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
+    from kvplan.lease import BlockLease
+    from kvplan.links import PeerLink
+    from kvplan.recording.writer import Recorder
+
+RECORD: Final = "KVPLAN_RECORD"
+"""Names a directory where each engine of each process records to a file of its own."""
+
+SUFFIX: Final = ".kvrec"
+
+_DEFAULT_MAX_BYTES: Final = 64 << 20
+_DEFAULT_FILES: Final = 2
+
+
+class RecordingOperations(OperationRunner):
+    """What an engine does, in a file: see docs/recording.md."""
+
+    def record(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int = _DEFAULT_MAX_BYTES,
+        files: int = _DEFAULT_FILES,
+    ) -> Recorder:
+        """Record every transfer with its plan and outcome, links, leases and caches, from now on.
+
+        The file can be read while it is written: `kvplan trace`, `kvplan.recording.read`. When it
+        is full it becomes `path.1`, and so on; a recording of before is kept in the same way. A
+        disk that is full ends the recording with a warning in the log, and no transfer fails.
+
+        Args:
+            path: of the file.
+            max_bytes: of a file, at least 65536.
+            files: that are kept.
+
+        Returns:
+            What records until its `close`, the end of its `with` block, or `finalize`.
+
+        Raises:
+            TypeError: an argument of another type.
+            OSError: the file cannot be made.
+            LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file is another
+                engine's, or no recording; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        return _record(self._running(), path, max_bytes=max_bytes, files=files)
+
+
+def record_where_said(engine: Engine) -> None:
+    """Record an engine that was just made, if the environment says where.
+
+    A directory that cannot be written is a warning: the engine works without.
+    """
+    if not (given := os.environ.get(RECORD)):
+        return
+    now = time.time()
+    when = time.strftime("%Y%m%dT%H%M%S", time.localtime(now)) + f"{now % 1:.6f}"[1:]
+    path = Path(given) / f"kvplan-{engine.cluster_id}-{engine.pid}-{when}{SUFFIX}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _record(engine, path)
+    except (OSError, LLMException) as error:
+        logger.warning(
+            "%s=%s: cluster %d is not recorded: %s", RECORD, given, engine.cluster_id, error
+        )
+
+
+def _record(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int = _DEFAULT_MAX_BYTES,
+    files: int = _DEFAULT_FILES,
+) -> Recorder:
+    from kvplan.recording.writer import Recorder  # nobody else pays for it
+
+    before = engine.recorder
+    if before is not None and not before.ended:
+        raise invalid(
+            f"path={os.fspath(path)}: cluster {engine.cluster_id} is being recorded to "
+            f"{before.path}; close that first (it may be {RECORD}'s)"
+        )
+    recorder = Recorder(path, engine.cluster_id, engine.role.name, max_bytes=max_bytes, files=files)
+    engine.recorder = recorder
+    engine.leases.observer = partial(_record_lease, recorder)
+    engine.links.observe(partial(_record_link, recorder))
+    for it in tuple(engine.links.peers.values()):
+        _record_link(recorder, it)
+    return recorder
+
+
+def _record_lease(recorder: Recorder, what: str, lease: BlockLease) -> None:
+    fields = {
+        "lease": lease.lease_id,
+        "cache": lease.cache_id,
+        "blocks": lease.blocks,
+        "tag": lease.tag,
+        "tokens": lease.tokens,
+    }
+    recorder.event(what, LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
+
+
+def _record_link(recorder: Recorder, link: PeerLink) -> None:
+    fields = {
+        "peer": link.cluster_id,
+        "state": link.state.name,
+        "transport": link.transport,
+        "way": link.way,
+        "address": link.address,
+    }
+    broken = link.state is LinkState.BROKEN
+    status = LLMStatusCode.LLM_LINK_FAILED if broken else LLMStatusCode.LLM_SUCCESS
+    recorder.event("link_state", status, 0.0, link.reason, fields)

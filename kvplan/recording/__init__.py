@@ -1,0 +1,30 @@
+"""Recordings of engines: what was transferred, when, by which plan, and what became of it.
+
+`LlmDataDist.record` writes them, `read` reads them: see docs/recording.md.
+"""
+
+from kvplan.recording.queries import Write, select, who_wrote
+from kvplan.recording.reader import (
+    AnyRecord,
+    Dropped,
+    Event,
+    Header,
+    Recording,
+    Transfer,
+    follow,
+    read,
+)
+
+__all__ = [
+    "AnyRecord",
+    "Dropped",
+    "Event",
+    "Header",
+    "Recording",
+    "Transfer",
+    "Write",
+    "follow",
+    "read",
+    "select",
+    "who_wrote",
+]

@@ -1,0 +1,150 @@
+"""The files of a recording: one is written, and when it is full it becomes the newest old one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from kvplan.recording.format import MAGIC, framed
+from kvplan.status import invalid
+from kvplan.validation import check_type
+
+_LEAST_BYTES: Final = 64 << 10
+
+
+class RotatingFile:
+    """Files `path` (which is written), `path.1` (the one before) and so on.
+
+    Where `path` is a recording of before, it becomes `path.1`. A lock of the file tells another
+    recorder that it is being written.
+
+    Args:
+        path: of the file that is written.
+        head: given the number of a file, counted from 0, its first rows.
+        max_bytes: of a file; a row that is larger by itself is written all the same.
+        files: that are kept, at least 1.
+
+    Raises:
+        OSError: it cannot be made.
+        LLMException: LLM_PARAM_INVALID: another recorder writes it, or it is something else.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        head: Callable[[int], list[bytes]],
+        *,
+        max_bytes: int,
+        files: int,
+    ) -> None:
+        if check_type("max_bytes", max_bytes, int) < _LEAST_BYTES:
+            raise invalid(f"max_bytes={max_bytes} must be at least {_LEAST_BYTES}")
+        if not 1 <= check_type("files", files, int) <= 1000:
+            raise invalid(f"files={files} is out of range [1, 1000]")
+        self.path = Path(path)
+        self.max_bytes = max_bytes
+        self._files = files
+        self._head = head
+        self._number = 0
+        self._fd = -1
+        self._nbytes = 0
+        self._has_rows = False
+        self._check_free()
+        self._open()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._fd < 0
+
+    def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
+        """Append encoded rows; into a new file where this one has no room.
+
+        Raises:
+            OSError: the disk is full, say. What is not whole was cut off again.
+        """
+        batch: list[bytes] = []
+        nbytes = 0
+        for frame in framed(rows, compress=compress):
+            if self._nbytes + nbytes + len(frame) > self.max_bytes and (batch or self._has_rows):
+                self._write(b"".join(batch))
+                batch, nbytes = [], 0
+                self._rotate()
+            batch.append(frame)
+            nbytes += len(frame)
+        self._write(b"".join(batch))
+        self._has_rows = True
+
+    def close(self) -> None:
+        """Write no more; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _write(self, data: bytes) -> None:
+        view, written = memoryview(data), 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, view[written:])
+        except OSError:
+            # Readers do without: a row that is cut off is none.
+            os.ftruncate(self._fd, self._nbytes)
+            self.close()
+            raise
+        self._nbytes += written
+
+    def _check_free(self) -> None:
+        """Keep a recording of before; refuse what is another's."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            if not _lock(fd):
+                raise invalid(f"path={self.path}: another engine records to it")
+            begin = os.read(fd, len(MAGIC))
+            if not MAGIC.startswith(begin):
+                raise invalid(f"path={self.path} exists, and is no recording")
+            self._shift()
+        finally:
+            os.close(fd)
+
+    def _rotate(self) -> None:
+        self.close()
+        self._shift()
+        self._number += 1
+        self._open()
+
+    def _shift(self) -> None:
+        """Rename each file to the next number; the oldest is removed."""
+        names = [self.path, *(Path(f"{self.path}.{it}") for it in range(1, self._files))]
+        names[-1].unlink(missing_ok=True)
+        for old, new in reversed([*pairwise(names)]):
+            if old.exists():
+                old.rename(new)
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self.path, flags, 0o600)
+        except FileExistsError:
+            raise invalid(f"path={self.path}: another engine records to it") from None
+        _lock(self._fd)
+        self._nbytes = 0
+        self._has_rows = False
+        self._write(MAGIC + b"".join(framed(self._head(self._number), compress=False)))
+
+
+def _lock(fd: int) -> bool:
+    """Whether nobody else writes this file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

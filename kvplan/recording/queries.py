@@ -1,0 +1,166 @@
+"""What is asked of recordings: transfers by tag, peer, time; and who wrote a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvplan.recording.reader import AnyRecord, Event, Recording, Transfer
+from kvplan.status import invalid
+from kvplan.validation import INT64_MAX, check_type, check_width
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvplan.planning.plan import Plan
+    from kvplan.planning.side import Side
+
+PUSHES = "push"
+
+
+@dataclass(frozen=True)
+class Write:
+    """A transfer that wrote a block, or a slot, or was to.
+
+    Attributes:
+        transfer: which; its cluster_id says who ran it.
+        group: of a transfer of several, else empty.
+        source: the cluster that the bytes came from; None: this process.
+        src_cache: the cache that they came from, in that cluster; -1: not known.
+        src_rows: the blocks (or slot) that they came from, in the order of the destination's bytes.
+        partial: whether only a part of the block was written, of all tensors of the cache.
+    """
+
+    transfer: Transfer
+    group: str
+    source: int | None
+    src_cache: int
+    src_rows: tuple[int, ...]
+    partial: bool
+
+
+def select(
+    records: Iterable[AnyRecord],
+    *,
+    tag: str | None = None,
+    cluster: int | None = None,
+    operation: str | None = None,
+    since: float | None = None,
+    until: float | None = None,
+    failed: bool = False,
+) -> Iterator[AnyRecord]:
+    """The records that are all of this.
+
+    Args:
+        tag: of the transfer, or the lease; one that ends in `*` is a prefix.
+        cluster: of the peer.
+        operation: such as "pull_blocks"; also "pull", for all that pull.
+        since, until: begun in this time, in seconds since the epoch.
+        failed: only what failed.
+    """
+    for it in records:
+        if not isinstance(it, Transfer | Event):
+            continue
+        if isinstance(it, Transfer):
+            its_tag, peer, verb = it.tag, it.peer, it.verb
+        else:
+            its_tag, peer, verb = it.fields.get("tag", ""), it.fields.get("peer"), ""
+        if tag is not None and not _matches(str(its_tag), tag):
+            continue
+        if cluster is not None and peer != cluster:
+            continue
+        if operation is not None and operation not in (it.operation, verb):
+            continue
+        if (since is not None and it.time < since) or (until is not None and it.time > until):
+            continue
+        if failed and not it.failed:
+            continue
+        yield it
+
+
+def who_wrote(
+    recording: Recording, cache: int, block: int, others: Sequence[Recording] = ()
+) -> list[Write]:
+    """Every transfer that wrote a block of a cache of the engine that is recorded, oldest first.
+
+    Transfers that failed are among them: they may have written it in part. What peers have pushed
+    their recordings say.
+
+    Args:
+        recording: of the engine that has the cache.
+        cache: its id.
+        block: of it; of a contiguous cache the slot.
+        others: recordings of its peers.
+
+    Raises:
+        TypeError, ValueError: no ids.
+        LLMException: LLM_PARAM_INVALID: a recording is damaged.
+    """
+    check_width("cache", cache, 0, INT64_MAX)
+    check_width("block", block, 0, INT64_MAX)
+    here = recording.header.cluster_id
+    found: list[Write] = []
+    for it in recording.transfers:
+        if it.verb != PUSHES:
+            source = it.peer if it.verb == "pull" else None
+            found += _writes(it, cache, block, source)
+    for other in others:
+        if check_type("others", other, Recording).header.cluster_id == here:
+            raise invalid(f"others: {other!r} is of cluster {here} too, which no peer is")
+        for it in other.transfers:
+            if it.verb == PUSHES and it.peer == here:
+                found += _writes(it, cache, block, it.cluster_id)
+    return sorted(found, key=lambda it: it.transfer.time + it.transfer.seconds)
+
+
+def rows_written(plan: Plan, block: int) -> tuple[tuple[int, ...], bool] | None:
+    """The source rows of what a plan writes to a row, and whether it is a part; None: nothing."""
+    runs = plan.segments.expanded()
+    src, dst, nbytes = (
+        it.astype(np.int64) for it in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
+    )
+    stride = plan.dst.stride
+    # A tensor may have an axis outside of its rows: they begin again after a period.
+    period, within = stride * plan.dst.count, block * stride
+
+    def before(ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the row before each of these offsets."""
+        return ends // period * stride + np.clip(ends % period - within, 0, stride)
+
+    written = before(dst + nbytes) - before(dst)
+    hit = np.flatnonzero(written > 0)
+    if not len(hit):
+        return None
+    rows: list[int] = []
+    for index in hit[np.argsort(dst[hit], kind="stable")].tolist():
+        start, end = int(dst[index]), int(dst[index] + nbytes[index])
+        for again in range(start // period, (end - 1) // period + 1):
+            begin = max(start, again * period + within)
+            size = min(end, again * period + within + stride) - begin
+            if size > 0:
+                rows += _rows_of(plan.src, int(src[index]) + begin - start, size)
+    whole = plan.dst.num_tensors * plan.dst.tensor_nbytes // plan.dst.count
+    return tuple(dict.fromkeys(rows)), int(written.sum()) * plan.num_tensor_pairs < whole
+
+
+def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
+    """The rows that a run of bytes lies in."""
+    first, last = offset // side.stride, (offset + nbytes - 1) // side.stride
+    return (it % side.count for it in range(first, min(last, first + side.count - 1) + 1))
+
+
+def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> Iterator[Write]:
+    """What a transfer wrote of a block: of each group."""
+    caches = transfer.caches
+    if not transfer.may_write(cache, block):
+        return
+    for (group, plan), (src_cache, dst_cache) in zip(transfer.plans.items(), caches, strict=True):
+        if dst_cache == cache and (written := rows_written(plan, block)) is not None:
+            yield Write(transfer, group, source, src_cache, *written)
+
+
+def _matches(tag: str, wanted: str) -> bool:
+    return tag.startswith(wanted[:-1]) if wanted.endswith("*") else tag == wanted

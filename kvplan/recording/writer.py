@@ -1,0 +1,342 @@
+"""The recorder of one engine: its calls append rows to a queue, and a thread writes them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+import kvplan
+from kvplan.logs import Log
+from kvplan.planning.plan import Plan
+from kvplan.recording.files import RotatingFile
+from kvplan.recording.format import (
+    DROPPED,
+    END,
+    EVENT,
+    HEADER,
+    TEMPLATE,
+    TRANSFER,
+    encode,
+    segments_of,
+    template_of,
+)
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.side import Side
+    from kvplan.status import LLMStatusCode
+
+MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
+_INTERVAL_S: Final = 0.05  # for which rows are gathered
+_CLOSING_S: Final = 10.0  # a disk that does not answer holds nobody up for longer
+_MAX_KNOWN: Final = 4096  # pairs of sides that are found without a look at them
+_FEW_TEMPLATES: Final = 64  # whose bytes need not be counted
+
+_log = Log("kvplan")
+
+
+class Ended(Protocol):
+    """An operation that has ended, as the engine has it."""
+
+    @property
+    def name(self) -> str:
+        """Of the call."""
+
+    @property
+    def tag(self) -> str:
+        """As the caller gave it."""
+
+    @property
+    def started(self) -> float:
+        """When, by `perf_counter`."""
+
+    @property
+    def plan(self) -> AnyPlan | None:
+        """What was executed, if it came to that."""
+
+    @property
+    def cache_id(self) -> int:
+        """Of the cache of this process that takes part."""
+
+    @property
+    def cluster_id(self) -> int | None:
+        """Of the peer."""
+
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """By whose leases it moves."""
+
+
+class Recorder:
+    """Writes what one engine does to a file, or several that rotate, until `close`.
+
+    What is recorded is encoded where it happens, some microseconds that hold no lock but that of a
+    list, and written by a thread. When that does not keep up, rows are dropped, and the file says
+    how many. A file that cannot be written any more ends the recording, with one warning.
+
+    Args:
+        path: of the file that is written.
+        cluster_id, role: of the engine.
+        max_bytes: of a file.
+        files: that are kept, the one that is written among them.
+        max_queued: bytes of rows that wait to be written; more are dropped.
+
+    Raises:
+        OSError: the file cannot be made.
+        LLMException: LLM_PARAM_INVALID: there is another recording, or file, of that name.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        cluster_id: int,
+        role: str,
+        *,
+        max_bytes: int,
+        files: int,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        self._pid = os.getpid()
+        # Re-entrant: a signal handler, or the garbage collector, may end an operation anywhere.
+        self._mutex = threading.RLock()
+        self._writing = threading.RLock()
+        self._rows: deque[bytes] = deque()
+        self._room = self._max_queued = max_queued
+        self._dropped = 0
+        self._awake = False
+        self._ended = False
+        self._known: dict[tuple[object, ...], tuple[int, Side, Side]] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._previous: dict[bytes, int] = {}
+        self._last_number = 0
+        recording = secrets.token_hex(8)
+
+        def head(file: int) -> list[bytes]:
+            """The first rows of a file: whose it is, and what its transfers may name."""
+            wall, clock = time.time(), perf_counter()
+            header = (
+                HEADER, recording, file, kvplan.__version__, socket.gethostname(), self._pid,
+                cluster_id, role, wall, clock,
+            )  # fmt: skip
+            return [encode(header), *self._templates()]
+
+        self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # may be put to anywhere, unlike an Event
+        self._thread = threading.Thread(
+            target=self._write_all, name=f"kvplan-recorder-{cluster_id}", daemon=True
+        )
+        self._thread.start()
+        _recorders.add(self)
+
+    @property
+    def path(self) -> Path:
+        """Of the file that is written."""
+        return self._file.path
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is recorded any more: it was closed, or the file could not be written."""
+        return self._ended
+
+    @property
+    def dropped(self) -> int:
+        """Rows that were dropped, as far as no row says so yet."""
+        return self._dropped
+
+    def transfer(
+        self, operation: Ended, status: LLMStatusCode, seconds: float, nbytes: int, error: str
+    ) -> None:
+        """Record an operation that has its outcome."""
+        if self._ended:
+            return
+        plan = operation.plan
+        try:
+            if plan is None:
+                parts: tuple[object, ...] = ()
+            elif isinstance(plan, Plan):
+                parts = (self._part("", plan),)
+            else:
+                parts = tuple([self._part(name, it) for name, it in plan.groups.items()])
+            row = (
+                TRANSFER, operation.started, seconds, operation.name, status, error, operation.tag,
+                operation.cluster_id, operation.cache_id, operation.leases, nbytes, parts,
+            )  # fmt: skip
+            self._append(encode(row))
+        except Exception as raised:  # the transfer has its outcome: it must not get another one
+            self._fail(raised)
+
+    def event(
+        self,
+        operation: str,
+        status: LLMStatusCode,
+        seconds: float,
+        error: str,
+        fields: dict[str, Any],
+    ) -> None:
+        """Record what else has just happened; `seconds` is how long it took."""
+        if self._ended:
+            return
+        started = perf_counter() - seconds
+        try:
+            self._append(encode((EVENT, started, seconds, operation, status, error, fields)))
+        except Exception as raised:
+            self._fail(raised)
+
+    def flush(self) -> None:
+        """Write what has been recorded so far."""
+        if self._pid == os.getpid():
+            self._drain()
+
+    def close(self) -> None:
+        """Write what has been recorded, and end; idempotent. In a forked child nothing happens."""
+        if self._pid != os.getpid():
+            return
+        with self._mutex:
+            if self._ended:
+                return
+            self._ended = True
+        self._tokens.put(False)
+        self._thread.join(_CLOSING_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _append(self, row: bytes) -> None:
+        # No lock: of two threads one may not be subtracted, until the queue is written.
+        room = self._room - len(row)
+        if room < 0:
+            with self._mutex:
+                self._dropped += 1
+            return
+        self._room = room
+        self._rows.append(row)
+        if not self._awake:
+            self._awake = True
+            self._tokens.put(True)
+
+    def _part(self, group: str, plan: Plan) -> tuple[object, ...]:
+        """A `PartRow`."""
+        src, dst = plan.src, plan.dst
+        key = (
+            id(src), id(dst), plan.operation, plan.src_tensors, plan.dst_tensors, plan.split,
+            plan.coalesce, plan.tensors_per_layer, plan.reinterpret, plan.kind,
+        )  # fmt: skip
+        known = self._known.get(key)
+        number = self._number(key, plan) if known is None else known[0]
+        tables = plan.tables
+        if plan.by_rows and tables is not None:
+            return group, number, tables.src.tobytes(), tables.dst.tobytes(), None
+        if tables is None:
+            return group, number, b"", b"", segments_of(plan)
+        return group, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(plan)
+
+    def _number(self, key: tuple[object, ...], plan: Plan) -> int:
+        """The number of the template of a plan, which is recorded if it is a new one."""
+        src, dst = plan.src, plan.dst
+        template = encode([template_of(plan), (src.way, dst.way), (src.cache_id, dst.cache_id)])
+        with self._mutex:
+            number = self._numbers.get(template)
+            if number is None:
+                number = self._last_number = self._last_number + 1
+                self._numbers[template] = number
+                row = _template_row(number, template)
+                self._room -= len(row)
+                self._rows.append(row)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = (number, src, dst)  # held, so that no others have their ids
+        return number
+
+    def _templates(self) -> list[bytes]:
+        with self._mutex:
+            held = [*self._previous.items(), *self._numbers.items()]
+            return [_template_row(number, it) for it, number in held]
+
+    def _write_all(self) -> None:
+        tokens = self._tokens
+        while tokens.get():
+            try:
+                more = tokens.get(timeout=_INTERVAL_S)
+            except Empty:
+                more = True
+            self._drain()
+            if not more:
+                break
+        self._drain(ended=True)
+        self._file.close()
+
+    def _drain(self, *, ended: bool = False) -> None:
+        """Write what is queued, in the calling thread."""
+        with self._writing:
+            with self._mutex:
+                self._awake = False  # first: what is put in from here on wakes the thread again
+                queued, self._room = self._max_queued - self._room, self._max_queued
+                dropped, self._dropped = self._dropped, 0
+            taken = self._rows.popleft
+            rows = [taken() for _ in range(len(self._rows))]
+            if dropped:
+                rows.append(encode((DROPPED, perf_counter(), dropped)))
+            if ended:
+                rows.append(encode((END, perf_counter())))
+            if not rows or self._file.closed:
+                return
+            try:
+                self._file.write(rows, compress=queued < self._max_queued // 2)
+            except (OSError, LLMException) as error:
+                self._file.close()
+                self._fail(error)
+            else:
+                self._forget()
+
+    def _fail(self, error: Exception) -> None:
+        """Record nothing more, and say so once."""
+        with self._mutex:
+            if self._ended:
+                return
+            self._ended = True
+        self._tokens.put(False)  # what is queued is written, if that can be
+        _log.warning("recording to %s has ended: %s; transfers go on", self._file.path, error)
+
+    def _forget(self) -> None:
+        """Keep no more templates than a file has room for."""
+        with self._mutex:
+            nbytes = sum(map(len, self._numbers)) if len(self._numbers) > _FEW_TEMPLATES else 0
+            if nbytes > self._file.max_bytes // 8 and not self._rows:
+                self._known.clear()
+                # A thread may be about to append a row that names one of these.
+                self._previous, self._numbers = self._numbers, {}
+
+    def _forked(self) -> None:
+        """In a child: its parent records, and may have held a lock at the time."""
+        self._ended = True
+        self._mutex = threading.RLock()
+
+
+def _template_row(number: int, template: bytes) -> bytes:
+    # [TEMPLATE, number, *template], of an array of three
+    return b"\x95" + encode(TEMPLATE) + encode(number) + template[1:]
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _all_forked() -> None:
+    for it in tuple(_recorders):
+        it._forked()
+
+
+os.register_at_fork(after_in_child=_all_forked)

@@ -1,0 +1,74 @@
+"""`kvplan replay`: on dumps that a user has made of two caches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import CacheDesc, DataType, plan_pull_blocks, reference
+from tests.cli.test_command import command
+
+DESC = CacheDesc(4, (32, 16, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+TABLES = [3, 4, 9, 12], [7, 8, 2, 20]
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> dict[str, Any]:
+    """A plan, what the source had, and what the destination has, with one block wrong."""
+    random = np.random.default_rng(0)
+    src = [random.standard_normal(DESC.shape).astype(np.float16) for _ in range(4)]
+    dst = [np.zeros(DESC.shape, np.float16) for _ in range(4)]
+    plan = plan_pull_blocks(DESC, DESC, *TABLES)
+    reference.execute(plan, src, dst)
+    plan.save(tmp_path / "plan.json")
+    np.savez(tmp_path / "src.npz", *src)
+    np.savez(tmp_path / "right.npz", *dst)
+    dst[2][2] = src[2][30]
+    np.savez(tmp_path / "dst.npz", *dst)
+    return {it.name: str(it) for it in tmp_path.iterdir()}
+
+
+def test_what_is_wrong_is_said_and_is_the_exit_code(dumps: dict[str, Any]) -> None:
+    found = command("replay", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
+    assert (found.returncode, found.stderr) == (1, "")
+    assert "layer 1, K, heads 0..3, tokens 32..47, block 2 at dst" in found.stdout
+    assert "it holds what lies in block 30 at the source, not of this request" in found.stdout
+    right = command("replay", dumps["plan.json"], dumps["src.npz"], dumps["right.npz"])
+    assert (right.returncode, right.stdout[:12]) == (0, "as expected:")
+    given = ("--expected", dumps["right.npz"])
+    by_other = command("replay", *given, dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
+    assert by_other.returncode == 1
+
+
+def test_json(dumps: dict[str, Any]) -> None:
+    found = command("replay", "--json", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
+    assert found.returncode == 1
+    (difference,) = json.loads(found.stdout)["differences"]
+    assert (difference["layers"], difference["tokens"]) == ([1], [[32, 47]])
+    assert (difference["first"]["row"], difference["first"]["as_planned"]) == (2, False)
+
+
+def test_what_is_no_dump_is_refused_in_one_line(dumps: dict[str, Any], tmp_path: Path) -> None:
+    alone, junk, few = (str(tmp_path / it) for it in ("alone.npy", "junk.npz", "few.npz"))
+    np.save(alone, np.zeros(3))
+    Path(junk).write_bytes(b"PK\x03\x04junk")
+    np.savez(few, np.zeros(3))
+    for dst, message in (
+        (alone, "has one array"),
+        (junk, "is no dump of tensors"),
+        (few, "dst has 1 tensor; the plan needs 4"),
+        (str(tmp_path), "is a directory"),
+        (str(tmp_path / "missing"), "does not exist"),
+    ):
+        refused = command("replay", dumps["plan.json"], dumps["src.npz"], dst)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+    misused = command(
+        "replay", "--atol", "1", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"]
+    )
+    assert (misused.returncode, "--atol needs --expected" in misused.stderr) == (2, True)

@@ -1,0 +1,162 @@
+"""`kvplan top`: rates between two looks, and what is printed of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan.cli.top import compared, rendered
+from kvplan.control.status_socket import Answer, read_all
+from tests.cli.test_command import command
+
+DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
+    """Two that are linked, with a cache each."""
+    with ExitStack() as held:
+        prefill, decode = (
+            held.enter_context(LlmDataDist(number, LlmRole.MIX)) for number in (71, 72)
+        )
+        prefill.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        decode.initialize()
+        prefill.allocate_blocks_cache(DESC, BlocksCacheKey(71))
+        assert prefill.listen_address is not None
+        decode.link_clusters([ClusterInfo(71, prefill.listen_address)]).raise_for_status()
+        yield prefill, decode
+
+
+def look() -> list[Answer]:
+    return [it for it in read_all() if it.pid == os.getpid()]
+
+
+def test_rates_are_of_the_time_between_two_looks(
+    engines: tuple[LlmDataDist, LlmDataDist],
+) -> None:
+    decode = engines[1]
+    mine = decode.allocate_blocks_cache(DESC)
+    arguments = BlocksCacheKey(71), mine, [1, 2], [3, 4]
+    decode.pull_blocks(*arguments)  # before the first look: not counted
+    before = look()
+    for _ in range(3):
+        decode.pull_blocks(*arguments)
+    with pytest.raises(Exception, match="out of range"):
+        decode.pull_blocks(BlocksCacheKey(71), mine, [99], [3])
+    after = look()
+    (engine,) = (it for it in compared(before, after) if it.document["cluster_id"] == 72)
+    started, ended = (
+        next(it.document["seconds"] for it in answers if it.document["cluster_id"] == 72)
+        for answers in (before, after)
+        if all(it.document for it in answers)
+    )
+    seconds = ended - started
+    assert engine.rates.operations * seconds == pytest.approx(4)
+    assert engine.rates.failed * seconds == pytest.approx(1)
+    assert engine.rates.pulled * seconds == pytest.approx(3 * 4 * DESC.stride)
+    assert engine.rates.pushed == engine.rates.copied == 0
+    assert engine.rates.median_us is not None
+    assert engine.links[0].pulled == pytest.approx(engine.rates.pulled)
+
+
+def test_an_engine_that_is_new_has_done_nothing(
+    engines: tuple[LlmDataDist, LlmDataDist],
+) -> None:
+    found = compared([], look())
+    assert {it.document["cluster_id"] for it in found} == {71, 72}
+    assert {it.rates.operations for it in found} == {0.0}
+
+
+def shown(answers: list[Answer]) -> str:
+    from kvplan.cli.common import console
+
+    out = console()
+    with out.capture() as captured:
+        out.print(rendered(compared(answers, answers), answers))
+    return captured.get()
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """What an engine could have said."""
+    link = {
+        "cluster_id": 1,
+        "instance": "ab",
+        "state": "LINKED",
+        "transport": "local",
+        "way": "mapped arenas",
+        "caches": 2,
+        "in_flight": 1,
+        "operations": 0,
+        "bytes_pulled": 0,
+        "bytes_pushed": 0,
+        "age_s": 30.0,
+        "last_error": "first line\nsecond",
+    }
+    row = {"operation": "push_layers", "tag": "cmpl-7", "peer": 1, "nbytes": 1 << 20, "age_s": 0.25}
+    return {
+        "schema_version": 1,
+        "cluster_id": 2,
+        "role": "DECODER",
+        "command": ["/usr/bin/serve.py", "--secret"],
+        "listen_address": None,
+        "seconds": 5.0,
+        "operations": {},
+        "links": [link],
+        "caches": [{"nbytes": 3 << 30}],
+        "leases": 4,
+        "in_flight": [row],
+    } | changes
+
+
+def test_what_is_printed() -> None:
+    answers = [Answer(10, document(), ""), Answer(11, None, "no answer within 1 s")]
+    lines = [line.split() for line in shown(answers).splitlines()]
+    assert lines[1] == [
+        "10",
+        "2",
+        "DECODER",
+        "serve.py",
+        "-",
+        "1",
+        "1",
+        "(3.0",
+        "GiB)",
+        "4",
+        "1",
+        "0",
+        "0",
+        "-",
+        "-",
+        "-",
+    ]
+    assert lines[2] == ["process", "11:", "no", "answer", "within", "1", "s"]
+    assert lines[4] == ["links"]
+    linked = "2 1 LINKED local (mapped arenas) 2 1 0 - - 30 s first line"
+    assert lines[6] == linked.split()
+    assert lines[8] == ["in", "flight,", "the", "oldest"]
+    assert lines[10] == ["2", "push_layers", "cmpl-7", "1", "1.0", "MiB", "250", "ms"]
+
+
+def test_without_engines_it_says_so() -> None:
+    assert shown([]).startswith("No engine of this user runs here.")
+
+
+def test_once_and_json(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
+    own = ("top", "--pid", str(os.getpid()), "--interval", "0.1")
+    once = command(*own, "--once")
+    assert once.returncode == 0, once.stderr
+    assert once.stdout.count("LINKED") == 2
+    one = command(*own, "--json", "--cluster", "72")
+    said = json.loads(one.stdout)
+    (engine,) = said["engines"]
+    assert (engine["cluster_id"], engine["rates"]["pulled"]) == (72, 0)
+    assert engine["links"][0]["cluster_id"] == 71
+    misused = command("top", "--interval", "0")
+    assert misused.returncode == 2
+    assert "0.1<=x<=3600" in misused.stderr

@@ -1,0 +1,162 @@
+"""What engines say of themselves, to programs of this user and to nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    KvCacheExtParam,
+    LlmDataDist,
+    LlmRole,
+)
+from kvplan.control.status_socket import read_all
+from tests.datadist.peer import Peer
+
+DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
+NOBODY = 65534
+
+
+def said_by(pid: int, cluster_id: int) -> list[dict[str, Any]]:
+    """The documents of this process's engines of a cluster."""
+    documents = [it.document for it in read_all() if it.pid == pid and it.document is not None]
+    return [it for it in documents if it["cluster_id"] == cluster_id]
+
+
+def test_another_process_is_told_what_an_engine_does() -> None:
+    with closing(Peer()) as peer, LlmDataDist(2, LlmRole.DECODER) as engine:
+        engine.initialize()
+        peer.run(
+            "theirs = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1));"
+            "held = datadist.lease_blocks(theirs, [1, 2])",
+            desc=DESC,
+        )
+        engine.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+        mine = engine.allocate_blocks_cache(DESC)
+        engine.pull_blocks(BlocksCacheKey(1), mine, [1, 2], [3, 4])
+        (theirs,) = said_by(peer.process.pid, 1)
+        assert (theirs["leases"], theirs["listen_address"]) == (1, peer.address)
+        assert [it["nbytes"] for it in theirs["caches"]] == [DESC.nbytes]
+        (own,) = said_by(os.getpid(), 2)
+        (link,) = own["links"]
+        moved = 2 * 2 * DESC.stride
+        assert (link["cluster_id"], link["state"], link["bytes_pulled"]) == (1, "LINKED", moved)
+        assert own["operations"]["pull_blocks"]["nbytes"] == moved
+        assert own["in_flight"] == []
+    assert said_by(os.getpid(), 2) == []
+
+
+def test_what_is_in_flight_is_listed() -> None:
+    """A push by layers is, from its call to its last layer."""
+    with closing(Peer()) as peer, LlmDataDist(2, LlmRole.PROMPT) as engine:
+        engine.initialize()
+        peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=DESC)
+        engine.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+        mine = engine.allocate_blocks_cache(DESC)
+        task = engine.push_layers(
+            mine,
+            BlocksCacheKey(1),
+            src_blocks=[1],
+            dst_blocks=[2],
+            ext_param=KvCacheExtParam(tensor_num_per_layer=2),
+            tag="request 7",
+        )
+        (row,) = said_by(os.getpid(), 2)[0]["in_flight"]
+        assert (row["operation"], row["tag"], row["peer"]) == ("push_layers", "request 7", 1)
+        assert (row["nbytes"], row["cache_id"]) == (2 * DESC.stride, mine.cache_id)
+        task.ready(0)
+        task.wait()
+        assert said_by(os.getpid(), 2)[0]["in_flight"] == []
+
+
+def test_an_engine_can_be_silent() -> None:
+    with LlmDataDist(2, LlmRole.DECODER) as engine:
+        engine.initialize({"kvplan.status_socket": "0"})
+        assert said_by(os.getpid(), 2) == []
+
+
+def test_a_process_that_is_stopped_holds_nobody_up() -> None:
+    with closing(Peer()) as peer:
+        peer.stop()
+        (answer,) = (it for it in read_all(timeout_s=0.1) if it.pid == peer.process.pid)
+        assert answer.document is None
+        assert "no answer within 0.1 s" in answer.error
+        peer.resume()
+        assert len(said_by(peer.process.pid, 1)) == 1
+
+
+def test_a_killed_engine_is_gone_though_its_forked_child_lives() -> None:
+    """The name is the parent's: a child that goes on does not keep it."""
+    program = """
+        import os, sys
+        from kvplan import LlmDataDist, LlmRole
+        datadist = LlmDataDist(3, LlmRole.MIX)
+        datadist.initialize()
+        if not os.fork():
+            print("child", flush=True)
+            sys.stdin.read()  # until the test has looked
+            os._exit(0)
+        os.wait()
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    with parent.stdin, parent.stdout:
+        assert parent.stdout.readline() == "child\n"
+        assert len(said_by(parent.pid, 3)) == 1
+        parent.kill()
+        parent.wait()
+        assert [it for it in read_all() if it.pid == parent.pid] == []
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@as_root
+def test_another_user_is_told_nothing() -> None:
+    with LlmDataDist(2, LlmRole.DECODER) as engine:
+        engine.initialize()
+        assert len(said_by(os.getpid(), 2)) == 1
+        program = f"""
+            import os, socket
+            os.setuid({NOBODY})
+            names = [it.split()[-1] for it in open("/proc/net/unix").read().splitlines()]
+            (name,) = {{it for it in names if it.startswith("@kvplan-status-0-{os.getpid()}-2-")}}
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(chr(0) + name[1:])
+                print(connection.recv(100))
+        """
+        command = [sys.executable, "-c", dedent(program)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (said.stdout, said.stderr) == ("b''\n", "")
+
+
+@as_root
+def test_another_user_who_takes_such_a_name_is_not_believed() -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    with listener:
+        child = os.fork()
+        if not child:
+            os.setuid(NOBODY)
+            listener.bind("\0kvplan-status-0-1-9-deadbeef")
+            listener.listen()  # who listens is who the kernel names
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        before = read_all(timeout_s=0.1)
+        assert [it for it in before if it.pid == child] == []

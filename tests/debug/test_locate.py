@@ -1,0 +1,279 @@
+"""What `locate` says of wrong bytes is what was made wrong, by the names of axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import (
+    CacheDesc,
+    DataType,
+    plan_copy_blocks,
+    plan_groups,
+    plan_pull_blocks,
+    plan_pull_cache,
+    reference,
+)
+from kvplan.debug import locate, replay
+from kvplan.layout import Shard
+from tests.planning.test_unlike import planned, transfers
+from tests.planning.unlike import expected
+from tests.support.refusals import refused
+
+NHD = CacheDesc(4, (32, 16, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+SRC, DST = [3, 4, 9, 12, 13], [7, 8, 2, 20, 21]
+
+
+def filled(desc: CacheDesc, seed: int) -> list[Any]:
+    """Tensors in which no two cells are alike."""
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(desc.shape).astype(np.float16) for _ in range(desc.num_tensors)]
+
+
+def moved(plan: Any, source: list[Any], target: list[Any]) -> list[Any]:
+    """What the destination holds after the plan was executed."""
+    result = [it.copy() for it in target]
+    reference.execute(plan, source, result)
+    return result
+
+
+@given(transfers(), st.data())
+def test_the_cell_that_was_made_wrong_is_found(transfer: Any, data: st.DataObject) -> None:
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+    plan = planned(transfer, data.draw(st.booleans()))
+    source, target = src.tensors(1), dst.tensors(2)
+    right = expected(src, dst, source, target, *transfer[2:])
+    layer = data.draw(st.sampled_from([it for it in src.layers if it in dst.layers]))
+    kv = data.draw(st.integers(0, src.model.kv - 1))
+    head = data.draw(st.sampled_from([it for it in src.heads if it in dst.heads]))
+    token = data.draw(st.integers(0, num_tokens - 1))
+    there, inside = divmod(dst_token + token, dst.tokens)
+    found = [it.copy() for it in right]
+    cell = dst.named(found, layer, kv)[dst_blocks[there], inside, head - dst.heads.start]
+    cell ^= 1
+    result = locate(right, found, plan, source=source)
+    assert result.differences[0].elsewhere_nbytes == 0
+    assert result.differences[0].layers == (layer,)
+    first = result.first
+    assert first is not None
+    assert (first.layer, first.row) == (layer, dst_blocks[there])
+    assert first.kv in ("", "KV"[kv])
+    assert first.heads in (None, (head, head))
+    assert first.tokens in (None, (src_token + token,) * 2)
+    from_entry = (src_token + token) // src.tokens
+    assert (first.src_row, first.entries) == (src_blocks[from_entry], (from_entry,))
+    origin = plan.origin(first.descriptor)
+    assert (origin.src_tensor, origin.dst_tensor) == (first.src_tensor, first.tensor)
+    assert origin.model_layer is not None
+    assert layer in range(origin.model_layer, origin.model_layer + origin.num_layers)
+    assert first.as_planned is False
+    # The source alone is enough to find it, and what it wrote elsewhere is not mentioned.
+    again = replay(plan, source, found)
+    assert again.first is not None
+    assert (again.first.row, again.first.tokens) == (first.row, first.tokens)
+    assert not replay(plan, source, right)
+
+
+@given(transfers(), st.booleans())
+def test_what_the_plan_did_not_write_is_counted_and_not_wrong(
+    transfer: Any, coalesce: bool
+) -> None:
+    src, dst, *arguments = transfer
+    plan = planned(transfer, coalesce)
+    source = src.tensors(1)
+    one, other = (expected(src, dst, source, dst.tensors(seed), *arguments) for seed in (2, 3))
+    same, total = (
+        sum(int(fold(a == b)) for a, b in zip(one, other, strict=True))
+        for fold in (np.count_nonzero, np.size)
+    )
+    (difference,) = locate(one, other, plan).differences
+    assert difference.first is None
+    # Cells are counted whole; where one element by chance is the same in both, so are its others.
+    assert difference.elsewhere_nbytes >= (total - same) * one[0].itemsize
+    assert difference.elsewhere_nbytes <= total * one[0].itemsize - plan.nbytes
+
+
+def test_a_wrong_block_id_is_explained() -> None:
+    source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
+    right = plan_pull_blocks(NHD, NHD, SRC, DST)
+    wrong = plan_pull_blocks(NHD, NHD, [3, 4, 12, 12, 13], DST)
+    result = locate(moved(right, source, empty), moved(wrong, source, empty), wrong, source=source)
+    assert result
+    assert str(result) == "\n".join(
+        [
+            f"wrong: 4 KiB of the 20 KiB that pull_blocks (plan {wrong.fingerprint[:6]}) writes",
+            "  layers 0..1, K+V, heads 0..3, tokens 32..47, block 2 at dst",
+            "first: layer 0, K, heads 0..3, tokens 32..47, block 2 of dst tensor 0",
+            "  descriptor 1 wrote it, from block 12 of src tensor 0, "
+            "src_blocks[2] and src_blocks[3]",
+            "  block 12 is in the block table more than once",
+            "  it holds what is expected of tokens 48..63, in block 20",
+            "  the source holds the same there: it was copied as planned",
+        ]
+    )
+
+
+def one_wrong(change: Any) -> Any:
+    """The first wrong place after a change of block 8 of layer 1, tokens 16 to 31, in V."""
+    source = filled(NHD, 1)
+    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    found = [it.copy() for it in right]
+    change(found[3][8], right, source)
+    result = locate(right, found, plan, source=source)
+    assert result.first is not None
+    assert result.first.tensor == 3
+    assert result.first.row == 8
+    return result.first
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        (lambda row, right, source: row.fill(0), "zeros: nothing was ever written there"),
+        (lambda row, right, source: row.view(np.uint8).fill(255), "0xff alone"),
+        (
+            lambda row, right, source: np.copyto(row, right[3][21]),
+            "what is expected of tokens 64..79, in block 21",
+        ),
+        (
+            lambda row, right, source: np.copyto(row[1:], right[3][8][:-1]),
+            "what is expected of tokens 16..30, in block 8",
+        ),
+        (
+            lambda row, right, source: np.copyto(row[:, 2], right[3][8][:, 0]),
+            "what is expected of head 0",
+        ),
+        (
+            lambda row, right, source: np.copyto(row, right[0][8]),
+            "what is expected of layer 0 K",
+        ),
+        (
+            lambda row, right, source: np.copyto(row, source[3][30]),
+            "what lies in block 30 at the source, not of this request",
+        ),
+        (lambda row, right, source: row.view(np.uint16).__ixor__(1), ""),
+    ],
+    ids=["empty", "filled", "block", "token", "head", "layer", "other request", "flipped"],
+)
+def test_what_the_bytes_are_instead_is_recognized(change: Any, holds: str) -> None:
+    first = one_wrong(change)
+    assert first.holds == holds
+    assert first.as_planned is False
+    assert (first.layer, first.kv) == (1, "V")
+
+
+def test_slots_and_opaque_rows() -> None:
+    """Without a layout there are rows, and no more."""
+    desc = CacheDesc(2, (3, 64), DataType.DT_FLOAT16)
+    source = filled(desc, 1)
+    plan = plan_pull_cache(desc, desc, src_batch_index=2, dst_batch_index=1)
+    found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
+    found[1][1, 32:] = source[1][0, 32:]
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.heads, first.tokens, first.kv, first.row, first.src_row) == (None, None, "", 1, 2)
+    assert first.holds == "what lies in slot 0 at the source, not of this request"
+
+
+def test_groups_are_compared_each_by_itself() -> None:
+    latent = CacheDesc(2, (8, 4, 6), DataType.DT_FLOAT16, kv_tensor_format="block token dim")
+    plan = plan_groups(
+        {
+            "latent": plan_pull_blocks(latent, latent, [1, 2], [5, 6]),
+            "full": plan_pull_blocks(NHD, NHD, SRC, DST),
+        }
+    )
+    source = [*filled(latent, 3), *filled(NHD, 1)]
+    found = moved(plan, source, [np.zeros_like(it) for it in source])
+    assert not replay(plan, source, found)
+    found[2 + 1][20, 3, 1] = 7
+    result = replay(plan, source, found)
+    first = result.first
+    assert first is not None
+    assert (first.layer, first.kv, first.heads, first.tokens) == (0, "V", (1, 1), (51, 51))
+    assert str(result).startswith("as expected: all 192 B that group latent: pull_blocks")
+
+
+def test_caches_of_two_runs_may_differ_by_rounding() -> None:
+    source = filled(NHD, 1)
+    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    near = [it + np.float16(1e-3) for it in right]
+    near[0][7, 0, 0, 0] = right[0][7, 0, 0, 0] + 1
+    assert locate(right, near, plan).differences[0].wrong_nbytes == plan.nbytes
+    result = locate(right, near, plan, atol=0.01)
+    assert result.first is not None
+    assert (result.first.tokens, result.differences[0].wrong_nbytes) == ((0, 0), 16)
+
+
+def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
+    source = filled(NHD, 1)
+    plan = plan_copy_blocks(NHD, {1: [5], 2: [6]})
+    found = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    found[0][6] = source[0][1]
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.tokens, first.row, first.holds) == (None, 6, "what is expected in block 5")
+
+
+def test_layers_have_their_numbers_in_the_model() -> None:
+    desc = CacheDesc(
+        4,
+        (8, 4, 2, 6),
+        DataType.DT_FLOAT16,
+        kv_tensor_format="NHD",
+        shard=Shard(layers=range(10, 12), heads=range(6, 8), num_layers=32, num_heads=8),
+    )
+    source = filled(desc, 1)
+    plan = plan_pull_blocks(desc, desc, [1], [5])
+    found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 4)
+    found[2][5, 3, 1] = 1
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.layer, first.heads) == (11, (7, 7))
+
+
+def test_what_does_not_fit_the_plan_is_refused() -> None:
+    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    right = filled(NHD, 1)
+    with refused("LLM_PARAM_INVALID", "found has 3 tensors; the plan needs 4"):
+        locate(right, right[:3], plan)
+    with refused("LLM_PARAM_INVALID", r"source\[1\] has 2 bytes; the plan's tensors have 32768"):
+        locate(right, right, plan, source=[right[0], np.zeros(1, np.float16), *right[2:]])
+    with refused("LLM_PARAM_INVALID", "atol=-1 must be >= 0 and finite"):
+        locate(right, right, plan, atol=-1)
+    with pytest.raises(TypeError, match=r"expected\[0\]=list must be a NumPy array"):
+        locate([[1.0]] * 4, right, plan)
+    with pytest.raises(TypeError, match="found=ndarray must be a sequence of tensors"):
+        locate(right, np.zeros(4), plan)
+    numbers = CacheDesc(4, (32, 16, 4, 8), DataType.DT_INT8, kv_tensor_format="NHD")
+    whole = [np.zeros(numbers.shape, np.int8)] * 4
+    with refused("LLM_PARAM_INVALID", "atol=0.5 must be 0 for DT_INT8; other values are for"):
+        locate(whole, whole, plan_pull_blocks(numbers, numbers, SRC, DST), atol=0.5)
+
+
+class Exported:
+    """A tensor of another library, as DLPack hands it out."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def test_tensors_of_other_libraries_are_read_where_they_are() -> None:
+    source = filled(NHD, 1)
+    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    found = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    assert not replay(plan, [Exported(it) for it in source], [Exported(it) for it in found])
+    with refused("LLM_PARAM_INVALID", r"found\[0\] is not contiguous: strides"):
+        locate(found, [Exported(it.T) for it in found], plan)

@@ -1,0 +1,40 @@
+"""What a recorder is given, made by hand: operations that have ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from kvplan import LLMStatusCode
+from kvplan.recording.writer import Recorder
+
+if TYPE_CHECKING:
+    from kvplan.planning.groups import AnyPlan
+
+
+@dataclass
+class Done:
+    """An operation that has ended."""
+
+    plan: AnyPlan | None
+    name: str = "pull_blocks"
+    tag: str = ""
+    started: float = 0.0
+    cache_id: int = 1
+    cluster_id: int | None = 7
+    leases: tuple[int, ...] = ()
+
+
+def recorder(path: Path, **options: int) -> Recorder:
+    """Of an engine of cluster 3."""
+    return Recorder(path, 3, "MIX", **{"max_bytes": 64 << 20, "files": 2, **options})
+
+
+def record(it: Recorder, plan: AnyPlan | None, tag: str = "", error: str = "") -> None:
+    """A transfer of 1 ms that has just ended."""
+    status = LLMStatusCode.LLM_FAILED if error else LLMStatusCode.LLM_SUCCESS
+    nbytes = 0 if plan is None or error else plan.nbytes
+    operation = Done(plan, tag=tag, started=perf_counter() - 1e-3)
+    it.transfer(operation, status, 1e-3, nbytes, error)

@@ -1,0 +1,199 @@
+"""What is asked of recordings: queries, traces, pages, and plans that are executed again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Transfers, plan_pull_blocks
+from kvplan.recording import read, select
+from kvplan.recording.perfetto import trace_of
+from kvplan.recording.queries import rows_written
+from kvplan.recording.replay import replay
+from kvplan.recording.timeline import page_of
+from tests.planning import test_unlike
+from tests.planning.transfers import transfers
+from tests.recording.operations import record, recorder
+
+DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 9], [4, 5, 6])
+
+
+@pytest.fixture
+def recording(tmp_path):
+    with recorder(tmp_path / "a.kvrec") as it:
+        for number in range(30):
+            tag = f"request {number % 3}"
+            record(it, PLAN, tag, error="no link" if number % 10 == 7 else "")
+        it.event("link_state", 0, 0.0, "", {"peer": 7, "state": "LINKED"})
+        it.event("lease", 0, 0.0, "", {"lease": 4, "blocks": [1], "tag": "request 2"})
+        it.event("release", 0, 0.0, "", {"lease": 4, "blocks": [1], "tag": "request 2"})
+        it.event("release", 0, 0.0, "", {"lease": 1, "blocks": [1], "tag": "</script><b>"})
+    return read(tmp_path / "a.kvrec")
+
+
+def test_rows_are_selected(recording):
+    def numbers(**asked) -> list[int]:
+        return [it.number for it in select(recording, **asked)]
+
+    assert numbers(tag="request 1") == [*range(1, 30, 3)]
+    assert numbers(tag="request*") == [*range(30), 31, 32]
+    assert numbers(tag="request") == []
+    assert numbers(failed=True) == [7, 17, 27]
+    assert numbers(cluster=7) == [*range(31)]
+    assert numbers(cluster=8) == []
+    assert numbers(operation="pull") == numbers(operation="pull_blocks") == [*range(30)]
+    assert numbers(operation="lease") == [31]
+    tenth = recording.rows[10].time
+    assert numbers(since=tenth, until=tenth) == [10]
+    assert numbers(since=tenth, failed=True, tag="request 2") == [17]
+
+
+@given(test_unlike.transfers())
+def test_who_wrote_knows_each_byte_of_a_row(transfer):
+    """Against what the plan writes of an array of zeros, byte for byte."""
+    plan = test_unlike.planned(transfer, True, plan_pull_blocks)
+    dst = plan.dst
+    written = np.zeros((dst.num_tensors, dst.tensor_nbytes), bool)
+    for index in range(plan.num_tensor_pairs):
+        _, (tensor, base) = plan.pair(index)
+        for run in range(plan.segments.num_runs):
+            _, offset, nbytes = plan.run(run)
+            written[tensor, base + offset : base + offset + nbytes] = True
+    rows = dst.rows
+    of_row = defaultdict(list)
+    for tensor, byte in np.ndindex(written.shape):
+        of_row[rows(byte, 1)[0]].append(written[tensor, byte])
+    for row in range(dst.count):
+        found = rows_written(plan, row)
+        assert (found is not None) == any(of_row[row])
+        if found is not None:
+            assert found[1] == (not all(of_row[row]))
+            assert set(found[0]) <= set(range(plan.src.count))
+
+
+@given(transfers(), st.sampled_from(Coalesce))
+def test_a_plan_executed_again_is_the_same(transfer, coalesce):
+    plan = transfer.plan(coalesce)
+    assert not replay(plan, within=transfer.within).parted
+    if not transfer.within:
+        assert str(replay(GroupPlan({"a": plan, "b": plan}))) == "the same"
+
+
+def test_a_difference_says_where_it_is():
+    """Native code that puts a byte wrong, and one that writes where nothing should be written."""
+
+    def spoiling(at: int):
+        def execute(plan, src, dst):
+            with Transfers() as native:
+                native.execute(plan, src, dst)
+            memory = dst._owner[1]
+            memory[at] += 1
+
+        return execute
+
+    stride = DESC.stride
+    wrong = replay(PLAN, native=spoiling(5 * stride + 3))
+    assert re.search("layer 0.*block 5", str(wrong), re.DOTALL), wrong.parted
+    stray = replay(PLAN, native=spoiling(30 * stride))
+    assert stray.parted
+
+    def failing(plan, src, dst):
+        with Transfers() as native:
+            native.execute(plan, src, dst, timeout_ms=-1)
+
+    with pytest.raises(ValueError, match="timeout_ms"):
+        replay(PLAN, native=failing)
+
+
+def test_what_cannot_be_executed_again_says_why():
+    assert replay(None).skipped == "it failed before there was a plan"
+    large = CacheDesc(64, (4096, 1 << 20), DataType.DT_FLOAT)
+    plan = plan_pull_blocks(large, large, range(64), range(64))
+    assert "GiB" in replay(plan).skipped
+    one = plan_pull_blocks(large, large, [4095], [4094])  # of 16 GiB a tensor
+    assert str(replay(one)) == "the same" or "not enough memory" in replay(one).skipped
+
+
+def test_a_trace_keeps_the_rules_of_its_format(recording):
+    trace = json.loads(json.dumps(trace_of([(recording, recording.rows)])))
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    assert_is_a_trace(trace["traceEvents"])
+    kinds = [it["ph"] for it in trace["traceEvents"]]
+    assert kinds.count("X") == 30
+    assert kinds.count("s") == kinds.count("f") == 27  # of three tags
+    assert kinds.count("b") == kinds.count("e") == 1  # the other lease is older
+    failed = [it for it in trace["traceEvents"] if it["ph"] == "X" and "error" in it["args"]]
+    assert [it["args"]["number"] for it in failed] == [7, 17, 27]
+
+
+def assert_is_a_trace(events: list[dict]) -> None:
+    """What the Trace Event Format asks for of these phases."""
+    names, spans = {}, defaultdict(list)
+    flows: dict[int, list[dict]] = defaultdict(list)
+    slices = defaultdict(list)
+    for it in events:
+        assert {"name", "ph", "pid", "tid", "ts"} <= it.keys()
+        assert isinstance(it["pid"], int)
+        assert isinstance(it["tid"], int)
+        assert it["ts"] >= 0 or it["ph"] == "M"
+        match it["ph"]:
+            case "M":
+                assert it["name"] in ("process_name", "thread_name")
+                names[it["name"], it["pid"], it["tid"]] = it["args"]["name"]
+            case "X":
+                assert it["dur"] >= 0
+                slices[it["pid"], it["tid"]].append((it["ts"], it["ts"] + it["dur"]))
+            case "i":
+                assert it["s"] in ("g", "p", "t")
+            case "b" | "e":
+                assert "cat" in it
+                spans[it["cat"], it["id"]].append(it["ph"])
+            case "s" | "f":
+                flows[it["id"]].append(it)
+            case other:
+                raise AssertionError(other)
+    for (pid, tid), found in slices.items():
+        assert names["thread_name", pid, tid]
+        assert names["process_name", pid, 0]
+        found.sort()
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(found))
+    assert all(phases == ["b", "e"] for phases in spans.values())
+    for begin, end in flows.values():
+        assert (begin["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
+        assert begin["ts"] <= end["ts"]
+        for it in (begin, end):  # it is bound to the slice that it begins in
+            at = slices[it["pid"], it["tid"]]
+            assert any(start <= it["ts"] <= stop for start, stop in at)
+
+
+def test_transfers_that_overlap_have_tracks_beside_each_other(tmp_path):
+    with recorder(tmp_path / "a.kvrec") as it:
+        for _ in range(4):  # each of 1 ms, begun within it
+            record(it, PLAN)
+    recording = read(tmp_path / "a.kvrec")
+    events = trace_of([(recording, recording.rows)])["traceEvents"]
+    assert_is_a_trace(events)
+    tracks = [it["args"]["name"] for it in events if it["name"] == "thread_name"]
+    assert tracks[1] == "cluster 7: pull_blocks"
+    assert tracks[2] == "cluster 7: pull_blocks (2)"
+
+
+def test_a_page_needs_nothing_else_and_cannot_be_left(recording):
+    page = page_of([(recording, recording.rows), (recording, recording.rows[:3])])
+    assert not re.search(r"""(src|href)\s*=\s*["']|https?://|@import|url\(""", page)
+    assert page.count("</script>") == 2
+    assert "<b>" not in page
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
+    found = json.loads(data)
+    assert len(found["transfers"]) == 33
+    assert [it["id"] for it in found["transfers"]] == [*range(33)]
+    assert found["plans"] == [PLAN.explain()]
+    assert sum(it["failed"] for it in found["transfers"]) == 3

@@ -1,0 +1,191 @@
+"""`kvplan trace`, as a shell runs it, of recordings of two engines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole, load_plan
+from kvplan.cli import main
+from kvplan.recording import read
+from tests.recording.test_reading import assert_is_a_trace
+from tests.support.refusals import refused
+
+DESC = CacheDesc(4, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A prefill engine that pushes to a decode engine; its second request has a wrong table."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with LlmDataDist(1, LlmRole.PROMPT) as prefill, LlmDataDist(2, LlmRole.DECODER) as decode:
+        decode.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        prefill.initialize()
+        prefill.record(folder / "prefill.kvrec")
+        decode.record(folder / "decode.kvrec")
+        prefill.link_clusters([ClusterInfo(2, decode.listen_address)]).raise_for_status()
+        ours, theirs = prefill.allocate_blocks_cache(DESC), decode.allocate_blocks_cache(DESC)
+        there = CacheIndex(2, theirs.cache_id)
+        prefill.push_blocks(ours, there, [1, 2, 3], [41, 42, 43], tag="request 7")
+        prefill.push_blocks(ours, there, [8, 9], [44, 43], tag="request 8")
+        with refused("LLM_PARAM_INVALID"):
+            prefill.push_blocks(ours, there, [8], [64], tag="request 9")
+        decode.copy_blocks(theirs, {41: [50]}, tag="request 7")
+        there = f"{theirs.cache_id}:43"
+    return folder / "prefill.kvrec", folder / "decode.kvrec", there
+
+
+def run(capsys, *arguments: object, code: int = 0) -> str:
+    assert main(["trace", *map(str, arguments)]) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_lists_one_line_a_transfer(recorded, capsys):
+    text = run(capsys, recorded[0])
+    head, titles, *rows, count = text.splitlines()
+    assert "cluster 1 (PROMPT), process" in head
+    assert titles.split() == ["#", "time", "operation", "peer", "tag", "blocks", "bytes", "ms",
+                              "outcome"]  # fmt: skip
+    pushes = [it for it in rows if " push_blocks " in it]
+    assert len(pushes) == 3
+    words = pushes[0].split()
+    assert words[2:9] == ["push_blocks", "2", "request", "7", "3", "6", "KiB"] or words[2:5] == [
+        "push_blocks", "2", "request"]  # fmt: skip
+    assert pushes[0].endswith("done")
+    assert "LLM_PARAM_INVALID: dst_blocks[0]=64 is out of range" in pushes[2]
+    assert count == f"{len(rows)} rows"
+
+
+@pytest.mark.parametrize(
+    ("options", "tags"),
+    [
+        (["--tag", "request 8"], ["request 8"]),
+        (["--tag", "request*", "--cluster", "2"], ["request 7", "request 8", "request 9"]),
+        (["--failed"], ["request 9"]),
+        (["--operation", "push", "--since", "1h"], ["request 7", "request 8", "request 9"]),
+        (["--since", "2099-01-01"], []),
+        (["--cluster", "5"], []),
+    ],
+)
+def test_filters(recorded, capsys, options, tags):
+    found = json.loads(run(capsys, recorded[0], *options, "--json"))
+    assert found["schema_version"] == 1
+    (recording,) = found["recordings"]
+    assert recording["cluster_id"] == 1
+    assert recording["complete"]
+    assert [it["tag"] for it in recording["rows"]] == tags
+    text = run(capsys, recorded[0], *options)
+    assert len(text.splitlines()) == 3 + len(tags)
+
+
+def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
+    prefill, decode, block = recorded
+    alone = run(capsys, decode, "--block", block)
+    assert alone.splitlines()[0].startswith("no transfer that is recorded wrote block 43 of cache")
+    assert "pushed their recordings say: clusters 1" in alone
+    head, first, second = run(capsys, decode, prefill, "--block", block).splitlines()
+    assert head.startswith("2 transfers wrote block 43")
+    assert "push_blocks of request 7: from block 3 of cache 1 of cluster 1, run by" in first
+    assert "push_blocks of request 8: from block 9 of cache 1 of cluster 1, run by" in second
+    document = json.loads(run(capsys, decode, prefill, "--block", block, "--json"))
+    assert [it["transfer"]["tag"] for it in document["writes"]] == ["request 7", "request 8"]
+    assert [it["src_rows"] for it in document["writes"]] == [[3], [9]]
+
+
+def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
+    transfer = read(recorded[0]).transfers[1]
+    assert transfer.tag == "request 8"
+    text = run(capsys, recorded[0], "--plan", transfer.number)
+    assert text.endswith(f"{transfer.plan.explain()}\n")
+    out = tmp_path / "plan.json"
+    run(capsys, recorded[0], "--save-plan", transfer.number, out)
+    assert load_plan(out) == transfer.plan
+
+
+def test_plans_are_executed_again(recorded, capsys):
+    text = run(capsys, *recorded[:2], "--replay")
+    assert text.splitlines()[-1] == (
+        "4 transfers executed again: 3 the same by the reference and by native code, 0 not, 1 "
+        "skipped"
+    )
+    document = json.loads(run(capsys, *recorded[:2], "--replay", "--json"))
+    assert [it["parted"] for it in document["transfers"]] == [""] * 4
+
+
+def test_exports(recorded, capsys, tmp_path):
+    trace, page = tmp_path / "out.json", tmp_path / "out.html"
+    run(capsys, *recorded[:2], "--perfetto", trace, "--html", page)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert_is_a_trace(events)
+    flows = [it for it in events if it["ph"] == "s"]
+    assert len(flows) == 1  # from the push of request 7 to the copy, in another engine
+    assert "request 8" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{0}", "{1}", "--plan", "1"], "take one FILE"),
+        (["{0}", "--plan", "999"], "row 999 is no transfer"),
+        (["{0}", "--plan", "0"], "row 0 is no transfer"),
+        (["{0}", "--block", "x"], "it is CACHE:BLOCK"),
+        (["{0}", "--since", "soon"], "--since soon"),
+        (["{0}", "--follow", "--block", "1:2"], "--follow takes one FILE"),
+        (["{0}.missing"], "No such file"),
+        (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 too"),
+        ([], "Missing argument"),
+        ([__file__], "is no recording"),
+    ],
+)
+def test_what_is_not_understood_exits_with_2(recorded, capsys, arguments, said):
+    assert main(["trace", *(it.format(*recorded) for it in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
+
+
+FOLLOWED = """
+import sys
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole
+
+with LlmDataDist(1, LlmRole.MIX) as engine:
+    engine.initialize()
+    cache = engine.allocate_blocks_cache(CacheDesc(1, (64, 16), DataType.DT_FLOAT))
+    engine.record(sys.argv[1])
+    engine.copy_blocks(cache, {1: [2]}, tag="first")
+    print("begun", flush=True)
+    sys.stdin.readline()
+    engine.copy_blocks(cache, {1: [2]}, tag="second")
+"""
+
+
+def test_a_recording_is_followed_to_its_end(tmp_path):
+    path = tmp_path / "a.kvrec"
+    python = [sys.executable, "-W", "error"]
+    with subprocess.Popen(
+        [*python, "-c", FOLLOWED, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as engine:
+        assert engine.stdout.readline() == "begun\n"
+        with subprocess.Popen(
+            [*python, "-m", "kvplan", "trace", str(path), "--follow", "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        ) as trace:
+            assert json.loads(trace.stdout.readline())["tag"] == "first"
+            engine.stdin.write("\n")
+            engine.stdin.flush()
+            assert json.loads(trace.stdout.readline())["tag"] == "second"
+            assert trace.stdout.read() == ""
+            assert trace.wait() == 0

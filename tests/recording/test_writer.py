@@ -1,0 +1,338 @@
+"""The recorder alone: threads, rotation, full queues and disks, torn and foreign files, forks."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvplan import CacheDesc, DataType, LLMException, plan_pull_blocks
+from kvplan.recording import Dropped, Transfer, follow, read, who_wrote
+from kvplan.recording.format import LENGTH, MAGIC
+from tests.recording.operations import record, recorder
+from tests.support.held import Held
+from tests.support.refusals import refused
+
+DESC = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
+PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 9], [4, 5, 6])
+DEADLINE_S = 60
+SMALLEST = 64 << 10
+
+
+def tags(path: Path) -> list[str]:
+    return [it.tag for it in read(path).transfers]
+
+
+def test_no_row_of_eight_threads_is_lost_or_torn(tmp_path):
+    path, each = tmp_path / "a.kvrec", 3000
+    before = Held.now()
+    with recorder(path) as it:
+
+        def write(thread: int) -> None:
+            for number in range(each):
+                record(it, PLAN, f"{thread}.{number}")
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    recording = read(path)
+    assert recording.complete
+    assert recording.dropped == 0
+    by_thread: dict[str, list[int]] = {str(it): [] for it in range(8)}
+    for row in recording.transfers:
+        thread, number = row.tag.split(".")
+        by_thread[thread].append(int(number))
+    assert all(numbers == [*range(each)] for numbers in by_thread.values())
+    before.check_nothing_new()
+
+
+def test_a_row_is_small(tmp_path):
+    path, count = tmp_path / "a.kvrec", 1000
+    with recorder(path) as it:
+        record(it, PLAN, "a request's id of 36 characters, say")
+        it.flush()
+        first = path.stat().st_size
+        for _ in range(count):
+            record(it, PLAN, "a request's id of 36 characters, say")
+        it.flush()
+        tables = 2 * 8 * 3
+        assert (path.stat().st_size - first) / count <= 200 + tables
+
+
+def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
+    path, count = tmp_path / "a.kvrec", 4000
+    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+        for number in range(count):
+            record(it, PLAN, f"{number}")
+            if number % 500 == 0:
+                it.flush()
+    paths = [path, *(Path(f"{path}.{number}") for number in (1, 2, 3))]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    found = []
+    for part in reversed(paths):
+        assert part.stat().st_size <= SMALLEST
+        alone = tmp_path / "alone" / "it.kvrec"
+        alone.parent.mkdir()
+        shutil.copy(part, alone)
+        recording = read(alone)
+        assert {row.plan for row in recording.transfers} == {PLAN}
+        found += [int(row.tag) for row in recording.transfers]
+        shutil.rmtree(alone.parent)
+    assert found == [*range(found[0], count)]
+    whole = read(path)
+    assert [int(row.tag) for row in whole.transfers] == found
+    assert [row.number for row in whole.rows] == [*range(len(whole))]
+
+
+def test_the_first_file_of_those_that_are_there_begins(tmp_path):
+    """What is older was removed: nothing says that it is missing, as the recording begins later."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+        for number in range(3000):
+            record(it, PLAN, f"{number}")
+    Path(f"{path}.1").unlink()
+    recording = read(path)
+    assert recording.header.file > 0
+    assert not any(isinstance(row, Dropped) for row in recording)
+
+
+def test_a_file_that_is_written_is_followed_through_rotations(tmp_path):
+    path, count = tmp_path / "a.kvrec", 6000
+    it = recorder(path, max_bytes=SMALLEST, files=100)
+    deadline = time.monotonic() + DEADLINE_S
+
+    def write() -> None:
+        with it:
+            for number in range(count):
+                record(it, PLAN, f"{number}")
+                if number % 50 == 0:
+                    it.flush()
+
+    def idle() -> bool:
+        time.sleep(0)  # the writer's turn
+        return time.monotonic() < deadline
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    found = [*follow(path, idle)]
+    thread.join()
+    assert [row.tag for row in found if isinstance(row, Transfer)] == [*map(str, range(count))]
+    assert len(list(tmp_path.iterdir())) > 5
+
+
+def test_a_follower_that_is_too_slow_is_told_what_it_missed(tmp_path):
+    path = tmp_path / "a.kvrec"
+    it = recorder(path, max_bytes=SMALLEST, files=2)
+    record(it, PLAN, "first")
+    it.flush()
+    asked = []
+
+    def idle() -> bool:
+        if not asked:
+            for number in range(4000):
+                record(it, PLAN, f"{number}")
+                if number % 100 == 0:
+                    it.flush()
+            it.close()
+        asked.append(1)
+        return len(asked) < 3
+
+    found = [*follow(path, idle)]
+    assert found[0].tag == "first"
+    assert [row.count for row in found if isinstance(row, Dropped)] == [None]
+    assert found[-1].tag == "3999"
+    assert found[-1].plan == PLAN
+
+
+def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path):
+    path = tmp_path / "a.kvrec"
+    long = plan_pull_blocks(DESC, DESC, range(4096), range(4096))
+    with recorder(path, max_queued=32 << 10) as it:
+        record(it, PLAN, "before")
+        for _ in range(7):
+            record(it, long, "too long")
+        record(it, PLAN, "after")
+    recording = read(path)
+    assert [row.tag for row in recording.transfers] == ["before", "after"]
+    assert recording.dropped == 7
+    assert recording.transfers[1].plan == PLAN
+
+
+def test_a_recording_may_end_anywhere(tmp_path):
+    path, cut = tmp_path / "a.kvrec", tmp_path / "cut.kvrec"
+    long = plan_pull_blocks(DESC, DESC, range(0, 4096, 2), range(2048))
+    with recorder(path) as it:
+        for number in range(20):
+            record(it, long if number == 10 else PLAN, f"{number}")
+    whole, all_tags = path.read_bytes(), tags(path)
+    (head,) = LENGTH.unpack_from(whole, len(MAGIC))
+    begin = len(MAGIC) + LENGTH.size + head
+    lengths = set()
+    for size in range(begin, len(whole), 7):
+        cut.write_bytes(whole[:size])
+        recording = read(cut)
+        assert not recording.complete
+        found = [row.tag for row in recording.transfers]
+        assert found == all_tags[: len(found)]
+        lengths.add(len(found))
+    assert lengths == {*range(21)}
+    for size in (0, 3, len(MAGIC), begin - 1):
+        cut.write_bytes(whole[:size])
+        with refused("LLM_PARAM_INVALID", "has no row yet"):
+            read(cut)
+
+
+def test_a_damaged_recording_is_refused_or_read_and_nothing_else(tmp_path):
+    path, damaged = tmp_path / "a.kvrec", tmp_path / "damaged.kvrec"
+    with recorder(path) as it:
+        for number in range(30):
+            record(it, PLAN, f"{number}", error="x" * number)
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    refusals, statuses = 0, set()
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 2, 30))):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        damaged.write_bytes(data)
+        try:
+            recording = read(damaged)
+            for row in recording.transfers:
+                assert row.plan is not None
+            who_wrote(recording, 1, 4)
+        except LLMException as error:
+            statuses.add(error.status_code.name)
+            refusals += 1
+    assert refusals > 100
+    assert statuses == {"LLM_PARAM_INVALID"}
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes, of which there are many\n")
+    with refused("LLM_PARAM_INVALID", "is no recording"):
+        read(other)
+    with refused("LLM_PARAM_INVALID", "exists, and is no recording"):
+        recorder(other)
+    assert other.read_text().startswith("my notes")
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError):
+        recorder(tmp_path / "no" / "folder" / "a.kvrec")
+
+
+def test_a_recording_of_before_is_kept(tmp_path):
+    path = tmp_path / "a.kvrec"
+    for name in ("one", "two", "three"):
+        with recorder(path) as it:
+            record(it, PLAN, name)
+    assert tags(path) == ["three"]
+    assert tags(Path(f"{path}.1")) == ["two"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_file_has_one_recorder(tmp_path):
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as it:
+        with refused("LLM_PARAM_INVALID", "another engine records to it"):
+            recorder(path)
+        record(it, PLAN, "still written")
+    assert tags(path) == ["still written"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"max_bytes": 65535}, "max_bytes=65535 must be at least 65536"), ({"files": 0}, "files=0")],
+)
+def test_impossible_sizes_are_refused(tmp_path, options, message):
+    with refused("LLM_PARAM_INVALID", message):
+        recorder(tmp_path / "a.kvrec", **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_forked_child_writes_nothing(tmp_path):
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as it:
+        record(it, PLAN, "parent")
+        if not (child := os.fork()):
+            record(it, PLAN, "child")
+            it.flush()
+            it.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        record(it, PLAN, "parent again")
+    assert tags(path) == ["parent", "parent again"]
+
+
+def test_a_child_forked_while_others_record_does_not_hang(tmp_path):
+    """It may be forked while another thread holds a lock of the recorder."""
+    path = tmp_path / "a.kvrec"
+    done = threading.Event()
+    with recorder(path) as it:
+
+        def write() -> None:
+            while not done.is_set():
+                record(it, PLAN, "x")
+                it.flush()
+
+        threads = [threading.Thread(target=write) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(20):
+                if not (child := os.fork()):
+                    record(it, PLAN, "child")
+                    it.close()
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+    assert set(tags(path)) == {"x"}
+
+
+FULL = """
+import logging, resource, sys
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, LLMStatusCode
+
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+with LlmDataDist(1, LlmRole.MIX) as engine:
+    engine.initialize()
+    cache = engine.allocate_blocks_cache(CacheDesc(1, (64, 16), DataType.DT_FLOAT))
+    it = engine.record(sys.argv[1])
+    for number in range(4000):
+        engine.copy_blocks(cache, {1: [2, 3]}, tag=f"{number}")
+        if number % 100 == 0:
+            it.flush()
+    assert it.ended
+    print(engine.metrics()["operations"]["copy_blocks"]["statuses"])
+    engine.record(sys.argv[1] + ".next").close()
+"""
+
+
+def test_a_full_disk_ends_the_recording_and_no_transfer(tmp_path):
+    path = tmp_path / "a.kvrec"
+    command = [sys.executable, "-W", "error", "-c", FULL, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    warning, outcome = done.stdout.splitlines()
+    assert re.fullmatch(rf"WARNING recording to {path} has ended: .*; transfers go on", warning)
+    assert outcome == "{'LLM_SUCCESS': 4000}"
+    recording = read(path)
+    assert not recording.complete
+    found = [int(row.tag) for row in recording.transfers]
+    assert found == [*range(len(found))]
+    assert 500 < len(found) < 4000
+    assert read(f"{path}.next").complete
