@@ -35,7 +35,10 @@ def info(*arguments: str, **environment: str) -> str:
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # What was looked at before a library took the process along may not be enough.
+    stopped = "NOT LOOKED AT" in done.stdout or '"stopped": {' in done.stdout
+    assert done.stderr == ""
+    assert done.returncode == 0 or (done.returncode == 1 and stopped)
     return done.stdout
 
 

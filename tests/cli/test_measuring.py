@@ -64,7 +64,7 @@ def test_tune_that_is_only_tried_stores_nothing(tmp_path: Path) -> None:
     assert (done.returncode, document["path"]) == (0, None)
     (tcp,) = document["transports"]
     assert tcp["name"] == "tcp"
-    assert tcp["transfers"] > 100
+    assert tcp["transfers"] == 72  # one of each
     assert not (tmp_path / "cache").exists()
 
 
@@ -82,7 +82,7 @@ def test_bytes_that_arrive_are_compared(tmp_path: Path) -> None:
         assert sample.plan is not None
         assert sample.plan.num_descriptors == 4  # none are adjacent
         measure([sample, pair.push(0, 2, 4)], 0, lambda share: None)
-        assert len(sample.seconds) == 3
+        assert len(sample.seconds) == 1  # after one that warms up
 
 
 def test_a_transport_that_does_not_work_here_says_why() -> None:

@@ -192,12 +192,14 @@ class TestRefusals:
         ids=["binary", "empty", "list", "nested", "version", "group", "field"],
     )
     def test_the_file_and_what_is_wrong_are_named(
-        self, content: bytes, expected: str, tmp_path: Path
+        self, content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = tmp_path / "broken.json"
         path.write_bytes(content)
-        said = refused("explain", path)
-        assert said.startswith(str(path))
+        assert main(["explain", str(path)]) == 2
+        out, said = capsys.readouterr()
+        assert (out, said.count("\n")) == ("", 1)
+        assert said.startswith(f"kvplan: {path}")
         assert expected in said
 
     def test_no_file_a_folder_and_one_that_is_too_large(self, plan: Path, tmp_path: Path) -> None:
@@ -233,6 +235,22 @@ class TestOutput:
         )  # fmt: skip
         assert done.stderr == ""
         assert done.stdout in ("141\n", "0\n")  # 0: all fitted in before it closed
+
+    @pytest.mark.parametrize(
+        ("closed", "expected"),
+        [(">&-", "kvplan: stdout is closed"), ("<&-", "kvplan: stdin is closed"), ("2>&-", "")],
+    )
+    def test_a_stream_that_the_shell_has_closed(self, closed: str, expected: str) -> None:
+        shell = f"{sys.executable} -m kvplan explain - {closed}"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(expected)
+        assert "Traceback" not in done.stderr
+
+    def test_a_disk_that_is_full(self, plan: Path) -> None:
+        shell = f"{sys.executable} -m kvplan explain {plan} > /dev/full"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (2, "kvplan: No space left on device\n")
 
     def test_colours_are_for_terminals_and_not_with_no_color(self, plan: Path) -> None:
         assert "\x1b[" not in command("explain", plan).stdout

@@ -50,7 +50,7 @@ _SAID: Final = 12
 def command(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> ExitCode:
     """Show whether kvplan works here, by which means, and what would make it better.
 
-    Exits with 1 if it does not work here.
+    Exits with 1 if it does not work here, or may not.
     """
     found = {"schema_version": SCHEMA_VERSION, **host.describe(), **_look(device_id, timeout)}
     summary = verdict(found)

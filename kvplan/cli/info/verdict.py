@@ -34,7 +34,9 @@ def verdict(found: Found) -> Verdict:
         name, why = next(iter(broken.items()))
         count = f"{len(broken)} of {len(found['native_modules'])} native modules do not load"
         lines = [(f"{head} does not work here: {count}: {name}: {why}", "bold red")]
-    elif not usable and not found["stopped"]:
+    elif not usable and found["stopped"]:
+        lines = [(f"{head} may not work here: not all could be looked at", "bold red")]
+    elif not usable:
         lines = [(f"{head} does not work here: there is no transport", "bold red")]
     else:
         lines = [(f"{head} works here", "bold green")]
@@ -46,7 +48,7 @@ def verdict(found: Found) -> Verdict:
         text = f"{it['step']}: {it['reason']}; -v says more"
         lines.append((wrapped("NOT LOOKED AT", text), "yellow"))
     lines += [(wrapped("to do", text), "yellow") for text in _to_do(found)]
-    return Verdict(not broken and bool(usable or found["stopped"]), lines)
+    return Verdict(bool(usable) and not broken, lines)
 
 
 def _means(usable: Found, names: tuple[str, ...]) -> str:
