@@ -41,6 +41,7 @@ PUBLIC = (
     "kvplan.planning",
     "kvplan.planning.reference",
     "kvplan.run",
+    "kvplan.recording",
     "kvplan.serving",
     "kvplan.transport.local",
     "kvplan.transport.protocol",

@@ -210,7 +210,7 @@ def _line(it: AnyRecord) -> str:
             for name, value in it.fields.items()
             if value not in (None, "") and name != "peer"
         )
-        peer = it.fields.get("peer", "")
+        peer = str(it.fields.get("peer", ""))
         note = f"{it.status.name}: " if it.failed else ""
         text = " ".join(filter(None, [fields, f"{note}{it.error}" if it.error or note else ""]))
         return f"{begin} {it.operation:<15} {peer:>6}  {text}".rstrip()

@@ -78,6 +78,7 @@ class Options:
             the official surface does.
         verify: read what a transfer has moved again, and compare it with the other side: "off",
             "all", or "sample:1/64", one descriptor of 64; what is read again costs a transfer more.
+        opentelemetry: make a span of OpenTelemetry of each transfer; needs the extra `otel`.
         status_socket: let programs of this user on this host ask what the engine does, as
             `kvplan top` does; nothing runs until one asks.
         other: options of the reference without meaning here, by key, kept as given.

@@ -54,7 +54,7 @@ def diff(old: Plan, new: Plan) -> str:
         if old.num_tensor_pairs > 1 and old.split == new.split:
             lines.append(f"  (same change in {plural(old.num_tensor_pairs - 1, 'more tensor')})")
     said = verdict(old, new)
-    if said.startswith(OTHER_BYTES) and (cause := _table_change(old, new)):
+    if said.startswith(OTHER_BYTES) and (cause := table_change(old, new)):
         lines.append(f"  cause    {cause}")
     lines.append(f"  verdict: {said}")
     return "\n".join(it for line in lines for it in fit(line))
@@ -233,7 +233,7 @@ def _other_layers(old: Plan, new: Plan) -> str:
     return "other tensors"
 
 
-def _table_change(old: Plan, new: Plan) -> str:
+def table_change(old: Plan, new: Plan) -> str:
     """What was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""

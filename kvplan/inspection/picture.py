@@ -10,7 +10,7 @@ import numpy as np
 
 from kvplan.inspection.bands import NEW, OLD, SAME, Bands, Drawn, bands_of
 from kvplan.inspection.contents import kv_of, layers_text, tokens_moved
-from kvplan.inspection.diff import verdict
+from kvplan.inspection.diff import OTHER_BYTES, table_change, verdict
 from kvplan.inspection.oddities import oddities
 from kvplan.inspection.units import nbytes_text, plural
 
@@ -149,6 +149,8 @@ def _picture(name: str, old: Plan | None, new: Plan | None, compared: bool) -> P
             drawn, said = bands_of(plans[-1], _all(plans[-1], state)), f"only in the {word} plan"
     else:
         drawn, said = _compared(old, new), verdict(old, new)
+        if said.startswith(OTHER_BYTES) and (cause := table_change(old, new)):
+            said = f"{said}: {cause}"
     marks = ("old", "new") if len(plans) == 2 else ("",)
     amounts, amount_of = _amounts(drawn.bands, plans)
     entries = max((len(it.tables.dst) for it in plans if it.tables is not None), default=0)

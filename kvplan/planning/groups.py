@@ -15,7 +15,7 @@ from kvplan.inspection.diff import is_equivalent
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format
 from kvplan.inspection.groups import diff_groups, explain_groups
 from kvplan.inspection.units import nbytes_text, plural
-from kvplan.planning.plan import SCHEMA_VERSION, Origin, Plan
+from kvplan.planning.plan import OBSERVERS, SCHEMA_VERSION, Origin, Plan
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
@@ -273,7 +273,10 @@ def plan_groups(groups: Mapping[str, Plan]) -> GroupPlan:
         TypeError: a name that is not text, or a value that is no plan.
         LLMException: LLM_PARAM_INVALID: no group, a bad name, or plans of different directions.
     """
-    return GroupPlan(groups)
+    plan = GroupPlan(groups)
+    for observe in OBSERVERS:
+        observe(plan)
+    return plan
 
 
 def _check_groups(groups: Mapping[str, Plan]) -> None:

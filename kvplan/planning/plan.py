@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -40,8 +40,12 @@ if TYPE_CHECKING:
 
     from kvplan.inspection.cost import Estimate, TransportCost
     from kvplan.planning.axes import BlockTables
+    from kvplan.planning.groups import GroupPlan
 
 SCHEMA_VERSION = 2
+
+OBSERVERS: list[Callable[[Plan | GroupPlan], object]] = []
+"""Called with each plan that is made. Empty but in tests: `kvplan.testing.observe_plans`."""
 
 Operation = Literal[
     "pull_cache",

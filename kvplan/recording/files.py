@@ -45,7 +45,7 @@ class RotatingFile:
             raise invalid(f"max_bytes={max_bytes} must be at least {_LEAST_BYTES}")
         if not 1 <= check_type("files", files, int) <= 1000:
             raise invalid(f"files={files} is out of range [1, 1000]")
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the program may change its folder
         self.max_bytes = max_bytes
         self._files = files
         self._head = head
@@ -100,7 +100,7 @@ class RotatingFile:
     def _check_free(self) -> None:
         """Keep a recording of before; refuse what is another's."""
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return
         try:

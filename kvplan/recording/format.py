@@ -23,6 +23,7 @@ from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.planning.schema import from_dict, to_dict
 from kvplan.planning.segments import Segments
+from kvplan.status import invalid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +34,7 @@ MAGIC: Final = b"kvplan-recording 1\n"
 LENGTH: Final = Struct("<I")
 COMPRESSED: Final = 1 << 31
 _COMPRESS_FROM: Final = 1024  # bytes of a row; shorter ones gain little
-_MAX_ROW: Final = 1 << 30
+_MAX_ROW: Final = 256 << 20
 
 HEADER, TEMPLATE, TRANSFER, EVENT, DROPPED, END = range(6)
 
@@ -122,6 +123,10 @@ class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
     parts: tuple[PartRow, ...]
 
 
+Field = str | int | float | bool | list[int | str] | None
+"""What an event says of one thing."""
+
+
 class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
     """What else an engine does: links, leases, caches."""
 
@@ -130,7 +135,7 @@ class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
     operation: str
     status: int
     error: str
-    fields: dict[str, Any]
+    fields: dict[str, Field]
 
 
 class DroppedRow(msgspec.Struct, frozen=True, array_like=True, tag=DROPPED):
@@ -186,7 +191,7 @@ def row_in(data: bytes | memoryview, offset: int) -> tuple[AnyRow, int] | None:
             if not opened.eof:
                 raise ValueError("a compressed row that does not end")
         return decode(row), end
-    except (msgspec.MsgspecError, zlib.error) as error:
+    except (msgspec.MsgspecError, RecursionError, zlib.error) as error:
         raise ValueError(str(error)) from None
 
 
@@ -261,7 +266,13 @@ def _plan(template: TemplateRow, part: PartRow) -> Plan:
 
 def _by_rows(document: dict[str, Any], part: PartRow) -> list[NDArray[np.uint64]]:
     """The segments of a plan that moves whole rows: each its own, then merged as the plan says."""
-    src, dst = rows_of(part.src), rows_of(part.dst)
+    with np.errstate(all="ignore"):  # of a damaged one; its plan is refused then
+        return _row_segments(document, rows_of(part.src), rows_of(part.dst))
+
+
+def _row_segments(
+    document: dict[str, Any], src: NDArray[np.int64], dst: NDArray[np.int64]
+) -> list[NDArray[np.uint64]]:
     src_stride, dst_stride = document["src"]["stride"], document["dst"]["stride"]
     how = document["coalesce"]
     if document["kind"] == "B2B":
@@ -287,10 +298,17 @@ def _by_rows(document: dict[str, Any], part: PartRow) -> list[NDArray[np.uint64]
 
 def rows_of(table: bytes) -> NDArray[np.int64]:
     """A block table as it was recorded."""
+    _check(table)
     return np.frombuffer(table, "<i8").astype(np.int64)
 
 
 def _column(data: bytes | int) -> NDArray[np.uint64]:
     if isinstance(data, int):
         return np.array([data], np.uint64)
+    _check(data)
     return np.frombuffer(data, "<u8").astype(np.uint64)
+
+
+def _check(data: bytes) -> None:
+    if len(data) % 8:
+        raise invalid(f"a column of {len(data)} bytes, of 8 each, is damaged")

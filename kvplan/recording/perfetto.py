@@ -124,7 +124,7 @@ def _others(records: Iterable[AnyRecord], pid: int, origin: float) -> Iterator[d
                     "cat": "lease",
                     "ph": "b" if begins else "e",
                     "id": f"{pid}.{lease}",
-                    "args": _plain(it.fields) if begins else {},
+                    "args": {**it.fields} if begins else {},
                 }
                 continue
             yield base | {
@@ -132,7 +132,7 @@ def _others(records: Iterable[AnyRecord], pid: int, origin: float) -> Iterator[d
                 "cat": "failed" if it.failed else "engine",
                 "ph": "i",
                 "s": "t",
-                "args": _plain(it.fields) | {"status": it.status.name, "error": it.error},
+                "args": {**it.fields} | {"status": it.status.name, "error": it.error},
             }
 
 
@@ -165,7 +165,3 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: [*it] if isinstance(it, tuple) else it for name, it in fields.items()}

@@ -64,11 +64,8 @@ def select(
     for it in records:
         if not isinstance(it, Transfer | Event):
             continue
-        if isinstance(it, Transfer):
-            its_tag, peer, verb = it.tag, it.peer, it.verb
-        else:
-            its_tag, peer, verb = it.fields.get("tag", ""), it.fields.get("peer"), ""
-        if tag is not None and not _matches(str(its_tag), tag):
+        its_tag, peer, verb = _names_of(it)
+        if tag is not None and not _matches(its_tag, tag):
             continue
         if cluster is not None and peer != cluster:
             continue
@@ -160,6 +157,13 @@ def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> I
     for (group, plan), (src_cache, dst_cache) in zip(transfer.plans.items(), caches, strict=True):
         if dst_cache == cache and (written := rows_written(plan, block)) is not None:
             yield Write(transfer, group, source, src_cache, *written)
+
+
+def _names_of(it: Transfer | Event) -> tuple[str, object, str]:
+    """The tag, the peer and the verb of a row; of an event, as far as it is about one."""
+    if isinstance(it, Transfer):
+        return it.tag, it.peer, it.verb
+    return str(it.fields.get("tag", "")), it.fields.get("peer"), ""
 
 
 def _matches(tag: str, wanted: str) -> bool:

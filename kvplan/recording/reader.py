@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvplan.planning.groups import GroupPlan
 from kvplan.recording.format import (
@@ -15,6 +15,7 @@ from kvplan.recording.format import (
     DroppedRow,
     EndRow,
     EventRow,
+    Field,
     HeaderRow,
     PartRow,
     TemplateRow,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
 
 _CHUNK: Final = 4 << 20
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # of a FIFO nobody is waited for
+_MOST_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
 _MAX_FILES: Final = 1000
 
 
@@ -120,6 +123,8 @@ class Transfer:
             raise invalid(
                 f"transfer {self.number}: its template {error} is in no file that was read"
             ) from None
+        except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
+            raise invalid(f"transfer {self.number} is damaged: {error}") from None
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -169,7 +174,7 @@ class Event:
     operation: str
     status: LLMStatusCode
     error: str
-    fields: dict[str, Any]
+    fields: dict[str, Field]
 
     @property
     def failed(self) -> bool:
@@ -330,7 +335,7 @@ class Reader:
 
     def _open(self, path: Path) -> None:
         self.close()
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, _FLAGS)
         self._data, self._next = b"", 0
 
     def _later(self) -> tuple[int, HeaderRow] | None:
@@ -339,7 +344,7 @@ class Reader:
         found: tuple[int, HeaderRow] | None = None
         for it in (self.path, *_rotated(self.path)):
             try:
-                fd = os.open(it, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(it, _FLAGS)
             except FileNotFoundError:
                 continue
             head = _header_of(fd)
@@ -397,10 +402,13 @@ class Reader:
         head = self._row
         assert head is not None
         shift = head.wall - head.clock
+        moment = getattr(row, "started", getattr(row, "at", 0.0)) + shift
+        if not (abs(moment) < _MOST_S and 0 <= getattr(row, "seconds", 0.0) < _MOST_S):
+            raise invalid(f"{self.path}: row {self._count} is damaged: its time is {moment}")
         if isinstance(row, TransferRow):
             return Transfer(
                 self._number(),
-                row.started + shift,
+                moment,
                 row.seconds,
                 row.operation,
                 head.cluster_id,
@@ -417,7 +425,7 @@ class Reader:
         if isinstance(row, EventRow):
             return Event(
                 self._number(),
-                row.started + shift,
+                moment,
                 row.seconds,
                 row.operation,
                 _status(row.status),
@@ -427,7 +435,7 @@ class Reader:
         if isinstance(row, TemplateRow):
             self._templates[row.number] = row
         elif isinstance(row, DroppedRow):
-            return Dropped(self._number(), row.at + shift, row.count)
+            return Dropped(self._number(), moment, row.count)
         elif isinstance(row, EndRow):
             self.complete = True
         return None
@@ -449,7 +457,7 @@ def _rotated(path: Path) -> list[Path]:
 
 
 def _header_in(path: Path) -> HeaderRow:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, _FLAGS)
     try:
         found = _header_of(fd)
         if found is None:
@@ -486,4 +494,4 @@ def _status(code: int) -> LLMStatusCode:
     try:
         return LLMStatusCode(code)
     except ValueError:  # of another version
-        return LLMStatusCode.LLM_UNKNOWN_ERROR
+        return LLMStatusCode.LLM_FAILED

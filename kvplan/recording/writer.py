@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
@@ -110,7 +111,6 @@ class Recorder:
         self._pid = os.getpid()
         # Re-entrant: a signal handler, or the garbage collector, may end an operation anywhere.
         self._mutex = threading.RLock()
-        self._writing = threading.RLock()
         self._rows: deque[bytes] = deque()
         self._room = self._max_queued = max_queued
         self._dropped = 0
@@ -132,11 +132,17 @@ class Recorder:
             return [encode(header), *self._templates()]
 
         self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # may be put to anywhere, unlike an Event
+        # For the thread: rows wait; an end (False); who waits for them to be written. Unlike an
+        # Event it can be put to anywhere.
+        self._tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._write_all, name=f"kvplan-recorder-{cluster_id}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            self._file.close()
+            raise LLMException(f"path={path}: {error}") from None
         _recorders.add(self)
 
     @property
@@ -189,14 +195,20 @@ class Recorder:
             return
         started = perf_counter() - seconds
         try:
-            self._append(encode((EVENT, started, seconds, operation, status, error, fields)))
+            said = {name: _field(it) for name, it in fields.items()}
+            self._append(encode((EVENT, started, seconds, operation, status, error, said)))
         except Exception as raised:
             self._fail(raised)
 
     def flush(self) -> None:
         """Write what has been recorded so far."""
-        if self._pid == os.getpid():
-            self._drain()
+        if self._pid != os.getpid():
+            return
+        # The thread does it: a signal handler may come here while it is being done.
+        written = threading.Event()
+        self._tokens.put(written)
+        while not written.wait(_INTERVAL_S) and self._thread.is_alive():
+            pass
 
     def close(self) -> None:
         """Write what has been recorded, and end; idempotent. In a forked child nothing happens."""
@@ -268,39 +280,38 @@ class Recorder:
 
     def _write_all(self) -> None:
         tokens = self._tokens
-        while tokens.get():
-            try:
-                more = tokens.get(timeout=_INTERVAL_S)
-            except Empty:
-                more = True
-            self._drain()
-            if not more:
-                break
-        self._drain(ended=True)
+        token: bool | threading.Event = True
+        while token is not False:
+            token = tokens.get()
+            if token is True:
+                with suppress(Empty):
+                    token = tokens.get(timeout=_INTERVAL_S)
+            self._drain(ended=token is False)
+            if isinstance(token, threading.Event):
+                token.set()
         self._file.close()
 
     def _drain(self, *, ended: bool = False) -> None:
-        """Write what is queued, in the calling thread."""
-        with self._writing:
-            with self._mutex:
-                self._awake = False  # first: what is put in from here on wakes the thread again
-                queued, self._room = self._max_queued - self._room, self._max_queued
-                dropped, self._dropped = self._dropped, 0
-            taken = self._rows.popleft
-            rows = [taken() for _ in range(len(self._rows))]
-            if dropped:
-                rows.append(encode((DROPPED, perf_counter(), dropped)))
-            if ended:
-                rows.append(encode((END, perf_counter())))
-            if not rows or self._file.closed:
-                return
-            try:
-                self._file.write(rows, compress=queued < self._max_queued // 2)
-            except (OSError, LLMException) as error:
-                self._file.close()
-                self._fail(error)
-            else:
-                self._forget()
+        """Write what is queued."""
+        with self._mutex:
+            self._awake = False  # first: what is put in from here on wakes the thread again
+            queued, self._room = self._max_queued - self._room, self._max_queued
+            dropped, self._dropped = self._dropped, 0
+        taken = self._rows.popleft
+        rows = [taken() for _ in range(len(self._rows))]
+        if dropped:
+            rows.append(encode((DROPPED, perf_counter(), dropped)))
+        if ended:
+            rows.append(encode((END, perf_counter())))
+        if not rows or self._file.closed:
+            return
+        try:
+            self._file.write(rows, compress=queued < self._max_queued // 2)
+        except (OSError, LLMException) as error:
+            self._file.close()
+            self._fail(error)
+        else:
+            self._forget()
 
     def _fail(self, error: Exception) -> None:
         """Record nothing more, and say so once."""
@@ -324,6 +335,13 @@ class Recorder:
         """In a child: its parent records, and may have held a lock at the time."""
         self._ended = True
         self._mutex = threading.RLock()
+
+
+def _field(value: object) -> object:
+    """A `Field` of what an event has."""
+    if isinstance(value, tuple):
+        return [*value]
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _template_row(number: int, template: bytes) -> bytes:

@@ -189,15 +189,15 @@ def test_a_hook_sees_plans_before_they_are_executed(pair: Pair) -> None:
         seen.append((event.plan.operation, *event[1:], int(user.arrays(cache)[0].sum())))
 
     remove = user.on_plan(look)
-    user.pull_cache(CacheIndex(1, 1), cache, 0)
+    user.pull_cache(CacheIndex(1, 1), cache, 0, tag="request 7")
     user.submit_pull_cache(CacheIndex(1, 1), cache, 1).wait()
     remove()
     remove()
     user.pull_cache(CacheIndex(1, 1), cache, 2)
     first, row = int(DESC.tensor_nbytes) * 3, DESC.stride * 3
     assert seen == [
-        ("pull_cache", "pull_cache", 1, 1, first),
-        ("pull_cache", "pull_cache", 1, 1, first - row),
+        ("pull_cache", "pull_cache", 1, 1, "request 7", first),
+        ("pull_cache", "pull_cache", 1, 1, "", first - row),
     ]
 
 

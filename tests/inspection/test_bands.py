@@ -123,6 +123,40 @@ def assert_is_all_of(plan: Plan) -> None:
 
 
 @given(unlike_transfers(), st.booleans())
+def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> None:
+    src, dst, _, _, src_token, dst_token, _ = transfer
+    drawn = bands_of(planned(transfer, coalesce))
+    for name, cache, shift in (("src", src, 0), ("dst", dst, dst_token - src_token)):
+        size = cache.tokens
+        assert drawn.parts[["src", "dst"].index(name)] == size
+        begin, end = (getattr(drawn.bands, f"{name}_{it}") for it in ("from", "to"))
+        one_span = [it for it in range(len(begin)) if it not in drawn.tokens]
+        for band in one_span:
+            assert begin[band] == (int(drawn.bands.token_first[band]) + shift) % size
+            assert end[band] == (int(drawn.bands.token_last[band]) + shift) % size + 1
+
+
+@given(transfers(), st.sampled_from(Coalesce))
+def test_a_band_of_bytes_begins_and_ends_where_they_do(
+    transfer: Transfer, coalesce: Coalesce
+) -> None:
+    drawn = bands_of(transfer.plan(coalesce))
+    strides = transfer.src.stride, transfer.dst.stride
+    for which, (name, stride) in enumerate(zip(("src", "dst"), strides, strict=True)):
+        written = {
+            getattr(it, f"{name}_row") * stride + getattr(it, f"{name}_start") + byte
+            for it in transfer.moves
+            for byte in range(it.nbytes)
+        }
+        step = stride // drawn.parts[which]
+        columns = (getattr(drawn.bands, f"{name}_{it}") for it in ("first", "from", "last", "to"))
+        shown: set[int] = set()
+        for first, begin, last, end in zip(*(it.tolist() for it in columns), strict=True):
+            shown.update(range(first * stride + begin * step, last * stride + end * step))
+        assert shown == written
+
+
+@given(unlike_transfers(), st.booleans())
 def test_a_band_says_keys_or_values_as_the_origins_do(transfer: Any, coalesce: bool) -> None:
     plan = planned(transfer, coalesce)
     names = ["", "K", "V", "K+V"]

@@ -20,7 +20,17 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from kvplan import CacheDesc, DataType, GroupPlan, Plan, Shard, plan_pull_blocks
+from kvplan import (
+    CacheDesc,
+    DataType,
+    GroupPlan,
+    Plan,
+    Shard,
+    plan_pull_blocks,
+    plan_push_blocks,
+)
+from kvplan.inspection.contents import spans_text
+from kvplan.inspection.units import span
 from kvplan.planning.groups import AnyPlan
 
 DEADLINE_S = 60
@@ -151,6 +161,52 @@ def test_the_slider_goes_through_the_layers(page: Page) -> None:
     page.point_at(label(page, "0–1"))
     page.until(lambda: "layer 1 → 1, tensors 2 → 2 K, 3 → 3 V" in page.detail())
     assert "blocks 4–5 → blocks 7–8" in page.detail()
+
+
+def layers_of(plan: Plan) -> list[Plan]:
+    return [plan.for_layers(plan.src_layers[it : it + 1]) for it in range(len(plan.src_layers))]
+
+
+@pytest.mark.parametrize("name", ["runs", "stages", "kv inside", "slot", "push"])
+def test_a_page_says_of_each_band_what_its_origins_say(page: Page, name: str) -> None:
+    """In every layer: rows, heads, tokens, keys or values, and the layers' numbers."""
+    stage = CacheDesc(4, (16, 16, 8, 128), FP16, kv_tensor_format="NHD",
+                      shard=Shard(layers=range(2, 4), num_layers=4))  # fmt: skip
+    whole = CacheDesc(8, (16, 16, 8, 128), FP16, kv_tensor_format="NHD",
+                      shard=Shard(layers=range(4), num_layers=4))  # fmt: skip
+    inside = CacheDesc(3, (16, 2, 16, 4, 64), FP16, kv_tensor_format="block kv token head dim")
+    slots = CacheDesc(4, (4, 64, 8, 128), FP16, kv_tensor_format="slot token head dim")
+    plan = {
+        "runs": SMALL,
+        "stages": plan_pull_blocks(stage, whole, [0, 5], [1, 3]),
+        "kv inside": plan_pull_blocks(inside, inside, [1, 2, 9], [4, 5, 7]),
+        "slot": plan_pull_blocks(slots, NHD, None, [3, 4, 9], src_batch_index=1),
+        "push": plan_push_blocks(NHD, NHD, [3, 1, 2], [3, 4, 5]),
+    }[name]
+    page.open(plan)
+    for number, layer in enumerate(layers_of(plan)):
+        if number:
+            page.one("#layer").send_keys(Keys.ARROW_RIGHT)
+        labels = [it.get_attribute("aria-label") or "" for it in page.all("#picture .band")]
+        said = {it.partition(".")[0]: it for it in labels}
+        assert len(said) == len(labels) == layer.segments.num_runs
+        for run in range(layer.segments.num_runs):
+            origin = layer.origin(run)
+            ends = [
+                f"{row}{'s' if rows[0] < rows[1] else ''} {span(rows).replace('-', '–')}"
+                for row, rows in (
+                    (origin.src_row, origin.src_rows),
+                    (origin.dst_row, origin.dst_rows),
+                )
+            ]
+            label = said[" → ".join(ends)]
+            assert f" layer {origin.src_layer} → {origin.dst_layer}" in label
+            held = [spans_text("token", [*origin.tokens])]
+            held += [spans_text("head", [origin.heads])] if origin.heads else []
+            held += [f"({origin.model_layer} of the model)"] if name == "stages" else []
+            for it in filter(None, (*held, origin.kv)):
+                assert it in label
+            assert f"{origin.src_tensor} → {origin.dst_tensor}" in label
 
 
 def test_everything_can_be_done_by_keys(page: Page) -> None:

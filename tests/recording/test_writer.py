@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import operator
 import os
 import random
 import re
@@ -10,13 +14,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvplan import CacheDesc, DataType, LLMException, plan_pull_blocks
+from kvplan import (
+    CacheDesc,
+    DataType,
+    GroupPlan,
+    LLMException,
+    LLMStatusCode,
+    plan_pull_blocks,
+    plan_pull_cache,
+)
+from kvplan.cli import main
 from kvplan.recording import Dropped, Transfer, follow, read, who_wrote
-from kvplan.recording.format import LENGTH, MAGIC
+from kvplan.recording.format import LENGTH, MAGIC, framed, row_in
 from tests.recording.operations import record, recorder
 from tests.support.held import Held
 from tests.support.refusals import refused
@@ -215,6 +230,49 @@ def test_a_damaged_recording_is_refused_or_read_and_nothing_else(tmp_path):
             refusals += 1
     assert refusals > 100
     assert statuses == {"LLM_PARAM_INVALID"}
+
+
+VALUES = (
+    *(None, 0, -1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, float("nan"), float("inf"), True, 64),
+    *("", "x", "sorted", "B2B", b"", b"123", b"\xff" * 8, [], {}, [1], {"a": 1}),
+)
+
+
+def leaves(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """Every place in a row."""
+    inside = enumerate(value) if isinstance(value, list) else ()
+    for key, it in value.items() if isinstance(value, dict) else inside:
+        yield from leaves(it, (*path, key))
+    if path:
+        yield path
+
+
+def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
+    path, damaged = tmp_path / "a.kvrec", tmp_path / "damaged.kvrec"
+    with recorder(path) as it:
+        record(it, PLAN, "a")
+        record(it, plan_pull_cache(DESC, DESC), "b")
+        record(it, GroupPlan({"x": PLAN, "y": PLAN}), "c")
+        it.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": 1, "blocks": (1, 2)})
+    rows, data, at = [], path.read_bytes(), len(MAGIC)
+    while found := row_in(data, at):
+        rows.append(msgspec.msgpack.decode(data[at + LENGTH.size : found[1]]))
+        at = found[1]
+    rng = random.Random(3)
+    for _ in range(250):
+        changed = copy.deepcopy(rows)
+        row = rng.choice(changed)
+        *outer, last = rng.choice([*leaves(row)])
+        functools.reduce(operator.getitem, outer, row)[last] = rng.choice(VALUES)
+        damaged.write_bytes(MAGIC + b"".join(framed(map(msgspec.msgpack.encode, changed))))
+        with contextlib.suppress(LLMException):
+            recording = read(damaged)
+            for it in recording.transfers:
+                assert it.plan is None or it.plan.nbytes >= 0
+            who_wrote(recording, 1, 4)
+        for options in ([], ["--json"], ["--html", str(tmp_path / "page.html")]):
+            assert main(["trace", str(damaged), *options]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_what_is_no_recording_is_refused(tmp_path):
