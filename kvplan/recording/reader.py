@@ -77,6 +77,7 @@ class Transfer:
         status: how it ended.
         error: why it failed; empty: it did not.
         nbytes: bytes that have arrived; of one that failed 0, however far it came.
+        parts: what `plan` is made of, of each group.
     """
 
     number: int
@@ -91,7 +92,7 @@ class Transfer:
     status: LLMStatusCode
     error: str
     nbytes: int
-    _parts: tuple[PartRow, ...] = field(repr=False)
+    parts: tuple[PartRow, ...] = field(repr=False)
     _templates: dict[int, TemplateRow] = field(repr=False, compare=False)
 
     @property
@@ -118,7 +119,7 @@ class Transfer:
             LLMException: LLM_PARAM_INVALID: the recording is damaged.
         """
         try:
-            return plan_of(self._templates, self._parts)
+            return plan_of(self._templates, self.parts)
         except KeyError as error:
             raise invalid(
                 f"transfer {self.number}: its template {error} is in no file that was read"
@@ -137,7 +138,7 @@ class Transfer:
     @property
     def blocks(self) -> int:
         """Rows of the destination's block tables; 0: none was used."""
-        return sum(len(it.dst) // 8 for it in self._parts)
+        return sum(len(it.dst) // 8 for it in self.parts)
 
     def may_write(self, cache: int, row: int) -> bool:
         """Whether its destination may be this row of this cache, as far as is known without plans.
@@ -148,13 +149,13 @@ class Transfer:
         """
         return any(
             dst == cache and (not it.dst or row in rows_of(it.dst))
-            for it, (_, dst) in zip(self._parts, self.caches, strict=True)
+            for it, (_, dst) in zip(self.parts, self.caches, strict=True)
         )
 
     @property
     def caches(self) -> list[tuple[int, int]]:
         """Ids of the source and the destination cache of each group, each in its own engine."""
-        known = (self._templates.get(it.template) for it in self._parts)
+        known = (self._templates.get(it.template) for it in self.parts)
         return [(-1, -1) if it is None else it.cache_ids for it in known]
 
 

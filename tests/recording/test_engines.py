@@ -369,5 +369,5 @@ def test_caches_named_by_addresses_alone_have_one_template(tmp_path, engine):
         size = it.path.stat().st_size
     recording = read(tmp_path / "a.kvrec")
     assert len(recording.transfers) == 200
-    assert len({row._parts[0].template for row in recording.transfers}) == 1
+    assert len({row.parts[0].template for row in recording.transfers}) == 1
     assert size < 200 * 120 + 2000
