@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvplan.recording.format import PartRow
 from kvplan.recording.perfetto import lanes
-from kvplan.recording.reader import AnyRecord, Dropped, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
 from kvplan.status import LLMException
 
 MAX_TRANSFERS: Final = 20_000
