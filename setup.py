@@ -191,6 +191,8 @@ setup(
         "kvnative.include.kvnative",
     ],
     package_dir={"kvnative.include": "include"},
+    # Not in the package: whoever runs pytest would import kvplan and NumPy.
+    py_modules=["pytest_kvplan"],
     ext_modules=cythonize(
         modules,
         build_dir=f"{BUILD}/cython",

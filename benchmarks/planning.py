@@ -105,6 +105,17 @@ def plan_block_ratio(run: Run, name: str) -> Row:
     return Row(name, us, "us", 400, note=note)
 
 
+@TOPIC.row("html_ms")
+def html(run: Run, name: str) -> Row:
+    """The picture of 4,096 scattered blocks, none of which merge: budget 150 milliseconds."""
+    rng, desc = np.random.default_rng(4096), hnd(8192, 16, range(8))
+    plan = plan_pull_blocks(desc, desc, *(rng.permutation(8192)[:4096] for _ in range(2)))
+    (seconds,) = run.medians(timed(plan.to_html), rounds=21)
+    cases = {"KB": len(plan.to_html().encode()) / 1000}
+    note = "to_html() of 4,096 blocks x 61 layers; limit: the budget"
+    return Row(name, 1e3 * seconds, "ms", 150, note=note, cases=cases)
+
+
 def import_seconds(module: str) -> float:
     """Seconds that `import module` takes in a new process."""
     code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"

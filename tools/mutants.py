@@ -28,6 +28,7 @@ TREE = ("kvplan", "kvnative", "tests", "pyproject.toml")
 # What pytest is given for each room: the first test that fails ends it, so quick ones come first.
 ROOMS = {
     "planning": "tests/planning tests/inspection",
+    "inspection": "tests/inspection -k 'not readme and not browser'",
     "execution": "tests/execution tests/transport -k 'not ucx'",
     "engine": "tests/engine tests/datadist tests/links -k 'not ucx and not ascend'",
     "links": "tests/links tests/datadist -k 'not ucx and not ascend'",

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
@@ -31,6 +32,7 @@ class Command(NamedTuple):
 COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
+    "html": Command("Draw a plan, or how two differ.", "kvplan.cli.html"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
     "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
     "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
@@ -97,6 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: the process's) and return its exit code."""
     if instruction := os.environ.get(COMPLETE_VARIABLE):
         return shell_complete(GROUP, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
+    if sys.stderr is None:  # closed by the shell: there is nothing to complain to
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stderr.write(f"{PROGRAM}: stdout is closed; > /dev/null leaves it open\n")
+        return int(ExitCode.TROUBLE)
     _make_printable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -112,22 +119,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         sys.stderr.write(f"{PROGRAM}: {error.format_message()}\n")
     except (KeyboardInterrupt, click.Abort):
-        return ExitCode.INTERRUPTED
+        return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         _forget_output()
-        return ExitCode.CLOSED
+        return int(ExitCode.CLOSED)
     except (LLMException, OSError) as error:
         sys.stderr.write(f"{PROGRAM}: {_reason(error)}\n")
     else:
-        return ExitCode.OK if code is None else ExitCode(code)
-    return ExitCode.TROUBLE
+        return int(code or ExitCode.OK)
+    return int(ExitCode.TROUBLE)
 
 
 def _reason(error: LLMException | OSError) -> str:
     """In one line: of the system's errors the file and its words, without the number."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
+    if not isinstance(error, OSError) or not error.strerror:
+        text = str(error)
+    elif error.filename is None:
+        text = error.strerror
+    else:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(text.splitlines())
 
 
 def _explain_usage(misused: click.UsageError) -> None:

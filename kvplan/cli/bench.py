@@ -32,6 +32,8 @@ _BLOCKS: Final = 32
 _BLOCK_NBYTES: Final = 64 << 10
 _LARGE: Final = _TENSORS * _BLOCKS * _BLOCK_NBYTES
 _SMALL: Final = 2 * _BLOCK_NBYTES // 16
+_BURST: Final = 16
+"""Small transfers in a row."""
 
 
 class Row(NamedTuple):
@@ -124,6 +126,8 @@ def _over_memory(seconds: float, progress: Callable[[float], object]) -> list[Ro
             with linked("local", (*_shapes(), *_shapes(registered=True)), _LARGE) as pair:
                 mapped, registered = _pulls(pair, 0), _pulls(pair, 2)
                 reads = [process_reads(pair, it) for it in (_SMALL, _LARGE)]
+                for sample in (small[1], mapped[0], registered[0], reads[0]):
+                    sample.burst = _BURST
                 measure([*limits, *mapped, *registered, *reads], seconds, progress)
         except LLMException as error:
             measure(limits, seconds, progress)
@@ -154,6 +158,7 @@ def _over_tcp(seconds: float, progress: Callable[[float], object]) -> list[Row]:
             socket_reads(pair, (_SMALL, _LARGE)) as plain,
         ):
             pulls = _pulls(pair, 0)
+            pulls[0].burst = plain[0].burst = _BURST
             measure([*pulls, *plain], seconds, progress)
     except LLMException as error:
         return [_failed("pull over tcp", error)]

@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     DIFFERENT = 1
-    """It did what it was asked, and the answer is no: plans differ."""
+    """It did what it was asked, and the answer is no: plans differ, kvplan does not work here."""
     TROUBLE = 2
     """It could not do what it was asked: an argument, a file, a peer. stderr says why."""
     INTERRUPTED = 130

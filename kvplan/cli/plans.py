@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 STDIN: Final = "-"
+_PATH: Final = "kvplan.path."
 
 
 def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
@@ -32,16 +33,40 @@ def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
     )
 
 
+def plan_option(option: str, name: str, text: str) -> Callable[[_F], _F]:
+    """The same as an option, which need not be given."""
+    return click.option(
+        option,
+        name,
+        metavar="PLAN.json",
+        type=click.Path(),
+        callback=_read,
+        shell_complete=_complete,
+        help=text,
+    )
+
+
+def path_of(name: str) -> str:
+    """What was given for a plan, which the command is given instead."""
+    return str(click.get_current_context().meta[f"{_PATH}{name}"])
+
+
 def transport_option(name: str, text: str, *, multiple: bool = False) -> Callable[[_F], _F]:
     """Give a command `--transport`, one of those that have costs, as the parameter `name`."""
     choice = click.Choice([*TRANSPORT_COSTS])
     return click.option("-t", "--transport", name, type=choice, multiple=multiple, help=text)
 
 
-def _read(context: click.Context, _: click.Parameter, value: str) -> AnyPlan | None:
-    if context.resilient_parsing:  # the shell completes the line: no file is read for that
+def _read(context: click.Context, parameter: click.Parameter, value: str | None) -> AnyPlan | None:
+    # The shell completes the line: no file is read for that.
+    if value is None or context.resilient_parsing:
         return None
-    return read_plan(sys.stdin.buffer, "stdin") if value == STDIN else load_plan(value)
+    context.meta[f"{_PATH}{parameter.name}"] = value
+    if value != STDIN:
+        return load_plan(value)
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed, and a plan was to come from there")
+    return read_plan(sys.stdin.buffer, "stdin")
 
 
 def _complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:

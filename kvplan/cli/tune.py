@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,11 +23,12 @@ from kvplan.cli.common import (
     write_table,
 )
 from kvplan.inspection.cost import TRANSPORT_COSTS, TransportCost
-from kvplan.inspection.measured_costs import costs_path, save_costs, this_machine
+from kvplan.inspection.measured_costs import costs_path, load_costs, save_costs, this_machine
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvplan.cli.measuring.samples import Sample
 
@@ -87,6 +90,8 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
     are used. Exits with 2 if a transport could not be measured, or nothing could be stored.
     """
     path = costs_path()
+    if not dry_run:
+        _check_can_store(path)  # rather than after all has been measured
     chosen = tuple(dict.fromkeys(names)) or tuple(TRANSPORT_OF)
     found = []
     with progress_shown("measuring") as progress:
@@ -106,6 +111,18 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
     else:
         _write(found, where)
     return ExitCode.OK if len(costs) == len(chosen) else ExitCode.TROUBLE
+
+
+def _check_can_store(path: Path) -> None:
+    """Have the folder, and nothing in it that would be refused.
+
+    Raises:
+        OSError, LLMException: why nothing could be stored.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    load_costs(path)
 
 
 def _tell(progress: Callable[[float], object], done: int, of: int, share: float) -> None:

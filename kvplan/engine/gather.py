@@ -13,7 +13,7 @@ from kvplan.engine.groups import GroupOperation, check_groups, joined, named
 from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
 from kvplan.planning.gather import plan_gather
-from kvplan.planning.groups import GroupPlan
+from kvplan.planning.groups import GroupPlan, plan_groups
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheIndex
@@ -181,7 +181,7 @@ class GatherOperations(OperationRunner):
         """Plan `gather_groups` with the peers' own descriptions; nothing moves."""
         check_groups(groups, GatherGroup)
         return [
-            None if it is None else GroupPlan(it)
+            None if it is None else plan_groups(it)
             for it in _Sources(self._running(), groups).plans(rank, coalesce)
         ]
 
@@ -329,7 +329,7 @@ class _Sources:
         with self._failing(index):
             theirs = self._links[index].leased_memory(caches, leases, writable=False)
         ours = joined([self._own[name][1] for name in plans])
-        return plans.get("") or GroupPlan(plans), theirs, ours
+        return plans.get("") or plan_groups(plans), theirs, ours
 
     def name(self, index: int, plans: dict[str, Plan]) -> str:
         """What errors call a source."""

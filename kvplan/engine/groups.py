@@ -14,7 +14,7 @@ from kvplan.engine.runner import Operation, OperationRunner
 from kvplan.engine.transfers import has_blocks
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
-from kvplan.planning.groups import GroupPlan, check_group_name
+from kvplan.planning.groups import GroupPlan, check_group_name, plan_groups
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_pull_blocks, plan_push_blocks
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -252,8 +252,8 @@ class GroupOperation(Operation):
         self.leases = tuple([it.lease_id for it in leases])
         peer_memory = link.leased_memory(caches, leases, writable=not pulls)
         if pulls:
-            return GroupPlan(plans), peer_memory, memory
-        return GroupPlan(plans), memory, peer_memory
+            return plan_groups(plans), peer_memory, memory
+        return plan_groups(plans), memory, peer_memory
 
     def own_caches(self, field: str, groups: Mapping[str, Any]) -> tuple[list[Side], TensorMemory]:
         """The caches of this process that a field of the groups names, and the memory of all."""

@@ -51,10 +51,10 @@ def diff(old: Plan, new: Plan) -> str:
         layer = f", {layers_text(old, first)}" if model_note(old, first) else ""
         lines.append(f"  tensor {src_tensor}>{dst_tensor}{layer}")
         lines += _changed_lines(old, new, changed)
-        if old.num_tensor_pairs > 1:
+        if old.num_tensor_pairs > 1 and old.split == new.split:
             lines.append(f"  (same change in {plural(old.num_tensor_pairs - 1, 'more tensor')})")
     said = verdict(old, new)
-    if said.startswith(OTHER_BYTES) and (cause := _table_change(old, new)):
+    if said.startswith(OTHER_BYTES) and (cause := table_change(old, new)):
         lines.append(f"  cause    {cause}")
     lines.append(f"  verdict: {said}")
     return "\n".join(it for line in lines for it in fit(line))
@@ -184,26 +184,27 @@ def verdict(old: Plan, new: Plan) -> str:
         return "identical"
     if meanings := [*_meanings(old, new)]:
         return f"different caches - {meanings[0]}"
-    if (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
-        return f"{OTHER_BYTES} - {_other_layers(old, new)}"
     if any(
         (getattr(old, s).num_tensors, getattr(old, s).tensor_nbytes)
         != (getattr(new, s).num_tensors, getattr(new, s).tensor_nbytes)
         for s in ("src", "dst")
     ):
         return "different caches - their sizes are not the same"
-    if old.split != new.split:
-        return f"{OTHER_BYTES} - other parts of the tensors are paired"
-    other_source, only_old, only_new = _compare_bytes(old, new)
-    if not (other_source or only_old or only_new):
+    per_layer = {it.tensors_per_layer for it in (old, new)}
+    if old.split != new.split or (old.split and len(per_layer) > 1):
+        # Pairs of parts of tensors against other ones: by what all of them come to.
+        counts = _compare_runs(*(_runs_of_all(it) for it in (old, new)))
+    elif (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
+        return f"{OTHER_BYTES} - {_other_layers(old, new)}"
+    else:
+        counts = [count * old.num_tensor_pairs for count in _compare_bytes(old, new)]
+    if not any(counts):
         what = "options" if old.segments == new.segments else "segmentation"
         return f"equivalent - same byte mapping, different {what}"
     facts = [
-        (count * old.num_tensor_pairs, what)
-        for count, what in (
-            (other_source, "from another source"),
-            (only_old, "no longer written"),
-            (only_new, "newly written"),
+        (count, what)
+        for count, what in zip(
+            counts, ("from another source", "no longer written", "newly written"), strict=True
         )
         if count
     ]
@@ -232,7 +233,7 @@ def _other_layers(old: Plan, new: Plan) -> str:
     return "other tensors"
 
 
-def _table_change(old: Plan, new: Plan) -> str:
+def table_change(old: Plan, new: Plan) -> str:
     """What was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""
@@ -291,12 +292,16 @@ def _changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str
     return ""
 
 
-def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
+def is_equivalent(old: Plan, new: Plan) -> bool:
+    """Whether both put the same bytes of the same caches into the same places."""
+    return verdict(old, new).startswith(("identical", "equivalent"))
+
+
+def _compare_bytes(old: Plan, new: Plan) -> list[int]:
     """Bytes of one destination tensor: from another source, only in old, only in new.
 
     What both have is left out, and a segment that differs by where it begins at src differs in each
-    byte. The rest is cut at every boundary of either, so that each piece is wholly in or out of a
-    segment; then a piece is compared by the source that it is read from.
+    byte.
     """
     before, after = (dict(_keyed(plan)) for plan in (old, new))
     # By all but the source: nothing is written twice, so each is there once.
@@ -310,23 +315,44 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
         _runs_of(plan, [index for key, index in only.items() if key not in moved])
         for plan, only in ((old, a_only), (new, b_only))
     )
+    counts = _compare_runs(odd_old, odd_new)
+    return [counts[0] + other_source, *counts[1:]]
+
+
+def _compare_runs(old: Segments, new: Segments) -> list[int]:
+    """As `_compare_bytes`, of runs.
+
+    They are cut at every boundary of either, so that each piece is wholly in or out of a run; then
+    a piece is compared by the source that it is read from.
+    """
     edges = np.unique(
         np.concatenate(
             [
                 part
-                for runs in (odd_old, odd_new)
+                for runs in (old, new)
                 for part in (runs.dst_offsets, runs.dst_offsets + runs.nbytes)
             ]
         )
     )
     starts, lengths = edges[:-1], np.diff(edges).astype(np.int64)
-    a, b = _sources(odd_old, starts), _sources(odd_new, starts)
+    a, b = _sources(old, starts), _sources(new, starts)
     in_a, in_b = a >= 0, b >= 0
-    return (
-        other_source + int(lengths[in_a & in_b & (a != b)].sum()),
-        int(lengths[in_a & ~in_b].sum()),
-        int(lengths[in_b & ~in_a].sum()),
+    pieces = in_a & in_b & (a != b), in_a & ~in_b, in_b & ~in_a
+    return [int(lengths[it].sum()) for it in pieces]
+
+
+def _runs_of_all(plan: Plan) -> Segments:
+    """The runs of all pairs, counted as if the tensors of each side lay one behind the other."""
+    runs = plan.segments.expanded()
+    starts = []
+    for side, views in ((plan.src, plan.src_tensors), (plan.dst, plan.dst_tensors)):
+        tensors, inside = side.locate(views, plan.split, plan.tensors_per_layer)
+        starts.append(tensors.astype(np.uint64) * np.uint64(side.tensor_nbytes) + inside)
+    src, dst = (
+        (start[:, None] + offsets).reshape(-1)
+        for start, offsets in zip(starts, (runs.src_offsets, runs.dst_offsets), strict=True)
     )
+    return runs.adopt(src, dst, np.tile(runs.nbytes, len(starts[0])))
 
 
 def _runs_of(plan: Plan, chosen: list[int]) -> Segments:

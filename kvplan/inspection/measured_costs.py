@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import pwd
 import re
 import tempfile
 import time
@@ -48,12 +49,15 @@ def costs_path() -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
     if Path(given).is_absolute():
         return Path(given, "kvplan", "costs.json")
-    try:
-        return Path.home() / ".cache" / "kvplan" / "costs.json"
-    except RuntimeError:
-        raise invalid(
-            "no place for measured costs: this user has no home directory; set XDG_CACHE_HOME"
-        ) from None
+    home = os.environ.get("HOME", "")
+    if not Path(home).is_absolute():
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            raise invalid(
+                "no place for measured costs: this user has no home directory; set XDG_CACHE_HOME"
+            ) from None
+    return Path(home, ".cache", "kvplan", "costs.json")
 
 
 def this_machine() -> str:

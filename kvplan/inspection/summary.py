@@ -81,13 +81,15 @@ def _shifts(plan: Plan, runs: _Run) -> list[str]:
             f"{span((int(src[i]), int(src[i] + blocks[i]) - 1))} -> "
             f"{span((int(dst[i]), int(dst[i] + blocks[i]) - 1))} ({int(shifts[i]):+d})"
             for i in longest
+            if blocks[i] > 1
         ]
         parts.append(f"longest {', '.join(said)}")
     values, inverse = np.unique(shifts, return_inverse=True)
     if len(blocks) > 1:
         moved = np.bincount(inverse, weights=blocks)
         most, total = int(moved.argmax()), int(blocks.sum())
-        if moved[most] * 10 >= total:  # else it says nothing
+        # One that is rare says nothing, and one of a single run was said.
+        if moved[most] * 10 >= total and moved[most] > blocks.max():
             parts.append(
                 f"shift {int(values[most]):+d} for {int(moved[most]):,} of "
                 f"{plural(total, plan.dst.row)}"

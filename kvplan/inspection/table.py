@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvplan.inspection.contents import local_layers, model_note, model_text
 from kvplan.inspection.summary import summary
-from kvplan.inspection.units import place, plural, shown_rows, span
+from kvplan.inspection.units import fit, place, plural, shown_rows, span
 
 if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
@@ -42,7 +43,7 @@ def table_lines(plan: Plan, limit: int | None) -> Iterator[str]:
         return
     pairs = plan.num_tensor_pairs
     yield f"{more}. " + (f"In each of {pairs:,} tensors:" if pairs > 1 else "Of all:")
-    yield from (f"      {line}" for line in summary(plan))
+    yield from chain.from_iterable(fit(f"      {line}") for line in summary(plan))
     for cells in last:
         yield table.line(cells, widths)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvplan.inspection.cost import cost_of
+from kvplan.inspection.diff import is_equivalent
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format
 from kvplan.inspection.groups import diff_groups, explain_groups
 from kvplan.inspection.units import nbytes_text, plural
-from kvplan.planning.plan import SCHEMA_VERSION, Origin, Plan
+from kvplan.planning.plan import OBSERVERS, SCHEMA_VERSION, Origin, Plan
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
@@ -154,6 +155,45 @@ class GroupPlan:
         """Return how `other` differs, group by group, as text that ends in a verdict."""
         return diff_groups(self.groups, check_type("other", other, GroupPlan).groups)
 
+    def assert_equivalent(self, other: GroupPlan) -> None:
+        """Fail unless `other` has the same groups in the same order, each equivalent.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True
+        check_type("other", other, GroupPlan)
+        if [*self.groups] != [*other.groups] or not all(
+            map(is_equivalent, self.groups.values(), other.groups.values())
+        ):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{self.diff(other)}")
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        diff: GroupPlan | None = None,
+        notes: Sequence[str] = (),
+    ) -> str:
+        """Return a picture of all groups as one HTML document; see `Plan.to_html`."""
+        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+
+        if diff is not None:
+            check_type("diff", diff, GroupPlan)
+        return to_html(self, path, other=diff, notes=notes)
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture for documents, the groups below one another; see `Plan.to_svg`."""
+        from kvplan.inspection.svg import to_svg
+
+        return to_svg(self, path)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        from kvplan.inspection.page import cell
+
+        return cell(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
         groups = {name: plan.to_dict() for name, plan in self.groups.items()}
@@ -233,7 +273,10 @@ def plan_groups(groups: Mapping[str, Plan]) -> GroupPlan:
         TypeError: a name that is not text, or a value that is no plan.
         LLMException: LLM_PARAM_INVALID: no group, a bad name, or plans of different directions.
     """
-    return GroupPlan(groups)
+    plan = GroupPlan(groups)
+    for observe in OBSERVERS:
+        observe(plan)
+    return plan
 
 
 def _check_groups(groups: Mapping[str, Plan]) -> None:

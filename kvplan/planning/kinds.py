@@ -18,7 +18,7 @@ from kvplan.planning.blocks import (
     sorted_pairs,
 )
 from kvplan.planning.layers import ALL_LAYERS, pair_views
-from kvplan.planning.plan import Kind, Operation, Plan
+from kvplan.planning.plan import OBSERVERS, Kind, Operation, Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
 from kvplan.status import LLMException, invalid
@@ -346,6 +346,8 @@ def _plan(
         nbytes_per_tensor=nbytes_per_tensor,
         nbytes=len(src_views) * nbytes_per_tensor,
     )
+    for observe in OBSERVERS:
+        observe(plan)
     return plan
 
 

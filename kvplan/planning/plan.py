@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -27,7 +27,7 @@ from kvplan.inspection.contents import (
     tokens_of,
 )
 from kvplan.inspection.cost import cost_of
-from kvplan.inspection.diff import diff
+from kvplan.inspection.diff import diff, is_equivalent
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain_lines, one_line
 from kvplan.inspection.units import span
 from kvplan.planning.segments import Coalesce, Segments
@@ -40,8 +40,12 @@ if TYPE_CHECKING:
 
     from kvplan.inspection.cost import Estimate, TransportCost
     from kvplan.planning.axes import BlockTables
+    from kvplan.planning.groups import GroupPlan
 
 SCHEMA_VERSION = 2
+
+OBSERVERS: list[Callable[[Plan | GroupPlan], object]] = []
+"""Called with each plan that is made. Empty but in tests: `kvplan.testing.observe_plans`."""
 
 Operation = Literal[
     "pull_cache",
@@ -343,6 +347,55 @@ class Plan:
     def diff(self, other: Plan) -> str:
         """Return how `other` differs, as text that ends in a verdict."""
         return diff(self, check_type("other", other, Plan))
+
+    def assert_equivalent(self, other: Plan) -> None:
+        """Fail unless `other` puts the same bytes into the same places, in whatever segments.
+
+        The verdict of `diff` is then "identical" or "equivalent". `plan == other` asks for more:
+        the same segments and options.
+
+        Raises:
+            AssertionError: with the difference.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test
+        if not is_equivalent(self, check_type("other", other, Plan)):
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        diff: Plan | None = None,
+        notes: Sequence[str] = (),
+    ) -> str:
+        """Return a picture of the plan as one HTML document, which asks for nothing else.
+
+        Args:
+            path: a file to write it to; None: it is only returned.
+            diff: draws what changes from this plan to that one, as `diff` says it in text.
+            notes: sentences of yours, shown with those of what is odd.
+        """
+        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+
+        if diff is not None:
+            check_type("diff", diff, Plan)
+        return to_html(self, path, other=diff, notes=notes)
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture of the plan for documents: SVG, without a script.
+
+        Args:
+            path: a file to write it to; None: it is only returned.
+        """
+        from kvplan.inspection.svg import to_svg
+
+        return to_svg(self, path)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        from kvplan.inspection.page import cell
+
+        return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""

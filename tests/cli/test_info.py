@@ -35,7 +35,10 @@ def info(*arguments: str, **environment: str) -> str:
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # What was looked at before a library took the process along may not be enough.
+    stopped = "NOT LOOKED AT" in done.stdout or '"stopped": {' in done.stdout
+    assert done.stderr == ""
+    assert done.returncode == 0 or (done.returncode == 1 and stopped)
     return done.stdout
 
 
@@ -114,12 +117,12 @@ class TestWithoutAccelerator:
         path.parent.mkdir(0o700)
         path.write_text("mine")
         path.chmod(0o644)
-        text = " ".join(info(**asked).split())
+        text = " ".join(info("-v", **asked).split())
         assert "without kvplan.cluster_key_file, engines with this user's key" in text
         assert "its mode is 0644, so others may use it; chmod 600 is needed" in text
 
     def test_the_text_is_for_people(self) -> None:
-        text = info(KVPLAN_ASCEND_LIBRARY="")
+        text = info("-v", KVPLAN_ASCEND_LIBRARY="")
         for part in (
             "accelerator: none",
             "hccl",
@@ -158,7 +161,7 @@ class TestBrokenLibraries:
         assert it["stopped"]["step"] == "opening the ACL library"
         assert it["stopped"]["reason"] == "ended with SIGABRT"
         assert it["accelerator"]["places"][0]["has"] == ["libacl_rt.so"]
-        text = info(**broken)
+        text = info("-v", **broken)
         assert "NOT ALL WAS LOOKED AT: opening the ACL library: ended with SIGABRT" in text
 
     def test_one_that_never_comes_back(self, tmp_path: Path) -> None:
@@ -274,7 +277,7 @@ class TestSimulatedDevices:
         assert (first["device_ip"], second["device_ip"]) == ("10.1.2.3", None)
 
     def test_the_text_has_it_all(self) -> None:
-        text = info(ASCEND_HOME_PATH=str(build()), KVSIM_DEVICES="1")
+        text = info("-v", ASCEND_HOME_PATH=str(build()), KVSIM_DEVICES="1")
         for part in (
             "libacl_rt.so",
             "CANN 8.5.0",

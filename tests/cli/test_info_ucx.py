@@ -57,7 +57,7 @@ class TestTheOneOfTheTests:
             look_at_transport(lambda **fields: None, ours, theirs)
 
     def test_the_text_is_for_people(self, ucx: Found) -> None:
-        text = info(**NO_NPU)
+        text = info("-v", **NO_NPU)
         for part in ("\nUCX 1.", ucx.path, "finds", "cma/memory"):
             assert part in text
         assert max(len(line) for line in text.splitlines() if ucx.path not in line) <= 110
@@ -97,6 +97,6 @@ class TestBroken:
 
     def test_one_that_is_too_old(self, tmp_path: Path) -> None:
         path = broken_library(tmp_path / "libucp.so.0")
-        text = info(**NO_NPU, **{OVERRIDE: path, "BROKEN": "old"})
+        text = info("-v", **NO_NPU, **{OVERRIDE: path, "BROKEN": "old"})
         assert f"{path} is UCX 1.12.1; it must be 1.13 or a later 1.x" in " ".join(text.split())
         assert "UCX: none: " in text

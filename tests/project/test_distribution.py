@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+PAGE = {f"kvplan/inspection/page.{kind}" for kind in ("html", "css", "js")}
+
 pytestmark = pytest.mark.slow  # builds the wheel
 
 
@@ -62,7 +64,7 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     expected = {f"kvnative/{name}" for name in tree("include/kvnative/*.h")}
     expected |= {"kvplan/py.typed", "kvnative/py.typed"}
     expected |= tree("kvplan/**/*.py") | tree("kvnative/*.py[id]") | tree("kvnative/*.pxd")
-    expected |= tree("kvnative/src/**/*.h")
+    expected |= tree("kvnative/src/**/*.h") | PAGE
     expected |= {f"kvnative/{path.stem}.abi3.so" for path in ROOT.glob("kvnative/*.pyx")}
     expected |= {"kvnative/lib/libkvn.so"}
     assert expected - names == set()
@@ -86,7 +88,7 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
     )
     sources |= tree("kvnative/*.pyx") | tree("kvnative/src/**/*.[ch]") | tree("tests/**/*.py")
     sources |= tree("tests/support/*.pyx") | tree("tests/support/native/*.[ch]")
-    assert sources - names == set()
+    assert (sources | PAGE) - names == set()
     assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []
 
 

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.cli.info import host, text
+from kvplan.cli.info.verdict import verdict
 
 SCHEMA_VERSION: Final = 1
 """Of `--json`: rises when a field changes its meaning or goes."""
@@ -27,7 +28,7 @@ _SAID: Final = 12
 """Lines of what a process that died has said, the last ones."""
 
 
-@click.command("info", epilog="Example: kvplan info --json")
+@click.command("info", epilog="Example: kvplan info -v")
 @click.option(
     "--device-id",
     type=click.IntRange(min=0),
@@ -44,15 +45,24 @@ _SAID: Final = 12
     metavar="SECONDS",
     help="Time limit for looking at the accelerator and UCX.",
 )
+@click.option("-v", "--verbose", is_flag=True, help="All that was found, and where.")
 @json_option
-def command(device_id: int, timeout: float, *, as_json: bool) -> ExitCode:
-    """Show what this machine has, what works on it, and why not more."""
+def command(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> ExitCode:
+    """Show whether kvplan works here, by which means, and what would make it better.
+
+    Exits with 1 if it does not work here, or may not.
+    """
     found = {"schema_version": SCHEMA_VERSION, **host.describe(), **_look(device_id, timeout)}
+    summary = verdict(found)
     if as_json:
         write_json(found)
     else:
-        sys.stdout.write(text.render(found))
-    return ExitCode.OK
+        out = console()
+        for line, style in summary.lines:
+            out.print(line, style=style)
+        if verbose:
+            sys.stdout.write("\n" + text.render(found))
+    return ExitCode.OK if summary.works else ExitCode.DIFFERENT
 
 
 def _look(device_id: int, timeout_s: float) -> dict[str, Any]:

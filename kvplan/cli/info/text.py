@@ -1,4 +1,4 @@
-"""What was found, for people."""
+"""What was found, in full, for people."""
 
 from __future__ import annotations
 
@@ -200,12 +200,16 @@ def _heading(title: str, reason: str | None) -> str:
 
 
 def _row(name: str, text: str, indent: int = 0) -> str:
-    """A line, or several with the rest below its beginning."""
+    return wrapped(name, text, _NAME, indent)
+
+
+def wrapped(name: str, text: str, width: int = 14, indent: int = 0) -> str:
+    """A line, or several with the rest below its beginning; names have `width` columns."""
     return textwrap.fill(
         text,
         _WIDTH,
-        initial_indent=f"  {name:<{_NAME}}  ",
-        subsequent_indent=" " * (_NAME + 4 + indent),
+        initial_indent=f"  {name:<{width}}  ",
+        subsequent_indent=" " * (width + 4 + indent),
         break_long_words=False,
         break_on_hyphens=False,
         drop_whitespace=True,

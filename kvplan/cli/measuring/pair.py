@@ -95,13 +95,14 @@ def linked(transport: str, shapes: Sequence[Shape], plain_nbytes: int = 0) -> It
         OSError: no process can be started.
     """
     with ExitStack() as stack:
-        # The user's own key is made at first use: do not make it here.
-        key = Path(stack.enter_context(TemporaryDirectory(prefix="kvplan-measuring-"))) / "key"
-        ClusterKey.generate().save(key)
-        setup = Setup(str(key), transport, tuple(shapes), plain_nbytes)
-        pid, found = stack.enter_context(_started(setup))
-        engine = stack.enter_context(LlmDataDist(_OWN, LlmRole.DECODER))
-        engine.initialize(setup.options(""))
+        # The user's own key is made at first use: do not make it here. Both read it once.
+        with TemporaryDirectory(prefix="kvplan-measuring-") as folder:
+            key = Path(folder) / "key"
+            ClusterKey.generate().save(key)
+            setup = Setup(str(key), transport, tuple(shapes), plain_nbytes)
+            pid, found = stack.enter_context(_started(setup))
+            engine = stack.enter_context(LlmDataDist(_OWN, LlmRole.DECODER))
+            engine.initialize(setup.options(""))
         peer = ClusterInfo(PEER, found["address"])
         engine.link_clusters([peer], timeout_ms=_TIMEOUT_MS).raise_for_status()
         caches = []

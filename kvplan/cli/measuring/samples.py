@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan
-
-_FEWEST: Final = 3
-"""Rounds that are measured, however little time there is."""
 
 
 @dataclass
@@ -23,11 +20,13 @@ class Sample:
     Attributes:
         move: does it once, and returns its seconds.
         plan: what is moved; None: it is no plan.
+        burst: how often it is done in a row: what is small then finds the processor awake.
         seconds: of each time.
     """
 
     move: Callable[[], float]
     plan: AnyPlan | None = None
+    burst: int = 1
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -40,18 +39,18 @@ def measure(samples: Sequence[Sample], seconds: float, progress: Callable[[float
     """Do each of them once a round, each time in another order, until the time is over.
 
     Args:
-        seconds: that it may take; three rounds are done in any case.
+        seconds: that it may take; one round is done in any case.
         progress: is told how much of it is done, from 0 to 1.
     """
     order, shuffler = list(samples), random.Random(0)
     for sample in order:  # warms up
         sample.move()
     began = time.perf_counter()
-    rounds = 0
-    while rounds < _FEWEST or time.perf_counter() - began < seconds:
+    done = False
+    while not done:
         shuffler.shuffle(order)
         for sample in order:
-            sample.seconds.append(sample.move())
-        rounds += 1
-        by_time = (time.perf_counter() - began) / seconds if seconds else 1.0
-        progress(min(1.0, by_time, rounds / _FEWEST))
+            sample.seconds += [sample.move() for _ in range(sample.burst)]
+        spent = time.perf_counter() - began
+        done = spent >= seconds
+        progress(1.0 if done else spent / seconds)

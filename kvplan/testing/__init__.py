@@ -1,0 +1,21 @@
+"""For tests of programs that plan transfers; with pytest its plugin has all of it as fixtures.
+
+Planning only: nothing here needs memory of an engine, a peer, or anything that was compiled.
+"""
+
+from kvplan.testing.caches import BlockTables, Executed, make_desc, run_reference
+from kvplan.testing.golden import GoldenPlans, difference, read_plan, write_plan
+from kvplan.testing.observed import Budget, observe_plans
+
+__all__ = [
+    "BlockTables",
+    "Budget",
+    "Executed",
+    "GoldenPlans",
+    "difference",
+    "make_desc",
+    "observe_plans",
+    "read_plan",
+    "run_reference",
+    "write_plan",
+]

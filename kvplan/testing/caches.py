@@ -1,0 +1,207 @@
+"""Caches of usual shapes, block tables as allocators leave them, and plans executed on arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvplan.layout import CacheLayout
+from kvplan.planning import GroupPlan, Plan, reference
+from kvplan.status import invalid
+from kvplan.types import CacheDesc, DataType, Placement
+from kvplan.validation import check_type, check_width, shown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvplan.layout import Shard
+    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.side import Side
+
+_OF_WIDTH: dict[int, type[np.unsignedinteger[Any]]] = {
+    8: np.uint8,
+    16: np.uint16,
+    32: np.uint32,
+    64: np.uint64,
+}
+
+
+def make_desc(
+    layout: str = "NHD",
+    *,
+    blocks: int = 64,
+    tokens: int = 16,
+    layers: int = 2,
+    heads: int = 8,
+    dim: int = 128,
+    data_type: DataType = DataType.DT_FLOAT16,
+    placement: Placement = Placement.DEVICE,
+    shard: Shard | None = None,
+) -> CacheDesc:
+    """Describe a cache of a usual shape.
+
+    Args:
+        layout: axes as `CacheDesc.kv_tensor_format` takes them: "NHD", "HND", "MLA" for
+            "block token dim" (a latent), or any list of axes. Layers, and keys and values, that
+            are no axis have tensors of their own.
+        blocks: how many; of a contiguous cache, how many slots.
+        tokens: of a block.
+        layers, heads, dim: of the model; with a `shard`, of this part.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: no layout that kvplan knows, or axes of other models
+            ("group", "state").
+    """
+    axes_text = "block token dim" if layout == "MLA" else check_type("layout", layout, str)
+    axes = CacheLayout(axes_text).axes
+    lengths = {
+        "block": blocks, "slot": blocks, "token": tokens, "layer": layers, "head": heads,
+        "dim": dim, "kv": 2,
+    }  # fmt: skip
+    if unknown := [axis for axis in axes if axis not in lengths]:
+        raise invalid(f"layout={shown(layout)}: no length is known for {', '.join(unknown)}")
+    apart = [1 if "layer" in axes else layers, 1 if "kv" in axes or "head" not in axes else 2]
+    shape = tuple(lengths[axis] for axis in axes)
+    return CacheDesc(
+        prod(apart), shape, data_type, placement, kv_tensor_format=axes_text, shard=shard
+    )
+
+
+@dataclass
+class BlockTables:
+    """Random block tables, the same ones for the same seed: those of a pool that was used a while.
+
+    Attributes:
+        seed: what they come from.
+        made: each call and its tables, to be printed when a test fails.
+    """
+
+    seed: int = 0
+    made: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+
+    def __call__(
+        self,
+        num_blocks: int | CacheDesc,
+        *lengths: int,
+        fragmentation: float = 0.5,
+        reserved: Sequence[int] = (),
+    ) -> Any:
+        """Return a block table of each length; no block is in two of them, or twice.
+
+        Args:
+            num_blocks: of the pool, or the cache that has them.
+            lengths: one: its table is returned, a list; several: a tuple of their tables.
+            fragmentation: 0: each table is one run where there is room; 1: no block follows the
+                one before, but by chance.
+            reserved: blocks that are never given (vLLM's null block: `[0]`).
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: no length, or more blocks than there are.
+        """
+        total = num_blocks.batch_size if isinstance(num_blocks, CacheDesc) else num_blocks
+        check_width("num_blocks", total, 1, 2**32)
+        if not 0 <= fragmentation <= 1:
+            raise invalid(f"fragmentation={fragmentation} is out of range [0, 1]")
+        free = set(range(total)) - set(reserved)
+        if not lengths or min(lengths) < 1 or sum(lengths) > len(free):
+            raise invalid(
+                f"lengths={lengths} must be >= 1 each, and {len(free)} in all: of num_blocks="
+                f"{total}, {total - len(free)} are reserved"
+            )
+        order = sorted(free)
+        self._random.shuffle(order)
+        tables = [self._table(length, free, order, fragmentation) for length in lengths]
+        self.made.append(f"{total} blocks, lengths {lengths}: {tables}")
+        return tables[0] if len(tables) == 1 else tuple(tables)
+
+    def _table(
+        self, length: int, free: set[int], order: list[int], fragmentation: float
+    ) -> list[int]:
+        table: list[int] = []
+        while len(table) < length:
+            block = table[-1] + 1 if table else -1
+            if block not in free or self._random.random() < fragmentation:
+                block = order.pop()
+                while block not in free:
+                    block = order.pop()
+            free.remove(block)
+            table.append(block)
+        return table
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What a plan did to arrays.
+
+    Attributes:
+        src, dst: the tensors of each side, in the shape of the cache. Elements are unsigned
+            integers as wide as the data type, so that contents can be compared exactly.
+        groups: of a `GroupPlan` the same for each group; empty for a plan.
+    """
+
+    src: list[NDArray[Any]]
+    dst: list[NDArray[Any]]
+    groups: Mapping[str, Executed] = field(default_factory=dict)
+
+
+def run_reference(
+    plan: AnyPlan,
+    src: list[NDArray[Any]] | None = None,
+    dst: list[NDArray[Any]] | None = None,
+    *,
+    seed: int = 0,
+) -> Executed:
+    """Execute a plan with the NumPy reference, and return the arrays of both sides.
+
+    Args:
+        src: one array for each tensor; None: random elements of which none is 0.
+        dst: the same; None: all 0, so that what is not 0 afterwards was written. The arrays of
+            `src` for a copy inside one cache.
+
+    Raises:
+        TypeError, LLMException: as `kvplan.reference.execute`.
+    """
+    plans = plan.groups if isinstance(plan, GroupPlan) else {"": plan}
+    random = np.random.default_rng(seed)
+    if src is None:
+        src = [it for one in plans.values() for it in _tensors(one.src, random)]
+    if dst is None:
+        dst = [it for one in plans.values() for it in _tensors(one.dst, None)]
+    reference.execute(plan, src, dst)
+    if isinstance(plan, Plan):
+        return Executed(src, dst)
+    return Executed(
+        src,
+        dst,
+        {
+            it.name: Executed(
+                src[it.src_tensor : it.src_tensor + it.plan.src.num_tensors],
+                dst[it.dst_tensor : it.dst_tensor + it.plan.dst.num_tensors],
+            )
+            for it in plan.parts()
+        },
+    )
+
+
+def _tensors(side: Side, random: np.random.Generator | None) -> list[NDArray[Any]]:
+    width = 8 if side.data_type is None else side.data_type.bits
+    # What has no unsigned integer as wide (4 bits, 128 bits) is seen as bytes of rows.
+    dtype = _OF_WIDTH.get(width, np.uint8)
+    shape = side.shape if side.shape and width in _OF_WIDTH else (side.count, -1)
+    count = side.tensor_nbytes * 8 // (width if width in _OF_WIDTH else 8)
+    tensors = []
+    for _ in range(side.num_tensors):
+        if random is None:
+            flat = np.zeros(count, dtype)
+        else:
+            flat = random.integers(1, np.iinfo(dtype).max, count, dtype, endpoint=True)
+        tensors.append(flat.reshape(shape))
+    return tensors

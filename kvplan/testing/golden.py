@@ -1,0 +1,126 @@
+"""Golden plans: what a test's plans were when somebody last looked, as JSON that git can show."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvplan.planning import GroupPlan, Plan
+from kvplan.status import LLMException
+from kvplan.validation import mismatch, shown
+
+if TYPE_CHECKING:
+    from kvplan.planning.groups import AnyPlan
+
+NUMBERS_A_LINE = 10
+"""Of a column of the segments, or of a block table."""
+
+
+@dataclass
+class GoldenPlans:
+    """The golden plans of one test.
+
+    Attributes:
+        folder: where they are.
+        test: its name, with which the names of the files begin.
+        update: write what differs or is missing, rather than to fail.
+        how: what says how to update, in failures.
+        written: the files that were written.
+    """
+
+    folder: Path
+    test: str
+    update: bool = field(default=False, repr=False)
+    how: str = field(default="update=True", repr=False)
+    written: list[Path] = field(default_factory=list, repr=False)
+    _used: dict[str, AnyPlan] = field(default_factory=dict, repr=False)
+
+    def path(self, name: str = "") -> Path:
+        """The file of the golden plan of a name; characters that files better not have are `-`."""
+        words = [re.sub(r"[^\w.]+", "-", it).strip("-") for it in (self.test, name)]
+        return self.folder / f"{'-'.join(filter(None, words))}.json"
+
+    def __call__(self, plan: AnyPlan, name: str = "") -> None:
+        """Fail unless `plan` equals the golden one of this name; its segments, its options.
+
+        Raises:
+            AssertionError: it differs, is missing or is no plan; says how to write it.
+            ValueError: another plan has had this name in the test.
+        """
+        __tracebackhide__ = True
+        if not isinstance(plan, Plan | GroupPlan):
+            raise TypeError(f"plan={shown(plan)} must be {mismatch(plan, Plan, GroupPlan)}")
+        path = self.path(name)
+        if self._used.setdefault(path.name, plan) != plan:
+            raise ValueError(f"name={name!r} is already that of another plan of this test")
+        if not (problem := self._problem(path, plan)):
+            return
+        if not self.update:
+            raise AssertionError(f"{problem}\nIf it is as it should be: {self.how}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_plan(path, plan)
+        self.written.append(path)
+
+    def _problem(self, path: Path, plan: AnyPlan) -> str:
+        if not path.exists():
+            return f"there is no golden plan {path}; the plan of the test is\n{plan.explain()}"
+        try:
+            golden = read_plan(path)
+        except (LLMException, ValueError) as error:
+            return f"{path} is no plan: {error}"
+        if golden == plan:
+            return ""
+        text = difference(golden, plan) or f"- {golden!r}\n+ {plan!r}"
+        return f"the plan differs from {path}\n{text}"
+
+
+def difference(old: object, new: object) -> str:
+    """`old.diff(new)`; nothing where they are not two plans, or not two plans of groups."""
+    if isinstance(old, Plan):
+        return old.diff(new) if isinstance(new, Plan) else ""
+    if isinstance(old, GroupPlan):
+        return old.diff(new) if isinstance(new, GroupPlan) else ""
+    return ""
+
+
+def read_plan(path: Path) -> AnyPlan:
+    """Return the plan in a file, of one group or several.
+
+    Raises:
+        ValueError: it is no JSON.
+        LLMException: LLM_PARAM_INVALID: it is no plan.
+    """
+    document = json.loads(path.read_text())
+    several = isinstance(document, dict) and "groups" in document
+    return GroupPlan.from_dict(document) if several else Plan.from_dict(document)
+
+
+def write_plan(path: Path, plan: AnyPlan) -> None:
+    """Write a plan as `to_dict` gives it: a line for each value, and for ten numbers of a column.
+
+    Names are sorted, but those of groups, whose order counts.
+    """
+    path.write_text(_text(plan.to_dict()) + "\n")
+
+
+def _text(value: Any, indent: str = "") -> str:
+    inner = f"{indent}  "
+    if isinstance(value, dict) and value:
+        rows = (f"{inner}{json.dumps(key)}: {_text(value[key], inner)}" for key in _ordered(value))
+        return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(it, list | dict) for it in value):
+        items = (f"{inner}{_text(it, inner)}" for it in value)
+        return "[\n" + ",\n".join(items) + f"\n{indent}]"
+    if isinstance(value, list) and len(value) > NUMBERS_A_LINE:
+        starts = range(0, len(value), NUMBERS_A_LINE)
+        lines = (json.dumps(value[it : it + NUMBERS_A_LINE])[1:-1] for it in starts)
+        return f"[\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}]"
+    return json.dumps(value)
+
+
+def _ordered(value: dict[str, Any]) -> list[str]:
+    groups = all(isinstance(it, dict) and "segments" in it for it in value.values())
+    return [*value] if groups else sorted(value)

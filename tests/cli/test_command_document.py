@@ -1,0 +1,116 @@
+"""docs/command.md: every output in it is a real one; where it is of a machine, but for numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import closing
+from doctest import DocTestParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan.cli import COMMANDS, main
+from kvplan.cli.common import ExitCode
+from kvplan.inspection.measured_costs import this_machine
+from tests.cli.peer import Peer
+from tests.cli.running import ROOT
+
+DOCUMENT = (ROOT / "docs/command.md").read_text()
+BLOCK = re.compile(
+    r"^(<!-- of this machine -->\n)?```console\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
+QUICK = {"kvplan bench": "kvplan bench --seconds 0", "kvplan tune": "kvplan tune --seconds 0"}
+ADDRESS = "127.0.0.1:16000"
+
+
+def steps(*, of_this_machine: bool) -> list[tuple[str, str]]:
+    """Each command line, and what it prints."""
+    found = []
+    for marked, block in BLOCK.findall(DOCUMENT):
+        if bool(marked) is of_this_machine:
+            parts = re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE)
+            found += list(zip(parts[1::2], parts[2::2], strict=True))
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a shell finds `kvplan` and the plans of the document."""
+    folder = tmp_path_factory.mktemp("command")
+    names: dict[str, Any] = {}
+    block = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.DOTALL | re.MULTILINE)[0]
+    exec("".join(it.source for it in DocTestParser().get_examples(block)), names)
+    for name in ("plan", "other"):
+        names[name].save(folder / f"{name}.json")
+    kvplan = folder / "kvplan"
+    kvplan.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m kvplan "$@"\n')
+    kvplan.chmod(0o755)
+    return folder
+
+
+def shell(line: str, folder: Path) -> str:
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env=os.environ
+        | {"PATH": f"{folder}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize(("line", "expected"), steps(of_this_machine=False))
+def test_a_block_is_what_the_command_prints(line: str, expected: str, folder: Path) -> None:
+    assert shell(line, folder) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param(*step, marks=[pytest.mark.slow] if step[0] in QUICK else [])
+        for step in steps(of_this_machine=True)
+    ],
+)
+def test_a_block_of_a_machine_has_the_same_lines(line: str, expected: str, folder: Path) -> None:
+    with closing(Peer()) as peer:
+        peer.run(
+            """
+            desc = CacheDesc(
+                64, (256, 16, 8, 128), DataType.DT_BF16, Placement.HOST,
+                kv_tensor_format="block token head dim",
+            )
+            engine.allocate_blocks_cache(desc, BlocksCacheKey(7, 3))
+            """
+        )
+        printed = shell(QUICK.get(line, line).replace(ADDRESS, peer.address), folder)
+    printed = printed.replace(this_machine(), "AMD EPYC, 2 cores")
+    assert masked(printed.replace(f"{folder}/cache", "/home/you/.cache")) == masked(expected)
+
+
+def masked(text: str) -> list[str]:
+    """What each line is called: its text, and all from the first number on, is of a machine."""
+    lines = [it for it in text.splitlines() if not re.match(r" {10}|  to do", it)]
+    return [re.sub(r"(?<=\S)\s{2,}.*|[0-9].*", "", it) for it in lines]
+
+
+def test_every_command_and_every_exit_code_is_there() -> None:
+    listed = set(re.findall(r"^\| \[`kvplan (\w+)`\]", DOCUMENT, re.MULTILINE))
+    assert listed == set(COMMANDS)
+    codes = {int(it) for it in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)}
+    assert codes == set(ExitCode)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"kvplan {name}" in said.split("Example")[-1]
+    assert COMMANDS[name].help.endswith(".")

@@ -1,0 +1,116 @@
+"""The lines that `kvplan info` begins with, for machines of many kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplan.cli.info.verdict import verdict
+
+
+@pytest.fixture
+def found() -> dict[str, Any]:
+    """A host without accelerator or RDMA, where all else is well."""
+    no_rdma = "this host has no RDMA device"
+    return {
+        "kvplan": "1.2.3",
+        "native_modules": {"_executor": "", "_host": ""},
+        "accelerator": {"places": [{"has": []}], "why_not": "no library"},
+        "ucx": {"version": "1.22.0", "missing_for_rdma": [no_rdma, "built without verbs"]},
+        "copies": [{"local": "host", "remote": "host", "works": True, "why_not": ""}],
+        "transports": [
+            {"name": "hccl", "works": False, "why_not": "there is no accelerator"},
+            {"name": "local", "works": True},
+            {"name": "ucx", "works": False, "why_not": no_rdma},
+            {"name": "tcp", "works": True},
+        ],
+        "user_key": {"why_not": ""},
+        "limits": {
+            "open_files": {"soft": 1024, "hard": 4096},
+            "links_by_open_files": {"local": 170, "tcp": 146},
+            "ptrace_scope": 0,
+        },
+        "stopped": None,
+    }
+
+
+def lines(found: dict[str, Any], *, works: bool = True) -> list[str]:
+    summary = verdict(found)
+    assert summary.works is works
+    text = [line for line, _ in summary.lines]
+    assert max(len(part) for line in text for part in line.splitlines()) <= 110
+    return [" ".join(it.split()) for it in text]
+
+
+def test_a_plain_host(found: dict[str, Any]) -> None:
+    assert lines(found) == [
+        "kvplan 1.2.3 works here",
+        "in this host shared memory (local), else sockets (tcp)",
+        "across hosts sockets (tcp)",
+        "accelerator none: no library of Ascend (ACL) is installed where it is looked for",
+        "RDMA none: this host has no RDMA device",
+    ]
+
+
+def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
+    for it in found["transports"]:
+        it["works"] = True
+    found["ucx"] = {"version": "1.18.0", "missing_for_rdma": [], "over": ["rc_mlx5/mlx5_0:1"]}
+    devices = [{"soc": "Ascend910B"}, {"why_not": "busy"}]
+    found["accelerator"] = {
+        "soc": "Ascend910B", "num_devices": 2, "version": "8.5.0", "devices": devices, "places": [],
+    }  # fmt: skip
+    assert lines(found)[1:] == [
+        "in this host HCCL between devices (hccl), else shared memory (local), else sockets (tcp)",
+        "across hosts HCCL between devices (hccl), else RDMA (ucx), else sockets (tcp)",
+        "accelerator Ascend910B, 1 of 2 devices can be opened, CANN 8.5.0",
+        "RDMA by UCX 1.18.0, over rc_mlx5/mlx5_0:1",
+    ]
+
+
+def test_where_nothing_was_built(found: dict[str, Any]) -> None:
+    found["native_modules"]["_host"] = "gone"
+    assert lines(found, works=False)[0] == (
+        "kvplan 1.2.3 does not work here: 1 of 2 native modules do not load: _host: gone"
+    )
+
+
+def test_without_any_transport(found: dict[str, Any]) -> None:
+    for it in found["transports"]:
+        it |= {"works": False, "why_not": "refused"}
+    assert "does not work here: there is no transport" in lines(found, works=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"ucx": {"missing_for_rdma": ["the library is built without verbs"]}},
+            "the library is built without verbs",
+        ),
+        ({"user_key": {"why_not": "its mode is 0644"}}, "FAIL without a key file: its mode is"),
+        ({"limits": {"ptrace_scope": 1}}, "set kvplan.permit_any_peer where memory is registered"),
+        ({"limits": {"ptrace_scope": 3}}, "ptrace_scope is 3: registered memory is reached by tcp"),
+        (
+            {"limits": {"links_by_open_files": {"local": 42, "tcp": 36}}},
+            "1024 open files are enough for 36 links: ulimit -n (at most 4096)",
+        ),
+    ],
+    ids=["verbs", "key", "yama", "yama-3", "files"],
+)
+def test_what_a_person_could_do(
+    found: dict[str, Any], change: dict[str, Any], expected: str
+) -> None:
+    for name, part in change.items():
+        found[name] |= part
+    (said,) = [it for it in lines(found) if it.startswith("to do ")]
+    assert expected in said
+
+
+def test_a_look_that_was_cut_short(found: dict[str, Any]) -> None:
+    found["transports"] = []
+    found["stopped"] = {"step": "opening the ACL library", "reason": "ended with SIGABRT"}
+    said = lines(found, works=False)
+    assert said[0].startswith("kvplan 1.2.3 may not work here")
+    assert "NOT LOOKED AT opening the ACL library: ended with SIGABRT; -v says more" in said

@@ -1,0 +1,146 @@
+"""`kvplan ping`: an engine in another process, and it is as before afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan.control.auth import ClusterKey
+from tests.cli.peer import Peer
+from tests.cli.running import ROOT, command, refused
+
+SLOTS = """
+    desc = CacheDesc(4, (3, 1024, 64), DataType.DT_BF16, Placement.HOST)
+    cache = engine.allocate_cache(desc, [CacheKey(7, 11)])
+"""
+BLOCKS = """
+    desc = CacheDesc(5, (64, 16, 576), DataType.DT_BF16, Placement.HOST)
+    paged = engine.allocate_blocks_cache(desc, BlocksCacheKey(7, 3))
+    for tensor in engine.arrays(paged):
+        tensor[:] = 9
+"""
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    with closing(Peer()) as opened:
+        yield opened
+
+
+def ping(address: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+    done = command("ping", address, "--json", "-n", "2", *arguments)
+    assert (done.returncode, done.stderr) == (code, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_cluster_need_not_be_known(peer: Peer) -> None:
+    found = ping(peer.address)
+    assert (found["cluster_id"], found["role"]) == (7, "PROMPT")
+    assert found["transport"] == "local"
+    assert [it["transport"] for it in found["passed"]] == ["hccl"]
+    assert "no accelerator" in found["passed"][0]["why_not"]
+    assert found["link_ms"] > 0 < found["round_trip"]["median_ms"]
+    assert found["caches"] == []
+    text = command("ping", peer.address).stdout
+    assert "no cache is offered: only the link was measured" in text
+
+
+def test_a_paged_cache_is_read_and_left_as_it_was(peer: Peer) -> None:
+    peer.run(SLOTS + BLOCKS)
+    before = peer.run("result = engine.fingerprint(paged)")
+    # The slot's key comes first, by its cache's id.
+    first, second = ping(peer.address)["caches"]
+    assert (first["paged"], second["paged"], second["model_id"]) == (False, True, 3)
+    assert [it["size"] for it in first["pulls"]] == ["small", "large"]
+    # A layer of two tensors, of one slot of 1024 x 64 elements of 2 bytes; then both layers.
+    assert [it["nbytes"] for it in first["pulls"]] == [2 * 131072, 4 * 131072]
+    assert peer.run("result = engine.fingerprint(paged)") == before
+    # No key was taken, and nothing is left of the link.
+    assert peer.run("result = len(engine.links())") == 0
+    peer.run("engine.remove_cache_key(CacheKey(7, 11))")
+
+
+def test_tensors_that_are_no_pairs_are_read_one_by_one(peer: Peer) -> None:
+    peer.run(BLOCKS)
+    (cache,) = ping(peer.address, "--transport", "tcp")["caches"]
+    # Blocks of 16 x 576 elements of 2 bytes; one tensor, and all 5 x 64.
+    assert [it["nbytes"] for it in cache["pulls"]] == [18432, 5 * 64 * 18432]
+    text = command("ping", peer.address).stdout
+    assert "5 tensors of 64 blocks x 18 KiB, DT_BF16, HOST, model_id 3" in text
+    assert "GB/s" in text
+
+
+def test_a_cache_without_a_key_cannot_be_read(peer: Peer) -> None:
+    peer.run(BLOCKS.replace(", BlocksCacheKey(7, 3)", ""))
+    (cache,) = ping(peer.address)["caches"]
+    assert "only who has a lease can read it" in cache["why_not"]
+    assert "only the link was measured" in command("ping", peer.address).stdout
+
+
+def test_why_a_better_transport_was_not_chosen() -> None:
+    with closing(Peer(**{"kvplan.transport": "tcp"})) as peer:
+        found = ping(peer.address)
+        assert found["transport"] == "tcp"
+        why = {it["transport"]: it["why_not"] for it in found["passed"]}
+        assert list(why) == ["hccl", "local", "ucx"]
+        assert why["local"] == "cluster 7 does not have it: kvplan.transport=tcp leaves it out"
+
+
+def test_with_the_key_of_the_cluster_and_without(tmp_path: Path) -> None:
+    key, other = tmp_path / "key", tmp_path / "other"
+    for path in (key, other):
+        ClusterKey.generate().save(path)
+    with closing(Peer(**{"kvplan.cluster_key_file": str(key)})) as peer:
+        assert ping(peer.address, "--key", str(key))["cluster_id"] == 7
+        for arguments in ((), ("--key", str(other))):
+            said = refused("ping", peer.address, *arguments)
+            assert peer.address in said
+            assert "key" in said
+            assert "LLM_LINK_FAILED" in said
+
+
+def test_another_cluster_is_there(peer: Peer) -> None:
+    assert "cluster 7 is here, not cluster 9" in refused("ping", peer.address, "--cluster-id", "9")
+    assert ping(peer.address, "--cluster-id", "7")["cluster_id"] == 7
+
+
+def test_nobody_is_there() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        assert refused("ping", address) == (
+            f"{address}: connect: Connection refused (LLM_LINK_FAILED)"
+        )
+    assert "port" in refused("ping", "127.0.0.1")
+
+
+def test_something_else_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        said = refused("ping", address, "--timeout", "0.3")
+        assert said.startswith(address)
+        assert "no answer within 300 ms" in said
+
+
+def test_ctrl_c_ends_the_link(peer: Peer) -> None:
+    peer.run(BLOCKS)
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvplan", "ping", peer.address, "-n", "10000"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        peer.run("import time\nwhile not engine.links(): time.sleep(0.001)")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, b"", b"")
+    states = peer.run("result = [it.state.name for it in engine.links()]")
+    assert states in ([], ["CLOSED"])  # the peer was told

@@ -1,0 +1,294 @@
+"""`kvplan explain`, `diff` and `estimate`, of plans in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan import TRANSPORT_COSTS, GroupPlan, plan_groups, plan_pull_blocks
+from kvplan.cli import main
+from kvplan.inspection.cost import ms_text
+from kvplan.inspection.measured_costs import save_costs
+from tests.cli.running import HEADS_FIRST, ROOT, TOKENS_FIRST, command, push, refused
+
+PLAN = push([7, 8, 2])
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _costs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def groups(*names: str) -> GroupPlan:
+    plans = {
+        "full": plan_pull_blocks(TOKENS_FIRST, TOKENS_FIRST, [1, 2], [3, 4]),
+        "window": plan_pull_blocks(HEADS_FIRST, HEADS_FIRST, [1, 5], [3, 4]),
+    }
+    return plan_groups({name: plans[name] for name in names})
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    code = main([*map(str, arguments)])
+    said = capsys.readouterr()
+    assert said.err == ""
+    return code, said.out
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    _, out = printed(capsys, *arguments, "--json")
+    found: dict[str, Any] = json.loads(out)
+    assert found["schema_version"] == 1
+    return found
+
+
+class TestExplain:
+    def test_prints_what_the_plan_prints(
+        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert printed(capsys, "explain", plan) == (0, PLAN.explain() + "\n")
+        table = PLAN.explain("table", 2) + "\n"
+        assert printed(capsys, "explain", plan, "-f", "table", "-n", "2") == (0, table)
+        everything = PLAN.explain("table", None) + "\n"
+        assert printed(capsys, "explain", plan, "-f", "table", "--all") == (0, everything)
+
+    def test_of_groups(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        both = groups("full", "window")
+        both.save(tmp_path / "groups.json")
+        assert printed(capsys, "explain", tmp_path / "groups.json")[1] == both.explain() + "\n"
+        found = document(capsys, "explain", tmp_path / "groups.json", "--all")
+        assert found["groups"] == ["full", "window"]
+        assert [it["index"] for it in found["descriptors"]] == list(range(both.num_descriptors))
+        assert {it["group"] for it in found["descriptors"]} == {"full", "window"}
+
+    def test_json_has_each_descriptor(self, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        found = document(capsys, "explain", plan, "-n", "3")
+        assert found["fingerprint"] == PLAN.fingerprint
+        assert (found["num_descriptors"], len(found["descriptors"])) == (8, 3)
+        # Blocks of 16 x 4 x 32 elements of 2 bytes: 4 KiB. Block 9 goes to block 2.
+        second = found["descriptors"][1]
+        assert (second["src_offset"], second["dst_offset"]) == (9 * 4096, 2 * 4096)
+        assert (second["nbytes"], second["tokens"], second["kv"]) == (4096, [[32, 47]], "K")
+
+    def test_from_stdin(self) -> None:
+        given = json.dumps(PLAN.to_dict())
+        assert command("explain", "-", stdin=given).stdout == PLAN.explain() + "\n"
+
+    def test_over_a_transport_says_which_costs_were_used(
+        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        _, out = printed(capsys, "explain", plan, "-t", "local")
+        assert TRANSPORT_COSTS["local"].outline(PLAN) in out
+        assert "local: kvplan's own, measured by benchmarks/cost_model.py" in out
+        assert "not known" in printed(capsys, "explain", plan, "-t", "hccl")[1]
+
+
+class TestDiff:
+    @pytest.mark.parametrize(
+        ("other", "code", "verdict"),
+        [
+            (PLAN, 0, "identical"),
+            (push([7, 8, 2], coalesce=False), 0, "equivalent"),
+            (push([7, 2, 8]), 1, "different bytes"),
+            (push([7, 8, 2], HEADS_FIRST), 1, "different caches"),
+            (groups("full"), 1, "different - a plan of one cache, and one of groups"),
+        ],
+        ids=["identical", "equivalent", "blocks", "layout", "groups"],
+    )
+    def test_the_exit_code_is_that_of_diff(
+        self,
+        other: Any,
+        code: int,
+        verdict: str,
+        plan: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        other.save(tmp_path / "other.json")
+        got, out = printed(capsys, "diff", plan, tmp_path / "other.json")
+        assert got == code
+        assert out.splitlines()[-1].strip().startswith(f"verdict: {verdict}")
+        found = document(capsys, "diff", plan, tmp_path / "other.json")
+        assert (found["same"], found["identical"]) == (code == 0, verdict == "identical")
+        assert found["verdict"].startswith(verdict)
+
+    def test_groups_are_compared_by_name_and_place(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name, names in {
+            "a": ("full", "window"),
+            "b": ("window", "full"),
+            "c": ("full",),
+        }.items():
+            groups(*names).save(tmp_path / name)
+        codes = [printed(capsys, "diff", tmp_path / "a", tmp_path / it)[0] for it in "abc"]
+        assert codes == [0, 1, 1]
+
+
+class TestEstimate:
+    def test_a_row_for_each_transport_that_has_costs(
+        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code, out = printed(capsys, "estimate", plan)
+        lines = out.splitlines()
+        assert (code, lines[0]) == (0, "push_blocks: 8 descriptors, 48 KiB")
+        names = [name for name, cost in TRANSPORT_COSTS.items() if cost.lines]
+        assert [line.split()[0] for line in lines[2:6]] == names
+        for name, line in zip(names, lines[2:6], strict=True):
+            assert line.split()[2] == ms_text(PLAN.estimate(name).ms).removesuffix(" ms")
+
+    def test_one_that_was_not_measured_is_refused(self, plan: Path) -> None:
+        assert "simulated libraries only" in refused("estimate", plan, "-t", "hccl")
+
+    def test_costs_of_this_machine_are_used_and_named(
+        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        half = TRANSPORT_COSTS["tcp"].scale([(PLAN, PLAN.estimate("tcp").ms / 2)])
+        save_costs({"tcp": half})
+        here, shipped = (
+            document(capsys, "estimate", plan, "-t", "tcp", *more)["estimates"][0]
+            for more in ((), ("--builtin",))
+        )
+        assert here["ms"] == pytest.approx(shipped["ms"] / 2)
+        assert (here["measured_here"], shipped["measured_here"]) == (True, False)
+        assert here["source"].startswith("scaled by 0.5")
+        assert "scaled by 0.5" in printed(capsys, "explain", plan, "-t", "tcp")[1]
+        # No call of the library changes with what is stored.
+        assert PLAN.estimate("tcp").ms == pytest.approx(shipped["ms"])
+
+    def test_a_narrow_terminal_cuts_no_number(self, plan: Path) -> None:
+        wide, narrow = (command("estimate", plan, COLUMNS=it).stdout for it in ("200", "30"))
+        assert wide == narrow
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            (b"\x89PNG\r\n\x1a\n\0\0", "it is not JSON"),
+            (b"", "it is not JSON"),
+            (b"[1, 2]", "it is [1, 2], and a plan is an object"),
+            (b"[" * 100_000, "nested too deeply"),
+            (b'{"schema_version": 99}', "schema_version=99 must be 1 or 2"),
+            (b'{"schema_version": 2, "groups": {"a": {}}}', "groups['a']: document is not a plan"),
+            (
+                json.dumps(PLAN.to_dict() | {"num_slices": -1}).encode(),
+                "num_slices=-1 is out of range",
+            ),
+        ],
+        ids=["binary", "empty", "list", "nested", "version", "group", "field"],
+    )
+    def test_the_file_and_what_is_wrong_are_named(
+        self, content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "broken.json"
+        path.write_bytes(content)
+        assert main(["explain", str(path)]) == 2
+        out, said = capsys.readouterr()
+        assert (out, said.count("\n")) == ("", 1)
+        assert said.startswith(f"kvplan: {path}")
+        assert expected in said
+
+    def test_no_file_a_folder_and_one_that_is_too_large(self, plan: Path, tmp_path: Path) -> None:
+        missing = tmp_path / "missing.json"
+        assert refused("explain", missing) == f"{missing}: No such file or directory"
+        assert refused("diff", plan, tmp_path) == f"{tmp_path}: Is a directory"
+        large = tmp_path / "large.json"
+        with large.open("wb") as file:
+            file.truncate(300 << 20)  # takes no room on the disk
+        assert refused("estimate", large) == (
+            f"{large} has more than 128 MiB, which no plan has (LLM_PARAM_INVALID)"
+        )
+
+    def test_costs_that_cannot_be_read(self, plan: Path, tmp_path: Path) -> None:
+        stored = tmp_path / "cache/kvplan/costs.json"
+        stored.parent.mkdir(parents=True)
+        stored.write_text("{}")
+        said = refused("estimate", plan)
+        assert str(stored) in said
+        assert "schema_version=None must be 1" in said
+        assert command("estimate", plan, "--builtin").returncode == 0
+
+
+class TestOutput:
+    def test_a_pipe_that_closes_early_is_no_error(self, tmp_path: Path) -> None:
+        desc = TOKENS_FIRST
+        many = plan_pull_blocks(desc, desc, range(16), range(15, -1, -1), coalesce=False)
+        many.save(tmp_path / "many.json")
+        shell = f"{sys.executable} -m kvplan explain {tmp_path / 'many.json'} -f table --all | :"
+        done = subprocess.run(
+            ["bash", "-c", f"{shell}; echo ${{PIPESTATUS[0]}}"],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stderr == ""
+        assert done.stdout in ("141\n", "0\n")  # 0: all fitted in before it closed
+
+    @pytest.mark.parametrize(
+        ("closed", "expected"),
+        [(">&-", "kvplan: stdout is closed"), ("<&-", "kvplan: stdin is closed"), ("2>&-", "")],
+    )
+    def test_a_stream_that_the_shell_has_closed(self, closed: str, expected: str) -> None:
+        shell = f"{sys.executable} -m kvplan explain - {closed}"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(expected)
+        assert "Traceback" not in done.stderr
+
+    def test_a_disk_that_is_full(self, plan: Path) -> None:
+        shell = f"{sys.executable} -m kvplan explain {plan} > /dev/full"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (2, "kvplan: No space left on device\n")
+
+    def test_colours_are_for_terminals_and_not_with_no_color(self, plan: Path) -> None:
+        assert "\x1b[" not in command("explain", plan).stdout
+        assert "\x1b[" in on_a_terminal("explain", str(plan))
+        assert "\x1b[" not in on_a_terminal("explain", str(plan), NO_COLOR="1")
+        assert "\x1b[" not in on_a_terminal("estimate", str(plan), TERM="dumb")
+
+    def test_colours_change_no_letter(self, plan: Path) -> None:
+        coloured = on_a_terminal("explain", str(plan), COLUMNS="20")
+        plain = "".join(part.split("m", 1)[-1] for part in coloured.split("\x1b["))
+        assert plain.replace("\r\n", "\n") == PLAN.explain() + "\n"
+
+    def test_an_encoding_without_the_letters_is_no_error(self, tmp_path: Path) -> None:
+        named = groups("full").groups["full"]
+        plan_groups({"größe": named}).save(tmp_path / "named.json")
+        ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+        done = command("explain", tmp_path / "named.json", **ascii_only)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "group gr??e" in done.stdout
+
+
+def on_a_terminal(*arguments: str, **environment: str) -> str:
+    """What the command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    clean = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "CI")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvplan", *arguments],
+        cwd=ROOT,
+        env=clean | {"TERM": "xterm-256color"} | environment,
+        stdout=theirs,
+    ) as process:
+        os.close(theirs)
+        written = bytearray()
+        try:
+            while piece := os.read(ours, 65536):
+                written += piece
+        except OSError:  # how a terminal says that its other end has closed
+            pass
+        os.close(ours)
+    assert process.returncode == 0
+    return written.decode()

@@ -1,0 +1,146 @@
+"""`assert_equivalent`: the same bytes in the same places, as executing both plans shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    GroupPlan,
+    Plan,
+    plan_groups,
+    plan_pull_blocks,
+    plan_push_blocks,
+    reference,
+)
+from tests.planning.test_unlike import planned, transfers
+from tests.planning.transfers import Transfer
+from tests.planning.transfers import transfers as plain_transfers
+
+DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
+CROSS = CacheDesc(
+    1, (16, 4, 2, 16, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="block layer kv token head dim"
+)
+
+
+def pull(src: list[int], dst: list[int], **more: Any) -> Plan:
+    return plan_pull_blocks(DESC, DESC, src, dst, **more)
+
+
+def is_equivalent(old: Any, new: Any) -> bool:
+    try:
+        old.assert_equivalent(new)
+    except AssertionError:
+        return False
+    return True
+
+
+def outcome(plan: Plan) -> list[bytes]:
+    """What it leaves, over several contents: bytes that differ once are told apart."""
+    random = np.random.default_rng(3)
+    left = []
+    for _ in range(8):
+        src, dst = (
+            [random.integers(0, 256, side.tensor_nbytes, np.uint8) for _ in range(side.num_tensors)]
+            for side in (plan.src, plan.dst)
+        )
+        reference.execute(plan, src, dst)
+        left += [it.tobytes() for it in dst]
+    return left
+
+
+@given(transfers(), st.sampled_from(Coalesce), st.sampled_from(Coalesce), st.data())
+def test_plans_that_leave_the_same_are_equivalent(
+    transfer: Any, how: Coalesce, other: Coalesce, data: st.DataObject
+) -> None:
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+    old = planned(transfer, how)
+    change = data.draw(st.sampled_from(["none", "order", "by_layer", "tokens"]))
+    function = plan_pull_blocks
+    if change == "order":
+        src_blocks = data.draw(st.permutations(src_blocks))
+    if change == "tokens":
+        num_tokens = data.draw(st.integers(1, num_tokens))
+    if change == "by_layer":
+        function = plan_push_blocks
+        planned_new = plan_push_blocks(
+            src.desc, dst.desc, src_blocks, dst_blocks, num_tokens=num_tokens,
+            src_token=src_token, dst_token=dst_token, coalesce=other, by_layer=True,
+        )  # fmt: skip
+    else:
+        changed = src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
+        planned_new = planned(changed, other, function)
+    assert is_equivalent(old, planned_new) is (outcome(old) == outcome(planned_new))
+
+
+@given(plain_transfers(), plain_transfers(), st.sampled_from(Coalesce))
+def test_a_plan_is_equivalent_to_itself_and_any_two_can_be_compared(
+    transfer: Transfer, other: Transfer, how: Coalesce
+) -> None:
+    plan = transfer.plan()
+    plan.assert_equivalent(transfer.plan(how))
+    new = other.plan()
+    if is_equivalent(plan, new):
+        assert outcome(plan) == outcome(new)
+
+
+def test_layer_by_layer_is_equivalent_to_whole_blocks() -> None:
+    whole = plan_push_blocks(CROSS, CROSS, [4, 5], [7, 8])
+    by_layer = plan_push_blocks(CROSS, CROSS, [4, 5], [7, 8], by_layer=True)
+    assert whole != by_layer
+    assert whole.num_descriptors < by_layer.num_descriptors
+    whole.assert_equivalent(by_layer)
+    assert "verdict: equivalent - same byte mapping, different segmentation" in whole.diff(by_layer)
+    other = plan_push_blocks(CROSS, CROSS, [4, 6], [7, 8], by_layer=True)
+    with pytest.raises(AssertionError, match="4,096 destination bytes from another source"):
+        whole.assert_equivalent(other)
+
+
+def test_a_difference_is_in_the_error() -> None:
+    old, new = pull([4, 5], [7, 8]), pull([5, 4], [7, 8])
+    with pytest.raises(AssertionError) as caught:
+        old.assert_equivalent(new)
+    assert str(caught.value) == f"{old!r} and\n{new!r} differ\n{old.diff(new)}"
+    assert "cause    src_blocks[0] and src_blocks[1] are swapped (4 and 5)" in str(caught.value)
+
+
+def test_the_segments_do_not_matter_and_the_caches_do() -> None:
+    old = pull([4, 5], [7, 8])
+    old.assert_equivalent(pull([4, 5], [7, 8], coalesce=Coalesce.NONE))
+    old.assert_equivalent(pull([5, 4], [8, 7]))
+    old.assert_equivalent(plan_push_blocks(DESC, DESC, [4, 5], [7, 8]))
+    more = dataclasses.replace(DESC, shape=(17, 4))
+    with pytest.raises(AssertionError, match="different caches"):
+        old.assert_equivalent(plan_pull_blocks(DESC, more, [4, 5], [7, 8]))
+
+
+def groups(*plans: Plan) -> GroupPlan:
+    return plan_groups(dict(zip("abc", plans, strict=False)))
+
+
+def test_groups_are_equivalent_if_each_is() -> None:
+    old = groups(pull([4, 5], [7, 8]), pull([1], [2]))
+    old.assert_equivalent(groups(pull([5, 4], [8, 7]), pull([1], [2])))
+    with pytest.raises(AssertionError, match="group b: different bytes"):
+        old.assert_equivalent(groups(pull([5, 4], [8, 7]), pull([1], [3])))
+    with pytest.raises(AssertionError, match="group b only in the old plan"):
+        old.assert_equivalent(groups(pull([4, 5], [7, 8])))
+    turned = plan_groups(dict(reversed(old.groups.items())))
+    with pytest.raises(AssertionError, match="the groups are in another order"):
+        old.assert_equivalent(turned)
+
+
+def test_only_plans_are_compared() -> None:
+    plan = pull([4], [7])
+    with pytest.raises(TypeError, match="other="):
+        plan.assert_equivalent(plan.to_dict())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="other="):
+        groups(plan).assert_equivalent(plan)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""The picture for documents: the text of a small one, exactly, and that all are well-formed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    GroupPlan,
+    Plan,
+    plan_copy_blocks,
+    plan_pull_blocks,
+)
+from tests.planning.test_unlike import planned
+from tests.planning.test_unlike import transfers as unlike_transfers
+from tests.planning.transfers import Transfer, transfers
+
+DOCS = Path(__file__).parents[2] / "docs"
+NHD = CacheDesc(4, (16, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+SMALL = plan_pull_blocks(NHD, NHD, [4, 5, 9], [7, 8, 2])
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def in_readme() -> Plan:
+    """The plan that README shows."""
+    desc = CacheDesc(64, (256, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+    src = [10, 11, 12, 13, 40, 41, 90, 91, 92, 93, 94, 95, 7, 30, 31, 32]
+    dst = [100, 101, 102, 103, 104, 105, 106, 107, 20, 21, 22, 23, 24, 25, 26, 61]
+    return plan_pull_blocks(desc, desc, src, dst)
+
+
+def test_the_text_of_a_small_plan() -> None:
+    """As tests/inspection/small.svg has it; `python -m tests.inspection.test_svg` writes it."""
+    assert SMALL.to_svg() == Path(__file__).with_name("small.svg").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_readme_is_current() -> None:
+    """`python -m tests.inspection.test_svg` writes it."""
+    drawn = (DOCS / "pictures/plan.svg").read_text(encoding="utf-8")
+    assert in_readme().to_svg() == drawn
+    assert "docs/pictures/plan.svg" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def well_formed(text: str) -> ET.Element:
+    root = ET.fromstring(text)
+    width, height = float(root.get("width", "")), float(root.get("height", ""))
+    for it in root.iter(f"{SPACE}text"):
+        assert 0 <= float(it.get("x", "")) <= width
+        assert 0 <= float(it.get("y", "")) <= height
+    assert "<script" not in text
+    return root
+
+
+@settings(max_examples=30)
+@given(transfers(), st.sampled_from(Coalesce))
+def test_every_band_is_drawn(transfer: Transfer, coalesce: Coalesce) -> None:
+    plan = transfer.plan(coalesce)
+    root = well_formed(plan.to_svg())
+    ribbons = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "ribbon"]
+    assert len(ribbons) <= plan.segments.num_runs
+    rows = {row for it in range(plan.segments.num_runs) for row in [plan.origin(it).dst_rows]}
+    assert len(ribbons) >= len(rows)
+
+
+@settings(max_examples=30)
+@given(unlike_transfers())
+def test_unlike_caches_are_drawn(transfer: object) -> None:
+    well_formed(planned(transfer, True).to_svg())
+
+
+def test_thousands_of_bands_are_lines() -> None:
+    rng = np.random.default_rng(1)
+    desc = CacheDesc(122, (8192, 16, 8, 128), DataType.DT_FLOAT16)
+    plan = plan_pull_blocks(desc, desc, *(rng.permutation(8192)[:4096] for _ in range(2)))
+    text = plan.to_svg()
+    root = well_formed(text)
+    lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]
+    assert sum(it.get("d", "").count("M") for it in lines) == 4096
+    assert len(text) < 500_000
+
+
+@pytest.mark.parametrize("name", ["</svg><script>", "a & \"b\" 'c'", "日本"])
+def test_names_are_escaped(name: str) -> None:
+    root = ET.fromstring(GroupPlan({name: SMALL, "b": SMALL}).to_svg())
+    texts = [it.text or "" for it in root.iter(f"{SPACE}text")]
+    assert any(it.endswith(f"group {name}") for it in texts)
+
+
+def test_bands_from_one_block_stand_side_by_side() -> None:
+    root = well_formed(plan_copy_blocks(NHD, {1: [2, 3]}).to_svg())
+    ends = [it.get("x") for it in root.iter(f"{SPACE}text") if it.get("class") == "end"]
+    assert len(ends) == 4
+    assert len({*ends}) == 2
+
+
+if __name__ == "__main__":
+    SMALL.to_svg(Path(__file__).with_name("small.svg"))
+    in_readme().to_svg(DOCS / "pictures/plan.svg")

@@ -1,0 +1,282 @@
+"""Every fact of a text is true, whatever the plan: tables are executed, rows and summaries counted.
+
+What is expected comes from block tables and moves of rows alone, not from offsets or segments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from random import Random
+from statistics import median
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, plan_groups, plan_pull_blocks
+from tests.planning.test_unlike import planned
+from tests.planning.test_unlike import transfers as unlike_transfers
+from tests.planning.transfers import Transfer, transfers
+from tests.planning.unlike import expected
+
+coalescings = st.sampled_from(Coalesce)
+limits = st.one_of(st.none(), st.integers(1, 30))
+
+WIDTH = 120
+
+
+def texts(plan: Plan | GroupPlan, limit: int | None) -> list[str]:
+    return [plan.explain("tree", limit), plan.explain("table", limit)]
+
+
+def assert_narrow(text: str) -> None:
+    assert max(map(len, text.splitlines())) <= WIDTH, text
+
+
+def run_of(cells: list[str], local: str) -> tuple[int, int, int, int, int]:
+    """Tensor and offset at src and dst, and bytes, of a row of a table."""
+    places = [re.fullmatch(r"t(\d+)\+0x([0-9a-f]+)", it) for it in cells[-3:-1]]
+    at = [(int(it[1]), int(it[2], 16)) for it in places if it]
+    src, dst = at[::-1] if local == "dst" else at
+    return *src, *dst, int(cells[-1])
+
+
+def execute_table(plan: Plan, src: list[np.ndarray], dst: list[np.ndarray]) -> None:
+    """Copy what the table says, row by row."""
+    lines = plan.explain("table", limit=None).splitlines()
+    assert len(lines) == 1 + plan.num_descriptors
+    before = [it.copy() for it in src]
+    for index, line in enumerate(lines[1:]):
+        cells = line.split()
+        assert int(cells[0]) == index
+        source, src_at, target, dst_at, nbytes = run_of(cells, plan.local)
+        flat = dst[target].reshape(-1).view(np.uint8)
+        read = before[source].reshape(-1).view(np.uint8)
+        flat[dst_at : dst_at + nbytes] = read[src_at : src_at + nbytes]
+
+
+@given(transfers(), coalescings, limits)
+def test_a_table_executed_does_what_was_asked_for(
+    transfer: Transfer, how: Coalesce, limit: int | None
+) -> None:
+    plan = transfer.plan(how)
+    src, dst = transfer.memory()
+    wanted = transfer.apply(src, dst)
+    execute_table(plan, src, dst)
+    assert all(np.array_equal(a, b) for a, b in zip(dst, wanted, strict=True))
+    for text in texts(plan, limit):
+        assert_narrow(text)
+
+
+@given(unlike_transfers(), coalescings, limits)
+def test_a_table_of_unlike_caches_executed_does_what_was_asked_for(transfer, how, limit) -> None:  # type: ignore[no-untyped-def]
+    plan = planned(transfer, how)
+    src, dst, *arguments = transfer
+    source, target = src.tensors(1), dst.tensors(2)
+    wanted = expected(src, dst, source, target, *arguments)
+    execute_table(plan, source, target)
+    assert all(np.array_equal(a, b) for a, b in zip(target, wanted, strict=True))
+    for text in texts(plan, limit):
+        assert_narrow(text)
+
+
+ROW = re.compile(
+    r"(?P<src>\d+(?:-\d+)?)(?:\+0x\w+)? +-> (?P<dst>\d+(?:-\d+)?)(?:\+0x\w+)?  "
+    r".*?(?P<word>token|position)s? (?P<spans>[\d., ]+)$"
+)
+
+
+def numbers(text: str) -> list[int]:
+    """`4-5`, or `16..31, 0..15`, as numbers."""
+    found = []
+    for part in text.replace("..", "-").split(", "):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def rows_of(plan: Plan) -> list[tuple[list[int], list[int], str, list[int]]]:
+    """The rows of a tree in full: blocks at src and dst, and tokens or positions."""
+    lines = plan.explain(limit=None).splitlines()
+    lines = [re.sub(r".*-- tensor \d+ -> \d+( [KV]\+?V?)?  ", "", it) for it in lines]
+    rows = [ROW.search(it) for it in lines if not it.endswith("...")]
+    listed = sum(it is not None for it in rows) + sum(it.endswith("...") for it in lines)
+    assert listed == len(plan.segments) or (plan.tables is not None and len(plan.tables.dst) == 1)
+    return [
+        (numbers(it["src"]), numbers(it["dst"]), it["word"], numbers(it["spans"]))
+        for it in rows
+        if it
+    ]
+
+
+def some_tables(seed: int) -> tuple[list[int], list[int]]:
+    """Block tables with runs, in either direction, as allocators make them."""
+    random = Random(seed)
+    count = random.randint(1, 40)
+    result = []
+    for _ in range(2):
+        blocks: list[int] = []
+        free = [*range(60)]
+        while len(blocks) < count:
+            start, length = random.randrange(len(free)), random.choice([1, 1, 2, 6])
+            part, free[start : start + length] = free[start : start + length], []
+            blocks += part[::-1] if random.random() < 0.3 else part
+        result.append(blocks[:count])
+    return result[0], result[1]
+
+
+def tables() -> st.SearchStrategy[tuple[list[int], list[int]]]:
+    return st.integers(0, 10**6).map(some_tables)
+
+
+FORMATS = {
+    "NHD": CacheDesc(4, (60, 4, 2, 2), DataType.DT_INT8, kv_tensor_format="NHD"),
+    "none": CacheDesc(4, (60, 8), DataType.DT_INT8),
+}
+
+
+@given(tables(), coalescings, st.sampled_from([*FORMATS]))
+def test_rows_of_a_tree_say_which_of_the_request_they_hold(
+    given_tables: tuple[list[int], list[int]], how: Coalesce, of: str
+) -> None:
+    src, dst = given_tables
+    desc = FORMATS[of]
+    plan = plan_pull_blocks(desc, desc, src, dst, coalesce=how)
+    size = 4 if of == "NHD" else 1
+    held = []
+    for src_rows, dst_rows, word, at in rows_of(plan):
+        assert word == ("token" if of == "NHD" else "position")
+        blocks = [it // size for it in at[::size]]
+        assert [src[it] for it in blocks] == src_rows
+        assert [dst[it] for it in blocks] == dst_rows
+        held += at
+    cut = plan.explain(limit=None).count("...\n")
+    if not cut and (of == "NHD" or len(dst) > 1):
+        assert sorted(held) == [*range(len(dst) * size)]
+
+
+@given(unlike_transfers(), coalescings)
+def test_rows_between_unlike_caches_say_which_tokens_they_hold(transfer, how) -> None:  # type: ignore[no-untyped-def]
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+    for src_rows, dst_rows, word, at in rows_of(planned(transfer, how)):
+        assert word == "token"
+        assert set(at) <= set(range(src_token, src_token + num_tokens))
+        assert {src_blocks[it // src.tokens] for it in at} == set(src_rows)
+        shifted = [it - src_token + dst_token for it in at]
+        assert {dst_blocks[it // dst.tokens] for it in shifted} == set(dst_rows)
+
+
+def runs_of(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Blocks that are adjacent on both sides, put together in the order that they are in."""
+    runs: list[list[tuple[int, int]]] = []
+    for src, dst in pairs:
+        if runs and runs[-1][-1] == (src - 1, dst - 1):
+            runs[-1].append((src, dst))
+        else:
+            runs.append([(src, dst)])
+    return runs
+
+
+@given(tables(), coalescings, st.integers(8, 16))
+def test_a_summary_counts_what_there_is(
+    given_tables: tuple[list[int], list[int]], how: Coalesce, limit: int
+) -> None:
+    src, dst = given_tables
+    desc = FORMATS["none"]
+    plan = plan_pull_blocks(desc, desc, src, dst, coalesce=how)
+    text = plan.explain(limit=limit)
+    pairs = [*zip(src, dst, strict=True)]
+    runs = runs_of(sorted(pairs) if how is Coalesce.SORTED else pairs)
+    segments = len(pairs) if how is Coalesce.NONE else len(runs)
+    if segments <= limit:
+        assert "... " not in text
+        return
+    hidden = segments - limit // 2 - limit // 4
+    assert f"... {hidden} more segment{'s' if hidden > 1 else ''}. Of all {segments}:" in text
+    lengths = [len(it) for it in runs]
+    found = re.search(r"(\d+) runs? of (\d+)(?: to (\d+))? blocks?", text)
+    assert found
+    assert int(found[1]) == len(runs)
+    assert {int(it) for it in found.groups()[1:] if it} == {min(lengths), max(lengths)}
+    if found := re.search(r"median ([\d.]+); (\d+) of one block alone", text):
+        assert float(found[1]) == median(lengths)
+        assert int(found[2]) == lengths.count(1)
+    assert ("; in " in text) is (segments != len(runs))
+    for name, blocks in (("src", src), ("dst", dst)):
+        found = re.search(rf"{name} (\d+) of blocks (\d+)(?:-(\d+))? \((\d+)%\)", text)
+        assert found
+        least, most = min(blocks), max(blocks)
+        assert [int(it or most) for it in found.groups()] == [
+            len(set(blocks)), least, most, len(set(blocks)) * 100 // (most - least + 1),
+        ]  # fmt: skip
+    if max(lengths) > 1:
+        found = re.search(r"longest (\d+)-(\d+) -> (\d+)-(\d+) \(([+-]\d+)\)", text)
+        assert found
+        first, last, to, end, shift = map(int, found.groups())
+        run = [*zip(range(first, last + 1), range(to, end + 1), strict=True)]
+        assert run in runs
+        assert len(run) == max(lengths)
+        assert shift == to - first
+    if found := re.search(r"shift ([+-]\d+) for (\d+) of (\d+) blocks", text):
+        shifts = Counter(to - it for it, to in pairs)
+        assert shifts[int(found[1])] == int(found[2]) == max(shifts.values())
+        assert int(found[3]) == len(pairs)
+    if found := re.search(r"(\d+) follow the one before in opposite order", text):
+        follows = [
+            (b[0][0], b[-1][1]) == (a[-1][0] + 1, a[0][1] - 1) for a, b in itertools.pairwise(runs)
+        ]
+        assert int(found[1]) == sum(follows)
+
+
+@given(st.lists(st.one_of(tables(), st.just(([1, 2, 3], [4, 5, 6]))), min_size=1, max_size=4))
+def test_groups_are_listed_once_and_each_is_named(
+    of_groups: list[tuple[list[int], list[int]]],
+) -> None:
+    descs = [*FORMATS.values(), CacheDesc(2, (60, 4), DataType.DT_FLOAT16)]
+    plans = {
+        f"group {chr(97 + index)}": plan_pull_blocks(descs[index % 2], descs[index % 2], *it)
+        for index, it in enumerate(of_groups)
+    }
+    plan = plan_groups(plans)
+    for text in (*texts(plan, 16), *texts(plan, None)):
+        assert_narrow(text)
+        heads = [it for it in text.splitlines()[2:] if not it.startswith(" ")]
+        assert sorted(
+            " ".join(heads)
+            .replace("groups ", "")
+            .replace("group group", "group")
+            .replace(", ", " ")
+            .split()[1::2]
+        ) == sorted(it[-1] for it in plans)
+    assert_narrow(plan.diff(plan_groups({"group a": plans["group a"]})))
+
+
+@given(transfers(), transfers())
+def test_a_diff_of_any_two_is_narrow(old: Transfer, new: Transfer) -> None:
+    assert_narrow(old.plan().diff(new.plan()))
+
+
+@given(tables(), tables(), coalescings)
+def test_a_cause_is_what_was_done(
+    old: tuple[list[int], list[int]], new: tuple[list[int], list[int]], how: Coalesce
+) -> None:
+    desc = FORMATS["NHD"]
+    plans = [plan_pull_blocks(desc, desc, *it, coalesce=how) for it in (old, new)]
+    text = plans[0].diff(plans[1])
+    assert_narrow(text)
+    before, after = ({b: a for a, b in zip(*it, strict=True)} for it in (old, new))
+    moved = [after[it] - before[it] for it in before.keys() & after.keys()]
+    steps = Counter(it for it in moved if it)
+    if found := re.search(r"(\d+) of (\d+) dst blocks from another", text):
+        assert [int(it) for it in found.groups()] == [sum(steps.values()), len(moved)]
+    if found := re.search(r"most often ([+-]\d+): (\d+)", text):
+        assert steps[int(found[1])] == int(found[2]) == max(steps.values())
+    if "In all" in text:
+        for keys, what in (
+            (before.keys() - after.keys(), "no longer written"),
+            (after.keys() - before.keys(), "newly written"),
+        ):
+            found = re.search(rf"(\d+) {what}$", text, re.MULTILINE)
+            assert not keys or f"{len(keys)} {what}" in text

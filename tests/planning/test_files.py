@@ -1,0 +1,47 @@
+"""Plans that are saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, DataType, LLMException, plan_groups, plan_pull_blocks
+
+DESC = CacheDesc(4, (8, 16, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="block token head dim")
+PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 5], [7, 0, 1], num_tokens=40)
+
+
+def test_a_plan_and_one_of_groups_come_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for plan in (PLAN, plan_groups({"full": PLAN, "größe": PLAN})):
+        plan.save(path)
+        found = kvplan.load_plan(path)
+        assert found == plan
+        assert found.explain() == plan.explain()  # with what equality leaves out
+        assert kvplan.load_plan(str(path)) == plan
+
+
+def test_a_file_that_exists_is_replaced_but_a_folder_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("x" * 100_000)
+    PLAN.save(path)
+    assert kvplan.load_plan(path) == PLAN
+    with pytest.raises(IsADirectoryError):
+        PLAN.save(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        PLAN.save(tmp_path / "missing" / "plan.json")
+
+
+def test_errors_name_the_file_the_group_and_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_groups({"full": PLAN}).save(path)
+    path.write_text(path.read_text().replace('"kind": "B2B"', '"kind": "D2D"'))
+    with pytest.raises(LLMException, match=r"plan.json: groups\['full'\]: .*kind='D2D' must be"):
+        kvplan.load_plan(path)
+
+
+def test_no_more_is_read_than_a_plan_can_have() -> None:
+    with pytest.raises(LLMException, match="/dev/zero has more than 128 MiB"):
+        kvplan.load_plan("/dev/zero")

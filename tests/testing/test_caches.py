@@ -1,0 +1,185 @@
+"""Descriptions, block tables and executed plans, as tests of users make them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import (
+    DataType,
+    LLMStatusCode,
+    Plan,
+    plan_copy_blocks,
+    plan_groups,
+    plan_pull_blocks,
+)
+from kvplan.planning.plan import OBSERVERS
+from kvplan.testing import BlockTables, GoldenPlans, make_desc, observe_plans, run_reference
+from kvplan.testing.golden import read_plan, write_plan
+from tests.planning.transfers import Transfer, transfers
+from tests.support.refusals import refused
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensors", "shape"),
+    [
+        ("NHD", 6, (8, 16, 4, 32)),
+        ("HND", 6, (8, 4, 16, 32)),
+        ("MLA", 3, (8, 16, 32)),
+        ("block layer kv token head dim", 1, (8, 3, 2, 16, 4, 32)),
+        ("block kv token head dim", 3, (8, 2, 16, 4, 32)),
+        ("slot token head dim", 6, (8, 16, 4, 32)),
+        ("LBNHC", 3, (8, 16, 4, 2, 32)),
+    ],
+)
+def test_the_shape_of_a_layout(layout: str, tensors: int, shape: tuple[int, ...]) -> None:
+    desc = make_desc(layout, blocks=8, layers=3, heads=4, dim=32)
+    assert (desc.num_tensors, desc.shape) == (tensors, shape)
+    assert desc.layout is not None
+    plan = plan_pull_blocks(desc, desc, [1], [2]) if "slot" not in layout else None
+    assert plan is None or plan.nbytes == 3 * (1 if layout == "MLA" else 8) * 16 * 32 * 2
+
+
+def test_layouts_that_have_no_lengths() -> None:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "layout='block state': no length is known"):
+        make_desc("block state")
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "axes='no'"):
+        make_desc("no")
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.floats(0, 1),
+    st.integers(0, 3),
+)
+def test_tables_are_of_their_lengths_and_share_no_block(
+    seed: int, lengths: list[int], fragmentation: float, reserved: int
+) -> None:
+    total = sum(lengths) + reserved
+    kept = [*range(reserved)]
+    calls = [
+        BlockTables(seed)(total, *lengths, fragmentation=fragmentation, reserved=kept)
+        for _ in range(2)
+    ]
+    assert calls[0] == calls[1]
+    tables = [calls[0]] if len(lengths) == 1 else [*calls[0]]
+    assert [*map(len, tables)] == lengths
+    assert sorted(it for table in tables for it in table) == [*range(reserved, total)]
+
+
+def test_fragmentation_is_how_often_a_run_ends() -> None:
+    def steps(fragmentation: float) -> int:
+        table = BlockTables(1)(10_000, 500, fragmentation=fragmentation)
+        return sum(b - a == 1 for a, b in itertools.pairwise(table))
+
+    assert steps(0) > 450
+    assert 150 < steps(0.5) < 350
+    assert steps(1) < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((4,), {}, r"lengths=\(\) must be"),
+        ((4, 0), {}, r"lengths=\(0,\) must be"),
+        ((4, 3, 2), {}, r"lengths=\(3, 2\) must be >= 1 each, and 4 in all"),
+        ((4, 4), {"reserved": [0]}, "and 3 in all: of num_blocks=4, 1 are reserved"),
+        ((4, 1), {"fragmentation": 2}, r"fragmentation=2 is out of range \[0, 1\]"),
+    ],
+)
+def test_tables_that_cannot_be(arguments, options, message: str) -> None:  # type: ignore[no-untyped-def]
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
+        BlockTables()(*arguments, **options)
+
+
+@given(transfers())
+def test_any_plan_is_executed_on_filled_arrays(transfer: Transfer) -> None:
+    plan = transfer.plan()
+    moved = run_reference(plan)
+    flat = [it.reshape(-1).view(np.uint8) for it in moved.src]
+    src = [it.reshape(transfer.src.batch_size, transfer.src.stride) for it in flat]
+    zeros = [
+        np.zeros((transfer.dst.batch_size, transfer.dst.stride), np.uint8)
+        for _ in range(transfer.dst.num_tensors)
+    ]
+    for found, wanted in zip(moved.dst, transfer.apply(src, zeros), strict=True):
+        assert found.reshape(-1).view(np.uint8).tobytes() == wanted.tobytes()
+    assert all(it.all() for it in moved.src)  # no element is 0: what is 0 was not written
+    assert not moved.groups
+
+
+def test_arrays_have_the_shape_of_the_cache() -> None:
+    desc = make_desc("HND", blocks=8, data_type=DataType.DT_BF16)
+    moved = run_reference(plan_pull_blocks(desc, desc, [1], [2]))
+    assert [it.shape for it in moved.dst] == [desc.shape] * 4
+    assert moved.dst[0].dtype == np.uint16
+    np.testing.assert_array_equal(moved.dst[3][2], moved.src[3][1])
+
+
+def test_groups_are_executed_together_and_seen_apart() -> None:
+    latent, heads = make_desc("MLA"), make_desc()
+    plan = plan_groups(
+        {
+            "latent": plan_pull_blocks(latent, latent, [1], [2]),
+            "heads": plan_pull_blocks(heads, heads, [3], [4]),
+        }
+    )
+    moved = run_reference(plan)
+    assert len(moved.dst) == 6
+    np.testing.assert_array_equal(moved.groups["heads"].dst[0][4], moved.src[2][3])
+    np.testing.assert_array_equal(moved.dst[1][2], moved.groups["latent"].src[1][1])
+
+
+def test_a_copy_inside_one_cache() -> None:
+    desc = make_desc(blocks=4)
+    plan = plan_copy_blocks(desc, {0: [1, 2]})
+    arrays = run_reference(plan).src
+    moved = run_reference(plan, arrays, arrays)
+    np.testing.assert_array_equal(moved.dst[0][1], moved.src[0][2])
+
+
+def test_observers_are_taken_away_in_any_order() -> None:
+    desc = make_desc()
+    with observe_plans() as outer:
+        with observe_plans() as inner:
+            one = plan_pull_blocks(desc, desc, [1], [2])
+        other = plan_pull_blocks(desc, desc, [1], [3])
+        assert Plan.from_dict(other.to_dict()) == other  # read, not made
+    assert outer == [one, other]
+    assert inner == [one]
+    assert OBSERVERS == []
+    first, second = observe_plans(), observe_plans()
+    a, b = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    plan_pull_blocks(desc, desc, [1], [2])
+    second.__exit__(None, None, None)
+    assert (len(a), len(b)) == (0, 1)
+
+
+@given(transfers())
+def test_a_written_plan_is_read_again(tmp_path_factory, transfer: Transfer) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path_factory.getbasetemp() / "plan.json"
+    plan = transfer.plan()
+    groups = plan_groups({"b": plan, "a": plan})
+    for it in (plan, groups):
+        write_plan(path, it)
+        assert read_plan(path) == it
+    assert "\n".join(path.read_text().splitlines()[:2]) == '{\n  "groups": {'
+
+
+def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    desc = make_desc()
+    plan = plan_pull_blocks(desc, desc, [1], [2])
+    with pytest.raises(AssertionError, match="there is no golden plan"):
+        GoldenPlans(tmp_path / "plans", "mine")(plan)
+    golden = GoldenPlans(tmp_path / "plans", "mine", update=True)
+    golden(plan)
+    assert golden.written == [golden.path()]
+    GoldenPlans(tmp_path / "plans", "mine")(plan)
+    with pytest.raises(AssertionError, match=r"- <Plan .*\n\+ <GroupPlan"):
+        GoldenPlans(tmp_path / "plans", "mine")(plan_groups({"a": plan}))

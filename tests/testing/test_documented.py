@@ -1,0 +1,38 @@
+"""The tests that docs/testing.md shows are run, as a user's file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.testing.test_plugin import ALREADY_IMPORTED
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def code() -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    return "\n\n".join(it for it in blocks if ">>>" not in it)
+
+
+def test_what_is_shown_passes_and_fails_where_it_says(pytester: pytest.Pytester) -> None:
+    text = code()
+    assert text.count("def test_") == 2
+    quiet = "-W", ALREADY_IMPORTED
+    pytester.makepyfile(test_shown=text)
+    pytester.runpytest_inprocess("--kvplan-update", *quiet).assert_outcomes(passed=4)
+    pytester.runpytest_inprocess(*quiet).assert_outcomes(passed=4)
+    # A connector that forgets where the cached tokens end at its own side.
+    wrong = text.replace("dst_token=num_cached", "dst_token=0")
+    assert wrong != text
+    pytester.makepyfile(test_shown=wrong)
+    pytester.runpytest_inprocess(*quiet).assert_outcomes(failed=4)
+    # An allocator that scatters.
+    scattered = text.replace("[14, 4, 21, 22, 23, 24,", "[14, 4, 21, 20, 19, 18,")
+    assert scattered != text
+    pytester.makepyfile(test_shown=scattered)
+    found = pytester.runpytest_inprocess("--kvplan-update", *quiet, "-k", "others")
+    found.assert_outcomes(failed=1, deselected=3)
+    found.stdout.fnmatch_lines(["kvplan: 1 of 1 plan over budget: 32 descriptors, max_desc*=20"])

@@ -1,0 +1,457 @@
+"""The pytest plugin, as users run it: what failures print, exactly, and what it costs others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ALREADY_IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+"""What pytest says of a plugin where another pytest runs in the process."""
+
+
+class Folder:
+    """A user's folder of tests, run by a pytest of its own with nothing of this project's."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self.path = pytester.path
+        self._pytester = pytester
+
+    def write(self, code: str, name: str = "test_it.py") -> Path:
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dedent(code))
+        return file
+
+    def run(self, *options: str, code: int = 0) -> str:
+        """What it prints; in this process, which has imported kvplan and NumPy."""
+        found = self._pytester.runpytest_inprocess(
+            "-q", "-p", "no:cacheprovider", "-W", ALREADY_IMPORTED, *options
+        )
+        assert found.ret == code, str(found.stdout)
+        return str(found.stdout)
+
+    def run_alone(self, *options: str, **environment: str) -> str:
+        """What it prints, in a process of its own."""
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+            cwd=self.path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS"):  # pytest does not cut what is long there
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    return Folder(pytester)
+
+
+def errors(output: str) -> list[str]:
+    """What pytest has written behind `E`."""
+    found = re.findall(r"^E(?:   (.*))?$", output, re.MULTILINE)
+    return [it.rstrip() for it in found]
+
+
+PLANS = """
+    from kvplan import CacheDesc, DataType, plan_groups, plan_pull_blocks
+
+    DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
+
+    def plan(src, dst=(7, 8, 2)):
+        return plan_pull_blocks(DESC, DESC, src, dst)
+"""
+
+
+def test_those_who_do_not_use_it_import_nothing_of_kvplan(folder: Folder) -> None:
+    folder.write("def test_nothing(): assert [1] == [1]")
+    folder.write(
+        """
+        import sys
+
+        def pytest_unconfigure():
+            found = {it.partition(".")[0] for it in sys.modules} & {"kvplan", "kvnative", "numpy"}
+            print("imported:", sorted(found), "pytest_kvplan" in sys.modules)
+        """,
+        "conftest.py",
+    )
+    assert "imported: [] True" in folder.run_alone()
+
+
+def test_an_assertion_that_fails_shows_the_difference(folder: Folder) -> None:
+    folder.write(f"{dedent(PLANS)}\ndef test_it(): assert plan([4, 5, 9]) == plan([5, 4, 1])")
+    text = "\n".join(errors(folder.run("-vv", code=1)))
+    assert text == dedent(
+        """\
+        assert <Plan pull_blocks B2B L0-1 x 3 blocks: 8 desc, 48 B> == <Plan pull_blocks B2B L0-1 x 3 blocks: 12 desc, 48 B>
+            verdict: different bytes - 48 destination bytes from another source
+            desc     8 -> 12      bytes 48 B = 48 B
+            tensor 0>0
+          -   9>2           4
+          +   1>2           4
+          -   4-5>7-8       8
+          +   5>7           4
+          +   4>8           4
+            (same change in 3 more tensors)"""  # noqa: E501
+    )
+
+
+def test_what_pytest_cuts_begins_with_what_it_comes_to(folder: Folder) -> None:
+    tables = "range(0, 16, 2), range(8)", "range(1, 16, 2), range(8)"
+    folder.write(f"{dedent(PLANS)}\ndef test_it(): assert plan({tables[0]}) == plan({tables[1]})")
+    cut = errors(folder.run(code=1))
+    assert [it.strip() for it in cut[1:3]] == [
+        "verdict: different bytes - 128 destination bytes from another source",
+        "cause    every one of src_blocks is +1",
+    ]
+    assert "use '-vv' to show" in cut[-1]
+
+
+def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> None:
+    folder.write(
+        dedent(PLANS)
+        + dedent(
+            """
+            def groups(*tables):
+                return plan_groups({"a": plan([1, 2, 3]), "b": plan(*tables)})
+
+            def test_groups(): assert groups([4, 5, 9]) == groups([4, 5, 6])
+            def test_kinds(): assert plan([4, 5, 9]) == groups([4, 5, 9])
+            def test_not(): assert plan([4, 5, 9]) != plan([4, 5, 9])
+            def test_others(): assert [1, 2] == [1, 3]
+            """
+        )
+    )
+    output = folder.run("-vv", code=1)
+    said = [it.strip() for it in errors(output)]
+    assert "verdict: group b: different bytes - 16 destination bytes from another source" in said
+    assert "group a: identical" in said
+    assert "At index 1 diff: 2 != 3" in output
+    for name, shown in (("test_kinds", "== <GroupPlan"), ("test_not", "!= <Plan")):
+        section = output.partition(f"_ {name} _")[2].partition("\n____")[0]
+        assert shown in section
+        assert "verdict" not in section
+
+
+def test_assert_equivalent_points_at_the_line_of_the_test(folder: Folder) -> None:
+    folder.write(
+        f"{dedent(PLANS)}\ndef test_it():\n    plan([4, 5, 9]).assert_equivalent(plan([4, 5, 1]))"
+    )
+    output = folder.run(code=1)
+    assert ">       plan([4, 5, 9]).assert_equivalent(plan([4, 5, 1]))" in output
+    assert "raise AssertionError" not in output
+    assert "    cause    src_blocks[2] is 1, and was 9" in "\n".join(errors(output))
+
+
+BUDGET = """
+    import pytest
+    from kvplan import plan_pull_blocks
+
+    @pytest.mark.kvplan(max_descriptors=10)
+    def test_merged(kvplan_desc):
+        plan_pull_blocks(kvplan_desc(), kvplan_desc(), range(12), range(20, 32))
+
+    @pytest.mark.kvplan(max_descriptors=10)
+    def test_alone(kvplan_desc):
+        plan_pull_blocks(kvplan_desc(), kvplan_desc(), [1], [2])
+        plan_pull_blocks(kvplan_desc(), kvplan_desc(), [0, 2, 4], [3, 2, 1])
+
+    @pytest.fixture
+    def made_before(kvplan_desc):
+        return plan_pull_blocks(kvplan_desc(), kvplan_desc(), range(4), [9, 7, 5, 3])
+
+    @pytest.mark.kvplan(max_nbytes=1000)
+    def test_of_a_fixture(made_before): pass
+
+    @pytest.mark.kvplan(max_descriptors=10)
+    def test_without_a_plan(): pass
+
+    @pytest.mark.kvplan(max_descriptors=10)
+    def test_that_fails_by_itself(made_before):
+        raise RuntimeError("by itself")
+
+    @pytest.mark.kvplan(max_descriptors=10)
+    def test_handed_in(kvplan_plans, made_once):
+        kvplan_plans.append(made_once)
+
+    @pytest.fixture(scope="module")
+    def made_once():
+        from kvplan.testing import make_desc, observe_plans
+        with observe_plans() as plans:
+            plan_pull_blocks(make_desc(), make_desc(), range(4), [9, 7, 5, 3])
+        return plans[0]
+
+    @pytest.mark.kvplan(most=10)
+    def test_misspelled(): pass
+
+    @pytest.mark.kvplan(10)
+    def test_positional(): pass
+
+    @pytest.mark.kvplan(max_nbytes=-1)
+    def test_negative(): pass
+
+    def test_no_budget(kvplan_plans, made_before):
+        assert kvplan_plans == [made_before]
+        from kvplan.planning.plan import OBSERVERS
+        assert len(OBSERVERS) == 1
+
+    def test_nothing_is_left():
+        from kvplan.planning.plan import OBSERVERS
+        assert OBSERVERS == []
+"""
+
+
+def test_plans_over_budget_are_explained(folder: Folder) -> None:
+    folder.write(BUDGET)
+    output = folder.run(code=1)
+    assert "kvplan: 1 of 2 plans over budget: 12 descriptors, max_descriptors=10\n" in output
+    assert "  12 slices -> 12 descriptors (0 merged) | 384 KiB\n" in output
+    assert "kvplan: 1 of 1 plan over budget: 524,288 bytes, max_nbytes=1,000\n" in output
+    assert "kvplan: no plan was made, so nothing was checked against the budget" in output
+    assert "RuntimeError: by itself" in output
+    assert len(re.findall("^kvplan: .* over budget", output, re.MULTILINE)) == 3
+    assert "@pytest.mark.kvplan: Budget.__init__() got an unexpected keyword argument" in output
+    assert "@pytest.mark.kvplan: name the arguments (10,)" in output
+    assert "@pytest.mark.kvplan: max_nbytes=-1 must be None or >= 0" in output
+    assert "5 failed, 3 passed, 3 errors" in output
+
+
+def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
+    folder.write(
+        """
+        import pytest
+        from kvplan import BlocksCacheKey, ClusterInfo, Group, LlmDataDist, LlmRole
+
+        @pytest.mark.kvplan(max_descriptors=3)
+        def test_it(kvplan_desc, kvplan_plans):
+            desc = kvplan_desc(blocks=16, dim=8)
+            roles = LlmRole.PROMPT, LlmRole.DECODER
+            with LlmDataDist(1, roles[0]) as prefill, LlmDataDist(2, roles[1]) as decode:
+                prefill.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+                decode.initialize()
+                prefill.allocate_blocks_cache(desc, BlocksCacheKey(1))
+                mine = decode.allocate_blocks_cache(desc)
+                decode.link_clusters([ClusterInfo(1, prefill.listen_address)]).raise_for_status()
+                decode.pull_blocks(BlocksCacheKey(1), mine, [1, 2], [3, 4])
+                decode.pull_groups({"one": Group(BlocksCacheKey(1), mine, [1], [3])})
+            print([repr(it) for it in kvplan_plans])
+        """
+    )
+    output = folder.run(code=1)
+    assert "3 of 3 plans over budget: 4 descriptors, max_descriptors=3" in output
+    assert "pull_blocks  B2B   cache 1 of cluster 1 -> cache 1" in output
+    assert "'<GroupPlan pull_groups B2B one: 4 desc," in output
+
+
+def test_block_tables_are_the_same_again_and_printed_on_failure(folder: Folder) -> None:
+    folder.write(
+        """
+        def test_it(kvplan_desc, kvplan_block_tables):
+            one = kvplan_block_tables(64, 5)
+            src, dst = kvplan_block_tables(kvplan_desc(blocks=32), 4, 6, reserved=[0])
+            assert not set(src) & set(dst)
+            assert one == 0
+
+        def test_that_passes(kvplan_block_tables):
+            assert kvplan_block_tables(10, 3)
+        """
+    )
+    once, again = (folder.run(code=1) for _ in range(2))
+    printed = re.compile(r"-+ kvplan_block_tables -+\n--kvplan-seed=(\d+)\n(64 blocks.*\n32 .*)\n")
+    assert len(printed.findall(once)) == 1
+    assert printed.findall(once) == printed.findall(again)
+    ((seed, other),) = printed.findall(folder.run("--kvplan-seed=7", code=1))
+    assert seed == "7"
+    assert other != printed.findall(once)[0][1]
+
+
+GOLDEN = """
+    from kvplan import plan_groups, plan_pull_blocks
+
+    TABLE = [4, 5, 9]
+
+    def test_it(kvplan_desc, kvplan_golden):
+        desc = kvplan_desc()
+        plan = plan_pull_blocks(desc, desc, TABLE, [7, 8, 2])
+        kvplan_golden(plan)
+        kvplan_golden(plan_groups({"b": plan, "a": plan}), "as groups")
+"""
+
+
+def test_a_golden_plan_is_written_compared_and_written_again(folder: Folder) -> None:
+    test = folder.write(GOLDEN)
+    missing = folder.run(code=1)
+    path = folder.path / "plans" / "test_it" / "test_it.json"
+    assert f"AssertionError: there is no golden plan {path}; the plan of the test is\n" in missing
+    assert "|-- tensor 0 -> 0 K   4-5 -> 7-8  64 KiB   merged 2  tokens 0..31" in missing
+    how = "If it is as it should be: pytest --kvplan-update 'test_it.py::test_it'"
+    assert how in missing
+    assert not path.exists()
+
+    assert folder.run("--kvplan-update").splitlines()[-3:-1] == [
+        f"kvplan: wrote {path}",
+        f"kvplan: wrote {path.parent / 'test_it-as-groups.json'}",
+    ]
+    assert "wrote" not in folder.run()
+    assert "wrote" not in folder.run("--kvplan-update")  # nothing differs
+
+    test.write_text(test.read_text().replace("TABLE = [4, 5, 9]", "TABLE = [4, 5, 10]"))
+    differs = folder.run(code=1)
+    assert f"AssertionError: the plan differs from {path}\n" in differs
+    assert "    cause    src_blocks[2] is 10, and was 9" in "\n".join(errors(differs))
+    assert how in differs
+    assert "wrote" in folder.run("--kvplan-update")
+    folder.run()
+
+    path.write_text("{}")
+    assert f"{path} is no plan: document" in folder.run(code=1)
+    path.write_text("{")
+    assert f"{path} is no plan: Expecting" in folder.run(code=1)
+
+
+def test_names_of_golden_files(folder: Folder) -> None:
+    folder.write(
+        """
+        import pytest
+        from kvplan import plan_pull_blocks
+
+        class TestClass:
+            @pytest.mark.parametrize("layout", ["NHD", "block head token dim"])
+            def test_it(self, layout, kvplan_desc, kvplan_golden):
+                desc = kvplan_desc(layout)
+                kvplan_golden(plan_pull_blocks(desc, desc, [1], [2]), "a/b")
+
+        def test_twice(kvplan_desc, kvplan_golden):
+            desc = kvplan_desc()
+            one, other = (plan_pull_blocks(desc, desc, [it], [2]) for it in (1, 3))
+            kvplan_golden(one)
+            kvplan_golden(one)
+            with pytest.raises(ValueError, match="is already that of another plan"):
+                kvplan_golden(other)
+            with pytest.raises(TypeError, match="plan='no' must be Plan or GroupPlan"):
+                kvplan_golden("no")
+        """,
+        "sub/test_names.py",
+    )
+    folder.run("--kvplan-update")
+    files = sorted(it.name for it in (folder.path / "sub/plans/test_names").iterdir())
+    assert files == [
+        "TestClass-test_it-NHD-a-b.json",
+        "TestClass-test_it-block-head-token-dim-a-b.json",
+        "test_twice.json",
+    ]
+    folder.run()
+
+
+def test_what_a_golden_plan_looks_like(folder: Folder) -> None:
+    folder.write(
+        """
+        from kvplan import CacheDesc, DataType, plan_pull_blocks
+
+        DESC = CacheDesc(2, (64, 4), DataType.DT_INT8)
+
+        def test_it(kvplan_golden):
+            kvplan_golden(plan_pull_blocks(DESC, DESC, range(0, 24, 2), range(12)))
+        """
+    )
+    folder.run("--kvplan-update")
+    text = (folder.path / "plans/test_it/test_it.json").read_text()
+    assert text == GOLDEN_TEXT
+    (folder.path / "plans/test_it/test_it.json").unlink()
+    assert "kvplan: wrote" in folder.run_alone("--kvplan-update", "-n", "1", PYTHONHASHSEED="2")
+    assert (folder.path / "plans/test_it/test_it.json").read_text() == text
+
+
+def test_the_reference_is_executed_on_filled_arrays(folder: Folder) -> None:
+    folder.write(
+        """
+        from kvplan import plan_pull_blocks
+
+        def test_it(kvplan_desc, kvplan_reference):
+            desc = kvplan_desc()
+            moved = kvplan_reference(plan_pull_blocks(desc, desc, [4, 5], [7, 8]))
+            assert (moved.dst[3][7] == moved.src[3][4]).all()
+            assert not moved.dst[3][4].any()
+        """
+    )
+    folder.run()
+
+
+GOLDEN_TEXT = """\
+{
+  "coalesce": "sorted",
+  "dst": {
+    "count": 64,
+    "data_type": "DT_INT8",
+    "label": null,
+    "layout": null,
+    "name": "",
+    "num_tensors": 2,
+    "paged": true,
+    "placement": "DEVICE",
+    "shape": [64, 4],
+    "shard": null,
+    "stride": 4
+  },
+  "dst_tensors": [0, 2],
+  "kind": "B2B",
+  "num_slices": 12,
+  "operation": "pull_blocks",
+  "reinterpret": false,
+  "schema_version": 2,
+  "segments": {
+    "dst_offsets": [
+      0, 4, 8, 12, 16, 20, 24, 28, 32, 36,
+      40, 44
+    ],
+    "nbytes": [
+      4, 4, 4, 4, 4, 4, 4, 4, 4, 4,
+      4, 4
+    ],
+    "repeats": [],
+    "src_offsets": [
+      0, 8, 16, 24, 32, 40, 48, 56, 64, 72,
+      80, 88
+    ]
+  },
+  "split": [],
+  "src": {
+    "count": 64,
+    "data_type": "DT_INT8",
+    "label": null,
+    "layout": null,
+    "name": "",
+    "num_tensors": 2,
+    "paged": true,
+    "placement": "DEVICE",
+    "shape": [64, 4],
+    "shard": null,
+    "stride": 4
+  },
+  "src_tensors": [0, 2],
+  "tables": {
+    "dst": [
+      0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
+      10, 11
+    ],
+    "dst_token": 0,
+    "num_tokens": null,
+    "src": [
+      0, 2, 4, 6, 8, 10, 12, 14, 16, 18,
+      20, 22
+    ],
+    "src_token": 0
+  },
+  "tensors_per_layer": 2
+}
+"""

@@ -1,0 +1,53 @@
+"""docs/testing.md against vLLM itself: its block manager gives the tables that stand there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvplan import plan_pull_blocks
+from kvplan.testing import make_desc, run_reference
+
+ROOT = Path(__file__).parents[2]
+SET_UP = ROOT / "build/vllm/env/bin/python"
+"""Has vLLM after `make vllm-setup`."""
+PYTHON = Path(sys.executable) if find_spec("vllm") is not None else SET_UP
+
+
+def documented(name: str) -> list[int]:
+    found = re.search(rf"^{name} = (\[.*\])$", (ROOT / "docs/testing.md").read_text(), re.MULTILINE)
+    assert found
+    numbers: list[int] = json.loads(found[1])
+    return numbers
+
+
+@pytest.mark.slow  # imports torch
+@pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed here: make vllm-setup")
+def test_the_documented_tables_are_those_of_vllms_manager() -> None:
+    code = "import json, examples.vllm.block_tables as it; print(json.dumps(it.tables()))"
+    run = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    prefill, decode, num_cached = json.loads(run.stdout.splitlines()[-1])
+    assert num_cached == 32
+    assert (prefill, decode) == (documented("PREFILL"), documented("DECODE"))
+
+
+def test_the_tables_are_of_one_request_without_the_null_block() -> None:
+    for table, blocks in ((documented("PREFILL"), 20), (documented("DECODE"), 28)):
+        assert len(set(table)) == len(table) == -(-150 // 16)
+        assert all(0 < it < blocks for it in table)
+
+
+def test_each_token_that_was_not_cached_arrives() -> None:
+    desc, tables = make_desc(blocks=28), (documented("PREFILL"), documented("DECODE"))
+    plan = plan_pull_blocks(desc, desc, *tables, num_tokens=118, src_token=32, dst_token=32)
+    moved = run_reference(plan)
+    for token in range(32, 150):
+        (src, dst), at = (it[token // 16] for it in tables), token % 16
+        assert (moved.dst[0][dst, at] == moved.src[0][src, at]).all()
