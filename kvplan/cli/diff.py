@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
-from kvplan.cli.paint import write_text
+from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument
 from kvplan.inspection.diff import is_equivalent
 from kvplan.planning.groups import GroupPlan
@@ -44,7 +44,7 @@ def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
             }
         )
     else:
-        write_text(text)
+        write_lines(text.splitlines())
     return ExitCode.OK if same else ExitCode.DIFFERENT
 
 

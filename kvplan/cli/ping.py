@@ -146,8 +146,8 @@ def _write(found: Report) -> None:
             rate = pull.nbytes / median(pull.seconds) / 1e9
             out.print(
                 f"    {pull.size} pull  {nbytes_text(pull.nbytes)}, "
-                f"{plural(pull.descriptors, 'descriptor')}: {_spread(pull.seconds)}, "
-                f"{rate:.2f} GB/s"
+                f"{plural(pull.descriptors, 'descriptor')}: {_spread(pull.seconds)}"
+                + (f", {rate:.2f} GB/s" if pull.size == "large" else "")
             )
         if cache.why_not:
             word, style = ("FAILED", "bold red") if cache.failed else ("not read", "dim")
