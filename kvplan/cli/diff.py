@@ -33,7 +33,7 @@ def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
     text = _text(old, new)
     same = _is_same(old, new)
     if as_json:
-        last = text.splitlines()[-1].strip().removeprefix("verdict: ")
+        last = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
         write_json(
             {
                 "schema_version": SCHEMA_VERSION,

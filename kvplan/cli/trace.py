@@ -17,7 +17,8 @@ from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.files import save
 from kvplan.recording.queries import Write, select, who_wrote
-from kvplan.recording.reader import AnyRecord, Dropped, Event, Recording, Transfer, follow, read
+from kvplan.recording.reader import follow, read
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
 from kvplan.status import invalid
 
 SCHEMA_VERSION: Final = 1

@@ -382,10 +382,10 @@ class Operation:
             try:
                 if not recorded:
                     status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                    if engine.recorder is not None:  # first: what is counted is recorded
+                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
                     engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
-                    if engine.recorder is not None:
-                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
                     if self.span is not None and engine.tracer is not None:
                         engine.tracer.end(self, self.span, status, error)
             finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvplan.recording.reader import AnyRecord, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Event, Recording, Transfer
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width
 

@@ -243,8 +243,9 @@ class Recorder:
     def _part(self, group: str, plan: Plan) -> tuple[object, ...]:
         """A `PartRow`."""
         src, dst = plan.src, plan.dst
+        read, written = plan.src_tensors, plan.dst_tensors  # of equal length: their hash is dear
         key = (
-            id(src), id(dst), plan.operation, plan.src_tensors, plan.dst_tensors, plan.split,
+            id(src), id(dst), plan.operation, read.start, read.stop, written.start, plan.split,
             plan.coalesce, plan.tensors_per_layer, plan.reinterpret, plan.kind,
         )  # fmt: skip
         known = self._known.get(key)
