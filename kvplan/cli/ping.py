@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.inspection.cost import ms_text
@@ -38,7 +39,14 @@ _LISTED: Final = 16
     metavar="N",
     help="How often each thing is measured.",
 )
-@click.option("--transport", default="auto", show_default=True, help="As kvplan.transport.")
+@click.option(
+    "--transport",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=lambda _, __, incomplete: _transports(incomplete),
+    help="As kvplan.transport.",
+)
 @click.option(
     "--device-id",
     type=click.IntRange(min=0),
@@ -89,6 +97,13 @@ def command(
     else:
         _write(found)
     return ExitCode.TROUBLE if any(it.failed for it in found.caches) else ExitCode.OK
+
+
+def _transports(incomplete: str) -> list[CompletionItem]:
+    from kvplan.transport.choice import TRANSPORTS  # loads native modules: not for --help
+
+    names = ("auto", *TRANSPORTS)
+    return [CompletionItem(it) for it in names if it.startswith(incomplete)]
 
 
 def _document(found: Report) -> dict[str, object]:
