@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from click.shell_completion import CompletionItem
 
-from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.common import ExitCode, console, json_option, printable, write_json
 from kvplan.inspection.cost import ms_text
 from kvplan.inspection.units import nbytes_text, plural
 
@@ -151,9 +151,9 @@ def _write(found: Report) -> None:
     role = "" if status.role is None else f", {status.role.name}"
     out.print(f"cluster {status.cluster_id} at {status.address}{role}", style="bold")
     out.print(f"  linked        {_ms(found.link_s)}")
-    out.print(f"  transport     {status.transport}: {status.way}", style="green")
+    out.print(f"  transport     {status.transport}: {printable(status.way)}", style="green")
     for it in found.passed:
-        out.print(f"  not {it.transport:<9} {it.why_not}", style="yellow")
+        out.print(f"  not {it.transport:<9} {printable(it.why_not)}", style="yellow")
     out.print(f"  round trip    {_spread(found.round_trips)}")
     for cache in found.caches[:_LISTED]:
         out.print(f"  cache {cache.cache.cache_id:<7} {cache.text}")
@@ -166,7 +166,7 @@ def _write(found: Report) -> None:
             )
         if cache.why_not:
             word, style = ("FAILED", "bold red") if cache.failed else ("not read", "dim")
-            out.print(f"    {word}: {cache.why_not}", style=style)
+            out.print(f"    {word}: {printable(cache.why_not)}", style=style)
     if (hidden := len(found.caches) - _LISTED) > 0:
         out.print(f"  ... {plural(hidden, 'more cache')}")
     if not any(it.pulls or it.failed for it in found.caches):
