@@ -42,7 +42,8 @@ def record(run: Run, name: str) -> Row:
             datadist.pull_blocks, leased_key(1), paged, table, table, tag=TAG
         ),
     }
-    cases, texts = {}, []
+    cases: dict[str, float] = {}
+    texts: list[str] = []
     for case, pull in pulls.items():
         own, wall = (1e6 * it for it in differences(run, datadist, pull))
         cases |= {case: own, f"{case}, wall": wall}

@@ -384,10 +384,11 @@ class Operation:
             try:
                 if not recorded:
                     status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                    if engine.recorder is not None:  # first: what is counted is recorded
+                        reason = "" if error is None else error_text(error)
+                        engine.recorder.transfer(self, status, seconds, nbytes, reason)
                     engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
-                    if engine.recorder is not None:
-                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
                     if self.span is not None and engine.tracer is not None:
                         engine.tracer.end(self, self.span, status, error)
             finally:
@@ -572,7 +573,8 @@ class OperationRunner:
             status = status_of(failure)
             engine.metrics.record(operation, status, 0, seconds)
             if engine.recorder is not None:
-                engine.recorder.event(operation, status, seconds, error_text(failure), fields)
+                reason = "" if failure is None else error_text(failure)
+                engine.recorder.event(operation, status, seconds, reason, fields)
             log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
     def _execute(

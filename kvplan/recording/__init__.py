@@ -4,16 +4,8 @@
 """
 
 from kvplan.recording.queries import Write, select, who_wrote
-from kvplan.recording.reader import (
-    AnyRecord,
-    Dropped,
-    Event,
-    Header,
-    Recording,
-    Transfer,
-    follow,
-    read,
-)
+from kvplan.recording.reader import follow, read
+from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
 
 __all__ = [
     "AnyRecord",

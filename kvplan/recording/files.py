@@ -91,7 +91,7 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            # Readers do without: a row that is cut off is none.
+            # Readers do without: a row that is cut off counts for nothing.
             os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise
@@ -140,7 +140,7 @@ class RotatingFile:
 
 
 def _lock(fd: int) -> bool:
-    """Whether nobody else writes this file."""
+    """Whether this process alone writes the file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

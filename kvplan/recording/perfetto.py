@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from kvplan.recording.reader import AnyRecord, Dropped, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
 
 _EVENTS: Final = 1  # the track of links, leases and caches
 

@@ -1,246 +1,29 @@
-"""Recordings, read: rows as typed values, also of a file that is still written."""
+"""Recordings, read: also of a file that is still written, through rotations."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from kvplan.planning.groups import GroupPlan
 from kvplan.recording.format import (
     MAGIC,
     DroppedRow,
     EndRow,
     EventRow,
-    Field,
     HeaderRow,
-    PartRow,
     TemplateRow,
     TransferRow,
-    plan_of,
     row_in,
-    rows_of,
 )
+from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
-if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
-    from kvplan.planning.plan import Plan
-
 _CHUNK: Final = 4 << 20
-_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # of a FIFO nobody is waited for
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO without a writer does not block
 _MOST_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
 _MAX_FILES: Final = 1000
-
-
-@dataclass(frozen=True)
-class Header:
-    """Whose recording it is.
-
-    Attributes:
-        recording: 16 hexadecimal digits, which all files of one recording share.
-        file: counts the files of a recording from 0.
-        version: of kvplan, which has written it.
-        host, pid: of the process.
-        cluster_id, role: of the engine.
-        started: of this file, in seconds since the epoch.
-    """
-
-    recording: str
-    file: int
-    version: str
-    host: str
-    pid: int
-    cluster_id: int
-    role: str
-    started: float
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A transfer that has ended, well or not.
-
-    Attributes:
-        number: counts the rows of the recording that was read, from 0.
-        time: when it began, in seconds since the epoch.
-        seconds: how long it took.
-        operation: the call, such as "pull_blocks".
-        cluster_id: of the engine that is recorded.
-        peer: its cluster id; None: inside of the process.
-        cache_id: of the cache of this process that takes part; the source, where both do; -1: none
-            was found.
-        tag: as the caller gave it.
-        leases: ids of the peer's leases by which it moved.
-        status: how it ended.
-        error: why it failed; empty: it did not.
-        nbytes: bytes that have arrived; of one that failed 0, however far it came.
-    """
-
-    number: int
-    time: float
-    seconds: float
-    operation: str
-    cluster_id: int
-    peer: int | None
-    cache_id: int
-    tag: str
-    leases: tuple[int, ...]
-    status: LLMStatusCode
-    error: str
-    nbytes: int
-    _parts: tuple[PartRow, ...] = field(repr=False)
-    _templates: dict[int, TemplateRow] = field(repr=False, compare=False)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has failed."""
-        return self.status is not LLMStatusCode.LLM_SUCCESS
-
-    @property
-    def verb(self) -> str:
-        """Which way its bytes go: pull, push, copy or swap; gathers pull."""
-        verb = self.operation.partition("_")[0]
-        return "pull" if verb == "gather" else verb
-
-    @property
-    def within(self) -> bool:
-        """Whether it copied inside of one cache."""
-        return self.peer is None and all(src == dst >= 0 for src, dst in self.caches)
-
-    @cached_property
-    def plan(self) -> AnyPlan | None:
-        """The plan that was executed, equal to it; None: it failed before there was one.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: the recording is damaged.
-        """
-        try:
-            return plan_of(self._templates, self._parts)
-        except KeyError as error:
-            raise invalid(
-                f"transfer {self.number}: its template {error} is in no file that was read"
-            ) from None
-        except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
-            raise invalid(f"transfer {self.number} is damaged: {error}") from None
-
-    @property
-    def plans(self) -> dict[str, Plan]:
-        """The plan of each group; of a transfer without groups one, its name empty."""
-        plan = self.plan
-        if plan is None:
-            return {}
-        return dict(plan.groups) if isinstance(plan, GroupPlan) else {"": plan}
-
-    @property
-    def blocks(self) -> int:
-        """Rows of the destination's block tables; 0: none was used."""
-        return sum(len(it.dst) // 8 for it in self._parts)
-
-    def may_write(self, cache: int, row: int) -> bool:
-        """Whether its destination may be this row of this cache, as far as is known without plans.
-
-        Args:
-            cache: its id, in the engine of the destination.
-            row: a block or slot of it.
-        """
-        return any(
-            dst == cache and (not it.dst or row in rows_of(it.dst))
-            for it, (_, dst) in zip(self._parts, self.caches, strict=True)
-        )
-
-    @property
-    def caches(self) -> list[tuple[int, int]]:
-        """Ids of the source and the destination cache of each group, each in its own engine."""
-        known = (self._templates.get(it.template) for it in self._parts)
-        return [(-1, -1) if it is None else it.cache_ids for it in known]
-
-
-@dataclass(frozen=True)
-class Event:
-    """What else an engine has done: links, leases, caches.
-
-    Attributes:
-        number, time, seconds, status, error: as of a transfer.
-        operation: such as "link_state", "lease", "release", "unregister_cache".
-        fields: what it was about, by name.
-    """
-
-    number: int
-    time: float
-    seconds: float
-    operation: str
-    status: LLMStatusCode
-    error: str
-    fields: dict[str, Field]
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has failed."""
-        return self.status is not LLMStatusCode.LLM_SUCCESS
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Rows are missing here.
-
-    Attributes:
-        number, time: as of a transfer.
-        count: how many; None: a file of the recording is missing.
-    """
-
-    number: int
-    time: float
-    count: int | None
-
-
-AnyRecord = Transfer | Event | Dropped
-
-
-class Recording:
-    """The rows of a recording, as they were read.
-
-    Attributes:
-        header: of its first file that is there.
-        rows: all of them, in the order in which they were written: when a transfer has ended.
-        complete: whether it was ended, and not cut off or still written.
-    """
-
-    def __init__(self, path: Path, header: Header, rows: list[AnyRecord], complete: bool) -> None:
-        self.path = path
-        self.header = header
-        self.rows = rows
-        self.complete = complete
-
-    def __iter__(self) -> Iterator[AnyRecord]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        """The transfers among the rows."""
-        return [it for it in self.rows if isinstance(it, Transfer)]
-
-    @property
-    def events(self) -> list[Event]:
-        """What else was done."""
-        return [it for it in self.rows if isinstance(it, Event)]
-
-    @property
-    def dropped(self) -> int:
-        """How many rows are known to be missing."""
-        return sum(it.count or 0 for it in self.rows if isinstance(it, Dropped))
-
-    def __repr__(self) -> str:
-        head = self.header
-        return (
-            f"<Recording of cluster {head.cluster_id}, process {head.pid} on {head.host}: "
-            f"{len(self.transfers)} transfers, {len(self.rows)} rows>"
-        )
 
 
 def read(path: str | os.PathLike[str]) -> Recording:

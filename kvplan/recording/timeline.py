@@ -8,8 +8,9 @@ from datetime import datetime
 from importlib.resources import files
 from typing import Any, Final
 
+from kvplan.recording.format import PartRow
 from kvplan.recording.perfetto import lanes
-from kvplan.recording.reader import AnyRecord, Dropped, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
 from kvplan.status import LLMException
 
 MAX_TRANSFERS: Final = 20_000
@@ -63,24 +64,32 @@ class _Plans:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self._of_parts: dict[tuple[PartRow, ...], int] = {}
         self._known: dict[str, int] = {}
         self._room = _MAX_PLANS
 
     def of(self, it: Transfer) -> int | None:
-        if not it._parts:
+        """Where the text of its plan is; None: it has none."""
+        if not it.parts:
             return None
+        number = self._of_parts.get(it.parts)
+        if number is None:
+            text = self._text(it)
+            number = self._known.setdefault(text, len(self.texts))
+            if number == len(self.texts):
+                self.texts.append(text)
+                self._room -= len(text)
+            self._of_parts[it.parts] = number
+        return number
+
+    def _text(self, it: Transfer) -> str:
+        if self._room <= 0:
+            return "There is no room for more plans here: kvplan trace FILE --plan N shows it."
         try:
             plan = it.plan
-            text = "no plan" if plan is None else plan.explain()
         except LLMException as error:
-            text = f"its plan cannot be read: {error}"
-        if len(text) > self._room:
-            text = f"kvplan trace FILE --plan {it.number} shows it: there is no room for it here"
-        if text not in self._known:
-            self._room -= len(text)
-            self._known[text] = len(self.texts)
-            self.texts.append(text)
-        return self._known[text]
+            return f"its plan cannot be read: {error}"
+        return "no plan" if plan is None else plan.explain()
 
 
 def _transfer(

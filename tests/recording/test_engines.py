@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -220,9 +221,10 @@ def test_a_process_that_is_killed_leaves_whole_rows(tmp_path, peer):
         desc=DESC,
     )
     deadline = time.monotonic() + DEADLINE_S
-    while not (tmp_path / "a.kvrec").exists():
+    path = tmp_path / "a.kvrec"
+    while not path.exists() or path.stat().st_size == 0:  # the header comes in one piece
         assert time.monotonic() < deadline
-    for it in follow(tmp_path / "a.kvrec", lambda: time.monotonic() < deadline):
+    for it in follow(path, lambda: time.monotonic() < deadline):
         if isinstance(it, Transfer) and it.number > 2000:
             break
     peer.kill()
@@ -232,6 +234,37 @@ def test_a_process_that_is_killed_leaves_whole_rows(tmp_path, peer):
     assert found == [*range(len(found))]
     assert len(found) > 1900
     assert recording.transfers[-1].plan.operation == "copy_blocks"
+
+
+def test_what_eight_threads_do_is_recorded_once_each(tmp_path, engine):
+    """Executed and submitted, into files that rotate; as often as the engine has counted."""
+    cache = engine.allocate_blocks_cache(DESC)
+
+    def work(thread: int) -> None:
+        for number in range(150):
+            blocks = {8 * thread + number % 7: [8 * thread + 7]}
+            if number % 2:
+                engine.copy_blocks(cache, blocks, tag=f"{thread}.{number}")
+            else:
+                engine.submit_copy_blocks(cache, blocks, tag=f"{thread}.{number}").wait()
+
+    with engine.record(tmp_path / "a.kvrec", max_bytes=64 << 10, files=100):
+        with ThreadPoolExecutor(8) as threads:
+            assert [*threads.map(work, range(8))] == [None] * 8
+        deadline = time.monotonic() + DEADLINE_S
+        while engine.metrics()["operations"]["copy_blocks"]["seconds"]["count"] < 1200:
+            assert time.monotonic() < deadline  # an outcome is counted after it is waited for
+    recording = read(tmp_path / "a.kvrec")
+    expected = {f"{thread}.{number}" for thread in range(8) for number in range(150)}
+    assert {it.tag for it in recording.transfers} == expected
+    assert len(recording.transfers) == len(expected)
+    for it in recording.transfers:
+        thread, number = map(int, it.tag.split("."))
+        tables = it.plan.tables
+        assert (tables.src.tolist(), tables.dst.tolist()) == (
+            [8 * thread + number % 7],
+            [8 * thread + 7],
+        )
 
 
 def test_an_engine_is_recorded_once_at_a_time(tmp_path, engine):
@@ -369,5 +402,5 @@ def test_caches_named_by_addresses_alone_have_one_template(tmp_path, engine):
         size = it.path.stat().st_size
     recording = read(tmp_path / "a.kvrec")
     assert len(recording.transfers) == 200
-    assert len({row._parts[0].template for row in recording.transfers}) == 1
+    assert len({row.parts[0].template for row in recording.transfers}) == 1
     assert size < 200 * 120 + 2000

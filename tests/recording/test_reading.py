@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shutil
+import subprocess
 from collections import defaultdict
 from itertools import pairwise
 
@@ -197,3 +200,24 @@ def test_a_page_needs_nothing_else_and_cannot_be_left(recording):
     assert [it["id"] for it in found["transfers"]] == [*range(33)]
     assert found["plans"] == [PLAN.explain()]
     assert sum(it["failed"] for it in found["transfers"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_a_page_shows_its_transfers_in_a_browser(recording, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(page_of([(recording, recording.rows)]))
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--dump-dom",
+        f"--user-data-dir={tmp_path}/u",
+    ]
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
+    body = done.stdout.split('<tbody id="rows">')[1].split("</tbody>")[0]
+    assert body.count("<tr ") == 30
+    assert body.count('class="failed"') == 3
+    chosen = html.unescape(done.stdout.split('id="detail"')[1])  # the first that failed
+    assert "#7 pull_blocks" in chosen
+    assert PLAN.explain().splitlines()[2] in chosen

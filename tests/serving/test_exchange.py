@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvplan import LLMException
+from kvplan import LLMException, PlanEvent
 from kvplan.serving import PullResult, Source, Target
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
@@ -33,6 +33,16 @@ def test_a_request_is_fetched_and_then_free(make_peer: MakePeer, make_worker: Ma
     assert consumer.has(11, [7, 1, 30], 0, 21)
     assert peer.worker.freed() == {"request-11"}
     assert peer.run("result = worker.engine.leases()") == []
+
+
+def test_transfers_are_called_as_the_request(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    events: list[PlanEvent] = []
+    consumer.engine.on_plan(events.append)
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    wanted = reference([peer.source], 0, 11, 21)
+    assert consumer.fetch(wanted, [7, 1, 30], name="cmpl-11").error is None
+    assert [(it.operation, it.tag) for it in events] == [("pull_blocks", "cmpl-11")]
 
 
 def test_only_missing_tokens_move(make_peer: MakePeer, make_worker: MakeWorker) -> None:

@@ -37,6 +37,7 @@ def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
 ) -> None:
     peer = make_peer(push=True, block_tokens=theirs)
     consumer = make_worker(push=True, block_tokens=mine)
+    peer.run("tags = set(); worker.engine.on_plan(lambda event: tags.add(event.tag))")
     blocks = [7, 1, 30, 3, 5, 9][: -(-21 // mine)]
     ask(peer, consumer, blocks, 21)
     from_ = [4, 9, 2, 0, 8, 6][: -(-21 // theirs)]
@@ -47,6 +48,7 @@ def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
     assert it.error is None
     assert consumer.has(11, blocks, 0, 21)
     assert it.pushed == 21
+    assert peer.run("result = tags") == {NAME}
     assert peer.worker.freed() == {"request-11"}
     assert peer.run("result = worker.exchange._pusher.transfers()") == []
     assert consumer.engine.leases() == []
