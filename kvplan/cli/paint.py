@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from kvplan.cli.common import console
+from kvplan.cli.common import console, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,8 +30,11 @@ _STYLES: Final = tuple(
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Print each line when it comes, with colours on a terminal."""
-    out = console()
+    """Print each line when it comes, with colours on a terminal.
+
+    Names in plans are whatever a file says.
+    """
+    out, lines = console(), map(printable, lines)
     if not out.is_terminal or out.no_color:
         out.file.writelines(f"{line}\n" for line in lines)
         return
