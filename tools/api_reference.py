@@ -43,6 +43,7 @@ PUBLIC = (
     "kvplan.run",
     "kvplan.recording",
     "kvplan.serving",
+    "kvplan.testing",
     "kvplan.transport.local",
     "kvplan.transport.protocol",
     "kvplan.transport.tcp.transport",

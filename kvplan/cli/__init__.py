@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 import kvplan
-from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode
+from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode, printable
 from kvplan.status import LLMException
 
 __all__ = ["main"]
@@ -138,7 +138,7 @@ def _reason(error: LLMException | OSError) -> str:
         text = error.strerror
     else:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return " ".join(text.splitlines())
+    return printable(text)
 
 
 def _explain_usage(misused: click.UsageError) -> None:

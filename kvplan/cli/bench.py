@@ -84,7 +84,7 @@ def command(seconds: float, *, quick: bool, as_json: bool) -> ExitCode:
 
     Each row is the median of many, done in turn with its limit: memcpy by as many threads as
     there are cores, process_vm_readv, or one plain socket. A small pull is 2 blocks of 4 KiB, a
-    large one 1,024 blocks of 64 KiB; about 600 MB of memory are used. Nothing is stored; `kvplan
+    large one 1,024 blocks of 64 KiB; about 900 MB of memory are used. Nothing is stored; `kvplan
     tune` measures what `kvplan estimate` needs. Exits with 2 if nothing works here.
     """
     seconds = _QUICK_S if quick else seconds

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
-from kvplan.cli.paint import write_text
+from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument
-from kvplan.inspection.diff import verdict
+from kvplan.inspection.diff import is_equivalent
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
 
@@ -33,7 +33,7 @@ def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
     text = _text(old, new)
     same = _is_same(old, new)
     if as_json:
-        last = text.splitlines()[-1].strip().removeprefix("verdict: ")
+        last = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
         write_json(
             {
                 "schema_version": SCHEMA_VERSION,
@@ -44,7 +44,7 @@ def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
             }
         )
     else:
-        write_text(text)
+        write_lines(text.splitlines())
     return ExitCode.OK if same else ExitCode.DIFFERENT
 
 
@@ -59,7 +59,7 @@ def _text(old: AnyPlan, new: AnyPlan) -> str:
 def _is_same(old: AnyPlan, new: AnyPlan) -> bool:
     """Whether both write the same bytes to the same places."""
     if isinstance(old, Plan) and isinstance(new, Plan):
-        return verdict(old, new).startswith(("identical", "equivalent"))
+        return is_equivalent(old, new)
     if isinstance(old, GroupPlan) and isinstance(new, GroupPlan):
         # In another order, groups are other memory: it is given by position.
         return [*old.groups] == [*new.groups] and all(

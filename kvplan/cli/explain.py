@@ -9,7 +9,7 @@ import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.costs import builtin_option, costs_here
-from kvplan.cli.paint import write_text
+from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument, transport_option
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format
 from kvplan.planning.groups import GroupPlan
@@ -71,9 +71,9 @@ def command(
     if as_json:
         write_json(_document(plan, rows) | {"over": over, "source": source})
         return ExitCode.OK
-    write_text(plan.explain(form, rows, transport=cost))
+    write_lines(plan.explain_lines(form, rows, transport=cost))
     if source is not None:
-        write_text(f"{transport}: {source}")
+        write_lines([f"{transport}: {source}"])
     return ExitCode.OK
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvplan.cli.common import console
+from kvplan.cli.common import console, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _STYLES: Final = tuple(
     (re.compile(pattern), style)
@@ -26,12 +29,15 @@ _STYLES: Final = tuple(
 """The first that fits counts."""
 
 
-def write_text(text: str) -> None:
-    """Print `text`, with colours on a terminal."""
-    out = console()
+def write_lines(lines: Iterable[str]) -> None:
+    """Print each line when it comes, with colours on a terminal.
+
+    Names in plans are whatever a file says.
+    """
+    out, lines = console(), map(printable, lines)
     if not out.is_terminal or out.no_color:
-        out.file.write(text + "\n")
+        out.file.writelines(f"{line}\n" for line in lines)
         return
-    for line in text.splitlines():
+    for line in lines:
         style = next((style for pattern, style in _STYLES if pattern.match(line)), "")
         out.print(line, style=style, overflow="ignore", crop=False, no_wrap=True)

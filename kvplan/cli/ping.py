@@ -6,8 +6,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import click
+from click.shell_completion import CompletionItem
 
-from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.common import ExitCode, console, json_option, printable, write_json
 from kvplan.inspection.cost import ms_text
 from kvplan.inspection.units import nbytes_text, plural
 
@@ -38,7 +39,14 @@ _LISTED: Final = 16
     metavar="N",
     help="How often each thing is measured.",
 )
-@click.option("--transport", default="auto", show_default=True, help="As kvplan.transport.")
+@click.option(
+    "--transport",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=lambda _, __, incomplete: _transports(incomplete),
+    help="As kvplan.transport.",
+)
 @click.option(
     "--device-id",
     type=click.IntRange(min=0),
@@ -91,6 +99,13 @@ def command(
     return ExitCode.TROUBLE if any(it.failed for it in found.caches) else ExitCode.OK
 
 
+def _transports(incomplete: str) -> list[CompletionItem]:
+    from kvplan.transport.choice import TRANSPORTS  # loads native modules: not for --help
+
+    names = ("auto", *TRANSPORTS)
+    return [CompletionItem(it) for it in names if it.startswith(incomplete)]
+
+
 def _document(found: Report) -> dict[str, object]:
     status = found.status
     return {
@@ -136,9 +151,9 @@ def _write(found: Report) -> None:
     role = "" if status.role is None else f", {status.role.name}"
     out.print(f"cluster {status.cluster_id} at {status.address}{role}", style="bold")
     out.print(f"  linked        {_ms(found.link_s)}")
-    out.print(f"  transport     {status.transport}: {status.way}", style="green")
+    out.print(f"  transport     {status.transport}: {printable(status.way)}", style="green")
     for it in found.passed:
-        out.print(f"  not {it.transport:<9} {it.why_not}", style="yellow")
+        out.print(f"  not {it.transport:<9} {printable(it.why_not)}", style="yellow")
     out.print(f"  round trip    {_spread(found.round_trips)}")
     for cache in found.caches[:_LISTED]:
         out.print(f"  cache {cache.cache.cache_id:<7} {cache.text}")
@@ -146,12 +161,12 @@ def _write(found: Report) -> None:
             rate = pull.nbytes / median(pull.seconds) / 1e9
             out.print(
                 f"    {pull.size} pull  {nbytes_text(pull.nbytes)}, "
-                f"{plural(pull.descriptors, 'descriptor')}: {_spread(pull.seconds)}, "
-                f"{rate:.2f} GB/s"
+                f"{plural(pull.descriptors, 'descriptor')}: {_spread(pull.seconds)}"
+                + (f", {rate:.2f} GB/s" if pull.size == "large" else "")
             )
         if cache.why_not:
             word, style = ("FAILED", "bold red") if cache.failed else ("not read", "dim")
-            out.print(f"    {word}: {cache.why_not}", style=style)
+            out.print(f"    {word}: {printable(cache.why_not)}", style=style)
     if (hidden := len(found.caches) - _LISTED) > 0:
         out.print(f"  ... {plural(hidden, 'more cache')}")
     if not any(it.pulls or it.failed for it in found.caches):

@@ -159,7 +159,7 @@ class Ping:
         rows = plural(desc.batch_size, "block" if it.paged else "slot")
         key = "" if it.blocks_key is None else f", model_id {it.blocks_key.model_id}"
         text = (
-            f"{plural(desc.num_tensors, 'tensor')} of {rows} x {nbytes_text(desc.stride)}, "
+            f"{plural(desc.num_tensors, 'tensor')} of {rows} x {nbytes_text(_row_nbytes(desc))}, "
             f"{desc.data_type.name}, {desc.placement.name}{key}"
         )
         found = Found(it, text)
@@ -167,6 +167,8 @@ class Ping:
             found.why_not = "this transport does not reach its memory"
         elif it.paged and it.blocks_key is None:
             found.why_not = "it has no blocks key: only who has a lease can read it"
+        elif (needed := desc.num_tensors * _row_nbytes(desc)) > _LARGEST:
+            found.why_not = f"one {'block' if it.paged else 'slot'} is {nbytes_text(needed)}"
         return found
 
     def _read(self, engine: LlmDataDist, peer: int, caches: list[Found]) -> None:
@@ -181,12 +183,7 @@ class Ping:
             return
 
     def _pulls(self, engine: LlmDataDist, peer: int, cache: PeerCacheStatus) -> list[Pull]:
-        row = cache.cache_desc.num_tensors * cache.cache_desc.stride
-        if row > _LARGEST:
-            raise LLMException(
-                f"cache {cache.cache_id}: one {'block' if cache.paged else 'slot'} of all tensors "
-                f"has {nbytes_text(row)}, and ping reads at most {nbytes_text(_LARGEST)}"
-            )
+        row = cache.cache_desc.num_tensors * _row_nbytes(cache.cache_desc)
         count = min(cache.cache_desc.batch_size, max(1, _LARGE // row)) if cache.paged else 1
         desc = _with_rows(cache.cache_desc, count)
         here = engine.allocate_blocks_cache(desc) if cache.paged else engine.allocate_cache(desc)
@@ -264,6 +261,11 @@ class _Reading:
     def _slot(self) -> CacheKeyByIdAndIndex:
         """By its id: no key is claimed, so none can be used up."""
         return CacheKeyByIdAndIndex(self.peer, self.theirs.cache_id, 0)
+
+
+def _row_nbytes(desc: CacheDesc) -> int:
+    """Of one block or slot of a tensor, wherever its parts lie."""
+    return desc.tensor_nbytes // desc.batch_size
 
 
 def _with_rows(desc: CacheDesc, count: int) -> CacheDesc:

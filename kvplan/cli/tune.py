@@ -86,7 +86,7 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
     Two processes move blocks of many sizes over each transport; costs are fitted to the times and
     stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json (~/.cache/kvplan).
     `kvplan estimate` and `kvplan explain --transport` then use them; plan.estimate("local") in a
-    program does not, unless it is given kvplan.load_costs().costs["local"]. About 400 MB of memory
+    program does not, unless it is given kvplan.load_costs().costs["local"]. About 500 MB of memory
     are used. Exits with 2 if a transport could not be measured, or nothing could be stored.
     """
     path = costs_path()

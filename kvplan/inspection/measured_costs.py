@@ -10,7 +10,6 @@ import os
 import platform
 import pwd
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -138,6 +137,8 @@ def save_costs(
 
 
 def _replace(path: Path, text: str) -> None:
+    import tempfile  # loads much that `import kvplan` needs for nothing else
+
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

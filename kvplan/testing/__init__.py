@@ -4,7 +4,7 @@ Planning only: nothing here needs memory of an engine, a peer, or anything that 
 """
 
 from kvplan.testing.caches import BlockTables, Executed, make_desc, run_reference
-from kvplan.testing.golden import GoldenPlans, difference, read_plan, write_plan
+from kvplan.testing.golden import GoldenPlans, difference, write_plan
 from kvplan.testing.observed import Budget, observe_plans
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "difference",
     "make_desc",
     "observe_plans",
-    "read_plan",
     "run_reference",
     "write_plan",
 ]

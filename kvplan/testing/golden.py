@@ -1,4 +1,4 @@
-"""Golden plans: what a test's plans were when somebody last looked, as JSON that git can show."""
+"""Golden plans: what a test's plans were when last looked at, as JSON that git can show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvplan.planning import GroupPlan, Plan
+from kvplan.planning import GroupPlan, Plan, load_plan
 from kvplan.status import LLMException
 from kvplan.validation import mismatch, shown
 
@@ -68,9 +68,9 @@ class GoldenPlans:
         if not path.exists():
             return f"there is no golden plan {path}; the plan of the test is\n{plan.explain()}"
         try:
-            golden = read_plan(path)
-        except (LLMException, ValueError) as error:
-            return f"{path} is no plan: {error}"
+            golden = load_plan(path)
+        except LLMException as error:
+            return f"{error}"
         if golden == plan:
             return ""
         text = difference(golden, plan) or f"- {golden!r}\n+ {plan!r}"
@@ -86,20 +86,8 @@ def difference(old: object, new: object) -> str:
     return ""
 
 
-def read_plan(path: Path) -> AnyPlan:
-    """Return the plan in a file, of one group or several.
-
-    Raises:
-        ValueError: it is no JSON.
-        LLMException: LLM_PARAM_INVALID: it is no plan.
-    """
-    document = json.loads(path.read_text())
-    several = isinstance(document, dict) and "groups" in document
-    return GroupPlan.from_dict(document) if several else Plan.from_dict(document)
-
-
 def write_plan(path: Path, plan: AnyPlan) -> None:
-    """Write a plan as `to_dict` gives it: a line for each value, and for ten numbers of a column.
+    """Write what `load_plan` reads, with a line for each value, and for ten numbers of a column.
 
     Names are sorted, but those of groups, whose order counts.
     """

@@ -59,6 +59,7 @@ def test_plans_and_transports(folder: Path) -> None:
     assert words("kvplan explain notes", folder) == ["file,notes"]  # the shell's own
     names = [f"plain,{it}" for it in TRANSPORT_COSTS if it.startswith("local")]
     assert words("kvplan estimate plan.json -t local", folder) == names
+    assert words("kvplan ping 127.0.0.1:1 --transport l", folder) == ["plain,local"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

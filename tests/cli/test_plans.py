@@ -247,6 +247,21 @@ class TestOutput:
         assert done.stderr.startswith(expected)
         assert "Traceback" not in done.stderr
 
+    def test_a_name_in_a_file_does_not_command_the_terminal(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        evil = PLAN.to_dict()
+        evil["src"]["name"] = "\x1b]0;mine\x07"
+        evil["dst"]["name"] = "two\nlines"
+        path = tmp_path / "evil.json"
+        path.write_text(json.dumps(evil))
+        _, out = printed(capsys, "explain", path)
+        assert out.splitlines()[0].startswith("push_blocks  B2B   ?]0;mine? -> two")
+        assert "\x1b" not in out
+        missing = f"{tmp_path}/\x1b[2J"
+        assert main(["explain", missing]) == 2
+        assert "\x1b" not in capsys.readouterr().err
+
     def test_a_disk_that_is_full(self, plan: Path) -> None:
         shell = f"{sys.executable} -m kvplan explain {plan} > /dev/full"
         done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)

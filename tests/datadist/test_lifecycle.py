@@ -53,6 +53,7 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
     "arrays": lambda it: it.arrays(CACHE),
     "links": lambda it: it.links(),
     "caches": lambda it: it.caches(),
+    "peer_caches": lambda it: it.peer_caches(1),
     "pull_cache": lambda it: it.pull_cache(CacheIndex(1, 1), CACHE),
     "plan_pull_cache": lambda it: it.plan_pull_cache(CacheIndex(1, 1), CACHE),
     "submit_pull_cache": lambda it: it.submit_pull_cache(CacheIndex(1, 1), CACHE),

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvplan import (
+    BlocksCacheKey,
     Cache,
     CacheDesc,
     CacheIndex,
@@ -18,6 +19,7 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LlmRole,
+    LLMStatusCode,
     Placement,
     PlanEvent,
     Shard,
@@ -25,6 +27,7 @@ from kvplan import (
 from kvplan.engine.prometheus import PrometheusCollector
 from tests.datadist.conftest import link
 from tests.datadist.machine import Machine
+from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8, shard=Shard(num_layers=3))
@@ -54,6 +57,24 @@ def test_calls_are_counted_by_operation_and_status(pulled: tuple[LlmDataDist, Ca
     assert metrics["operations"]["link_clusters"]["statuses"] == {"LLM_SUCCESS": 1}
     assert metrics["cache_bytes"] == {"DEVICE": DESC.nbytes}
     assert metrics["links"] == {"LINKED": 1}
+
+
+def test_the_caches_that_a_peer_offers_are_those_that_it_has_now(pair: Pair) -> None:
+    owner, user = pair
+    assert user.peer_caches(1) == []
+    slots = owner.allocate_cache(DESC)
+    key = BlocksCacheKey(1, 5)
+    owner.allocate_blocks_cache(LAYERED, key)
+    found = user.peer_caches(1)
+    assert [(it.cache_id, it.cache_desc, it.paged, it.blocks_key) for it in found] == [
+        (1, DESC, False, None),
+        (2, LAYERED, True, key),
+    ]
+    assert all(it.reachable and it.writable for it in found)
+    owner.deallocate_cache(slots)
+    assert [it.cache_id for it in user.peer_caches(1)] == [2]
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK, "9"):
+        user.peer_caches(9)
 
 
 def test_counters_go_on_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> None:

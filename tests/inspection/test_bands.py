@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, plan_pull_blocks
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, plan_pull_blocks, plan_pull_cache
 from kvplan.inspection.bands import NEW, OLD, SAME, Bands, bands_of
 from kvplan.inspection.contents import tokens_of
 from kvplan.inspection.picture import pictures
@@ -227,6 +227,21 @@ def test_a_comparison_has_what_both_plans_have_once() -> None:
          (21, 30, 30, NEW)]
     )  # fmt: skip
     assert picture.verdict.startswith("different bytes - 393,216 destination bytes")
+
+
+@pytest.mark.parametrize("changed", ["src", "dst"])
+def test_the_same_bytes_of_other_rows_are_not_the_same(changed: str) -> None:
+    narrow, wide = (CacheDesc(2, (4, it), DataType.DT_INT8) for it in (8, 16))
+    sides = {"src": narrow, "dst": narrow}
+    old, new = (
+        plan_pull_cache(*it.values(), size=8, reinterpret=True)
+        for it in (sides, sides | {changed: wide})
+    )
+    assert old.segments == new.segments
+    (picture,) = pictures(old, new)
+    assert picture.drawn.bands.state.tolist() == [OLD, NEW]
+    assert picture.drawn.bands._asdict()[f"{changed}_to"].tolist() == [2, 1]
+    assert picture.drawn.parts == ((2, 1) if changed == "src" else (1, 2))
 
 
 @given(unlike_transfers(), unlike_transfers())

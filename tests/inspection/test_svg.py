@@ -16,6 +16,7 @@ from kvplan import (
     DataType,
     GroupPlan,
     Plan,
+    Shard,
     plan_copy_blocks,
     plan_pull_blocks,
 )
@@ -37,9 +38,22 @@ def in_readme() -> Plan:
     return plan_pull_blocks(desc, desc, src, dst)
 
 
-def test_the_text_of_a_small_plan() -> None:
-    """As tests/inspection/small.svg has it; `python -m tests.inspection.test_svg` writes it."""
-    assert SMALL.to_svg() == Path(__file__).with_name("small.svg").read_text(encoding="utf-8")
+def unlike() -> Plan:
+    src = CacheDesc(4, (64, 16, 2, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD",
+                    shard=Shard(heads=range(2, 4), num_heads=8))  # fmt: skip
+    dst = CacheDesc(4, (32, 4, 32, 128), DataType.DT_FLOAT16, kv_tensor_format="HND",
+                    shard=Shard(heads=range(4), num_heads=8))  # fmt: skip
+    return plan_pull_blocks(src, dst, [5, 9, 6], [3, 1], num_tokens=40)
+
+
+GOLDEN = {"small": SMALL, "unlike": unlike()}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_text_of_a_picture(name: str) -> None:
+    """As tests/inspection/*.svg have it; `python -m tests.inspection.test_svg` writes them."""
+    drawn = Path(__file__).with_name(f"{name}.svg").read_text(encoding="utf-8")
+    assert GOLDEN[name].to_svg() == drawn
 
 
 def test_the_picture_of_the_readme_is_current() -> None:
@@ -84,6 +98,8 @@ def test_thousands_of_bands_are_lines() -> None:
     root = well_formed(text)
     lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]
     assert sum(it.get("d", "").count("M") for it in lines) == 4096
+    colours = [it.get("stroke") for it in lines]
+    assert (colours[0], colours[-1]) == ("#3b4dc0", "#be4212")  # near the ends of the scale
     assert len(text) < 500_000
 
 
@@ -102,5 +118,6 @@ def test_bands_from_one_block_stand_side_by_side() -> None:
 
 
 if __name__ == "__main__":
-    SMALL.to_svg(Path(__file__).with_name("small.svg"))
+    for name, plan in GOLDEN.items():
+        plan.to_svg(Path(__file__).with_name(f"{name}.svg"))
     in_readme().to_svg(DOCS / "pictures/plan.svg")

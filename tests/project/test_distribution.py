@@ -1,5 +1,6 @@
 """The sdist and the wheel: complete, and working where nothing else of the project is."""
 
+import json
 import os
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     expected |= {"kvnative/lib/libkvn.so"}
     assert expected - names == set()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"kvplan", "kvnative"}
+    assert packages == {"kvplan", "kvnative", "pytest_kvplan.py"}
     assert [name for name in names if name.endswith((".c", ".pyx")) or "wrappers" in name] == []
 
 
@@ -127,3 +128,13 @@ def test_a_backend_can_be_written_against_the_installed_headers(
     strict = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     includes = f"-I{include.strip()}"
     run(["gcc", *strict, "-Wno-missing-field-initializers", includes, "-c", source], cwd=tmp_path)
+
+
+def test_the_command_of_the_clean_installation_measures_this_machine(
+    python: Path, tmp_path: Path
+) -> None:
+    """With two processes, and nothing of the tree."""
+    rows = json.loads(
+        run([python.with_name("kvplan"), "bench", "--seconds", "0", "--json"], cwd=tmp_path)
+    )["rows"]
+    assert [it["why_not"] for it in rows] == [""] * 7

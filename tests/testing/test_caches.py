@@ -13,13 +13,14 @@ from kvplan import (
     DataType,
     LLMStatusCode,
     Plan,
+    load_plan,
     plan_copy_blocks,
     plan_groups,
     plan_pull_blocks,
 )
 from kvplan.planning.plan import OBSERVERS
 from kvplan.testing import BlockTables, GoldenPlans, make_desc, observe_plans, run_reference
-from kvplan.testing.golden import read_plan, write_plan
+from kvplan.testing.golden import write_plan
 from tests.planning.transfers import Transfer, transfers
 from tests.support.refusals import refused
 
@@ -168,7 +169,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, transfer: Transfer) -> N
     groups = plan_groups({"b": plan, "a": plan})
     for it in (plan, groups):
         write_plan(path, it)
-        assert read_plan(path) == it
+        assert load_plan(path) == it
     assert "\n".join(path.read_text().splitlines()[:2]) == '{\n  "groups": {'
 
 
