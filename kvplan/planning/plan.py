@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from kvplan.inspection.cost import Estimate, TransportCost
     from kvplan.planning.axes import BlockTables
+    from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import GroupPlan
 
 SCHEMA_VERSION = 2
@@ -176,6 +177,15 @@ class Plan:
             made = plan_rows(self.operation, self.kind, self.src, self.dst, *rows)
             vars(self).update({it: getattr(made, it) for it in _LATER})
             return getattr(made, name)
+
+    @property
+    def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
+        """The rows at src and at dst of a request that was lowered without a plan; None: planned.
+
+        All of each row is moved, of all tensors: row i of one to row i of the other.
+        """
+        known = vars(self)
+        return None if "segments" in known else known["rows"]
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:

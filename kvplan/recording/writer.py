@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -13,6 +14,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+import numpy as np
 
 import kvplan
 from kvplan.logs import Log
@@ -34,6 +37,7 @@ from kvplan.status import LLMException, LLMStatusCode
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.side import Side
 
@@ -261,6 +265,12 @@ class Recorder:
         )  # fmt: skip
         known = self._known.get(key)
         number = self._number(key, plan) if known is None else known[0]
+        if (rows := plan.unplanned_rows) is not None:  # planning it would take several times this
+            if plan.kind == "B2B":
+                return group, number, _packed(rows[0]), _packed(rows[1]), None
+            (src_slot,), (dst_slot,) = rows
+            stride = src.stride
+            return group, number, b"", b"", (1, src_slot * stride, dst_slot * stride, stride)
         tables = plan.tables
         if plan.by_rows and tables is not None:
             return group, number, tables.src.tobytes(), tables.dst.tobytes(), None
@@ -354,6 +364,13 @@ def _field(value: object) -> object:
     if isinstance(value, tuple):
         return [*value]
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
+
+
+def _packed(rows: Blocks) -> bytes:
+    """A block table: int64, little-endian."""
+    if isinstance(rows, np.ndarray):
+        return rows.astype("<i8", copy=False).tobytes()
+    return struct.pack(f"<{len(rows)}q", *rows)
 
 
 def _template_row(number: int, template: bytes) -> bytes:
