@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
+
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
-from benchmarks.pairs import LOOPBACK
+from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic
 
 TOPIC = Topic()
@@ -32,3 +35,59 @@ def arena(run: Run, name: str) -> Row:
 def registered(run: Run, name: str) -> Row:
     """Caches in memory that was there before, at both ends."""
     return over_nixl(run, name, "registered", 1.3)
+
+
+REQUESTS = (("single", 1), ("request", 1), ("request", 64))
+"""Of one tensor or of all 64, and blocks of 32 KiB of each."""
+
+
+def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
+    """Seconds of a request of ours, and of the quickest of NIXL's settings; and which these are."""
+
+    def measure() -> dict[tuple[str, int], tuple[float, float, str]]:
+        ours, peers = libraries.kvplan_on_one_host("arena"), libraries.nixl_on_one_host()
+        found: dict[tuple[str, int], tuple[float, float, str]] = {}
+        for peer in peers:
+            with ExitStack() as opened:
+                pairs = [opened.enter_context(Pair(it, LOOPBACK)) for it in (ours, peer)]
+                for asked in REQUESTS:
+                    for pair in pairs:
+                        pair.seconds(*asked)
+                    us, them = run.medians(
+                        *(partial(pair.seconds, *asked) for pair in pairs), rounds=ROUNDS
+                    )
+                    if asked not in found or them < found[asked][1]:
+                        found[asked] = us, them, peer.settings
+        return found
+
+    shared: dict[tuple[str, int], tuple[float, float, str]] = run.share("requests", measure)
+    return shared
+
+
+def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
+    """How many times as many requests a second as NIXL."""
+    us, them, settings = requests(run)[asked]
+    tensors = 1 if asked[0] == "single" else 64
+    note = (
+        f"{tensors} x {asked[1]} blocks of 32 KiB, new ones each time: {1e6 * us:.1f} us beside "
+        f"{1e6 * them:.1f} us of NIXL ({settings}), the request made included"
+    )
+    return Row(name, 1 / us, "/s", 1 / them, "at least", target, note)
+
+
+@TOPIC.row("request_over_nixl_1")
+def request_of_one(run: Run, name: str) -> Row:
+    """A block of one tensor."""
+    return request_row(run, name, REQUESTS[0], 1.5)
+
+
+@TOPIC.row("request_over_nixl_64")
+def request_of_64(run: Run, name: str) -> Row:
+    """A block of each of 64 tensors, pages touched before."""
+    return request_row(run, name, REQUESTS[1], 4)
+
+
+@TOPIC.row("request_over_nixl_4096")
+def request_of_4096(run: Run, name: str) -> Row:
+    """64 blocks of each of 64 tensors."""
+    return request_row(run, name, REQUESTS[2], 4)

@@ -42,6 +42,8 @@ from kvplan.execution.transfers import bind
 SERVING, MOVING = 1, 2
 PAGED = CacheDesc(TENSORS, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)
 SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
+SINGLE = CacheDesc(1, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)
+SINGLE_KEY = BlocksCacheKey(SERVING, 1)
 PAGED_KEY, SMALL_KEY = BlocksCacheKey(SERVING), CacheKeyByIdAndIndex(SERVING, 1)
 LONG_MS = 60_000
 
@@ -69,12 +71,20 @@ def paged_cache(
     return cache, pool
 
 
+def single_cache(datadist: LlmDataDist, key: BlocksCacheKey | None) -> Cache:
+    """One tensor of the paged work as a cache by itself; every page is touched."""
+    cache = datadist.allocate_blocks_cache(SINGLE, key)
+    datadist.arrays(cache)[0][:] = 1
+    return cache
+
+
 class EngineMover:
     """The engine that pulls and pushes."""
 
     def __init__(self, datadist: LlmDataDist, cache: Cache, pool: Pool) -> None:
         self.pool = pool
         self._datadist, self._cache = datadist, cache
+        self._single = single_cache(datadist, None)
 
     def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
         theirs, ours = remote.tolist(), local.tolist()
@@ -83,6 +93,10 @@ class EngineMover:
         else:
             move = partial(self._datadist.push_blocks, self._cache, PAGED_KEY, ours, theirs)
         return partial(move, timeout_ms=LONG_MS)
+
+    def request(self, tensors: int, remote: Ids, local: Ids) -> None:
+        key, cache = (SINGLE_KEY, self._single) if tensors == 1 else (PAGED_KEY, self._cache)
+        self._datadist.pull_blocks(key, cache, remote, local)
 
 
 class SmallPulls:
@@ -137,6 +151,7 @@ def main() -> None:
                 datadist.arrays(cache)[0][:] = 7
             else:
                 paged_cache(datadist, asked.memory, PAGED_KEY)
+                single_cache(datadist, SINGLE_KEY)
             serve(say, datadist.listen_address)
             return
         clusters = [ClusterInfo(SERVING, json.loads(asked.peer))]

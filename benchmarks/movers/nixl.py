@@ -27,6 +27,9 @@ from benchmarks.movers.paged import (
 OPERATIONS = {"pull": "READ", "push": "WRITE"}
 
 
+EACH_TENSOR = np.arange(TENSORS)[:, None] * POOL_BLOCKS
+
+
 def descriptors(address: int) -> NDArray[np.uint64]:
     """Every block of the pool at `address`, as NIXL takes them: address, size, device."""
     rows = np.zeros((TENSORS * POOL_BLOCKS, 3), dtype=np.uint64)
@@ -35,9 +38,8 @@ def descriptors(address: int) -> NDArray[np.uint64]:
     return rows
 
 
-def indices(ids: Ids) -> NDArray[np.int32]:
+def indices(ids: Ids, tensors: NDArray[np.intp] = EACH_TENSOR) -> NDArray[np.int32]:
     """Rows of `descriptors`."""
-    tensors = np.arange(TENSORS)[:, None] * POOL_BLOCKS
     return (tensors + ids).ravel().astype(np.int32)
 
 
@@ -64,6 +66,18 @@ class NixlMover:
                 raise RuntimeError(f"NIXL answered {state}")
 
         return move
+
+    def request(self, tensors: int, remote: Ids, local: Ids) -> None:
+        agent, each = self._agent, EACH_TENSOR[:tensors]
+        request = agent.make_prepped_xfer(
+            "READ", self._local, indices(local, each), self._remote, indices(remote, each)
+        )
+        state = agent.transfer(request)
+        while state == "PROC":
+            state = agent.check_xfer_state(request)
+        agent.release_xfer_handle(request)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL answered {state}")
 
 
 def main() -> None:

@@ -2,7 +2,9 @@
 
 The serving end prints one line of JSON, which says how to reach it, and serves until its input
 ends. The moving end gets that line as its last argument. Then it answers each line of its input,
-"pull BLOCKS" or "push BLOCKS", with one of JSON: how many seconds that took.
+"pull BLOCKS" or "push BLOCKS", with one of JSON: how many seconds that took. To "request BLOCKS",
+and to "single BLOCKS" of one tensor alone, it answers with the median of many pulls, each of other
+blocks, of which nothing is known before.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +45,17 @@ class Mover(Protocol):
 
         What the library lets its users do beforehand is done beforehand; the call is timed.
         """
+
+
+class Requester(Mover, Protocol):
+    """A moving end that also pulls what was not prepared."""
+
+    def request(self, tensors: int, remote: Ids, local: Ids) -> object:
+        """Pull these blocks of the first `tensors` tensors, 1 or all; done on return."""
+
+
+REQUESTS = 1000
+"""As many are timed at once, of one block; of many blocks fewer."""
 
 
 def pool_at(memory: Any) -> OnePool:
@@ -113,6 +127,8 @@ def timed(mover: Mover) -> Callable[[str, int], Callable[[], float]]:
     """Work for `obey`: of a direction and a number of blocks, checked before the first is timed."""
 
     def work(direction: str, blocks: int) -> Callable[[], float]:
+        if direction in ("request", "single"):
+            return requests(cast(Requester, mover), 1 if direction == "single" else TENSORS, blocks)
         remote, local, elsewhere = tables(blocks)
         check(mover, remote, local, elsewhere)
         move = mover.prepared(direction, remote, local)
@@ -125,6 +141,25 @@ def timed(mover: Mover) -> Callable[[str, int], Callable[[], float]]:
         return seconds
 
     return work
+
+
+def requests(mover: Requester, tensors: int, blocks: int) -> Callable[[], float]:
+    """Pulls of random blocks, one after another; a call returns the median of their seconds."""
+    rng = np.random.default_rng(blocks)
+
+    def table() -> Ids:
+        return rng.permutation(POOL_BLOCKS)[:blocks]
+
+    def seconds() -> float:
+        asked = [(table(), table()) for _ in range(max(REQUESTS // (tensors * blocks), 10))]
+        taken = []
+        for remote, local in asked:
+            start = time.perf_counter()
+            mover.request(tensors, remote, local)
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken)
+
+    return seconds
 
 
 def check(mover: Mover, remote: Ids, local: Ids, elsewhere: Ids) -> None:
