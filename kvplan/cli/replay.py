@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from zipfile import BadZipFile
@@ -13,7 +13,7 @@ from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.cli.plans import plan_argument
 
 if TYPE_CHECKING:
-    from kvplan.debug import Difference
+    from kvplan.debug import Difference, Wrong
     from kvplan.planning.groups import AnyPlan
 
 SCHEMA_VERSION: Final = 1
@@ -41,9 +41,26 @@ _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
     metavar="X",
     help="With --expected: elements may differ by so much. Default: no bit may.",
 )
+@click.option(
+    "--recording",
+    "recordings",
+    metavar="FILE",
+    type=_dump,
+    multiple=True,
+    help="Of the engine that has DST.npz, then of its peers: who wrote the block that is wrong?",
+)
+@click.option("--cache", "cache_id", type=int, metavar="ID", help="With --recording: of the cache.")
 @json_option
 def command(
-    plan: AnyPlan, src: Path, dst: Path, *, expected: Path | None, atol: float, as_json: bool
+    plan: AnyPlan,
+    src: Path,
+    dst: Path,
+    *,
+    expected: Path | None,
+    atol: float,
+    recordings: tuple[Path, ...],
+    cache_id: int | None,
+    as_json: bool,
 ) -> ExitCode:
     """Find out which bytes of a cache are wrong after a plan, where they are from and whose.
 
@@ -53,14 +70,18 @@ def command(
     nothing differs, with 1 if something does, and with 2 if that could not be found out.
     """
     from kvplan.debug import locate, replay
+    from kvplan.recording import read
 
     if atol and expected is None:
         raise click.UsageError("--atol needs --expected: bytes that were copied are the same")
+    if bool(recordings) is (cache_id is None):
+        raise click.UsageError("--recording and --cache need each other")
     source, found = _tensors(src), _tensors(dst)
+    written: dict[str, Any] = {"recordings": [*map(read, recordings)], "cache_id": cache_id}
     if expected is None:
-        result = replay(plan, source, found)
+        result = replay(plan, source, found, **written)
     else:
-        result = locate(_tensors(expected), found, plan, source=source, atol=atol)
+        result = locate(_tensors(expected), found, plan, source=source, atol=atol, **written)
     if as_json:
         differences = [_as_json(it) for it in result.differences]
         write_json({"schema_version": SCHEMA_VERSION, "differences": differences})
@@ -94,5 +115,10 @@ def _as_json(it: Difference) -> dict[str, Any]:
         "heads": it.heads,
         "tokens": it.tokens,
         "rows": it.rows,
-        "first": None if it.first is None else asdict(it.first),
+        "first": None if it.first is None else _first(it.first),
     }
+
+
+def _first(it: Wrong) -> dict[str, Any]:
+    known = {field.name: getattr(it, field.name) for field in fields(it)}
+    return known | {"writes": None if it.writes is None else [str(write) for write in it.writes]}

@@ -271,7 +271,7 @@ def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCod
     said = f"{plural(number, 'transfer')} wrote" if number else "no transfer that is recorded wrote"
     sys.stdout.write(f"{said} block {block} of cache {cache} of cluster {here}, oldest first\n")
     for it in writes:
-        sys.stdout.write(f"{_write_line(it, here)}\n")
+        sys.stdout.write(f"{_clock(it.transfer.time + it.transfer.seconds)}  {it}\n")
     peers = sorted({it.peer for it in recording.transfers if it.peer is not None})
     linked = {it.fields.get("peer") for it in recording.events if it.operation == "link_state"}
     known = {it.header.cluster_id for it in others}
@@ -280,23 +280,6 @@ def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCod
         names = ", ".join(map(str, unknown))
         sys.stdout.write(f"what these peers pushed their recordings say: clusters {names}\n")
     return ExitCode.OK
-
-
-def _write_line(it: Write, here: int) -> str:
-    transfer = it.transfer
-    rows = ", ".join(map(str, it.src_rows[:8])) + (" ..." if len(it.src_rows) > 8 else "")
-    cache = "a cache" if it.src_cache < 0 else f"cache {it.src_cache}"
-    source = "of this engine" if it.source is None else f"of cluster {it.source}"
-    word = "block" if len(it.src_rows) == 1 else "blocks"
-    by = "" if transfer.cluster_id == here else f", run by cluster {transfer.cluster_id}"
-    group = f", group {it.group}" if it.group else ""
-    tag = f" of {transfer.tag}" if transfer.tag else ""
-    part = ", a part of it" if it.partial else ""
-    failed = f"; failed, and may have written it: {transfer.error}" if transfer.failed else ""
-    return (
-        f"{_clock(transfer.time + transfer.seconds)}  #{transfer.number} {transfer.operation}{tag}"
-        f": from {word} {rows} of {cache} {source}{group}{part}{by}{failed}"
-    )
 
 
 def _write(it: Write) -> dict[str, Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvplan.debug.cells import spans
 from kvplan.inspection.contents import Span, spans_text
-from kvplan.inspection.units import nbytes_text
+from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from kvplan.recording import Write
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Wrong:
         holds: what the bytes are, in words; empty: found nowhere.
         as_planned: whether they are those that lie at the source, where the plan reads them; None:
             no source was given.
+        writes: every transfer that is recorded to have written that block, oldest first; None: no
+            recording was given.
     """
 
     layer: int
@@ -41,6 +47,7 @@ class Wrong:
     entries: tuple[int, ...]
     holds: str
     as_planned: bool | None
+    writes: tuple[Write, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,20 @@ class Difference:
             yield "  the source holds the same there: it was copied as planned"
         elif first.as_planned is not None:
             yield "  the source holds something else there: not this plan, or not then, wrote it"
+        if first.writes is not None:
+            yield from _writes_lines(first.writes)
+
+
+def _writes_lines(writes: tuple[Write, ...]) -> Iterator[str]:
+    if not writes:
+        yield "  no transfer that is recorded wrote it"
+        return
+    *before, last = writes
+    yield f"  written last by {last}"
+    if before:
+        yield f"  before that by {before[-1]}" + (
+            f", and {plural(len(before) - 1, 'more transfer')}" if len(before) > 1 else ""
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,10 @@ from kvplan.planning import reference
 from kvplan.planning.groups import AnyPlan, GroupPlan, Part
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
-from kvplan.validation import check_type, shown
+from kvplan.validation import INT64_MAX, check_type, check_width, shown
+
+if TYPE_CHECKING:
+    from kvplan.recording import Recording
 
 
 def locate(
@@ -27,6 +31,8 @@ def locate(
     *,
     source: Sequence[Any] | None = None,
     atol: float = 0.0,
+    recordings: Sequence[Recording] = (),
+    cache_id: int | None = None,
 ) -> Located:
     """Return where a cache differs from what it should hold, in the bytes that `plan` wrote.
 
@@ -39,37 +45,54 @@ def locate(
             plan was carried out, and bytes of other requests are recognized.
         atol: cells differ if any of their elements differ by more; 0: if any bit does. For caches
             of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs need not compute alike.
+        recordings: of the engine whose cache it is, and then of its peers: they say who wrote the
+            first wrong block.
+        cache_id: of that cache; needed with `recordings`, which a `GroupPlan` cannot have.
 
     Raises:
         TypeError: what is neither an array nor a tensor.
         LLMException: LLM_PARAM_INVALID: tensors that do not fit the plan, or that no CPU reaches;
-            `atol` below 0, or above for elements that are not of those types.
+            `atol` below 0, or above for elements that are not of those types; recordings without
+            `cache_id`, or of a plan of groups.
     """
     if isinstance(atol, bool) or not isinstance(atol, int | float):
         raise TypeError(f"atol={shown(atol)} must be a number")
     if not 0 <= atol < math.inf:
         raise invalid(f"atol={atol} must be >= 0 and finite")
     parts = _parts(plan)
+    if recordings and (cache_id is None or isinstance(plan, GroupPlan)):
+        raise invalid("recordings need cache_id, and a plan of one cache")
     should, does = (
         tensors_of(name, given, parts, "dst")
         for name, given in (("expected", expected), ("found", found))
     )
     read = None if source is None else tensors_of("source", source, parts, "src")
-    return Located(
-        tuple(
-            _compare(
-                part,
-                should[part.dst_tensor :],
-                does[part.dst_tensor :],
-                None if read is None else read[part.src_tensor :],
-                comparison(part.plan, atol),
-            )
-            for part in parts
+    found_in = [
+        _compare(
+            part,
+            should[part.dst_tensor :],
+            does[part.dst_tensor :],
+            None if read is None else read[part.src_tensor :],
+            comparison(part.plan, atol),
         )
-    )
+        for part in parts
+    ]
+    if recordings and (first := found_in[0].first) is not None:
+        own, *others = recordings
+        cache = check_width("cache_id", cache_id, 0, INT64_MAX)
+        writes = own.who_wrote(cache, first.row, others)
+        found_in = [replace(found_in[0], first=replace(first, writes=tuple(writes)))]
+    return Located(tuple(found_in))
 
 
-def replay(plan: AnyPlan, src: Sequence[Any], dst: Sequence[Any]) -> Located:
+def replay(
+    plan: AnyPlan,
+    src: Sequence[Any],
+    dst: Sequence[Any],
+    *,
+    recordings: Sequence[Recording] = (),
+    cache_id: int | None = None,
+) -> Located:
     """Execute `plan` again, by the reference executor, and compare with what it has left.
 
     Needs as much memory again as `dst` has.
@@ -78,6 +101,7 @@ def replay(plan: AnyPlan, src: Sequence[Any], dst: Sequence[Any]) -> Located:
         plan: what was executed.
         src: the tensors of the source, as they were then.
         dst: the tensors of the destination, as they were afterwards. They are not written.
+        recordings, cache_id: as for `locate`.
 
     Raises:
         TypeError, LLMException: as `locate` does.
@@ -86,7 +110,7 @@ def replay(plan: AnyPlan, src: Sequence[Any], dst: Sequence[Any]) -> Located:
     read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")
     expected = [it.copy() for it in found]
     reference.execute(plan, read, expected)
-    return locate(expected, found, plan, source=read)
+    return locate(expected, found, plan, source=read, recordings=recordings, cache_id=cache_id)
 
 
 def _parts(plan: AnyPlan) -> list[Part]:

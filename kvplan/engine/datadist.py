@@ -321,7 +321,7 @@ class LlmDataDist(
         for it in results:
             self._metrics.record(operation, it.status, 0, seconds)
             if self._engine is not None and (recorder := self._engine.recorder) is not None:
-                text = error_text(it.error)
+                text = "" if it.error is None else error_text(it.error)
                 recorder.event(operation, it.status, seconds, text, {"peer": it.cluster_id})
             fields = {"cluster": self._cluster_id, "peer": it.cluster_id}
             log_operation(operation, seconds, it.error, **fields)

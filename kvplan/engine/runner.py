@@ -383,7 +383,8 @@ class Operation:
                 if not recorded:
                     status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
                     if engine.recorder is not None:  # first: what is counted is recorded
-                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
+                        reason = "" if error is None else error_text(error)
+                        engine.recorder.transfer(self, status, seconds, nbytes, reason)
                     engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
                     if self.span is not None and engine.tracer is not None:
@@ -570,7 +571,8 @@ class OperationRunner:
             status = status_of(failure)
             engine.metrics.record(operation, status, 0, seconds)
             if engine.recorder is not None:
-                engine.recorder.event(operation, status, seconds, error_text(failure), fields)
+                reason = "" if failure is None else error_text(failure)
+                engine.recorder.event(operation, status, seconds, reason, fields)
             log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
     def _execute(

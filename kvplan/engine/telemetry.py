@@ -135,10 +135,8 @@ def log_operation(
     logger.log(level, "%s", " ".join(pairs))
 
 
-def error_text(error: BaseException | None) -> str:
+def error_text(error: BaseException) -> str:
     """What is recorded of a failure."""
-    if error is None:
-        return ""
     if isinstance(error, LLMException) and error.args:
         text = str(error.args[0])
     else:

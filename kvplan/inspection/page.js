@@ -4,7 +4,9 @@
 (() => {
   const data = JSON.parse(document.getElementById("plan").textContent);
   const MOST = 160;        // bands that are drawn one by one; of more, neighbours share a mark
-  const TRACK = 30, HEAD = 44, SPAN = 230;
+  const inCell = window.parent !== window;  // of a notebook, which has less room
+  const TRACK = 30, HEAD = 44, SPAN = inCell ? 140 : 230;
+  document.body.classList.toggle("cell", inCell);
   const STATES = ["same", "old", "new"], SIGNS = ["", "− ", "+ "];
   const byId = (id) => document.getElementById(id);
 

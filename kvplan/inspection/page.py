@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvplan.planning.groups import AnyPlan
 
-CELL_HEIGHT: Final = 660
+CELL_HEIGHT: Final = 740
 """Pixels of a notebook's cell; the document scrolls inside of it."""
 
 

@@ -14,9 +14,14 @@ from kvplan.inspection.units import fit, place, plural, shown_rows, span
 
 if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
+    from kvplan.planning.segments import Column
+    from kvplan.planning.side import Side
 
 _CHUNK = 4096
 """Runs of which the texts are in memory."""
+
+_COUNTED = 1 << 16
+"""Runs of which the widths are counted at once."""
 
 _Cells = tuple[str, ...]
 
@@ -27,7 +32,7 @@ def table_lines(plan: Plan, limit: int | None) -> Iterator[str]:
     head, tail = shown_rows(plan.num_descriptors, limit)
     total = plan.num_descriptors
     if head + tail == total:
-        widths = table.widths(table.widest())
+        widths = table.all_widths()
         yield table.line(table.head, widths)
         yield from table.lines(0, total, widths)
         return
@@ -68,28 +73,32 @@ class _Table:
             widths = [max(it) for it in zip(widths, map(len, cells), strict=True)]
         return widths
 
-    def widest(self) -> Iterator[_Cells]:
-        """Rows among which is a widest one of each column.
+    def all_widths(self) -> list[int]:
+        """How wide each column is in the table of all descriptors, without making the texts.
 
-        What depends on the run alone is seen with the first pair, all else with each pair's run
-        that is farthest at src, and at dst.
+        A pair's tensors have the longest names with the run that is farthest at src, and at dst;
+        of the rows, which are two texts in one, the width is counted.
         """
         pairs, n = self.plan.num_tensor_pairs, self._per_pair
-        yield from self.cells(0, n)
-        yield from self.cells(pairs * n - 1, pairs * n)
-        far = [self._farthest(column) for column in (0, 1)]
-        for pair in range(pairs):
-            for run in far:
-                yield from self.cells(pair * n + run, pair * n + run + 1)
-
-    def _farthest(self, column: int) -> int:
-        best = (-1, 0)
-        for start in range(0, self._per_pair, _CHUNK):
-            indices = np.arange(start, min(start + _CHUNK, self._per_pair))
-            offsets = self.plan.segments.runs_at(indices)[column]
-            at = int(offsets.argmax())
-            best = max(best, (int(offsets[at]), start + at))
-        return best[1]
+        far, of_rows = [(-1, 0)] * 3, 0
+        for start in range(0, n, _COUNTED):
+            indices = np.arange(start, min(start + _COUNTED, n))
+            src, dst, nbytes = self.plan.segments.runs_at(indices)
+            for column, values in enumerate((src, dst, nbytes)):
+                at = int(values.argmax())
+                far[column] = max(far[column], (int(values[at]), start + at))
+            found = _place_widths(self.plan.src, src, nbytes) + 1
+            found += _place_widths(self.plan.dst, dst, nbytes)
+            of_rows = max(of_rows, int(found.max()))
+        runs = {run for _, run in far}
+        extremes = (pair * n + run for pair in range(pairs) for run in runs)
+        last = self.cells(pairs * n - 1, pairs * n)
+        widths = self.widths(
+            chain(last, chain.from_iterable(self.cells(it, it + 1) for it in extremes))
+        )
+        rows = len(self.head) - 4
+        widths[rows] = max(len(self.head[rows]), of_rows)
+        return widths
 
     def lines(self, first: int, last: int, widths: list[int]) -> Iterator[str]:
         """The rows of some descriptors; numbers to the right, places to the left."""
@@ -136,3 +145,26 @@ class _Table:
                 runs.append((src, dst, nbytes, f"{src_rows}>{dst_rows}"))
             self._chunk = first, last, runs
         return self._chunk[2]
+
+
+def _place_widths(side: Side, offsets: Column, nbytes: Column) -> Column:
+    """How long the texts of `place` are."""
+    one, stride = np.uint64(1), np.uint64(side.stride)
+    period = stride * np.uint64(side.count)
+    low, high = offsets % period // stride, (offsets + nbytes - one) % period // stride
+    inside = offsets % stride
+    return (
+        _digits(low, 10)
+        + np.where(high != low, one + _digits(high, 10), 0)
+        + np.where(inside > 0, np.uint64(len("+0x")) + _digits(inside, 16), 0)
+    ).astype(np.uint64)
+
+
+def _digits(values: Column, base: int) -> Column:
+    """How many digits numbers have."""
+    count = np.ones(len(values), np.uint64)
+    limit = base
+    while limit <= int(values.max()):
+        count += values >= np.uint64(limit)
+        limit *= base
+    return count

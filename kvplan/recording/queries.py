@@ -41,6 +41,24 @@ class Write:
     src_rows: tuple[int, ...]
     partial: bool
 
+    def __str__(self) -> str:
+        """`#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
+        it = self.transfer
+        rows = ", ".join(map(str, self.src_rows[:8])) + (" ..." if len(self.src_rows) > 8 else "")
+        cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
+        source = "of this engine" if self.source is None else f"of cluster {self.source}"
+        word = "block" if len(self.src_rows) == 1 else "blocks"
+        # Who has pushed into a cache was its peer: this is of the engine that has the cache.
+        by = f", run by cluster {it.cluster_id}" if it.verb == PUSHES else ""
+        group = f", group {self.group}" if self.group else ""
+        tag = f" of {it.tag}" if it.tag else ""
+        part = ", a part of it" if self.partial else ""
+        failed = f"; failed, and may have written it: {it.error}" if it.failed else ""
+        return (
+            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{group}{part}"
+            f"{by}{failed}"
+        )
+
 
 def select(
     records: Iterable[AnyRecord],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.plan import Plan
+    from kvplan.recording.queries import Write
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,12 @@ class Recording:
     def events(self) -> list[Event]:
         """What else was done."""
         return [it for it in self.rows if isinstance(it, Event)]
+
+    def who_wrote(self, cache: int, block: int, others: Sequence[Recording] = ()) -> list[Write]:
+        """Every transfer that wrote a block of a cache of this engine: see `who_wrote`."""
+        from kvplan.recording.queries import who_wrote  # it takes recordings: not at the top
+
+        return who_wrote(self, cache, block, others)
 
     @property
     def dropped(self) -> int:

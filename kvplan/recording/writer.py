@@ -29,14 +29,13 @@ from kvplan.recording.format import (
     segments_of,
     template_of,
 )
-from kvplan.status import LLMException
+from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.side import Side
-    from kvplan.status import LLMStatusCode
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # for which rows are gathered
@@ -44,7 +43,17 @@ _CLOSING_S: Final = 10.0  # a disk that does not answer holds nobody up for long
 _MAX_KNOWN: Final = 4096  # pairs of sides that are found without a look at them
 _FEW_TEMPLATES: Final = 64  # whose bytes need not be counted
 
+_SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
+
 _log = Log("kvplan")
+
+
+class Linked(Protocol):
+    """A link."""
+
+    @property
+    def cluster_id(self) -> int:
+        """Of the peer."""
 
 
 class Ended(Protocol):
@@ -71,8 +80,8 @@ class Ended(Protocol):
         """Of the cache of this process that takes part."""
 
     @property
-    def cluster_id(self) -> int | None:
-        """Of the peer."""
+    def link(self) -> Linked | None:
+        """To the peer that takes part."""
 
     @property
     def leases(self) -> tuple[int, ...]:
@@ -166,7 +175,7 @@ class Recorder:
         """Record an operation that has its outcome."""
         if self._ended:
             return
-        plan = operation.plan
+        plan, link = operation.plan, operation.link
         try:
             if plan is None:
                 parts: tuple[object, ...] = ()
@@ -175,8 +184,10 @@ class Recorder:
             else:
                 parts = tuple([self._part(name, it) for name, it in plan.groups.items()])
             row = (
-                TRANSFER, operation.started, seconds, operation.name, status, error, operation.tag,
-                operation.cluster_id, operation.cache_id, operation.leases, nbytes, parts,
+                TRANSFER, operation.started, seconds, operation.name,
+                0 if status is _SUCCESS else status,  # a number is encoded in half the time
+                error, operation.tag, None if link is None else link.cluster_id,
+                operation.cache_id, operation.leases, nbytes, parts,
             )  # fmt: skip
             self._append(encode(row))
         except Exception as raised:  # the transfer has its outcome: it must not get another one

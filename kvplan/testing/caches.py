@@ -100,7 +100,7 @@ class BlockTables:
             num_blocks: of the pool, or the cache that has them.
             lengths: one: its table is returned, a list; several: a tuple of their tables.
             fragmentation: 0: each table is one run where there is room; 1: no block follows the
-                one before, but by chance.
+                one before, but by chance; between them some runs descend.
             reserved: blocks that are never given (vLLM's null block: `[0]`).
 
         Raises:
@@ -126,12 +126,15 @@ class BlockTables:
         self, length: int, free: set[int], order: list[int], fragmentation: float
     ) -> list[int]:
         table: list[int] = []
+        step = 1
         while len(table) < length:
-            block = table[-1] + 1 if table else -1
+            block = table[-1] + step if table else -1
             if block not in free or self._random.random() < fragmentation:
                 block = order.pop()
                 while block not in free:
                     block = order.pop()
+                # Freed blocks often come back the other way round.
+                step = -1 if fragmentation and self._random.random() < 0.3 else 1
             free.remove(block)
             table.append(block)
         return table

@@ -1,4 +1,4 @@
-"""Golden plans: what a test's plans were when somebody last looked, as JSON that git can show."""
+"""Golden plans: what a test's plans were when last looked at, as JSON that git can show."""
 
 from __future__ import annotations
 

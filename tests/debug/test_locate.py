@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import (
+    BlocksCacheKey,
     CacheDesc,
+    ClusterInfo,
     DataType,
+    LlmDataDist,
+    LlmRole,
     plan_copy_blocks,
     plan_groups,
     plan_pull_blocks,
@@ -20,6 +25,7 @@ from kvplan import (
 )
 from kvplan.debug import locate, replay
 from kvplan.layout import Shard
+from kvplan.recording import read
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import expected
 from tests.support.refusals import refused
@@ -277,3 +283,35 @@ def test_tensors_of_other_libraries_are_read_where_they_are() -> None:
     assert not replay(plan, [Exported(it) for it in source], [Exported(it) for it in found])
     with refused("LLM_PARAM_INVALID", r"found\[0\] is not contiguous: strides"):
         locate(found, [Exported(it.T) for it in found], plan)
+
+
+def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
+    """Decode has pulled request 7, and request 8 into one of its blocks."""
+    with LlmDataDist(1, LlmRole.PROMPT) as prefill, LlmDataDist(2, LlmRole.DECODER) as decode:
+        prefill.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        decode.initialize()
+        theirs = prefill.allocate_blocks_cache(NHD, BlocksCacheKey(1))
+        mine = decode.allocate_blocks_cache(NHD)
+        for tensor, values in zip(prefill.arrays(theirs), filled(NHD, 1), strict=True):
+            tensor[:] = values
+        assert prefill.listen_address is not None
+        decode.link_clusters([ClusterInfo(1, prefill.listen_address)]).raise_for_status()
+        key = BlocksCacheKey(1)
+        plan = decode.plan_pull_blocks(key, mine, SRC, DST)
+        with decode.record(tmp_path / "decode.kvrec"):
+            decode.pull_blocks(key, mine, SRC, DST, tag="request 7")
+            decode.pull_blocks(key, mine, [25], [DST[2]], tag="request 8")
+        recording = read(tmp_path / "decode.kvrec")
+        source, found = prefill.arrays(theirs), decode.arrays(mine)
+        result = replay(plan, source, found, recordings=[recording], cache_id=mine.cache_id)
+    assert result.first is not None
+    assert result.first.writes is not None
+    assert [it.transfer.tag for it in result.first.writes] == ["request 7", "request 8"]
+    assert str(result).splitlines()[-2:] == [
+        f"  written last by #2 pull_blocks of request 8: from block 25 of cache "
+        f"{theirs.cache_id} of cluster 1",
+        f"  before that by #1 pull_blocks of request 7: from block 9 of cache "
+        f"{theirs.cache_id} of cluster 1",
+    ]
+    with refused("LLM_PARAM_INVALID", "recordings need cache_id"):
+        replay(plan, source, found, recordings=[recording])

@@ -47,6 +47,8 @@ def execute_table(plan: Plan, src: list[np.ndarray], dst: list[np.ndarray]) -> N
     """Copy what the table says, row by row."""
     lines = plan.explain("table", limit=None).splitlines()
     assert len(lines) == 1 + plan.num_descriptors
+    widths = [max(map(len, column)) for column in zip(*map(str.split, lines), strict=True)]
+    assert {*map(len, lines)} == {sum(widths) + 2 * (len(widths) - 1)}  # no wider than it must be
     before = [it.copy() for it in src]
     for index, line in enumerate(lines[1:]):
         cells = line.split()

@@ -70,7 +70,7 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     expected |= {"kvnative/lib/libkvn.so"}
     assert expected - names == set()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"kvplan", "kvnative"}
+    assert packages == {"kvplan", "kvnative", "pytest_kvplan.py"}
     assert [name for name in names if name.endswith((".c", ".pyx")) or "wrappers" in name] == []
 
 

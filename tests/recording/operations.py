@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Link:
+    """To a peer."""
+
+    cluster_id: int = 7
+
+
+@dataclass
 class Done:
     """An operation that has ended."""
 
@@ -23,7 +30,7 @@ class Done:
     tag: str = ""
     started: float = 0.0
     cache_id: int = 1
-    cluster_id: int | None = 7
+    link: Link | None = field(default_factory=Link)
     leases: tuple[int, ...] = ()
 
 
