@@ -63,11 +63,13 @@ class Coordinates:
     def __init__(self, plan: Plan, name: str) -> None:
         self.side: Side = getattr(plan, name)
         side, tables = self.side, plan.tables
-        axes = () if side.layout is None else side.layout.axes
+        # Two neighbours that share a byte (4 bits an element) are not told apart.
+        named = side.layout.axes if side.layout else ()
+        axes = [it for it in named if _is_whole(side, it)]
         self.apart = plan.tensors_per_layer // (side.extent("kv") if "kv" in plan.split else 1)
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
-        self.has_kv = self._kv_inside or (self.apart == 2 and self.has_heads)
+        self.has_kv = self._kv_inside or (self.apart == 2 and "head" in named)
         self.parts = side.extent("kv") if self._kv_inside else self.apart
         self.tokens = side.extent("token")
         strides = [side.stride_of(axis) for axis in axes if axis not in _INNER]
@@ -116,6 +118,14 @@ class Coordinates:
         if self._kv_inside:
             return layer // inside * self.apart, start + part * side.stride_of("kv")
         return layer // inside * self.apart + part, start
+
+
+def _is_whole(side: Side, axis: str) -> bool:
+    """Whether it is whole bytes from one to the next along an axis."""
+    assert side.layout is not None
+    assert side.data_type is not None
+    elements = math.prod(side.shape[side.layout.axes.index(axis) + 1 :])
+    return elements * side.data_type.bits % 8 == 0
 
 
 def spans(values: Sequence[int]) -> list[Span]:

@@ -71,9 +71,10 @@ class Search:
         here = self._bytes(self.found, self.tensor, cells.offsets)
         if (here == here[0, 0]).all():
             value = int(here[0, 0])
-            if value:
+            if value and here.size > 1:
                 return f"{value:#04x} alone"
-            return "zeros" if as_planned else "zeros, as if nothing was ever written there"
+            if not value:
+                return "zeros" if as_planned else "zeros, as if nothing was ever written there"
         for shift in self._request_shifts(here):
             orders = cells.order + shift
             tokens = (orders - dst.shift) % dst.tokens

@@ -232,6 +232,19 @@ def test_tensors_of_a_layer_without_names_have_numbers() -> None:
     assert first.holds == "what is expected of layer 0, in dst tensor 0"
 
 
+def test_heads_that_share_a_byte_are_not_named() -> None:
+    """Of 4 bits an element; the token is found all the same."""
+    desc = CacheDesc(2, (8, 4, 2, 3), DataType.DT_INT4, kv_tensor_format="NHD")
+    source = [np.arange(96, dtype=np.uint8) + tensor for tensor in range(2)]
+    plan = plan_pull_blocks(desc, desc, [1], [5])
+    found = moved(plan, source, [np.zeros(96, np.uint8)] * 2)
+    found[1][5 * 12 + 3 * 2] += 100
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.kv, first.heads, first.tokens, first.row) == ("V", None, (2, 2), 5)
+    assert first.holds == ""  # one byte is always one value alone
+
+
 def test_slots_and_opaque_rows() -> None:
     """Without a layout there are rows, and no more."""
     desc = CacheDesc(2, (3, 64), DataType.DT_FLOAT16)
@@ -286,6 +299,15 @@ def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
     assert (first.tokens, first.row, first.holds) == (None, 6, "what is expected in block 5")
 
 
+def test_a_block_that_is_copied_to_two_is_no_mistake() -> None:
+    plan = plan_copy_blocks(NHD, {1: [5, 6]})
+    found = moved(plan, source := filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4)
+    found[0][6] = 0
+    text = str(replay(plan, source, found))
+    assert "from block 1 of src tensor 0\n" in text
+    assert "more than once" not in text
+
+
 def test_layers_have_their_numbers_in_the_model() -> None:
     desc = CacheDesc(
         4,
@@ -314,6 +336,8 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
         locate(right, right, plan, atol=-1)
     with pytest.raises(TypeError, match=r"expected\[0\]=list must be a NumPy array"):
         locate([[1.0]] * 4, right, plan)
+    with pytest.raises(TypeError, match=r"expected\[0\] has Python objects: an array of object"):
+        locate([right[0].astype(object)] * 4, right, plan)
     with pytest.raises(TypeError, match="found=ndarray must be a sequence of tensors"):
         locate(right, np.zeros(4), plan)
     numbers = CacheDesc(4, (32, 16, 4, 8), DataType.DT_INT8, kv_tensor_format="NHD")
