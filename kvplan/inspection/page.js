@@ -333,6 +333,7 @@
     for (const [which, name] of [[0, "src"], [1, "dst"]])
       for (let i = 0; i < picture.count; i++)
         if (columns[`${name}_first`][i] <= wanted && wanted <= columns[`${name}_last`][i]) of.push([which, i]);
+    if (picture.joined) { put("answer", `${many(picture.joined, "run")} were joined to be drawn: none says which ${picture.sides[0].row}s it has. In Python, plan.tables does.`); return; }
     if (!of.length) { put("answer", `No ${picture.sides[0].row} ${wanted} at the source, and no ${picture.sides[1].row} ${wanted} at the destination, is in this plan.`); return; }
     found = found.text === text ? { text, next: (found.next + 1) % of.length } : { text, next: 0 };
     const [which, band] = of[found.next], wide = Math.min(24, picture.count);
