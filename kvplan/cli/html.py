@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import ExitCode, json_option, printable, write_json
 from kvplan.cli.plans import STDIN, path_of, plan_argument, plan_option
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
@@ -63,7 +63,7 @@ def command(
         nbytes = len(text.encode())
         write_json({"schema_version": SCHEMA_VERSION, "path": str(path), "nbytes": nbytes})
     else:
-        click.echo(f"{path}: {plan!r}")
+        click.echo(printable(f"{path}: {plan!r}"))
     if show and not webbrowser.open(path.absolute().as_uri()):
         raise LLMException(f"no browser can be started here; {path} is there to be opened")
     return ExitCode.OK

@@ -9,7 +9,8 @@ from zipfile import BadZipFile
 
 import click
 
-from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def command(
         differences = [_as_json(it) for it in result.differences]
         write_json({"schema_version": SCHEMA_VERSION, "differences": differences})
     else:
-        console().print(str(result))
+        write_lines(str(result).splitlines())
     return ExitCode.DIFFERENT if result else ExitCode.OK
 
 

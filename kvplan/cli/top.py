@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import click
+import msgspec
 
-from kvplan.cli.common import ExitCode, console, json_option, table, write_json
+from kvplan.cli.common import ExitCode, console, json_option, printable, table, write_json
+from kvplan.control.status_socket import Answer, read_all
 from kvplan.inspection.units import nbytes_text
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
-
-    from kvplan.control.status_socket import Answer
 
 SCHEMA_VERSION: Final = 1
 _SHOWN_IN_FLIGHT: Final = 12
@@ -35,6 +35,55 @@ _NONE: Final = (
     "No engine of this user runs here. One is seen from its own network namespace (container), "
     "unless it has kvplan.status_socket=0."
 )
+
+
+class _Operation(TypedDict):
+    statuses: dict[str, int]
+    nbytes: int
+    count: int
+    buckets: list[tuple[float | None, int]]
+
+
+class _Link(TypedDict):
+    cluster_id: int
+    instance: str
+    state: str
+    transport: str
+    way: str
+    caches: int
+    in_flight: int
+    operations: int
+    bytes_pulled: int
+    bytes_pushed: int
+    age_s: float
+    last_error: str
+
+
+class _CacheSize(TypedDict):
+    nbytes: int
+
+
+class _InFlight(TypedDict):
+    operation: str
+    tag: str
+    peer: int | None
+    nbytes: int | None
+    age_s: float
+
+
+class _Document(TypedDict):
+    """What is read of an engine's document: see `kvplan.engine.snapshot.describe`."""
+
+    cluster_id: int
+    role: str
+    command: list[str]
+    listen_address: str | None
+    seconds: float
+    operations: dict[str, _Operation]
+    links: list[_Link]
+    caches: list[_CacheSize]
+    leases: int
+    in_flight: list[_InFlight]
 
 
 @dataclass
@@ -91,10 +140,9 @@ def command(
     All engines of this user in this network namespace are asked, through a socket of each that
     answers this user and root. Ctrl-C ends it.
     """
-    from kvplan.control.status_socket import read_all
 
     def look() -> list[Answer]:
-        answers = read_all()
+        answers = [*map(checked, read_all())]
         if pid is not None:
             answers = [it for it in answers if it.pid == pid]
         if cluster is not None:
@@ -131,6 +179,17 @@ def command(
             live.update(rendered(compared(before, after), after), refresh=True)
             before = after
     return ExitCode.OK
+
+
+def checked(answer: Answer) -> Answer:
+    """What an engine has said, if that is what engines say: it may be any program of this user."""
+    if answer.document is None:
+        return answer
+    try:
+        said = msgspec.convert(answer.document, _Document)
+    except msgspec.ValidationError as error:
+        return answer._replace(document=None, error=f"it says what no engine says: {error}")
+    return answer._replace(document={**answer.document, **said})
 
 
 def compared(before: Sequence[Answer], after: Sequence[Answer]) -> list[Engine]:
@@ -221,9 +280,9 @@ def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:
         rows.add_row(
             str(it.pid),
             str(said["cluster_id"]),
-            said["role"],
-            PurePath((said["command"] or [""])[0]).name or "python",
-            said["listen_address"] or "-",
+            printable(said["role"]),
+            printable(PurePath((said["command"] or [""])[0]).name) or "python",
+            printable(said["listen_address"] or "-"),
             str(len(said["links"])),
             f"{len(said['caches'])} ({nbytes_text(sum(c['nbytes'] for c in said['caches']))})",
             str(said["leases"]),
@@ -235,7 +294,9 @@ def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:
             _times(it.rates),
         )
     parts: list[Table | Text] = [rows]
-    parts += [Text(f"process {it.pid}: {it.error}") for it in answers if it.document is None]
+    parts += [
+        Text(printable(f"process {it.pid}: {it.error}")) for it in answers if it.document is None
+    ]
     if any(it.document["links"] for it in engines):
         parts += [Text("\nlinks", "bold"), _links(engines)]
     if any(it.document["in_flight"] for it in engines):
@@ -254,15 +315,15 @@ def _links(engines: Sequence[Engine]) -> Table:
             rows.add_row(
                 str(it.document["cluster_id"]),
                 str(link["cluster_id"]),
-                Text(link["state"], "" if is_linked else "bold red"),
-                over,
+                Text(printable(link["state"]), "" if is_linked else "bold red"),
+                printable(over),
                 str(link["caches"]),
                 str(link["in_flight"]),
                 f"{rates.operations:,.0f}",
                 _speed(rates.pulled),
                 _speed(rates.pushed),
                 _age(link["age_s"]),
-                link["last_error"].partition("\n")[0][:100],
+                printable(link["last_error"].partition("\n")[0][:100]),
             )
     return rows
 
@@ -273,8 +334,8 @@ def _in_flight(engines: Sequence[Engine]) -> Table:
     for age_s, it, row in sorted(found, key=lambda row: -row[0])[:_SHOWN_IN_FLIGHT]:
         rows.add_row(
             str(it.document["cluster_id"]),
-            row["operation"],
-            row["tag"],
+            printable(row["operation"]),
+            printable(row["tag"]),
             "-" if row["peer"] is None else str(row["peer"]),
             "-" if row["nbytes"] is None else nbytes_text(row["nbytes"]),
             _age(age_s),

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import ExitCode, json_option, printable, write_json
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.files import save
 from kvplan.recording.queries import Write, select, who_wrote
@@ -156,15 +156,19 @@ def command(
     return ExitCode.OK
 
 
+def _say(*lines: str) -> None:
+    """Print each on a line of its own: tags, names and errors are whatever a file says."""
+    sys.stdout.writelines(f"{printable(it)}\n" for it in lines)
+
+
 def _list(recording: Recording, rows: list[AnyRecord]) -> None:
-    sys.stdout.write(f"{_title(recording)}\n{_HEAD}\n")
-    for it in rows:
-        sys.stdout.write(f"{_line(it)}\n")
+    _say(_title(recording), _HEAD)
+    _say(*map(_line, rows))
     left = len(recording.rows) - len(rows)
     ended = "" if recording.complete else "; it was cut off, or is still written"
     missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
     hidden = f" of {len(recording.rows):,}" if left else ""
-    sys.stdout.write(f"{len(rows):,}{hidden} rows{ended}{missing}\n")
+    _say(f"{len(rows):,}{hidden} rows{ended}{missing}")
 
 
 def _follow(path: Path, chosen: _Filter, *, as_json: bool) -> None:
@@ -177,10 +181,10 @@ def _follow(path: Path, chosen: _Filter, *, as_json: bool) -> None:
         return True
 
     if not as_json:
-        sys.stdout.write(f"{_HEAD}\n")
+        _say(_HEAD)
     for it in follow(path, idle):
         for row in chosen.of([it], began):
-            sys.stdout.write(f"{json.dumps(_document(row)) if as_json else _line(row)}\n")
+            _say(json.dumps(_document(row)) if as_json else _line(row))
 
 
 _HEAD: Final = (
@@ -269,16 +273,15 @@ def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCod
     here = recording.header.cluster_id
     number = len(writes)
     said = f"{plural(number, 'transfer')} wrote" if number else "no transfer that is recorded wrote"
-    sys.stdout.write(f"{said} block {block} of cache {cache} of cluster {here}, oldest first\n")
-    for it in writes:
-        sys.stdout.write(f"{_clock(it.transfer.time + it.transfer.seconds)}  {it}\n")
+    _say(f"{said} block {block} of cache {cache} of cluster {here}, oldest first")
+    _say(*(f"{_clock(it.transfer.time + it.transfer.seconds)}  {it}" for it in writes))
     peers = sorted({it.peer for it in recording.transfers if it.peer is not None})
-    linked = {it.fields.get("peer") for it in recording.events if it.operation == "link_state"}
+    linked = [it.fields.get("peer") for it in recording.events if it.operation == "link_state"]
     known = {it.header.cluster_id for it in others}
     unknown = sorted({*peers, *(it for it in linked if isinstance(it, int))} - known)
     if unknown:
         names = ", ".join(map(str, unknown))
-        sys.stdout.write(f"what these peers pushed their recordings say: clusters {names}\n")
+        _say(f"what these peers pushed their recordings say: clusters {names}")
     return ExitCode.OK
 
 
@@ -310,7 +313,7 @@ def _one_plan(
         if plan is None:
             raise invalid(f"transfer {number} failed before there was a plan")
         save(plan, path)
-        sys.stdout.write(f"{path}: {plan!r}\n")
+        _say(f"{path}: {plan!r}")
     if explained is not None:
         transfer = _transfer(recording, explained)
         plan = transfer.plan
@@ -319,7 +322,7 @@ def _one_plan(
             write_json({"schema_version": SCHEMA_VERSION, "plan": document} | _document(transfer))
         else:
             text = "no plan: it failed before there was one" if plan is None else plan.explain()
-            sys.stdout.write(f"{_HEAD}\n{_line(transfer)}\n{text}\n")
+            _say(_HEAD, _line(transfer), *text.splitlines())
     return ExitCode.OK
 
 
@@ -351,13 +354,14 @@ def _replay(found: _Found, *, as_json: bool) -> ExitCode:
                     {"path": str(recording.path), "number": it.number, **vars(outcome)}
                 )
             elif outcome.parted or outcome.skipped:
-                sys.stdout.write(f"{recording.path} #{it.number} {it.operation}: {outcome}\n")
+                first, *more = str(outcome).splitlines()
+                _say(f"{recording.path} #{it.number} {it.operation}: {first}", *more)
     if as_json:
         write_json({"schema_version": SCHEMA_VERSION, "transfers": documents})
     else:
-        sys.stdout.write(
+        _say(
             f"{plural(count, 'transfer')} executed again: {count - parted - skipped:,} the same by "
-            f"the reference and by native code, {parted:,} not, {skipped:,} skipped\n"
+            f"the reference and by native code, {parted:,} not, {skipped:,} skipped"
         )
     return ExitCode.DIFFERENT if parted else ExitCode.OK
 
@@ -373,13 +377,13 @@ def _export(found: _Found, perfetto: Path | None, html: Path | None) -> ExitCode
         document = trace_of(found)
         perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
         count = plural(len(document["traceEvents"]), "event")
-        sys.stdout.write(f"{perfetto}: {count}; open it in https://ui.perfetto.dev\n")
+        _say(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
     if html is not None:
         from kvplan.recording.timeline import page_of
 
         page = page_of(found)
         html.write_text(page, encoding="utf-8")
-        sys.stdout.write(f"{html}: {nbytes_text(len(page.encode()))}; open it in a browser\n")
+        _say(f"{html}: {nbytes_text(len(page.encode()))}; open it in a browser")
     return ExitCode.OK
 
 

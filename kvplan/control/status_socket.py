@@ -12,12 +12,15 @@ import json
 import os
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
 
 from kvplan.logs import Log
 from kvplan.status import LLMException
@@ -167,21 +170,25 @@ def _read(name: str, timeout_s: float) -> Answer | None:
             pid, uid = _peer(connection)
             if uid != os.geteuid():  # it has only taken the name
                 return None
-            document = json.loads(_whole(connection))
+            document = msgspec.json.decode(_whole(connection, time.monotonic() + timeout_s))
     except ConnectionRefusedError:  # it has just ended
         return None
     except TimeoutError:
         return Answer(pid, None, f"no answer within {timeout_s:g} s: stopped, or very busy")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Answer(pid, None, str(error) or type(error).__name__)
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         return Answer(pid, None, "of another version of kvplan")
     return Answer(pid, document, "")
 
 
-def _whole(connection: socket.socket) -> bytes:
+def _whole(connection: socket.socket, deadline: float) -> bytes:
+    """All that it sends, however slowly, until the deadline."""
     pieces, size = [], 0
     while piece := connection.recv(1 << 16):
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
         pieces.append(piece)
         size += len(piece)
         if size > _MAX_NBYTES:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.inspection.contents import Span
+from kvplan.inspection.contents import Span, tokens_moved
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side
 
@@ -28,7 +28,7 @@ class Cells(NamedTuple):
     Attributes:
         offsets: in their tensor, in bytes.
         layer, head: counted from the cache's first.
-        kv: 0 or 1.
+        part: 0 for keys, 1 for values; which of a layer's tensors, where they are neither.
         row: the block or slot.
         token: in its row.
         order: in the request: the number of the token, or of the row where there are no tokens.
@@ -36,7 +36,7 @@ class Cells(NamedTuple):
 
     offsets: Offsets
     layer: Offsets
-    kv: Offsets
+    part: Offsets
     head: Offsets
     row: Offsets
     token: Offsets
@@ -52,9 +52,10 @@ class Coordinates:
 
     Attributes:
         has_kv, has_heads, knows_tokens: whether these are known.
-        apart: tensors of one layer.
+        apart: tensors of one layer; parts: the same, or keys and values where they are inside.
         tokens: of a row.
         rows: of the request, in its order.
+        tokens_moved: numbers of those that the plan moves, as in `Cells.order`.
         entries: positions of each row in the block table.
         first_layer, first_head: numbers in the model.
     """
@@ -62,11 +63,14 @@ class Coordinates:
     def __init__(self, plan: Plan, name: str) -> None:
         self.side: Side = getattr(plan, name)
         side, tables = self.side, plan.tables
-        axes = () if side.layout is None else side.layout.axes
+        # Two neighbours that share a byte (4 bits an element) are not told apart.
+        named = side.layout.axes if side.layout else ()
+        axes = [it for it in named if _is_whole(side, it)]
         self.apart = plan.tensors_per_layer // (side.extent("kv") if "kv" in plan.split else 1)
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
-        self.has_kv = self._kv_inside or (self.apart == 2 and self.has_heads)
+        self.has_kv = self._kv_inside or (self.apart == 2 and "head" in named)
+        self.parts = side.extent("kv") if self._kv_inside else self.apart
         self.tokens = side.extent("token")
         strides = [side.stride_of(axis) for axis in axes if axis not in _INNER]
         self.cell_nbytes = min(strides, default=math.gcd(side.stride, _OPAQUE_NBYTES))
@@ -77,6 +81,12 @@ class Coordinates:
             self.entries.setdefault(row, []).append(entry)
         self.knows_tokens = bool(rows) and plan.local != "both" and "token" in axes
         self.shift = 0 if tables is None else tables.src_token - tables.dst_token
+        self.tokens_moved = range(0)
+        if tables is not None:
+            count = tokens_moved(plan) if self.knows_tokens else None
+            last = len(rows) * self.tokens + self.shift
+            first = tables.src_token if self.knows_tokens else self.shift
+            self.tokens_moved = range(first, last if count is None else first + count)
         shard = side.shard
         self.first_layer = 0 if shard is None or shard.layers is None else shard.layers.start
         self.first_head = 0 if shard is None or shard.heads is None else shard.heads.start
@@ -85,7 +95,8 @@ class Coordinates:
         """Where the cells at these offsets of a tensor are."""
         side = self.side
         layer = tensor // self.apart * side.extent("layer") + self._index("layer", offsets)
-        kv = self._index("kv", offsets) if self._kv_inside else np.full_like(layer, tensor % 2)
+        inside = self._kv_inside
+        part = self._index("kv", offsets) if inside else np.full_like(layer, tensor % self.apart)
         row = offsets % (side.count * side.stride) // side.stride
         token = self._index("token", offsets)
         entry = row
@@ -94,19 +105,27 @@ class Coordinates:
             where[self.rows[::-1]] = np.arange(len(self.rows))[::-1]
             entry = where[row]
         order = entry * self.tokens + token + self.shift
-        return Cells(offsets, layer, kv, self._index("head", offsets), row, token, order)
+        return Cells(offsets, layer, part, self._index("head", offsets), row, token, order)
 
     def _index(self, axis: str, offsets: Offsets) -> Offsets:
         stride = self.side.stride_of(axis)
         return offsets // stride % self.side.extent(axis) if stride else np.zeros_like(offsets)
 
-    def tensor_of(self, layer: int, kv: int) -> tuple[int, int]:
-        """The tensor of a layer's keys or values, and the byte of it where they begin."""
+    def tensor_of(self, layer: int, part: int) -> tuple[int, int]:
+        """The tensor of one of a layer's parts, and the byte of it where that begins."""
         side, inside = self.side, self.side.extent("layer")
         start = layer % inside * side.stride_of("layer")
         if self._kv_inside:
-            return layer // inside * self.apart, start + kv * side.stride_of("kv")
-        return layer // inside * self.apart + (kv if self.has_kv else 0), start
+            return layer // inside * self.apart, start + part * side.stride_of("kv")
+        return layer // inside * self.apart + part, start
+
+
+def _is_whole(side: Side, axis: str) -> bool:
+    """Whether it is whole bytes from one to the next along an axis."""
+    assert side.layout is not None
+    assert side.data_type is not None
+    elements = math.prod(side.shape[side.layout.axes.index(axis) + 1 :])
+    return elements * side.data_type.bits % 8 == 0
 
 
 def spans(values: Sequence[int]) -> list[Span]:

@@ -109,14 +109,15 @@ class Difference:
         held += [spans_text("token", [first.tokens] if first.tokens else [])]
         where = f"{plan.dst.row} {first.row} of {plan.dst.name or f'dst tensor {first.tensor}'}"
         yield f"first: {', '.join(filter(None, [*held, where]))}"
-        table = f"src_{plan.src.row}s"
-        named = " and ".join(f"{table}[{it}]" for it in first.entries[:4])
+        # A slot is in no table, and a copy inside of a process may read a block for several.
+        entries = first.entries if plan.src.paged and plan.local != "both" else ()
+        named = " and ".join(f"src_blocks[{it}]" for it in entries[:4])
         source = plan.src.name or f"src tensor {first.src_tensor}"
         yield (
             f"  descriptor {first.descriptor} wrote it, from {plan.src.row} {first.src_row} of "
             f"{source}{f', {named}' if named else ''}"
         )
-        if len(first.entries) > 1:
+        if len(entries) > 1:
             yield f"  {plan.src.row} {first.src_row} is in the block table more than once"
         if first.holds:
             yield f"  it holds {first.holds}"

@@ -149,14 +149,14 @@ def _compare(
         wrong_nbytes += len(offsets) * unit
         cells = dst.cells(tensor, offsets)
         for column, values in zip(
-            (cells.layer, cells.kv, cells.head, cells.row, cells.order), seen, strict=True
+            (cells.layer, cells.part, cells.head, cells.row, cells.order), seen, strict=True
         ):
             values.update(np.unique(column).tolist())
-        at = int(np.lexsort((cells.head, cells.kv, cells.order, cells.layer))[0])
-        key = tuple(int(it[at]) for it in (cells.layer, cells.order, cells.kv, cells.head))
+        at = int(np.lexsort((cells.head, cells.part, cells.order, cells.layer))[0])
+        key = tuple(int(it[at]) for it in (cells.layer, cells.order, cells.part, cells.head))
         if best is None or key < best[0]:
             of_row = (cells.row == cells.row[at]) & (cells.layer == cells.layer[at])
-            best = key, tensor, cells.take(of_row & (cells.kv == cells.kv[at]))
+            best = key, tensor, cells.take(of_row & (cells.part == cells.part[at]))
     if best is None:
         return Difference(plan, part.name, 0, elsewhere)
     layers, kv, heads, rows, orders = (sorted(it) for it in seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,21 +34,22 @@ class Search:
         plan, dst, cells = self.plan, self.dst, self.cells
         first = int(np.lexsort((cells.head, cells.order))[0])
         cells = self.cells = cells.take([first, *(i for i in range(len(cells[0])) if i != first)])
-        at = int(cells.offsets[0])
-        descriptor, src_tensor, src_offset = _writer(plan, runs, places, self.tensor, at)
+        read = _read(plan, runs, places, self.tensor, cells.offsets)
+        descriptor, src_tensor = int(read.descriptors[0]), int(read.tensors[0])
         from_source = Coordinates(plan, "src")
-        src_row = plan.src.rows(src_offset, 1)[0]
+        src_row = plan.src.rows(int(read.offsets[0]), 1)[0]
         as_planned = None
-        held = self._holds()
         if self.source is not None:
-            there = self.source[src_tensor][src_offset : src_offset + self.unit]
-            here = self.found[self.tensor][at : at + self.unit]
-            as_planned = bool(self.same(there[None], here[None])[0])
-            held = held or self._holds_of_source(from_source, src_tensor, src_offset)
+            here = self._bytes(self.found, self.tensor, cells.offsets)
+            there = self._bytes(self.source, src_tensor, read.offsets)
+            as_planned = bool(self.same(there, here).all())
+        held = self._holds(as_planned)
+        if not held and self.source is not None and not as_planned:
+            held = self._holds_of_source(from_source, src_tensor, read.offsets)
         heads, tokens = cells.head + dst.first_head, cells.order
         return Wrong(
             int(cells.layer[0]) + dst.first_layer,
-            "KV"[int(cells.kv[0])] if dst.has_kv else "",
+            "KV"[int(cells.part[0])] if dst.has_kv else "",
             (int(heads.min()), int(heads.max())) if dst.has_heads else None,
             (int(tokens.min()), int(tokens.max())) if dst.knows_tokens else None,
             self.tensor,
@@ -63,19 +65,24 @@ class Search:
     def _bytes(self, tensors: list[Bytes], tensor: int, offsets: Offsets) -> Bytes:
         return np.asarray(tensors[tensor][offsets[:, None] + np.arange(self.unit)])
 
-    def _holds(self) -> str:
+    def _holds(self, as_planned: bool | None) -> str:
         """What the destination should hold elsewhere, and has here."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         here = self._bytes(self.found, self.tensor, cells.offsets)
         if (here == here[0, 0]).all():
             value = int(here[0, 0])
-            return "zeros: nothing was ever written there" if not value else f"{value:#04x} alone"
+            if value and here.size > 1:
+                return f"{value:#04x} alone"
+            if not value:
+                return "zeros" if as_planned else "zeros, as if nothing was ever written there"
         for shift in self._request_shifts(here):
             orders = cells.order + shift
             tokens = (orders - dst.shift) % dst.tokens
             entries = (orders - dst.shift) // dst.tokens
             if entries.min() < 0 or entries.max() >= len(dst.rows):
                 continue
+            if orders.min() < dst.tokens_moved.start or orders.max() >= dst.tokens_moved.stop:
+                continue  # of the same blocks, and not of the request
             rows = dst.rows[entries]
             there = cells.offsets + (rows - cells.row) * side.stride
             there += (tokens - cells.token) * side.stride_of("token")
@@ -91,15 +98,16 @@ class Search:
             if shift and self._is(here, self.tensor, there):
                 heads = low + shift + dst.first_head, high + shift + dst.first_head
                 return f"what is expected of {spans_text('head', [heads])}"
-        layer, kv = int(cells.layer[0]), int(cells.kv[0])
-        _, start = dst.tensor_of(layer, kv)
+        _, start = dst.tensor_of(int(cells.layer[0]), int(cells.part[0]))
         layers = side.num_tensors // dst.apart * side.extent("layer")
-        for other_layer in range(layers):
-            for other_kv in range(2 if dst.has_kv else 1):
-                tensor, begins = dst.tensor_of(other_layer, other_kv)
+        for layer in range(layers):
+            for part in range(dst.parts):
+                tensor, begins = dst.tensor_of(layer, part)
                 if self._is(here, tensor, cells.offsets + (begins - start)):
-                    letter = f" {'KV'[other_kv]}" if dst.has_kv else ""
-                    return f"what is expected of layer {other_layer + dst.first_layer}{letter}"
+                    # Tensors of a layer that are not keys and values have no names.
+                    which = f", in dst tensor {tensor}" if dst.parts > 1 else ""
+                    which = f" {'KV'[part]}" if dst.has_kv else which
+                    return f"what is expected of layer {layer + dst.first_layer}{which}"
         return ""
 
     def _request_shifts(self, here: Bytes) -> list[int]:
@@ -127,41 +135,59 @@ class Search:
         there = self._bytes(self.expected, tensor, offsets)
         return bool(self.same(there, here).all())
 
-    def _holds_of_source(self, source: Coordinates, tensor: int, offset: int) -> str:
-        """Whether another row of the source has these bytes, at the same place of the row."""
+    def _holds_of_source(self, source: Coordinates, tensor: int, offsets: Offsets) -> str:
+        """Which other row of the source has all of these bytes, at the same places of the row."""
         assert self.source is not None
-        side, row = source.side, source.side.rows(offset, 1)[0]
-        here = self._bytes(self.found, self.tensor, self.cells.offsets[:1])
+        side = source.side
+        own = offsets % (side.count * side.stride) // side.stride
+        row = int(own[0])
+        if (own != row).any():
+            return ""
+        here = self._bytes(self.found, self.tensor, self.cells.offsets)
         rows = np.array([it for it in range(side.count) if it != row], np.int64)
-        there = offset + (rows - row) * side.stride
+        there = offsets[0] + (rows - row) * side.stride
         step = max(CHUNK // self.unit, 1)
         for begin in range(0, len(there), step):
             part = self._bytes(self.source, tensor, there[begin : begin + step])
-            alike = np.flatnonzero(self.same(part, np.broadcast_to(here[0], part.shape)))
-            if len(alike):
-                other = int(rows[begin + int(alike[0])])
-                known = source.entries.get(other)
-                which = f"src_{side.row}s[{known[0]}]" if known else "not of this request"
-                return f"what lies in {side.row} {other} at the source, {which}"
+            alike = self.same(part, np.broadcast_to(here[0], part.shape))
+            for other in rows[begin : begin + step][alike].tolist():
+                moved = self._bytes(self.source, tensor, offsets + (other - row) * side.stride)
+                if self.same(moved, here).all():
+                    known = source.entries.get(other)
+                    which = f"src_{side.row}s[{known[0]}]" if known else "not of this request"
+                    return f"what lies in {side.row} {other} at the source, {which}"
         return ""
 
 
-def _writer(
-    plan: Plan, runs: Segments, places: list[tuple[int, int]], tensor: int, offset: int
-) -> tuple[int, int, int]:
-    """The descriptor that writes a byte of a dst tensor; the tensor and the byte that it reads."""
+class _Read(NamedTuple):
+    """What the plan reads for bytes of a dst tensor: each column has an entry for each of them."""
+
+    descriptors: Offsets
+    tensors: Offsets
+    offsets: Offsets
+
+
+def _read(
+    plan: Plan, runs: Segments, places: list[tuple[int, int]], tensor: int, offsets: Offsets
+) -> _Read:
+    """The descriptors that write these bytes of a dst tensor; the tensors and bytes they read."""
+    order = np.argsort(runs.dst_offsets)
+    starts = runs.dst_offsets[order].astype(np.int64)
+    ends = starts + runs.nbytes[order].astype(np.int64)
+    found = _Read(*(np.full(len(offsets), -1, np.int64) for _ in range(3)))
     for pair, (written, start) in enumerate(places):
-        inside = offset - start
-        if written != tensor or inside < 0:
+        if written != tensor:
             continue
-        hits = (runs.dst_offsets <= np.uint64(inside)) & (
-            np.uint64(inside) < runs.dst_offsets + runs.nbytes
-        )
-        if not hits.any():
-            continue
-        run = int(np.argmax(hits))
+        inside = offsets - start
+        at = np.searchsorted(starts, inside, side="right") - 1
+        hits = np.flatnonzero((at >= 0) & (inside < ends[at]))
+        at = at[hits]
+        run = order[at]
         (src_tensor, src_start), _ = plan.pair(pair)
-        moved = inside - int(runs.dst_offsets[run])
-        src_offset = src_start + int(runs.src_offsets[run]) + moved
-        return pair * len(runs) + run, src_tensor, src_offset
-    raise AssertionError("a byte that the plan writes is in one of its runs")
+        found.descriptors[hits] = pair * len(runs) + run
+        found.tensors[hits] = src_tensor
+        found.offsets[hits] = (
+            src_start + runs.src_offsets[run].astype(np.int64) + inside[hits] - starts[at]
+        )
+    assert (found.descriptors >= 0).all(), "a byte that the plan writes is in one of its runs"
+    return found

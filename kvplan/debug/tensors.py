@@ -56,6 +56,8 @@ def tensors_of(name: str, given: Any, parts: list[Part], side: str) -> list[Byte
 
 def _bytes_of(name: str, tensor: Any) -> Bytes:
     if isinstance(tensor, np.ndarray):
+        if tensor.dtype.hasobject:
+            raise TypeError(f"{name} has Python objects: an array of {tensor.dtype}")
         return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     if not hasattr(tensor, "__dlpack__"):
         raise TypeError(f"{name}={type(tensor).__name__} must be a NumPy array or a CPU tensor")

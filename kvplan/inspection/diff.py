@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvplan.planning.axes import BlockTables
     from kvplan.planning.plan import Plan
     from kvplan.planning.segments import Segments
 
@@ -51,13 +52,24 @@ def diff(old: Plan, new: Plan) -> str:
         layer = f", {layers_text(old, first)}" if model_note(old, first) else ""
         lines.append(f"  tensor {src_tensor}>{dst_tensor}{layer}")
         lines += _changed_lines(old, new, changed)
-        if old.num_tensor_pairs > 1 and old.split == new.split:
-            lines.append(f"  (same change in {plural(old.num_tensor_pairs - 1, 'more tensor')})")
+        if old.split == new.split:
+            lines += _other_tensors(old.num_tensor_pairs, new.num_tensor_pairs)
     said = verdict(old, new)
     if said.startswith(OTHER_BYTES) and (cause := table_change(old, new)):
         lines.append(f"  cause    {cause}")
     lines.append(f"  verdict: {said}")
     return "\n".join(it for line in lines for it in fit(line))
+
+
+def _other_tensors(old: int, new: int) -> Iterator[str]:
+    """How many more tensors change like the first, and how many only one of the plans has."""
+    said = []
+    if (both := min(old, new) - 1) > 0:
+        said.append(f"same change in {plural(both, 'more tensor')}")
+    if more := abs(old - new):
+        said.append(f"{plural(more, 'tensor')} in the {'old' if old > new else 'new'} plan alone")
+    if said:
+        yield f"  ({'; '.join(said)})"
 
 
 def _changed_lines(old: Plan, new: Plan, changed: list[tuple[str, Plan, int]]) -> list[str]:
@@ -237,25 +249,38 @@ def table_change(old: Plan, new: Plan) -> str:
     """What was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""
-    for name in ("src_token", "dst_token", "num_tokens"):
-        before, after = getattr(old.tables, name), getattr(new.tables, name)
-        if before != after:
-            return f"{name} is {after}, and was {before}"
+    numbers = [
+        f"{name} is {_number(after)}, and was {_number(before)}"
+        for name in ("src_token", "dst_token", "num_tokens")
+        for before, after in [(getattr(old.tables, name), getattr(new.tables, name))]
+        if before != after
+    ]
+    tables = _changed_tables(old.tables, new.tables)
+    if numbers and not tables and not all(map(np.array_equal, old.tables[:2], new.tables[:2])):
+        tables = "the block tables differ as well"
+    return "; ".join([*numbers, *filter(None, [tables])])
+
+
+def _number(given: int | None) -> str:
+    return "not given" if given is None else str(given)
+
+
+def _changed_tables(old: BlockTables, new: BlockTables) -> str:
+    """As `table_change`, of the rows."""
     changed = [
         name
         for name in ("src", "dst")
-        if not np.array_equal(getattr(old.tables, name), getattr(new.tables, name))
+        if not np.array_equal(getattr(old, name), getattr(new, name))
     ]
     if len(changed) == 1:
         name = changed[0]
-        return _changed_table(name, getattr(old.tables, name), getattr(new.tables, name))
-    sizes = [len(it.src) for it in (old.tables, new.tables)]
+        return _changed_table(name, getattr(old, name), getattr(new, name))
+    sizes = [len(it.src) for it in (old, new)]
     if len(changed) == 2 and sizes[0] != sizes[1]:
         least = min(sizes)
         if all(
-            np.array_equal(getattr(old.tables, it)[:least], getattr(new.tables, it)[:least])
-            for it in changed
-        ) and sizes == [len(it.dst) for it in (old.tables, new.tables)]:
+            np.array_equal(getattr(old, it)[:least], getattr(new, it)[:least]) for it in changed
+        ) and sizes == [len(it.dst) for it in (old, new)]:
             more = sizes[1] - sizes[0]
             word = "more" if more > 0 else "fewer"
             return f"{plural(abs(more), 'block')} {word} at the end of both block tables"

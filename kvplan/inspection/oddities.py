@@ -89,7 +89,9 @@ def _apart(plan: Plan) -> Iterator[str]:
             f"(coalesce is {plan.coalesce.value})."
         )
         return
-    alone = int((segments.nbytes <= min(plan.src.stride, plan.dst.stride)).sum())
+    if plan.src.stride != plan.dst.stride:
+        return  # a run is no whole block where the blocks of one side are larger
+    alone = int((segments.nbytes <= plan.dst.stride).sum())
     row, count = plan.dst.row, len(segments)
     if alone == count:
         yield (

@@ -189,8 +189,9 @@
   function facts(of) {
     const i = of[0], [src, dst] = picture.sides, said = [];
     const sign = data.compared ? ["in both plans: ", "only in the old plan: ", "only in the new plan: "][columns.state[i]] : "";
-    const rows = (side, name) => `${side.row}${least(`${name}_first`, of) === most(`${name}_last`, of) ? "" : "s"} ${span(least(`${name}_first`, of), most(`${name}_last`, of), of.length > 1 ? " to " : "–")}`;
-    const title = of.length === 1 ? `${sign}${rows(src, "src")} → ${rows(dst, "dst")}` : `${sign}${many(of.length, "run")}, from ${rows(src, "src")} → ${rows(dst, "dst")}`;
+    const rows = (side, name) => `${side.row}${least(`${name}_first`, of) === most(`${name}_last`, of) ? "" : "s"} ${span(least(`${name}_first`, of), most(`${name}_last`, of), of.length > 1 || picture.joined ? " to " : "–")}`;
+    const joined = of.length === 1 && picture.joined;
+    const title = joined ? `${sign}neighbours in the request's order, from ${rows(src, "src")} → ${rows(dst, "dst")}` : of.length === 1 ? `${sign}${rows(src, "src")} → ${rows(dst, "dst")}` : `${sign}${many(of.length, "run")}, from ${rows(src, "src")} → ${rows(dst, "dst")}`;
     const words = picture.layers[layer] || ["", ""];
     said.push(["Layer", [words[0], words[1]].filter(Boolean).join(", ")]);
     const kv = ["", "K", "V", "K+V"][columns.kv[i]], head = span(least("head_first", of), most("head_last", of), "..");
@@ -311,8 +312,10 @@
       made.addEventListener("click", () => { act(); if (act !== nextChange) byId(id).focus(); });
       return made;
     };
-    const shown = to - from === picture.count ? `all ${many(picture.count, "run")}` : `runs ${from.toLocaleString("en")} to ${(to - 1).toLocaleString("en")} of ${picture.count.toLocaleString("en")}`;
-    const together = to - from > MOST ? `, ${Math.ceil((to - from) / MOST)} neighbours to a mark` : "";
+    // Where there are too many, those in a band were joined before.
+    const each = picture.joined / picture.count || 1;
+    const shown = to - from === picture.count ? `all ${many(picture.joined || picture.count, "run")}` : `${picture.joined ? "parts" : "runs"} ${from.toLocaleString("en")} to ${(to - 1).toLocaleString("en")} of ${picture.count.toLocaleString("en")}`;
+    const together = to - from > MOST || picture.joined ? `, ${Math.ceil(Math.ceil((to - from) / MOST) * each)} neighbours to a mark` : "";
     put("strip", root, make("div", { class: "said" }, button("in", "+", "Look closer", () => zoom(0.5), to - from <= 1), button("out", "−", "Look from further away", () => zoom(2), to - from === picture.count), button("all", "All", "Show the whole request", () => view(0, picture.count), to - from === picture.count), data.compared ? button("change", "Next change", "Go to the next run that only one of the plans has", nextChange, !columns.state.some((it) => it)) : null, make("span", { id: "shown" }, `In the request's order, ${shown}${together}. Drag over the strip to choose a part.`)));
   }
 
@@ -330,6 +333,7 @@
     for (const [which, name] of [[0, "src"], [1, "dst"]])
       for (let i = 0; i < picture.count; i++)
         if (columns[`${name}_first`][i] <= wanted && wanted <= columns[`${name}_last`][i]) of.push([which, i]);
+    if (picture.joined) { put("answer", `${many(picture.joined, "run")} were joined to be drawn: none says which ${picture.sides[0].row}s it has. In Python, plan.tables does.`); return; }
     if (!of.length) { put("answer", `No ${picture.sides[0].row} ${wanted} at the source, and no ${picture.sides[1].row} ${wanted} at the destination, is in this plan.`); return; }
     found = found.text === text ? { text, next: (found.next + 1) % of.length } : { text, next: 0 };
     const [which, band] = of[found.next], wide = Math.min(24, picture.count);
@@ -377,7 +381,7 @@
     const slider = byId("layer");
     slider.max = picture.layers.length - 1; slider.value = 0;
     slider.hidden = picture.layers.length < 2;
-    put("alike", picture.layers.length < 2 ? "" : `same bands in all ${picture.layers.length}`);
+    put("alike", picture.alike);
     put("notes", make("h2", {}, "What stands out"), picture.notes.length ? make("ul", {}, picture.notes.map((it) => make("li", {}, it))) : make("p", { class: "none" }, "Nothing."));
     put("sizes", make("h2", {}, "Descriptors by size"), histogram());
     put("legend", legend()); put("answer", "");

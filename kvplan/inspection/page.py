@@ -113,11 +113,13 @@ def _values(picture: Picture, notes: Sequence[str]) -> dict[str, Any]:
         "verdict": picture.verdict,
         "sides": [{**it._asdict(), "versions": it.versions} for it in picture.sides],
         "layers": picture.layers,
+        "alike": picture.alike,
         "notes": [*picture.notes, *notes],
         "sizes": [
             [it.label, it.counts, [round(share, 4) for share in it.shares]] for it in picture.sizes
         ],
         "count": len(drawn.bands.state),
+        "joined": drawn.joined,
         "parts": drawn.parts,
         "entries": picture.entries,
         "order": picture.order,

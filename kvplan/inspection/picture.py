@@ -85,6 +85,7 @@ class Picture(NamedTuple):
         summary: what the plan does, in a sentence.
         verdict: of the comparison; empty: nothing is compared.
         layers: of each step of the slider, the layer and its tensors in words.
+        alike: in how many layers the bands are the same, in words; empty: there is one.
         notes: what is odd, in sentences.
         entries: how many the destination's block table has; 0: not known.
         order: what says the place in the request: "entry" of the block table, "token", or nothing.
@@ -97,6 +98,7 @@ class Picture(NamedTuple):
     verdict: str
     sides: tuple[PictureSide, PictureSide]
     layers: tuple[tuple[str, str], ...]
+    alike: str
     notes: tuple[str, ...]
     sizes: tuple[Size, ...]
     drawn: Drawn
@@ -161,6 +163,7 @@ def _picture(name: str, old: Plan | None, new: Plan | None, compared: bool) -> P
         said,
         (_side("src", plans, marks), _side("dst", plans, marks)),
         tuple(_layers(plans, marks)),
+        _alike(plans, marks),
         tuple(_notes(plans, drawn)),
         tuple(_sizes(plans)),
         drawn,
@@ -363,6 +366,17 @@ def _layers(plans: Sequence[Plan], marks: Sequence[str]) -> Iterator[tuple[str, 
             for mark, it in zip(marks, several, strict=True)
         ]
         yield " | ".join(it[0] for it in said), " | ".join(filter(None, (it[1] for it in said)))
+
+
+def _alike(plans: Sequence[Plan], marks: Sequence[str]) -> str:
+    """`same bands in all 61`, or how many layers each of the plans has."""
+    counts = [len(it.src_layers) for it in plans]
+    if max(counts) < 2:
+        return ""
+    if min(counts) == max(counts):
+        return f"same bands in all {counts[0]}"
+    each = [plural(count, f"{mark} layer") for mark, count in zip(marks, counts, strict=True)]
+    return f"same bands in {' and '.join(each)}"
 
 
 def _layers_of(plan: Plan) -> Iterator[tuple[str, str]]:

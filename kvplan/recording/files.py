@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -83,6 +85,14 @@ class RotatingFile:
         """Write no more; idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            with suppress(OSError):  # a child that was just forked may have the file, too
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close, and leave the lock to the parent, which has the same one."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
     def _write(self, data: bytes) -> None:
@@ -99,16 +109,15 @@ class RotatingFile:
 
     def _check_free(self) -> None:
         """Keep a recording of before; refuse what is another's."""
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
+        path, *older = self._names()
+        for it in older:  # these will be renamed, and the oldest one removed
+            if (fd := _opened(it)) >= 0:
+                os.close(fd)
+        if (fd := _opened(path)) < 0:
             return
         try:
             if not _lock(fd):
                 raise invalid(f"path={self.path}: another engine records to it")
-            begin = os.read(fd, len(MAGIC))
-            if not MAGIC.startswith(begin):
-                raise invalid(f"path={self.path} exists, and is no recording")
             self._shift()
         finally:
             os.close(fd)
@@ -119,9 +128,12 @@ class RotatingFile:
         self._number += 1
         self._open()
 
+    def _names(self) -> list[Path]:
+        return [self.path, *(Path(f"{self.path}.{it}") for it in range(1, self._files))]
+
     def _shift(self) -> None:
         """Rename each file to the next number; the oldest is removed."""
-        names = [self.path, *(Path(f"{self.path}.{it}") for it in range(1, self._files))]
+        names = self._names()
         names[-1].unlink(missing_ok=True)
         for old, new in reversed([*pairwise(names)]):
             if old.exists():
@@ -137,6 +149,28 @@ class RotatingFile:
         self._nbytes = 0
         self._has_rows = False
         self._write(MAGIC + b"".join(framed(self._head(self._number), compress=False)))
+
+
+def _opened(path: Path) -> int:
+    """A recording, or a file that is empty; -1: there is none.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it is something else: a device, say, or a text.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return -1
+    is_ours = False
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        is_ours = is_file and MAGIC.startswith(os.read(fd, len(MAGIC)))
+    finally:
+        if not is_ours:
+            os.close(fd)
+    if not is_ours:
+        raise invalid(f"path={path} exists, and is no recording")
+    return fd
 
 
 def _lock(fd: int) -> bool:

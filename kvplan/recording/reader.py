@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from kvplan.recording.format import (
     DroppedRow,
     EndRow,
     EventRow,
+    Field,
     HeaderRow,
     TemplateRow,
     TransferRow,
@@ -213,7 +215,7 @@ class Reader:
                 row.operation,
                 _status(row.status),
                 row.error,
-                row.fields,
+                {name: _finite(it) for name, it in row.fields.items()},
             )
         if isinstance(row, TemplateRow):
             self._templates[row.number] = row
@@ -226,6 +228,11 @@ class Reader:
     def _number(self) -> int:
         self._count += 1
         return self._count - 1
+
+
+def _finite(value: Field) -> Field:
+    """As it is, but what JSON has no number for as text."""
+    return value if not isinstance(value, float) or isfinite(value) else str(value)
 
 
 def _rotated(path: Path) -> list[Path]:

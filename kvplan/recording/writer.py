@@ -357,6 +357,7 @@ class Recorder:
         """In a child: its parent records, and may have held a lock at the time."""
         self._ended = True
         self._mutex = threading.RLock()
+        self._file.leave_to_parent()
 
 
 def _field(value: object) -> object:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
-from kvplan.cli.top import compared, rendered
+from kvplan.cli.top import checked, compared, rendered
 from kvplan.control.status_socket import Answer, read_all
 from tests.cli.test_command import command
 
@@ -160,3 +160,30 @@ def test_once_and_json(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
     misused = command("top", "--interval", "0")
     assert misused.returncode == 2
     assert "0.1<=x<=3600" in misused.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seconds": "now"},
+        {"links": [{}]},
+        {"operations": {"pull_blocks": None}},
+        {"command": [1]},
+        {"caches": 7},
+        {"in_flight": [[]]},
+    ],
+    ids=json.dumps,
+)
+def test_who_says_something_else_is_no_engine(changes: dict[str, Any]) -> None:
+    impostor = checked(Answer(9, document(**changes), ""))
+    text = shown([impostor, checked(Answer(10, document(), ""))])
+    assert "process 9: it says what no engine says: " in text
+    assert "serve.py" in text
+
+
+def test_nothing_that_an_engine_says_commands_the_terminal() -> None:
+    escape = "\x1b[2J"
+    said = document(role=escape, command=[escape], listen_address=escape)
+    said["links"][0] |= dict.fromkeys(("state", "transport", "way", "last_error"), escape)
+    said["in_flight"][0] |= dict.fromkeys(("operation", "tag"), escape)
+    assert "\x1b" not in shown([checked(Answer(10, said, "")), Answer(11, None, escape)])

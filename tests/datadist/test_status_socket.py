@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from textwrap import dedent
+from time import sleep
 from typing import Any
 
 import pytest
@@ -160,3 +162,35 @@ def test_another_user_who_takes_such_a_name_is_not_believed() -> None:
         assert os.waitpid(child, 0)[1] == 0
         before = read_all(timeout_s=0.1)
         assert [it for it in before if it.pid == child] == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (b"[" * 100_000, "recursion"),
+        (b'{"schema_version": NaN}', "malformed"),
+        (b"\xff", "malformed"),
+        (b"", "truncated"),
+        (b"[]", "another version"),
+        (b" ", "no answer within 0.1 s"),  # again and again, and never the rest
+    ],
+)
+def test_a_program_that_says_something_else_is_refused_in_time(sent: bytes, error: str) -> None:
+    name = f"kvplan-status-{os.geteuid()}-{os.getpid()}-9-impostor"
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as program:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def talk() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(BrokenPipeError):
+                connection.sendall(sent)
+                while sent == b" ":
+                    connection.sendall(sent)
+                    sleep(0.01)  # far below the time limit of one read
+
+        talking = program.submit(talk)
+        (answer,) = (it for it in read_all(timeout_s=0.1) if it.pid == os.getpid())
+        assert answer.document is None
+        assert error in answer.error.lower()
+        talking.result()

@@ -140,7 +140,7 @@ def one_wrong(change: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "holds"),
     [
-        (lambda row, right, source: row.fill(0), "zeros: nothing was ever written there"),
+        (lambda row, right, source: row.fill(0), "zeros, as if nothing was ever written there"),
         (lambda row, right, source: row.view(np.uint8).fill(255), "0xff alone"),
         (
             lambda row, right, source: np.copyto(row, right[3][21]),
@@ -171,6 +171,78 @@ def test_what_the_bytes_are_instead_is_recognized(change: Any, holds: str) -> No
     assert first.holds == holds
     assert first.as_planned is False
     assert (first.layer, first.kv) == (1, "V")
+
+
+def test_zeros_that_the_plan_has_copied_were_written() -> None:
+    """Prefill has not computed the block yet: the transfer is not what is wrong."""
+    source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
+    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    right = moved(plan, source, empty)
+    source[2][9] = 0
+    first = locate(right, moved(plan, source, empty), plan, source=source).first
+    assert first is not None
+    assert (first.row, first.holds, first.as_planned) == (2, "zeros", True)
+
+
+def test_a_block_of_which_some_tokens_are_not_the_sources_was_not_copied_as_planned() -> None:
+    """The plan is wrong, and a later transfer wrote the last tokens of the same block."""
+    source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
+    right = plan_pull_blocks(NHD, NHD, SRC, DST)
+    wrong = plan_pull_blocks(NHD, NHD, [5, 4, 9, 12, 13], DST)
+    found = moved(wrong, source, empty)
+    found[0][7, 12:] = source[0][6, 12:]
+    first = locate(moved(right, source, empty), found, wrong, source=source).first
+    assert first is not None
+    assert (first.row, first.tokens, first.holds) == (7, (0, 15), "")
+    assert first.as_planned is False
+
+
+def test_all_bytes_are_those_of_the_block_that_is_named() -> None:
+    """Not of the first head that starts alike: blocks of one template do."""
+
+    def change(row: Any, right: Any, source: Any) -> None:
+        source[3][29, 0] = source[3][30, 0]
+        np.copyto(row, source[3][30])
+
+    assert one_wrong(change).holds == "what lies in block 30 at the source, not of this request"
+
+
+def test_what_lies_behind_the_last_token_is_not_of_the_request() -> None:
+    source = filled(NHD, 1)
+    plan = plan_pull_blocks(NHD, NHD, [3, 4], [7, 8], num_tokens=18, src_token=4, dst_token=4)
+    target = filled(NHD, 2)
+    right = moved(plan, source, target)
+    for token in (3, 16 + 6):  # the last before the request, the first behind it
+        found = [it.copy() for it in right]
+        found[0][7, 5] = right[0][[7, 8][token // 16], token % 16]
+        first = locate(right, found, plan).first
+        assert first is not None
+        assert (first.tokens, first.holds) == ((5, 5), "")
+
+
+def test_tensors_of_a_layer_without_names_have_numbers() -> None:
+    desc = CacheDesc(4, (8, 64), DataType.DT_FLOAT16)
+    source = filled(desc, 1)
+    plan = plan_pull_blocks(desc, desc, [1, 2], [5, 6])
+    found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 4)
+    found[1][5] = found[0][5]
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.layer, first.tensor, first.row) == (0, 1, 5)
+    assert first.holds == "what is expected of layer 0, in dst tensor 0"
+
+
+def test_heads_that_share_a_byte_are_not_named() -> None:
+    """Of 4 bits an element; the token is found all the same."""
+    desc = CacheDesc(2, (8, 4, 2, 3), DataType.DT_INT4, kv_tensor_format="NHD")
+    source = [np.arange(96, dtype=np.uint8) + tensor for tensor in range(2)]
+    plan = plan_pull_blocks(desc, desc, [1], [5])
+    found = moved(plan, source, [np.zeros(96, np.uint8)] * 2)
+    found[1][5 * 12 + 3 * 2] += 100
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.kv, first.heads, first.tokens, first.row) == ("V", None, (2, 2), 5)
+    assert first.holds == ""  # one byte is always one value alone
 
 
 def test_slots_and_opaque_rows() -> None:
@@ -227,6 +299,15 @@ def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
     assert (first.tokens, first.row, first.holds) == (None, 6, "what is expected in block 5")
 
 
+def test_a_block_that_is_copied_to_two_is_no_mistake() -> None:
+    plan = plan_copy_blocks(NHD, {1: [5, 6]})
+    found = moved(plan, source := filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4)
+    found[0][6] = 0
+    text = str(replay(plan, source, found))
+    assert "from block 1 of src tensor 0\n" in text
+    assert "more than once" not in text
+
+
 def test_layers_have_their_numbers_in_the_model() -> None:
     desc = CacheDesc(
         4,
@@ -255,6 +336,8 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
         locate(right, right, plan, atol=-1)
     with pytest.raises(TypeError, match=r"expected\[0\]=list must be a NumPy array"):
         locate([[1.0]] * 4, right, plan)
+    with pytest.raises(TypeError, match=r"expected\[0\] has Python objects: an array of object"):
+        locate([right[0].astype(object)] * 4, right, plan)
     with pytest.raises(TypeError, match="found=ndarray must be a sequence of tensors"):
         locate(right, np.zeros(4), plan)
     numbers = CacheDesc(4, (32, 16, 4, 8), DataType.DT_INT8, kv_tensor_format="NHD")

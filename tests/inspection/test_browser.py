@@ -278,6 +278,21 @@ def test_a_block_is_found_among_thousands(page: Page) -> None:
     page.until(lambda: "all 4,096 runs" in page.one("#shown").text)
 
 
+def test_runs_that_were_joined_are_not_said_to_be_one(page: Page) -> None:
+    """A mark of them knows its first and last blocks, and not which lie between."""
+    rng = np.random.default_rng(1)
+    desc = CacheDesc(2, (1 << 16, 1, 1, 8), FP16, kv_tensor_format="NHD")
+    plan = plan_pull_blocks(desc, desc, *(rng.permutation(1 << 16)[:20_000] for _ in range(2)))
+    assert plan.tables is not None
+    assert plan.segments.num_runs > 16384
+    page.open(plan)
+    assert f"all {plan.segments.num_runs:,} runs, 126 neighbours" in page.one("#shown").text
+    page.one("#block").send_keys(f"{plan.tables.src[7]}{Keys.ENTER}")
+    page.until(lambda: "were joined to be drawn" in page.one("#answer").text)
+    page.one("#strip svg").send_keys("+")
+    page.until(lambda: " of 10,000, " in page.one("#shown").text)
+
+
 def test_a_difference_is_read_without_colour(page: Page) -> None:
     page.open(SMALL, diff=SWAPPED)
     assert page.one("#verdict").text == (

@@ -196,13 +196,18 @@ def test_only_so_many_lines() -> None:
 
 
 def test_only_tensors_that_there_are_are_mentioned() -> None:
-    def change(num_tensors: int) -> str:
-        desc = CacheDesc(num_tensors, (8, 4), DataType.DT_INT8)
-        old, new = (plan_pull_blocks(desc, desc, [block], [1]) for block in (0, 2))
+    def change(before: int, after: int) -> str:
+        old, new = (
+            plan_pull_blocks(desc, desc, [block], [1])
+            for block, count in ((0, before), (2, after))
+            for desc in [CacheDesc(count, (8, 4), DataType.DT_INT8)]
+        )
         return old.diff(new)
 
-    assert "more" not in change(1)
-    assert "  (same change in 1 more tensor)\n" in change(2)
+    assert "more" not in change(1, 1)
+    assert "  (same change in 1 more tensor)\n" in change(2, 2)
+    assert "  (same change in 3 more tensors; 4 tensors in the new plan alone)\n" in change(4, 8)
+    assert "  (3 tensors in the old plan alone)\n" in change(4, 1)
 
 
 def test_names_are_no_difference() -> None:

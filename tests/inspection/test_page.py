@@ -148,6 +148,8 @@ def test_what_is_odd_is_said_in_words() -> None:
     assert notes(plan_push_blocks(DESC, DESC, [1, 1, 2, 2], [1, 2, 4, 6]))[0] == (
         "Source block 1 is read 2 times, and 1 more are: is the block table right?"
     )
+    large = CacheDesc(4, (16, 64, 8, 128), FP16, kv_tensor_format="NHD")
+    assert notes(plan_pull_blocks(DESC, large, [5, 2, 9, 1], [3])) == []  # runs, and no blocks
     assert notes(plan_copy_blocks(DESC, {1: [2, 3]})) != []
     assert notes(plan_pull_blocks(DESC, DESC, [1, 2], [4, 5]), notes=["The lease is stale."]) == [
         "The lease is stale."
@@ -159,6 +161,22 @@ def test_a_comparison_says_what_is_no_longer_so() -> None:
     assert notes(PLAN, diff=plan) == [
         "No longer so: Alone: 1 of 2 runs is one block, which has no neighbour at both ends."
     ]
+
+
+def test_layers_are_counted_that_each_plan_has() -> None:
+    one, two, three = (
+        plan_pull_blocks(desc, desc, [4], [7])
+        for layers in (1, 2, 3)
+        for desc in [CacheDesc(2 * layers, (16, 16, 8, 128), FP16, kv_tensor_format="NHD")]
+    )
+
+    def alike(plan: Plan, other: Plan | None = None) -> str:
+        (picture,) = embedded(plan.to_html(diff=other))
+        return str(picture["alike"])
+
+    assert (alike(one), alike(two)) == ("", "same bands in all 2")
+    assert alike(two, two) == "same bands in all 2"
+    assert alike(one, three) == "same bands in 1 old layer and 3 new layers"
 
 
 def test_sizes_are_counted() -> None:

@@ -312,7 +312,20 @@ def pull(
         (pull([4, 6, 3, 1]), "src_blocks are others from src_blocks[2] on"),
         (pull([*TABLE, 3], [7, 8, 5, 1, 2]), "1 block more at the end of both block tables"),
         (pull([4, 6], [7, 8]), "2 blocks fewer at the end of both block tables"),
-        (pull(num_tokens=50), "num_tokens is 50, and was None"),
+        (pull(num_tokens=50), "num_tokens is 50, and was not given"),
+        (
+            pull([4, 9, 6, 2], num_tokens=50),
+            "num_tokens is 50, and was not given; src_blocks[1] and src_blocks[2] are swapped (6 "
+            "and 9)",
+        ),
+        (
+            pull([4, 9, 2, 11], num_tokens=50),
+            "num_tokens is 50, and was not given; src_blocks are others from src_blocks[1] on",
+        ),
+        (
+            pull([4, 9, 6, 2], [9, 1, 5, 3], num_tokens=50),
+            "num_tokens is 50, and was not given; the block tables differ as well",
+        ),
     ],
 )
 def test_what_was_done_to_a_table(new: Plan, cause: str) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -287,6 +288,50 @@ def test_what_is_no_recording_is_refused(tmp_path):
         read(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError):
         recorder(tmp_path / "no" / "folder" / "a.kvrec")
+
+
+@pytest.mark.parametrize("older", ["", ".1", ".2"])
+def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
+    """A recording that rotates would: not even one beside it may be anything else."""
+    path = tmp_path / "a.kvrec"
+    other = Path(f"{path}{older}")
+    other.write_text("my notes")
+    with refused("LLM_PARAM_INVALID", f"{other} exists, and is no recording"):
+        recorder(path, files=3)
+    assert [*tmp_path.iterdir()] == [other]
+    other.unlink()
+    os.mkfifo(other)
+    with refused("LLM_PARAM_INVALID", f"{other} exists, and is no recording"):
+        recorder(path, files=3)
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device")
+def test_a_device_is_no_recording(tmp_path):
+    device = tmp_path / "null"
+    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    with refused("LLM_PARAM_INVALID", "exists, and is no recording"):
+        recorder(device)
+    assert [*tmp_path.iterdir()] == [device]
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_file(tmp_path):
+    path = tmp_path / "a.kvrec"
+    reading, writing = os.pipe()
+    with recorder(path) as it:
+        record(it, PLAN, "first")
+        if not (child := os.fork()):
+            os.close(writing)
+            os.read(reading, 1)  # until the parent has recorded again
+            os._exit(0)
+    try:
+        with recorder(path) as it:
+            record(it, PLAN, "second")
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
+    assert tags(path) == ["second"]
 
 
 def test_a_recording_of_before_is_kept(tmp_path):
