@@ -205,7 +205,7 @@ class Mapped(HostMemory):
             raise LLMException("it has gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
-def run(copied: str) -> tuple[Mapped, LLMException | None]:
+def run(copied: str, timeout_ms: Any = None) -> tuple[Mapped, LLMException | None]:
     """Execute a small request, of which the copy ends so."""
     (source, src), (target, dst) = cache(6), cache(6)
     mapped = Mapped(src, copied)
@@ -213,7 +213,7 @@ def run(copied: str) -> tuple[Mapped, LLMException | None]:
         bound = transfers.rows.bind("pull_blocks", "B2B", source, target, mapped, dst, [5], [0])
         assert bound is not None
         try:
-            transfers.execute(bound[0], mapped, dst, None, bound[1])
+            transfers.execute(bound[0], mapped, dst, timeout_ms, bound[1])
         except LLMException as error:
             return mapped, error
     return mapped, None
@@ -222,6 +222,12 @@ def run(copied: str) -> tuple[Mapped, LLMException | None]:
 def test_a_small_request_is_copied_at_once() -> None:
     mapped, error = run("done")
     assert (mapped.checks, error) == (0, None)
+
+
+@pytest.mark.parametrize("timeout_ms", [10**400, -1, float("nan"), "5"])
+def test_a_deadline_that_is_none_is_refused_though_no_clock_is_read(timeout_ms: Any) -> None:
+    with pytest.raises((OverflowError, ValueError, TypeError)):
+        run("done", timeout_ms)
 
 
 def test_one_that_is_refused_has_written_nothing() -> None:
