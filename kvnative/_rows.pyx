@@ -174,7 +174,10 @@ cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
     cdef Py_ssize_t i
     if type(rows).__name__ != "ndarray":  # of a masked array not all entries count
         return False
-    PyObject_GetBuffer(rows, &column, PyBUF_FULL_RO)
+    try:
+        PyObject_GetBuffer(rows, &column, PyBUF_FULL_RO)
+    except (BufferError, ValueError):  # of dates, say, or strings of any length
+        return False
     try:
         letter = column.format
         if letter is NULL or column.itemsize != 8 or column.ndim != 1 or column.shape[0] != count:

@@ -44,6 +44,9 @@ SMALL_NBYTES: Final = 64 << 10
 """At most so much is copied by the calling thread with no task made: 3 us, at 20 GB/s."""
 
 _NUMBERS: Final = (int, float)
+_LONG_MS: Final = (
+    1 << 63
+)  # an int beyond every float is refused as other numbers are: by the executor
 _NONE = np.empty(0, dtype=np.uint64)
 
 
@@ -187,7 +190,9 @@ class Transfers:
         if (
             descriptors is not None
             and descriptors.total_nbytes <= SMALL_NBYTES
-            and (timeout_ms is None or (type(timeout_ms) in _NUMBERS and timeout_ms >= 0))
+            and (
+                timeout_ms is None or (type(timeout_ms) in _NUMBERS and 0 <= timeout_ms < _LONG_MS)
+            )
         ):
             copied = self._copy_now(descriptors, src, dst)
             if copied == "done":

@@ -76,6 +76,25 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     assert bound[0].explain() == plan.explain()
 
 
+ODD = [
+    np.array([1, 2], dtype=it)
+    for it in ("m8[s]", "M8[s]", ">i8", "u8", "i4", "f8", "c16", "g", "O", "S8", "U2")
+]
+ODD += [np.array([(1,), (2,)], dtype=[("a", it)]) for it in ("i8", "m8[s]")]
+ODD += [np.ma.array([1, 2], mask=[True, False]), np.array([True, False]), np.ones((2, 1), np.int64)]
+if hasattr(np.dtypes, "StringDType"):
+    ODD.append(np.array(["1", "2"], dtype=np.dtypes.StringDType()))
+
+
+@pytest.mark.parametrize("table", ODD, ids=lambda it: str(it.dtype))
+def test_an_array_that_is_no_block_table_of_int64_is_left_to_the_planner(table: Any) -> None:
+    """Those too that have no buffer."""
+    (source, src), (target, dst) = cache(5), cache(4)
+    for src_rows, dst_rows in ((table, [1, 2]), ([1, 2], table)):
+        arguments = "pull_blocks", "B2B", source, target, src, dst, src_rows, dst_rows
+        assert RowRequests().bind(*arguments) is None
+
+
 def test_a_slot_is_a_row() -> None:
     (source, src), (target, dst) = cache(5, paged=False), cache(4, paged=False)
     requests = RowRequests()
@@ -186,7 +205,7 @@ class Mapped(HostMemory):
             raise LLMException("it has gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
-def run(copied: str) -> tuple[Mapped, LLMException | None]:
+def run(copied: str, timeout_ms: Any = None) -> tuple[Mapped, LLMException | None]:
     """Execute a small request, of which the copy ends so."""
     (source, src), (target, dst) = cache(6), cache(6)
     mapped = Mapped(src, copied)
@@ -194,7 +213,7 @@ def run(copied: str) -> tuple[Mapped, LLMException | None]:
         bound = transfers.rows.bind("pull_blocks", "B2B", source, target, mapped, dst, [5], [0])
         assert bound is not None
         try:
-            transfers.execute(bound[0], mapped, dst, None, bound[1])
+            transfers.execute(bound[0], mapped, dst, timeout_ms, bound[1])
         except LLMException as error:
             return mapped, error
     return mapped, None
@@ -203,6 +222,12 @@ def run(copied: str) -> tuple[Mapped, LLMException | None]:
 def test_a_small_request_is_copied_at_once() -> None:
     mapped, error = run("done")
     assert (mapped.checks, error) == (0, None)
+
+
+@pytest.mark.parametrize("timeout_ms", [10**400, -1, float("nan"), "5"])
+def test_a_deadline_that_is_none_is_refused_though_no_clock_is_read(timeout_ms: Any) -> None:
+    with pytest.raises((OverflowError, ValueError, TypeError)):
+        run("done", timeout_ms)
 
 
 def test_one_that_is_refused_has_written_nothing() -> None:

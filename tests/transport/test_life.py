@@ -66,8 +66,7 @@ def test_a_kill_is_seen_as_soon_as_the_process_can_be_waited_for() -> None:
 def test_another_program_is_not_the_one_that_lived() -> None:
     """The word is marked by execve, though the process goes on."""
     program = """
-        import select
-        select.select([0], [], [])
+        sys.stdin.readline()
         os.execv(sys.executable, [sys.executable, "-c", "print('another', flush=True); input()"])
     """
     with owner(program) as (process, peer, words):
@@ -148,8 +147,12 @@ def test_without_a_word_the_system_is_asked() -> None:
 
 def test_a_table_that_is_closed_says_nothing_of_its_owner() -> None:
     """Then the system is asked, and finds no such descriptor."""
-    with owner("table.close(); print('closed', flush=True)") as (process, peer, words):
+    program = "sys.stdin.readline(); table.close(); print('closed', flush=True)"
+    with owner(program) as (process, peer, words):
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write("close\n")  # it is held from here by now
+        process.stdin.flush()
         assert process.stdout.readline() == "closed\n"
         with pytest.raises(ProcessLookupError, match="has closed its transport"):
             peer.check(words)
@@ -216,3 +219,83 @@ def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
             check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
+
+
+@pytest.mark.skipif("thread" in os.environ.get("KVPLAN_SANITIZE", ""), reason="it refuses the handler")
+def test_a_kill_while_a_table_is_closed_leaves_no_word_that_says_that_it_lives() -> None:
+    """It is killed as it writes its word: nobody would mark one that is in no list any more."""
+    program = """
+        import ctypes, signal
+        libc, page = ctypes.CDLL(None), ctypes.c_void_p(table.address & -os.sysconf("SC_PAGESIZE"))
+
+        @ctypes.CFUNCTYPE(None, ctypes.c_int)
+        def die(number):
+            libc.mprotect(page, 1, 3)  # the kernel may write it again
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        libc.signal(signal.SIGSEGV, die)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        libc.mprotect(page, 1, 1)
+        table.close()
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        assert peer.check(words) == -1
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.wait() == -signal.SIGKILL
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            peer.check(words)
+
+
+def test_more_tables_than_the_kernel_marks() -> None:
+    """It walks 2048 words; of tables behind them the system is asked."""
+    program = """
+        import resource
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        more = [GenerationTable(4) for _ in range(2048 if most > 3000 else 0)]
+        print(len(more), flush=True)
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdout is not None
+        if process.stdout.readline() == "0\n":
+            pytest.skip("too few descriptors are allowed")
+        assert peer.check(words) == -1
+        process.kill()
+        process.wait()
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            peer.check(words)
+
+
+def test_the_child_of_a_fork_without_handlers_has_a_word_of_its_own() -> None:
+    """Of clone(2) or _Fork(3): what the parent knew of its thread is not true of the child."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "_Fork"):
+        pytest.skip("glibc before 2.34")
+    program = """
+        import ctypes, signal
+        child = ctypes.PyDLL(None)._Fork()
+        if not child:
+            table = GenerationTable(4)
+            print(os.getpid(), table.fd, table.inode, *table.take(), flush=True)
+            signal.pause()
+    """
+    with owner(program) as (process, _, _):
+        assert process.stdout is not None
+        child, fd, inode, slot, generation = map(int, process.stdout.readline().split())
+        peer = Peer(child)
+        peer.attach(fd, inode, SLOTS)
+        words = np.array([slot, generation], np.uint64).tobytes()
+        try:
+            assert peer.check(words) == -1
+        finally:
+            os.kill(child, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(peer.pidfd, select.POLLIN)
+        poll.poll()
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            peer.check(words)

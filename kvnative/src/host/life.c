@@ -12,7 +12,12 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static struct robust_list_head head; /* of the keeper's list; a circle, through here */
 static uint32_t keeper;              /* its thread id; 0: there is none */
+static unsigned held;                /* words in the list */
+static pid_t owner;                  /* the process that `state` is of */
 static enum { NONE, STARTING, STARTED, IMPOSSIBLE } state = NONE;
+
+/* As many as the kernel walks (ROBUST_LIST_LIMIT of its futex.h): it marks no word behind them. */
+enum { MOST_HELD = 2048 };
 
 /* A store of one word each: the kernel may walk the list at any time. */
 static void set_next(struct robust_list *node, struct robust_list *next)
@@ -41,9 +46,21 @@ static void *keep(void *unused)
     return NULL;
 }
 
+/* The keeper is the parent's, and its words with it. */
+static void forget(void)
+{
+    state = NONE;
+    keeper = 0;
+    held = 0;
+}
+
 /* With the mutex held: whether there is a keeper. */
 static int has_keeper(void)
 {
+    if (owner != getpid()) { /* the child of a fork that runs no handlers: clone(2), _Fork(3) */
+        forget();
+        owner = getpid();
+    }
     if (state == NONE) {
         pthread_t thread;
         pthread_attr_t attributes;
@@ -68,11 +85,9 @@ static int has_keeper(void)
 static void before_fork(void) { pthread_mutex_lock(&mutex); }
 static void after_in_parent(void) { pthread_mutex_unlock(&mutex); }
 
-/* The keeper is the parent's, and its words with it. */
 static void after_in_child(void)
 {
-    state = NONE;
-    keeper = 0;
+    forget();
     pthread_mutex_init(&mutex, NULL);
     pthread_cond_init(&changed, NULL);
 }
@@ -84,10 +99,11 @@ void kvn_life_begin(kvn_life *life)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, handle_forks);
     pthread_mutex_lock(&mutex);
-    if (has_keeper()) {
+    if (has_keeper() && held < MOST_HELD) {
         atomic_store(&life->word, keeper); /* first: what is in the list is marked */
         set_next(&life->node, head.list.next);
         set_next(&head.list, &life->node);
+        held++;
     }
     pthread_mutex_unlock(&mutex);
 }
@@ -95,11 +111,13 @@ void kvn_life_begin(kvn_life *life)
 void kvn_life_end(kvn_life *life)
 {
     pthread_mutex_lock(&mutex);
-    if (state == STARTED)
+    if (state == STARTED && owner == getpid())
         for (struct robust_list *it = &head.list; it->next != &head.list; it = it->next)
             if (it->next == &life->node) {
-                set_next(it, life->node.next);
+                /* First, as the process may be killed in between: nobody marks what is in no list. */
                 atomic_store(&life->word, 0);
+                set_next(it, life->node.next);
+                held--;
                 break;
             }
     pthread_mutex_unlock(&mutex);

@@ -6,8 +6,8 @@
  * before the process can be waited for, and before its pidfd polls readable: who sees a word that is
  * not marked sees a process that lived then, and that ran the program which has made the word.
  *
- * Where there can be no keeper (no thread to be had, an emulator without robust futexes) the word
- * stays KVN_LIFE_UNKNOWN, and the system has to be asked. */
+ * Where there can be no keeper (no thread to be had, an emulator without robust futexes), and of
+ * more words than the kernel marks, the word stays KVN_LIFE_UNKNOWN, and the system has to be asked. */
 #ifndef KVN_LIFE_H
 #define KVN_LIFE_H
 
