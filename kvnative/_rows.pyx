@@ -1,14 +1,19 @@
 """Whole rows between two memories: the addresses are checked once, and each request is lowered."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_FULL_RO,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from cpython.long cimport PyLong_AsLongLong
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 
 from kvnative._crossing cimport acquire_uint64
-from kvnative._lower cimport Descriptors, lower_recipe
+from kvnative._lower cimport lower_recipe
 from kvnative._lower_c cimport kvn_recipe
 
 __all__ = ["Rows"]

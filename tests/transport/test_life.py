@@ -221,7 +221,24 @@ def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
 
 
-@pytest.mark.skipif("thread" in os.environ.get("KVPLAN_SANITIZE", ""), reason="it refuses the handler")
+def test_its_thread_starts_where_libraries_have_much_of_their_own_for_each_thread() -> None:
+    """It lies on the stack, which is small otherwise."""
+    program = f"""
+        import ctypes
+        from kvnative._host import GenerationTable
+        table = GenerationTable({SLOTS})
+        print(ctypes.c_uint32.from_address(table.address + {WORD}).value != 0)
+    """
+    settings = {"GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=1000000"}
+    said = subprocess.check_output(
+        [sys.executable, "-c", dedent(program)], env=os.environ | settings, text=True
+    )
+    assert said == "True\n"
+
+
+@pytest.mark.skipif(
+    "thread" in os.environ.get("KVPLAN_SANITIZE", ""), reason="it refuses the handler"
+)
 def test_a_kill_while_a_table_is_closed_leaves_no_word_that_says_that_it_lives() -> None:
     """It is killed as it writes its word: nobody would mark one that is in no list any more."""
     program = """

@@ -1,5 +1,6 @@
 #include "host/life.h"
 
+#include <errno.h>
 #include <limits.h>
 #include <pthread.h>
 #include <signal.h>
@@ -72,7 +73,14 @@ static int has_keeper(void)
         pthread_attr_setstacksize(&attributes, PTHREAD_STACK_MIN + 4 * (size_t)page);
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        if (pthread_create(&thread, &attributes, keep, NULL) != 0)
+        int failed = pthread_create(&thread, &attributes, keep, NULL);
+        if (failed == EINVAL) { /* the libraries' thread-local storage is on the stack too: too much */
+            pthread_attr_destroy(&attributes);
+            pthread_attr_init(&attributes);
+            pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+            failed = pthread_create(&thread, &attributes, keep, NULL);
+        }
+        if (failed)
             state = NONE; /* the next time, perhaps */
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         pthread_attr_destroy(&attributes);
