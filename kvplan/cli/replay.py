@@ -9,7 +9,7 @@ from zipfile import BadZipFile
 
 import click
 
-from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.common import ExitCode, console, json_option, printable, write_json
 from kvplan.cli.plans import plan_argument
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def command(
         differences = [_as_json(it) for it in result.differences]
         write_json({"schema_version": SCHEMA_VERSION, "differences": differences})
     else:
-        console().print(str(result))
+        for line in result.lines():
+            console().print(printable(line))
     return ExitCode.DIFFERENT if result else ExitCode.OK
 
 
