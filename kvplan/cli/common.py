@@ -61,15 +61,21 @@ def printable(text: str) -> str:
     return "".join(it if it.isprintable() else "?" for it in " ".join(text.splitlines()))
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False, fitted: bool = False) -> Console:
     """Where tables and colours go: rich leaves colours out without a terminal, and for NO_COLOR.
 
     What is printed is data: brackets in it are not markup, `:name:` no emoji, numbers not lit up.
+    One that is `fitted` is as wide as the terminal: what fills the screen has to know its lines.
     """
     from rich.console import Console  # not what prints plain text or JSON
 
     return Console(
-        stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, width=_WIDTH
+        stderr=stderr,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=not fitted,
+        width=None if fitted else _WIDTH,
     )
 
 

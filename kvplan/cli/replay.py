@@ -87,7 +87,7 @@ def command(
         differences = [_as_json(it) for it in result.differences]
         write_json({"schema_version": SCHEMA_VERSION, "differences": differences})
     else:
-        write_lines(str(result).splitlines())
+        write_lines(result.lines())
     return ExitCode.DIFFERENT if result else ExitCode.OK
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
@@ -19,6 +20,7 @@ from kvplan.inspection.units import nbytes_text
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 SCHEMA_VERSION: Final = 1
 _SHOWN_IN_FLIGHT: Final = 12
@@ -167,18 +169,34 @@ def command(
             silent = [{"pid": it.pid, "error": it.error} for it in after if it.document is None]
             write_json({"schema_version": SCHEMA_VERSION, "engines": engines, "silent": silent})
         else:
-            console().print(rendered(found, after))
+            console().print(page(found, after))
         return ExitCode.OK
-    from rich.live import Live
-
-    first = rendered(compared([], before), before)
-    with suppress(KeyboardInterrupt), Live(first, console=console(), screen=True) as live:
+    with suppress(KeyboardInterrupt), _shown() as show:
+        show(page(compared([], before), before))
         while True:
             time.sleep(interval)
             after = look()
-            live.update(rendered(compared(before, after), after), refresh=True)
+            show(page(compared(before, after), after))
             before = after
     return ExitCode.OK
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[Text], object]]:
+    """Show one page after the other: on a terminal in place of the one before."""
+    out = console(fitted=True)
+    if not out.is_terminal:
+
+        def write(page: Text) -> None:
+            out.file.write(f"{page.plain}\n\n")
+            out.file.flush()
+
+        yield write
+        return
+    from rich.live import Live
+
+    with Live(console=out, screen=True) as live:
+        yield partial(live.update, refresh=True)
 
 
 def checked(answer: Answer) -> Answer:
@@ -265,6 +283,19 @@ def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None
     bounds = [(bound, count) for bound, count in buckets.items() if bound is not None]
     reached = [bound for bound, count in sorted(bounds) if count >= fraction * total]
     return reached[0] * 1e6 if reached else float("inf")
+
+
+def page(engines: Sequence[Engine], answers: Sequence[Answer]) -> Text:
+    """What is printed: its lines are as long as they need, and a narrow terminal wraps them."""
+    from rich.text import Text
+
+    out = console()
+    with out.capture() as printed:
+        out.print(rendered(engines, answers))
+    lines = Text.from_ansi(printed.get()).split("\n")
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
 
 
 def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:

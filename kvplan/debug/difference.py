@@ -155,5 +155,10 @@ class Located:
         """Of the first group in which something is wrong; None: nothing is."""
         return next((it.first for it in self.differences if it.first is not None), None)
 
+    def lines(self) -> Iterator[str]:
+        """What it says, for people."""
+        for it in self.differences:
+            yield from it.lines()
+
     def __str__(self) -> str:
-        return "\n".join(line for it in self.differences for line in it.lines())
+        return "\n".join(self.lines())

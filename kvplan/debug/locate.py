@@ -137,11 +137,13 @@ def _compare(
     best: tuple[tuple[int, ...], int, Cells] | None = None
     for tensor in range(plan.dst.num_tensors):
         differs = _differing(expected[tensor], found[tensor], unit, same)
-        written = np.zeros(len(differs) + 1, np.int32)
+        if not differs.any():
+            continue
+        written = np.zeros(len(differs) + 1, np.int8)  # no byte is written twice
         for _, start in (it for it in places if it[0] == tensor):
             np.add.at(written, starts + start // unit, 1)
             np.add.at(written, ends + start // unit, -1)
-        is_written = np.cumsum(written[:-1]) > 0
+        is_written = np.cumsum(written[:-1], dtype=np.int8) > 0
         elsewhere += int(np.count_nonzero(differs & ~is_written)) * unit
         offsets = np.flatnonzero(differs & is_written) * unit
         if not len(offsets):
@@ -178,12 +180,11 @@ def _compare(
 
 def _differing(expected: Bytes, found: Bytes, unit: int, same: Same) -> NDArray[np.bool_]:
     """Which units of a tensor differ."""
-    step = max(CHUNK // unit, 1) * unit
-    parts = [
-        ~same(
-            expected[start : start + step].reshape(-1, unit),
-            found[start : start + step].reshape(-1, unit),
-        )
-        for start in range(0, len(found), step)
-    ]
-    return np.concatenate(parts)
+    differs = np.zeros(len(found) // unit, np.bool_)
+    step = max(CHUNK // unit, 1)
+    for begin in range(0, len(differs), step):
+        bytes_of = slice(begin * unit, (begin + step) * unit)
+        a, b = expected[bytes_of], found[bytes_of]
+        if not np.array_equal(a, b):
+            differs[begin : begin + step] = ~same(a.reshape(-1, unit), b.reshape(-1, unit))
+    return differs

@@ -38,7 +38,8 @@ def to_html(
     made = pictures(plan, other)
     document = _document(plan, made, other, notes)
     if path is not None:
-        Path(path).write_text(document, encoding="utf-8")
+        # A name that was read may have half a surrogate pair.
+        Path(path).write_text(document, encoding="utf-8", errors="replace")
     return document
 
 

@@ -17,7 +17,7 @@ from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import INT64_MAX, check_type, check_width, shown
+from kvplan.validation import INT64_MAX, check_index, check_type, check_width, shown
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -53,6 +53,10 @@ def from_dict(document: dict[str, Any]) -> Plan:
     except (TypeError, ValueError) as error:
         raise invalid(f"document is not a plan: {error}") from None
     check_invariants(plan)
+    if plan.tables is not None:
+        for name in ("src", "dst"):
+            for row in getattr(plan.tables, name).tolist():
+                check_index(f"tables.{name}", row, getattr(plan, name).count)
     return plan
 
 

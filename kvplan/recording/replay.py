@@ -25,6 +25,9 @@ Execute = Callable[[AnyPlan, HostMemory, HostMemory], None]
 MAX_NBYTES: Final = 2 << 30
 """That a plan may move to be executed again: it takes four times as much."""
 
+MAX_TENSORS: Final = 1 << 16
+"""Of the caches: each takes memory of its own, however little of it is moved."""
+
 _TILE_NBYTES: Final = 65_521  # a prime: no row's stride is a multiple of it
 _TILE: Final = np.tile(np.random.default_rng(1).integers(1, 256, _TILE_NBYTES, dtype=np.uint8), 2)
 _WHOLE: Final = 256 << 20  # caches up to this are compared byte for byte
@@ -64,6 +67,9 @@ def replay(plan: AnyPlan | None, *, within: bool = False, native: Execute = exec
             skipped=f"it moves {nbytes_text(plan.nbytes)}, more than {nbytes_text(MAX_NBYTES)}"
         )
     parts = [*plan.parts()] if isinstance(plan, GroupPlan) else [Part("", plan, 0, 0, 0)]
+    tensors = sum(it.plan.src.num_tensors + it.plan.dst.num_tensors for it in parts)
+    if tensors > MAX_TENSORS:
+        return Replayed(skipped=f"its caches have {tensors:,} tensors, more than {MAX_TENSORS:,}")
     try:
         src, expected = _memory(parts, within=within)
         reference.execute(plan, src, expected)

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from kvplan.planning import GroupPlan, Plan, load_plan
 from kvplan.status import LLMException
@@ -14,6 +15,9 @@ from kvplan.validation import mismatch, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan
+
+MAX_NAME = 200
+"""Bytes of a file's name, of the 255 that file systems have room for."""
 
 NUMBERS_A_LINE = 10
 """Of a column of the segments, or of a block table."""
@@ -39,9 +43,16 @@ class GoldenPlans:
     _used: dict[str, AnyPlan] = field(default_factory=dict, repr=False)
 
     def path(self, name: str = "") -> Path:
-        """The file of the golden plan of a name; characters that files better not have are `-`."""
-        words = [re.sub(r"[^\w.]+", "-", it).strip("-") for it in (self.test, name)]
-        return self.folder / f"{'-'.join(filter(None, words))}.json"
+        """The file of the golden plan of a name; each character that files better not have is `-`.
+
+        Parameters may differ in such characters alone, or be long: a checksum tells them apart.
+        """
+        given = "-".join(filter(None, (self.test.removesuffix("]"), name)))
+        said = re.sub(r"[^\w.]", "-", given)
+        if len(said.encode()) > MAX_NAME or re.search(r"[^\w. /\[-]|\[.*\[", given):
+            short = said.encode()[:MAX_NAME].decode(errors="ignore")
+            said = f"{short}-{crc32(f'{self.test} {name}'.encode()):08x}"
+        return self.folder / f"{said}.json"
 
     def __call__(self, plan: AnyPlan, name: str = "") -> None:
         """Fail unless `plan` equals the golden one of this name; its segments, its options.

@@ -44,6 +44,15 @@ def test_what_is_wrong_is_said_and_is_the_exit_code(dumps: dict[str, Any]) -> No
     assert by_other.returncode == 1
 
 
+def test_a_name_in_a_plan_does_not_command_the_terminal(dumps: dict[str, Any]) -> None:
+    path = Path(dumps["plan.json"])
+    evil = json.loads(path.read_text())
+    evil["dst"]["name"] = "\x1b]0;mine\x07"
+    path.write_text(json.dumps(evil))
+    found = command("replay", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
+    assert "block 2 of ?]0;mine?\n" in found.stdout
+
+
 def test_json(dumps: dict[str, Any]) -> None:
     found = command("replay", "--json", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
     assert found.returncode == 1

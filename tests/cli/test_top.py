@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -141,6 +149,46 @@ def test_what_is_printed() -> None:
     assert lines[6] == linked.split()
     assert lines[8] == ["in", "flight,", "the", "oldest"]
     assert lines[10] == ["2", "push_layers", "cmpl-7", "1", "1.0", "MiB", "250", "ms"]
+
+
+def test_a_narrow_terminal_shows_its_first_lines(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
+    """No line that is written is wider than it: what it wraps would push the first ones out."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    arguments = [sys.executable, "-m", "kvplan", "top", "--pid", str(os.getpid())]
+    environment = os.environ | {"TERM": "xterm", "NO_COLOR": "1"}
+    for name in ("COLUMNS", "LINES"):
+        environment.pop(name, None)
+    with subprocess.Popen(arguments, stdout=theirs, stderr=theirs, env=environment) as running:
+        os.close(theirs)
+        written = ""
+        while "listens at" not in written or len(written.splitlines()) < 24:
+            written += os.read(ours, 1 << 16).decode()
+        running.send_signal(signal.SIGINT)
+        with suppress(OSError):  # it has ended
+            while os.read(ours, 1 << 16):
+                pass
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert running.returncode == 0
+
+
+def test_a_pipe_gets_one_page_after_the_other(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
+    arguments = ["top", "--pid", str(os.getpid()), "--interval", "0.1"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "kvplan", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    with running, running.stdout:
+        heads = 0
+        for line in running.stdout:
+            assert line == f"{line.rstrip()}\n"
+            heads += "listens at" in line
+            if heads == 3:
+                break
+        running.send_signal(signal.SIGINT)
+    assert running.returncode == 0
 
 
 def test_without_engines_it_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,27 @@ def test_heads_that_share_a_byte_are_not_named() -> None:
     assert first is not None
     assert (first.kv, first.heads, first.tokens, first.row) == ("V", None, (2, 2), 5)
     assert first.holds == ""  # one byte is always one value alone
+
+
+def test_memory_is_a_few_bytes_for_each_element_at_most() -> None:
+    """Where tokens are innermost each element is looked at by itself."""
+    desc = CacheDesc(
+        2, (128, 4, 64, 32), DataType.DT_FLOAT16, kv_tensor_format="block head dim token"
+    )
+    source = filled(desc, 1)
+    plan = plan_pull_blocks(desc, desc, range(60), range(60, 120))
+    right = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
+    found = [it.copy() for it in right]
+    found[1][100, 3, 60, 30] = 7
+    tracemalloc.start()
+    try:
+        result = locate(right, found, plan)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.first is not None
+    assert (result.first.heads, result.first.row) == ((3, 3), 100)
+    assert peak < 8 * source[0].size
 
 
 def test_slots_and_opaque_rows() -> None:

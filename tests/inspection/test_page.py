@@ -98,6 +98,13 @@ def test_names_of_users_cannot_end_an_element() -> None:
         assert embedded(document)
 
 
+def test_half_a_character_in_a_name_is_written_as_a_question_mark(tmp_path: Path) -> None:
+    evil = PLAN.to_dict()
+    evil["src"]["name"] = "half \ud800"
+    Plan.from_dict(evil).to_html(tmp_path / "page.html")
+    assert '"name":"half ?"' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_a_notebook_shows_the_document_in_a_frame() -> None:
     for plan in (PLAN, GroupPlan({EVIL: PLAN})):
         cell: Any = plan._repr_html_()

@@ -162,6 +162,8 @@ HOSTILE: list[tuple[Plan, str, Any, list[str]]] = [
     (RESHARD, "tables.src.0", 2**63, ["tables.src", str(2**63)]),
     (RESHARD, "tables.dst.0", -1, ["tables.dst", "-1"]),
     (RESHARD, "tables.dst.0", None, ["tables.dst"]),
+    (RESHARD, "tables.src.0", RESHARD.src.count, ["tables.src", "out of range"]),
+    (RESHARD, "tables.dst.0", RESHARD.dst.count, ["tables.dst", "out of range"]),
     (RESHARD, "tables.src_token", -1, ["tables.src_token=-1"]),
     (RESHARD, "tables.num_tokens", 0, ["tables.num_tokens=0"]),
     # The first layer of blocks of 3 KiB has 1 KiB of them: K, V, K, V, K, V of 256 bytes, twice.

@@ -19,7 +19,7 @@ from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Transfers, plan_pul
 from kvplan.recording import read, select
 from kvplan.recording.perfetto import trace_of
 from kvplan.recording.queries import rows_written
-from kvplan.recording.replay import replay
+from kvplan.recording.replay import MAX_TENSORS, replay
 from kvplan.recording.timeline import page_of
 from tests.planning import test_unlike
 from tests.planning.transfers import transfers
@@ -123,6 +123,13 @@ def test_what_cannot_be_executed_again_says_why():
     assert "GiB" in replay(plan).skipped
     one = plan_pull_blocks(large, large, [4095], [4094])  # of 16 GiB a tensor
     assert str(replay(one)) == "the same" or "not enough memory" in replay(one).skipped
+
+
+def test_caches_of_countless_tensors_are_not_made():
+    """A few bytes of a file that says so must not take the machine's memory."""
+    desc = CacheDesc(MAX_TENSORS, (2, 1), DataType.DT_INT8)
+    plan = plan_pull_blocks(desc, desc, [0], [1])
+    assert replay(plan).skipped == "its caches have 131,072 tensors, more than 65,536"
 
 
 def test_a_trace_keeps_the_rules_of_its_format(recording):

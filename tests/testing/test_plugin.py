@@ -353,6 +353,27 @@ def test_names_of_golden_files(folder: Folder) -> None:
     folder.run()
 
 
+def test_parameters_that_look_alike_have_golden_files_of_their_own(folder: Folder) -> None:
+    folder.write(
+        """
+        import pytest
+        from kvplan import plan_pull_blocks
+
+        GIVEN = [1, -1, (1, 1), (1, -1), "<1>", "[1]", "x" * 300, "x" * 301, "\u00fc" * 150]
+
+        @pytest.mark.parametrize("it", GIVEN, ids=str)
+        def test_it(it, kvplan_desc, kvplan_golden):
+            desc = kvplan_desc(blocks=64)
+            kvplan_golden(plan_pull_blocks(desc, desc, [GIVEN.index(it)], [2]))
+        """
+    )
+    folder.run("--kvplan-update")
+    folder.run()
+    files = {it.name for it in (folder.path / "plans/test_it").iterdir()}
+    assert len(files) == 9
+    assert {"test_it-1.json", "test_it--1.json"} < files
+
+
 def test_what_a_golden_plan_looks_like(folder: Folder) -> None:
     folder.write(
         """
