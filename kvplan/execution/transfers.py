@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -40,8 +41,13 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from kvnative._process import Peer
 
-SMALL_NBYTES: Final = 64 << 10
-"""At most so much is copied by the calling thread with no task made: 3 us, at 20 GB/s."""
+_HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+SMALL_NBYTES: Final = 64 << 10 if _HAS_GIL else 0
+"""At most so much is copied by the calling thread with no task made: 3 us, at 20 GB/s.
+
+It holds the GIL meanwhile, and `close` needs that: without a GIL nothing is copied so.
+"""
 
 _NUMBERS: Final = (int, float)
 _LONG_MS: Final = (
