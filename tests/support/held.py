@@ -54,4 +54,6 @@ class Held:
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
                 threads.add((task.name, (task / "comm").read_text().strip()))
+        # One thread for as long as the process lives, from its first generation table on.
+        threads = {it for it in threads if it[1] != "kvplan-life"}
         return cls(frozenset(descriptors), frozenset(threads))
