@@ -498,7 +498,8 @@ def _pull_cache(
     source, slot, theirs = operation.peer(
         "src", src, (CacheIndex, CacheKey, BlockLease), paged=False, writable=False
     )
-    if _is_whole_row(operation, size, src_offset, dst_offset, num_tokens, ext_param, coalesce):
+    whole = type(size) is int and size == -1
+    if whole and _is_whole(operation, num_tokens, ext_param, coalesce, src_offset, dst_offset):
         bound = operation.engine.transfers.rows.bind(
             "pull_cache", "C2C", source, target, theirs, ours, (slot,), (batch_index,)
         )
@@ -543,9 +544,7 @@ def _pull_blocks(
     source, slot, theirs = operation.peer(
         "src", src, kinds, paged=has_blocks(src_blocks), writable=False, table="src_blocks"
     )
-    if source.paged and _are_whole_blocks(
-        operation, num_tokens, src_token, dst_token, ext_param, coalesce
-    ):
+    if source.paged and _is_whole(operation, num_tokens, ext_param, coalesce, src_token, dst_token):
         assert src_blocks is not None
         bound = operation.engine.transfers.rows.bind(
             "pull_blocks", "B2B", source, target, theirs, ours, src_blocks, dst_blocks
@@ -587,7 +586,7 @@ def _push_cache(
     target, slot, theirs = operation.peer(
         "dst", dst, (CacheIndex, BlockLease), paged=False, writable=True
     )
-    if _is_whole_row(operation, size, 0, 0, num_tokens, ext_param, coalesce):
+    if _is_whole(operation, num_tokens, ext_param, coalesce):
         bound = operation.engine.transfers.rows.bind(
             "push_cache", "C2C", source, target, ours, theirs, (src_batch_index,), (slot,)
         )
@@ -631,7 +630,7 @@ def _push_blocks(
     source, ours = operation.own("src", src, paged=True)
     kinds = (CacheIndex, BlocksCacheKey, BlockLease)
     target, _, theirs = operation.peer("dst", dst, kinds, paged=True, writable=True)
-    if _are_whole_blocks(operation, num_tokens, src_token, dst_token, ext_param, coalesce):
+    if _is_whole(operation, num_tokens, ext_param, coalesce, src_token, dst_token):
         bound = operation.engine.transfers.rows.bind(
             "push_blocks", "B2B", source, target, ours, theirs, src_blocks, dst_blocks
         )
@@ -652,44 +651,20 @@ def _push_blocks(
     return plan, ours, theirs, None
 
 
-def _is_whole_row(
+def _is_whole(
     operation: Operation,
-    size: int,
-    src_offset: int,
-    dst_offset: int,
     num_tokens: int | None,
     ext_param: KvCacheExtParam,
     coalesce: Coalesce | bool,
+    *skipped: int,
 ) -> bool:
-    """Whether a slot is moved as by default: all of it, of all layers."""
-    return (
-        operation.moves
-        and ext_param is ALL_LAYERS
-        and coalesce is DEFAULT_COALESCE
-        and num_tokens is None
-        and type(size) is type(src_offset) is type(dst_offset) is int
-        and size == -1
-        and not (src_offset or dst_offset)
-    )
-
-
-def _are_whole_blocks(
-    operation: Operation,
-    num_tokens: int | None,
-    src_token: int,
-    dst_token: int,
-    ext_param: KvCacheExtParam,
-    coalesce: Coalesce | bool,
-) -> bool:
-    """Whether blocks are moved as by default: all of each, of all layers."""
-    return (
-        operation.moves
-        and ext_param is ALL_LAYERS
-        and coalesce is DEFAULT_COALESCE
-        and num_tokens is None
-        and type(src_token) is type(dst_token) is int
-        and not (src_token or dst_token)
-    )
+    """Whether rows are moved as by default: all of each, from its beginning on, of all layers."""
+    if not operation.moves or ext_param is not ALL_LAYERS or coalesce is not DEFAULT_COALESCE:
+        return False
+    for it in skipped:
+        if type(it) is not int or it != 0:
+            return False
+    return num_tokens is None
 
 
 def has_blocks(blocks: object) -> bool:
