@@ -12,13 +12,13 @@ import errno
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 from typing import Final, cast
 
 import zmq
 
 from kvplan.control.auth import ClusterKey
+from kvplan.control.credentials import peer_credentials
 from kvplan.control.loop import CLOSING_S, ControlLoop
 from kvplan.control.stream import Stream
 from kvplan.control.zmtp import (
@@ -35,7 +35,6 @@ QUEUE_LENGTH: Final = 32
 
 DISCONNECTED: Final = "the peer has disconnected"
 
-_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 _NEVER_MS: Final = 86_400_000
 _LINGER_MS: Final = 200
 _MAX_DRAINED: Final = 4 * QUEUE_LENGTH
@@ -233,8 +232,7 @@ class Connection:
                     near, _ = listener.accept()
                 except BlockingIOError:
                     continue
-                credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-                if _UCRED.unpack(credentials)[0] == os.getpid():
+                if peer_credentials(near).pid == os.getpid():
                     near.setblocking(False)
                     return near
                 near.close()

@@ -21,10 +21,11 @@ import hmac
 import os
 import secrets
 import socket
-import struct
 import termios
 from contextlib import suppress
 from typing import Final
+
+from kvplan.control.credentials import peer_credentials
 
 WINDOW: Final = 256
 """Packets that lie in the receiver's socket, at most; the kernel has room for 50 of 4 KiB."""
@@ -32,7 +33,6 @@ WINDOW: Final = 256
 _BACKLOG: Final = 4  # other processes see the name, too
 _BUFFER_NBYTES: Final = 212992  # of the kernel's default limit
 _TOKEN_NBYTES: Final = 16
-_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 _NOTHING: Final = bytes(4)  # an int of the kernel
 
 
@@ -129,8 +129,7 @@ def connect(secret: bytes) -> socket.socket | None:
         return None
     try:
         connection.connect(_name(secret))
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        if _UCRED.unpack(credentials)[1] == os.geteuid():
+        if peer_credentials(connection).uid == os.geteuid():
             connection.send(_token(secret))
             return connection
     except OSError:

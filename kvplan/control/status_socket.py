@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from kvplan.control.credentials import peer_credentials
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
@@ -32,7 +32,6 @@ SCHEMA_VERSION: Final = 1
 """Of the document: rises when a field changes its meaning or goes."""
 
 _PREFIX: Final = "kvplan-status-"
-_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 _BACKLOG: Final = 16
 _SEND_S: Final = 1.0
 """What a reader may take to read."""
@@ -101,7 +100,10 @@ class StatusSocket:
             return
         with suppress(OSError):  # who has connected has gone
             connection, _ = self._listener.accept()
-            if self._answering >= _MANY or _peer(connection).uid not in (0, os.geteuid()):
+            if self._answering >= _MANY or peer_credentials(connection).uid not in (
+                0,
+                os.geteuid(),
+            ):
                 connection.close()
                 return
             self._answering += 1
@@ -167,7 +169,7 @@ def _read(name: str, timeout_s: float) -> Answer | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(f"\0{name}")
-            pid, uid = _peer(connection)
+            pid, uid = peer_credentials(connection)
             if uid != os.geteuid():  # it has only taken the name
                 return None
             document = msgspec.json.decode(_whole(connection, time.monotonic() + timeout_s))
@@ -194,16 +196,3 @@ def _whole(connection: socket.socket, deadline: float) -> bytes:
         if size > _MAX_NBYTES:
             raise ValueError(f"more than {_MAX_NBYTES >> 20} MiB")
     return b"".join(pieces)
-
-
-class _Peer(NamedTuple):
-    pid: int
-    uid: int
-
-
-def _peer(connection: socket.socket) -> _Peer:
-    """Who is at the other end, as the kernel says."""
-    pid, uid, _ = _UCRED.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    )
-    return _Peer(pid, uid)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.inspection.contents import Span, tokens_moved
+from kvplan.inspection.contents import tokens_moved
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side
 
@@ -126,14 +125,3 @@ def _is_whole(side: Side, axis: str) -> bool:
     assert side.data_type is not None
     elements = math.prod(side.shape[side.layout.axes.index(axis) + 1 :])
     return elements * side.data_type.bits % 8 == 0
-
-
-def spans(values: Sequence[int]) -> list[Span]:
-    """Ascending numbers as ranges."""
-    found: list[Span] = []
-    for value in values:
-        if found and value == found[-1][1] + 1:
-            found[-1] = found[-1][0], value
-        else:
-            found.append((value, value))
-    return found

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvplan.debug.cells import spans
-from kvplan.inspection.contents import Span, spans_text
+from kvplan.inspection.contents import Span, spans_of, spans_text
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.plan import Plan
 
@@ -91,9 +90,9 @@ class Difference:
         else:
             total = nbytes_text(plan.nbytes)
             yield f"wrong: {nbytes_text(self.wrong_nbytes)} of the {total} that {name} writes"
-            rows = spans_text(plan.dst.row, spans(self.rows))
-            held = [spans_text("layer", spans(self.layers)), self.kv]
-            held += [spans_text("head", spans(self.heads)), spans_text("token", [*self.tokens])]
+            rows = spans_text(plan.dst.row, spans_of(self.rows))
+            held = [spans_text("layer", spans_of(self.layers)), self.kv]
+            held += [spans_text("head", spans_of(self.heads)), spans_text("token", [*self.tokens])]
             yield f"  {', '.join(filter(None, [*held, f'{rows} at dst']))}"
             yield from self._first_lines(first)
         if self.elsewhere_nbytes:

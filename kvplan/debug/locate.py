@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.debug.cells import Cells, Coordinates, spans
+from kvplan.debug.cells import Cells, Coordinates
 from kvplan.debug.difference import Difference, Located
 from kvplan.debug.search import Search
 from kvplan.debug.tensors import CHUNK, Bytes, Same, comparison, tensors_of
+from kvplan.inspection.contents import spans_of
 from kvplan.planning import reference
 from kvplan.planning.groups import AnyPlan, GroupPlan, Part
 from kvplan.planning.plan import Plan
@@ -172,7 +173,7 @@ def _compare(
         tuple(it + dst.first_layer for it in layers),
         "+".join("KV"[it] for it in kv) if dst.has_kv else "",
         tuple(it + dst.first_head for it in heads) if dst.has_heads else (),
-        tuple(spans(orders)) if dst.knows_tokens else (),
+        tuple(spans_of(orders)) if dst.knows_tokens else (),
         tuple(rows),
         search.describe(runs, places),
     )

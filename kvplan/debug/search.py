@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvplan.debug.cells import Cells, Coordinates, Offsets, spans
+from kvplan.debug.cells import Cells, Coordinates, Offsets
 from kvplan.debug.difference import Wrong
 from kvplan.debug.tensors import CHUNK, Bytes, Same
-from kvplan.inspection.contents import spans_text
+from kvplan.inspection.contents import spans_of, spans_text
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import Segments
 
@@ -87,7 +87,7 @@ class Search:
             there = cells.offsets + (rows - cells.row) * side.stride
             there += (tokens - cells.token) * side.stride_of("token")
             if self._is(here, self.tensor, there):
-                places = spans_text(side.row, spans(sorted({*rows.tolist()})))
+                places = spans_text(side.row, spans_of(sorted({*rows.tolist()})))
                 what = spans_text("token", [(int(orders.min()), int(orders.max()))])
                 if not dst.knows_tokens:
                     return f"what is expected in {places}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
@@ -36,7 +36,7 @@ class RequestOrder:
             return spans_text("token", self.tokens(first, last))
         if plan.tables is None or len(plan.tables.dst) == 1:
             return ""
-        return spans_text("position", _spans(self._found(first, last)))
+        return spans_text("position", spans_of(self._found(first, last)))
 
     def tokens(self, first: int, last: int) -> list[Span]:
         """As `tokens_of`."""
@@ -75,14 +75,15 @@ def _tokens(plan: Plan, found: NDArray[np.int64], first: int, last: int) -> list
     size = dst.extent("token")
     begin, end = _index(dst, "token", first), _index(dst, "token", last) + 1 - size
     shift = tables.src_token - tables.dst_token
-    spans = [(low * size + shift, (high + 1) * size - 1 + shift) for low, high in _spans(found)]
+    spans = [(low * size + shift, (high + 1) * size - 1 + shift) for low, high in spans_of(found)]
     spans[0] = spans[0][0] + begin, spans[0][1]
     spans[-1] = spans[-1][0], spans[-1][1] + end
     return spans
 
 
-def _spans(found: NDArray[np.int64]) -> list[Span]:
+def spans_of(numbers: ArrayLike) -> list[Span]:
     """First and last of each stretch of numbers of which each is the next."""
+    found = np.asarray(numbers, np.int64)
     if not len(found):
         return []
     # A span ends where the next row is not the next of the request.
