@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors
+from kvnative._process import Peer
 
 __all__ = ["Rows"]
 
@@ -23,3 +24,11 @@ class Rows:
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
     ) -> Descriptors | None: ...
+    def pull_now(
+        self,
+        peer: Peer,
+        words: bytes,
+        src_rows: Sequence[int] | NDArray[np.integer],
+        dst_rows: Sequence[int] | NDArray[np.integer],
+        most: int,
+    ) -> int: ...

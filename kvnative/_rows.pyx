@@ -9,12 +9,14 @@ from cpython.buffer cimport (
 )
 from cpython.long cimport PyLong_AsLongLong
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 from kvnative._crossing cimport acquire_uint64
 from kvnative._lower cimport lower_recipe
 from kvnative._lower_c cimport kvn_recipe
+from kvnative._process cimport Peer
 
 __all__ = ["Rows"]
 
@@ -106,6 +108,45 @@ cdef class Rows:
             return self.lower_tables(tables, tables + count, count)
         finally:
             free(many)
+
+    def pull_now(self, Peer peer not None, bytes words not None, src_rows, dst_rows,
+                 uint64_t most):
+        """Moves rows by plain copies, in this thread and with the GIL, between two checks of the peer.
+
+        The addresses are of this process: what is read of the peer is mapped here. Returns the
+        bytes that were moved. 0: nothing was moved, as they are more than `most` or than a few
+        rows, or as `lower` would have the planner asked, or `Peer.check` would fail; or what was
+        moved does not count, as that would fail now.
+        """
+        cdef int64_t src[FEW]
+        cdef int64_t dst[FEW]
+        cdef uint64_t columns[3 * FEW]
+        cdef uint64_t scratch[4 * FEW + 2]
+        cdef Py_ssize_t count = table_length(src_rows)
+        cdef Py_ssize_t pair, i
+        cdef size_t segments
+        cdef uint64_t total
+        cdef char *src_base
+        cdef char *dst_base
+        if count < 1 or count > FEW or count != table_length(dst_rows):
+            return 0
+        total = <uint64_t>self.src.shape[0] * <uint64_t>count * self.rows.stride
+        if (self.rows.stride > most or total > most
+                or kvn_rows_scratch(&self.rows, count) > sizeof(scratch)):
+            return 0
+        if not read_table(src_rows, src, count) or not read_table(dst_rows, dst, count):
+            return 0
+        segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns, columns + FEW,
+                                  columns + 2 * FEW)
+        peer.check_open()
+        if segments == 0 or not peer.is_good(words):
+            return 0
+        for pair in range(self.src.shape[0]):
+            src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
+            dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
+            for i in range(<Py_ssize_t>segments):
+                memcpy(dst_base + columns[FEW + i], src_base + columns[i], columns[2 * FEW + i])
+        return total if peer.is_good(words) else 0
 
     cdef lower_tables(self, const int64_t *src, const int64_t *dst, Py_ssize_t count):
         cdef uint64_t few[3 * FEW]

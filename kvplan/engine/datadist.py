@@ -17,11 +17,12 @@ from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
+from kvplan.engine.pulls import PullOperations
+from kvplan.engine.pushes import PushOperations
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
 from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
-from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class LlmDataDist(
-    RemoteOperations,
+    PullOperations,
+    PushOperations,
     GroupOperations,
     GatherOperations,
     LayerOperations,

@@ -22,6 +22,7 @@ from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
+from kvplan.engine.routes import Routes
 from kvplan.engine.runner import InFlight
 from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
@@ -124,6 +125,7 @@ class Engine:
                 self.notifications,
             )
             held.callback(self.links.close)
+            self.routes = Routes(self.registry, self.links, self.transfers, metrics)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             self.links.start()
             self.transport_names = [it.name for it in transports]

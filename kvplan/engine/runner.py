@@ -557,6 +557,26 @@ class OperationRunner:
             engine.check_process()
         return engine
 
+    def _is_unobserved(
+        self,
+        engine: Engine,
+        timeout_ms: float | None,
+        notify: bytes | None,
+        notify_failure: bytes | None,
+        tag: str,
+    ) -> bool:
+        """Whether all that an operation does is to move bytes, and to count that."""
+        return (
+            timeout_ms is None
+            and notify is None
+            and notify_failure is None
+            and tag == ""
+            and not self._hooks
+            and engine.recorder is None
+            and engine.tracer is None
+            and engine.verify_every == 0
+        )
+
     @contextmanager
     def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:
         """Count and log what happens inside, if there is an engine for it."""
@@ -631,7 +651,7 @@ class OperationRunner:
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
-        plan, src, dst, _ = prepared
+        plan, src, dst, descriptors = prepared
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
@@ -643,7 +663,7 @@ class OperationRunner:
         if prompt := operation.follows_up or report is not None:
             on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last)
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors)
         operation.submitted = True
         (engine.prompt if prompt else engine.completion).watch(task)
         return task

@@ -119,6 +119,12 @@ class LinkLifecycle:
             if self._waiting:
                 self._wake()
 
+    def count_pull(self, nbytes: int) -> None:
+        """Count an operation that nobody could see in flight."""
+        with self._mutex:
+            self.operations += 1
+            self.bytes_pulled += nbytes
+
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:
             for loop in tuple(self._waiting):

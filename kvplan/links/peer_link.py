@@ -55,6 +55,9 @@ class PeerLink(LinkLifecycle):
         comm: the communicator that the link belongs to; empty: linked by address.
         control: the loop that the channel runs on.
         wait_ms: milliseconds that a request to the peer may take.
+
+    Attributes:
+        epoch: another object whenever what is known of the peer's caches has changed.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class PeerLink(LinkLifecycle):
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
+        self.epoch = object()
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
@@ -154,7 +158,7 @@ class PeerLink(LinkLifecycle):
         link = self.transport_link
         if link is None or link.detects_freed == "after":
             return True
-        if link.detects_freed == "before":
+        if speculative or link.detects_freed == "before":
             return not speculative
         try:
             self.memory(cache, writable=False).check()
@@ -343,6 +347,7 @@ class PeerLink(LinkLifecycle):
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
+        self.epoch = object()
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
@@ -354,6 +359,7 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
+        self.epoch = object()
         self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)
