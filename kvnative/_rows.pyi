@@ -18,6 +18,7 @@ class Rows:
         src_count: int,
         dst_count: int,
         stride: int,
+        is_one: bool = False,
     ) -> None: ...
     def lower(
         self,

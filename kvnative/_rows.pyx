@@ -25,6 +25,7 @@ cdef extern from "core/rows.h" nogil:
         uint64_t src_count
         uint64_t dst_count
         uint64_t stride
+        bint is_one
     size_t kvn_rows_scratch(const kvn_rows *rows, size_t count)
     size_t kvn_rows_merge(
         const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count, void *scratch,
@@ -47,6 +48,7 @@ cdef class Rows:
         src_bases, dst_bases: contiguous uint64 columns of addresses, one per tensor pair.
         src_count, dst_count: rows of each tensor.
         stride: bytes of a row.
+        is_one: whether both sides are one cache, of which no row may be read and written.
 
     Raises:
         TypeError: a column that is not uint64.
@@ -61,7 +63,7 @@ cdef class Rows:
     cdef int held
 
     def __init__(self, src_bases, dst_bases, uint64_t src_count, uint64_t dst_count,
-                 uint64_t stride):
+                 uint64_t stride, bint is_one=False):
         if self.held:
             raise TypeError("rows are made once")
         if not (1 <= src_count <= MOST and 1 <= dst_count <= MOST and stride >= 1):
@@ -75,6 +77,7 @@ cdef class Rows:
             raise ValueError(f"dst_bases: expected {self.src.shape[0]} items, as in src_bases,"
                              f" got {self.dst.shape[0]}")
         self.rows.src_count, self.rows.dst_count, self.rows.stride = src_count, dst_count, stride
+        self.rows.is_one = is_one
 
     def __dealloc__(self):
         if self.held > 0:
@@ -87,8 +90,8 @@ cdef class Rows:
 
         They are those of a plan that is coalesced by sorting. None: the planner is to be asked,
         which refuses what is wrong, and takes what is unusual: rows that are no list or tuple of
-        int and no int64 array, that are out of range, written twice, none at all, or not as many on
-        both sides.
+        int and no int64 array, that are out of range, written twice, read and written in one cache,
+        none at all, or not as many on both sides.
         """
         cdef int64_t few[2 * FEW]
         cdef int64_t *many = NULL
@@ -111,7 +114,7 @@ cdef class Rows:
 
     def pull_now(self, Peer peer not None, bytes words not None, src_rows, dst_rows,
                  uint64_t most):
-        """Moves rows by plain copies, in this thread and with the GIL, between two checks of the peer.
+        """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
 
         The addresses are of this process: what is read of the peer is mapped here. Returns the
         bytes that were moved. 0: nothing was moved, as they are more than `most` or than a few

@@ -54,6 +54,14 @@ if TYPE_CHECKING:
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
+    from kvplan.engine.prepared import (
+        PreparedCopyBlocks,
+        PreparedPullBlocks,
+        PreparedPullCache,
+        PreparedPushBlocks,
+        PreparedPushCache,
+        PreparedPushLayers,
+    )
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         HostMemory,
@@ -121,6 +129,12 @@ __all__ = [
     "Plan",
     "PlanEvent",
     "PoolConfig",
+    "PreparedCopyBlocks",
+    "PreparedPullBlocks",
+    "PreparedPullCache",
+    "PreparedPushBlocks",
+    "PreparedPushCache",
+    "PreparedPushLayers",
     "RegisterMemStatus",
     "RemoteCache",
     "Shard",
@@ -161,6 +175,8 @@ _LAZY = {
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
+        "kvplan.engine.prepared": "PreparedCopyBlocks PreparedPullBlocks PreparedPullCache "
+        "PreparedPushBlocks PreparedPushCache PreparedPushLayers",
         "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()

@@ -12,13 +12,10 @@ from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
 from kvplan.engine.groups import GroupOperations
-from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.leases import LeaseOperations
-from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
-from kvplan.engine.pulls import PullOperations
-from kvplan.engine.pushes import PushOperations
+from kvplan.engine.prepared import PrepareOperations
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
@@ -36,12 +33,9 @@ if TYPE_CHECKING:
 
 
 class LlmDataDist(
-    PullOperations,
-    PushOperations,
+    PrepareOperations,
     GroupOperations,
     GatherOperations,
-    LayerOperations,
-    LocalOperations,
     LeaseOperations,
     CacheOperations,
     NotificationOperations,

@@ -187,7 +187,7 @@ def _push_layers(
         )
     whole = operation.moves and are_whole(num_tokens, coalesce, src_token, dst_token)
     rows = operation.engine.transfers.rows
-    if whole and dst_blocks is not None and src_blocks is not None and from_blocks:
+    if whole and dst_blocks is not None and src_blocks is not None and src_batch_index == 0:
         bound = rows.bind(
             "push_blocks", "B2B", source, target, ours, theirs, src_blocks, dst_blocks, ext_param,
             by_layer=True,

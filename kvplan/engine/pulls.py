@@ -13,6 +13,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 
 if TYPE_CHECKING:
+    from kvplan.engine.routes import Verb
     from kvplan.execution import TransferTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
@@ -77,20 +78,20 @@ class PullOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
-        engine = self._running()
         whole = type(size) is int and size == -1 and not (reinterpret or verify)
         if (
             whole
             and isinstance(src, CacheIndex)
             and are_whole(num_tokens, coalesce, src_offset, dst_offset)
-            and self._is_unobserved(engine, timeout_ms, notify, notify_failure, tag)
-            and engine.routes.pull(
+            and timeout_ms is None
+            and (notify, notify_failure, tag) == (None, None, "")
+            and self._pull_now(
                 "pull_cache", src, dst, (src.batch_index,), (batch_index,), ext_param
             )
         ):
             return
         with Operation(
-            engine,
+            self._running(),
             "pull_cache",
             notify=notify,
             notify_failure=notify_failure,
@@ -201,18 +202,18 @@ class PullOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
-        engine = self._running()
         if (
             src_blocks is not None
             and (type(src) is BlocksCacheKey or (type(src) is CacheIndex and src.batch_index == 0))
             and are_whole(num_tokens, coalesce, src_token, dst_token)
             and not (reinterpret or verify)
-            and self._is_unobserved(engine, timeout_ms, notify, notify_failure, tag)
-            and engine.routes.pull("pull_blocks", src, dst, src_blocks, dst_blocks, ext_param)
+            and timeout_ms is None
+            and (notify, notify_failure, tag) == (None, None, "")
+            and self._pull_now("pull_blocks", src, dst, src_blocks, dst_blocks, ext_param)
         ):
             return
         with Operation(
-            engine,
+            self._running(),
             "pull_blocks",
             speculative=True,
             notify=notify,
@@ -280,6 +281,23 @@ class PullOperations(OperationRunner):
                 ext_param, coalesce, reinterpret,
             )  # fmt: skip
             return self._submit(operation, prepared)
+
+    def _pull_now(
+        self,
+        verb: Verb,
+        src: CacheIndex | BlocksCacheKey,
+        dst: Cache,
+        src_rows: Blocks,
+        dst_rows: Blocks,
+        ext_param: KvCacheExtParam,
+    ) -> bool:
+        """Pull whole rows by a route, if there is one and nothing else is to be done for them."""
+        engine = self._running()
+        if self._hooks or engine.recorder is not None or engine.tracer is not None:
+            return False
+        return engine.verify_every == 0 and engine.routes.pull(
+            verb, src, dst, src_rows, dst_rows, ext_param
+        )
 
 
 def _pull_cache(

@@ -17,6 +17,7 @@ from weakref import ref
 
 from kvplan.engine.telemetry import logger
 from kvplan.execution.memory import HostMemory
+from kvplan.execution.rows import are_plain
 from kvplan.links.values import LinkState
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import OBSERVERS
@@ -85,6 +86,8 @@ class Routes:
         """
         started = perf_counter()
         if OBSERVERS or type(dst) is not Cache or logger.logger.isEnabledFor(logging.INFO):
+            return False
+        if ext_param is not ALL_LAYERS and not are_plain(ext_param):
             return False
         named = src.cache_id if isinstance(src, CacheIndex) else (src.model_id,)
         layers = None if ext_param is ALL_LAYERS else ext_param

@@ -557,26 +557,6 @@ class OperationRunner:
             engine.check_process()
         return engine
 
-    def _is_unobserved(
-        self,
-        engine: Engine,
-        timeout_ms: float | None,
-        notify: bytes | None,
-        notify_failure: bytes | None,
-        tag: str,
-    ) -> bool:
-        """Whether all that an operation does is to move bytes, and to count that."""
-        return (
-            timeout_ms is None
-            and notify is None
-            and notify_failure is None
-            and tag == ""
-            and not self._hooks
-            and engine.recorder is None
-            and engine.tracer is None
-            and engine.verify_every == 0
-        )
-
     @contextmanager
     def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:
         """Count and log what happens inside, if there is an engine for it."""

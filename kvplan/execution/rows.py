@@ -120,9 +120,9 @@ class RowRequests:
         """What is known of these two memories; None: the planner is to be asked."""
         if OBSERVERS:  # they look at each plan that is made
             return None
-        layers = None if ext_param is ALL_LAYERS else ext_param
-        if layers is not None and not _is_plain(layers):
+        if not are_plain(ext_param):
             return None
+        layers = None if ext_param is ALL_LAYERS else ext_param
         pair = self._pairs.get((id(src.addresses), id(dst.addresses), layers))
         if (
             pair is None
@@ -166,8 +166,10 @@ class RowRequests:
         return pair
 
 
-def _is_plain(layers: KvCacheExtParam) -> bool:
-    """Whether it is equal to no other: True is 1, to a dict, and no number of tensors."""
+def are_plain(layers: KvCacheExtParam) -> bool:
+    """Whether a dict can tell them from all others: to it True is 1, and to the planner not."""
+    if layers is ALL_LAYERS:
+        return True
     if type(layers) is not KvCacheExtParam:
         return False
     ranges = layers.src_layer_range, layers.dst_layer_range
@@ -206,13 +208,14 @@ def _rows(plan: Plan, src: TensorMemory, dst: TensorMemory) -> Rows | None:
     source, target = plan.src, plan.dst
     read = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
     written = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
-    one_space = src.in_process and dst.in_process
+    is_one = src is dst and plan.src_tensors == plan.dst_tensors
+    one_space = not is_one and src.in_process and dst.in_process
     # Tensors that overlap, of two caches or of one: then it depends on the rows.
     if extents_clash(
         written, target.tensor_nbytes, read if one_space else _NONE, source.tensor_nbytes
     ):
         return None
-    return Rows(read, written, source.count, target.count, source.stride)
+    return Rows(read, written, source.count, target.count, source.stride, is_one)
 
 
 def _fits(side: Side, memory: TensorMemory) -> bool:

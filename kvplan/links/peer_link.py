@@ -158,7 +158,7 @@ class PeerLink(LinkLifecycle):
         link = self.transport_link
         if link is None or link.detects_freed == "after":
             return True
-        if speculative or link.detects_freed == "before":
+        if link.detects_freed == "before":
             return not speculative
         try:
             self.memory(cache, writable=False).check()

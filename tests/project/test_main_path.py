@@ -115,7 +115,16 @@ def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], nam
     assert len(files) <= MAX_FILES, listed
 
 
+def test_a_small_pull_takes_a_route(operations: dict[str, Callable[[], object]]) -> None:
+    """No operation is begun for it, and what it calls fits on a page."""
+    for name in ("pull_blocks", "pull_cache"):
+        functions = [it.function for it in calls_of(operations[name])]
+        assert "Routes.pull" in functions
+        assert "Operation.__init__" not in functions
+        assert len(functions) <= 10, functions
+
+
 def test_each_level_has_the_same_verb(operations: dict[str, Callable[[], object]]) -> None:
     functions = [it.function for it in calls_of(operations["planned"])]
     verbs = [it for it in functions if it.endswith("pull_blocks")]
-    assert verbs == ["RemoteOperations.pull_blocks", "_pull_blocks", "plan_pull_blocks"]
+    assert verbs == ["PullOperations.pull_blocks", "_pull_blocks", "plan_pull_blocks"]
