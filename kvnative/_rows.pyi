@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors
 from kvnative._process import Peer
+from kvnative._writers import WriteGuard
 
 __all__ = ["Rows"]
 
@@ -25,10 +26,11 @@ class Rows:
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
     ) -> Descriptors | None: ...
-    def pull_now(
+    def move_now(
         self,
         peer: Peer,
         words: bytes,
+        guard: WriteGuard | None,
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
         most: int,

@@ -17,6 +17,9 @@ from kvnative._crossing cimport acquire_uint64
 from kvnative._lower cimport lower_recipe
 from kvnative._lower_c cimport kvn_recipe
 from kvnative._process cimport Peer
+from kvnative._writers cimport (
+    WriteGuard, kvn_announcement, kvn_guard_leave, kvn_guard_try_enter
+)
 
 __all__ = ["Rows"]
 
@@ -112,15 +115,17 @@ cdef class Rows:
         finally:
             free(many)
 
-    def pull_now(self, Peer peer not None, bytes words not None, src_rows, dst_rows,
-                 uint64_t most):
+    def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard, src_rows,
+                 dst_rows, uint64_t most):
         """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
 
-        The addresses are of this process: what is read of the peer is mapped here. Returns the
-        bytes that were moved. 0: nothing was moved, as they are more than `most` or than a few
-        rows, or as `lower` would have the planner asked, or `Peer.check` would fail; or what was
-        moved does not count, as that would fail now.
+        The addresses are of this process: memory of the peer is mapped here. With a guard that is
+        the destination, and each write is announced. Returns the bytes that were moved. 0: nothing
+        was moved, as they are more than `most` or than a few rows, or as `lower` would have the
+        planner asked, or a check has failed; or the last one has, and what was moved does not
+        count.
         """
+        cdef kvn_announcement announced
         cdef int64_t src[FEW]
         cdef int64_t dst[FEW]
         cdef uint64_t columns[3 * FEW]
@@ -144,11 +149,15 @@ cdef class Rows:
         peer.check_open()
         if segments == 0 or not peer.is_good(words):
             return 0
+        if guard is not None and not kvn_guard_try_enter(guard.guard, &announced):
+            return 0
         for pair in range(self.src.shape[0]):
             src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
             dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
             for i in range(<Py_ssize_t>segments):
                 memcpy(dst_base + columns[FEW + i], src_base + columns[i], columns[2 * FEW + i])
+        if guard is not None:
+            kvn_guard_leave(guard.guard, &announced)
         return total if peer.is_good(words) else 0
 
     cdef lower_tables(self, const int64_t *src, const int64_t *dst, Py_ssize_t count):

@@ -86,7 +86,7 @@ class PreparedPullBlocks:
         if (
             how
             or self.reinterpret
-            or not self.engine._pull_now(
+            or not self.engine._move_now(
                 "pull_blocks", self.src, self.dst, src_blocks, dst_blocks, self.ext_param
             )
         ):
@@ -131,7 +131,7 @@ class PreparedPullCache:
         if (
             how
             or self.reinterpret
-            or not self.engine._pull_now(
+            or not self.engine._move_now(
                 "pull_cache", self.src, self.dst, (src_slot,), (dst_slot,), self.ext_param
             )
         ):
@@ -174,10 +174,17 @@ class PreparedPushBlocks:
 
     def run(self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[RunBlocks]) -> None:
         """See `push_blocks`."""
-        self.engine.push_blocks(
-            self.src, self.dst, src_blocks, dst_blocks, self.ext_param,
-            reinterpret=self.reinterpret, **how,
-        )  # fmt: skip
+        if (
+            how
+            or self.reinterpret
+            or not self.engine._move_now(
+                "push_blocks", self.dst, self.src, src_blocks, dst_blocks, self.ext_param
+            )
+        ):
+            self.engine.push_blocks(
+                self.src, self.dst, src_blocks, dst_blocks, self.ext_param,
+                reinterpret=self.reinterpret, **how,
+            )  # fmt: skip
 
     def submit(
         self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[SubmitBlocks]
@@ -212,10 +219,17 @@ class PreparedPushCache:
 
     def run(self, src_slot: int, dst_slot: int, **how: Unpack[RunSlots]) -> None:
         """See `push_cache`."""
-        self.engine.push_cache(
-            self.src, self._at(dst_slot), src_slot, -1, self.ext_param,
-            reinterpret=self.reinterpret, **how,
-        )  # fmt: skip
+        if (
+            how
+            or self.reinterpret
+            or not self.engine._move_now(
+                "push_cache", self.dst, self.src, (src_slot,), (dst_slot,), self.ext_param
+            )
+        ):
+            self.engine.push_cache(
+                self.src, self._at(dst_slot), src_slot, -1, self.ext_param,
+                reinterpret=self.reinterpret, **how,
+            )  # fmt: skip
 
     def submit(self, src_slot: int, dst_slot: int, **how: Unpack[Messages]) -> TransferTask:
         """See `submit_push_cache`."""

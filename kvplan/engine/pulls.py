@@ -13,7 +13,6 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 
 if TYPE_CHECKING:
-    from kvplan.engine.routes import Verb
     from kvplan.execution import TransferTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
@@ -85,7 +84,7 @@ class PullOperations(OperationRunner):
             and are_whole(num_tokens, coalesce, src_offset, dst_offset)
             and timeout_ms is None
             and (notify, notify_failure, tag) == (None, None, "")
-            and self._pull_now(
+            and self._move_now(
                 "pull_cache", src, dst, (src.batch_index,), (batch_index,), ext_param
             )
         ):
@@ -209,7 +208,7 @@ class PullOperations(OperationRunner):
             and not (reinterpret or verify)
             and timeout_ms is None
             and (notify, notify_failure, tag) == (None, None, "")
-            and self._pull_now("pull_blocks", src, dst, src_blocks, dst_blocks, ext_param)
+            and self._move_now("pull_blocks", src, dst, src_blocks, dst_blocks, ext_param)
         ):
             return
         with Operation(
@@ -281,23 +280,6 @@ class PullOperations(OperationRunner):
                 ext_param, coalesce, reinterpret,
             )  # fmt: skip
             return self._submit(operation, prepared)
-
-    def _pull_now(
-        self,
-        verb: Verb,
-        src: CacheIndex | BlocksCacheKey,
-        dst: Cache,
-        src_rows: Blocks,
-        dst_rows: Blocks,
-        ext_param: KvCacheExtParam,
-    ) -> bool:
-        """Pull whole rows by a route, if there is one and nothing else is to be done for them."""
-        engine = self._running()
-        if self._hooks or engine.recorder is not None or engine.tracer is not None:
-            return False
-        return engine.verify_every == 0 and engine.routes.pull(
-            verb, src, dst, src_rows, dst_rows, ext_param
-        )
 
 
 def _pull_cache(

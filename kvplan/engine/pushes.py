@@ -73,6 +73,19 @@ class PushOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
+        if (
+            isinstance(dst, CacheIndex)
+            and type(size) is int
+            and size == -1
+            and are_whole(num_tokens, coalesce)
+            and not (reinterpret or verify)
+            and timeout_ms is None
+            and (notify, notify_failure, tag) == (None, None, "")
+            and self._move_now(
+                "push_cache", dst, src, (src_batch_index,), (dst.batch_index,), ext_param
+            )
+        ):
+            return
         with Operation(
             self._running(),
             "push_cache",
@@ -179,6 +192,16 @@ class PushOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
+        if (
+            dst_blocks is not None
+            and (type(dst) is BlocksCacheKey or (type(dst) is CacheIndex and dst.batch_index == 0))
+            and are_whole(num_tokens, coalesce, src_token, dst_token)
+            and not (reinterpret or verify)
+            and timeout_ms is None
+            and (notify, notify_failure, tag) == (None, None, "")
+            and self._move_now("push_blocks", dst, src, src_blocks, dst_blocks, ext_param)
+        ):
+            return
         with Operation(
             self._running(),
             "push_blocks",

@@ -1,10 +1,11 @@
-"""Small pulls of whole rows by a known route: no plan, no operation, one native call.
+"""Small transfers of whole rows by a known route: no plan, no operation, one native call.
 
-What an `Operation` does for a pull of a few us costs more than the pull. A route remembers what
-does not change from one pull to the next: the link, both caches, and the addresses of their rows.
-It moves at most 64 KiB, out of memory that is mapped here, in the calling thread and with the GIL:
-so no other thread finds it in flight, and whatever ends a link or a cache comes before it or after
-it. Whatever is not as usual has no route, and is left to an operation, which says what is wrong.
+What an `Operation` does for a few us of copying takes longer than that. A route remembers what does
+not change from one transfer to the next: the link, both caches, and the addresses of their rows. It
+moves at most 64 KiB, between memory of this process and memory of a peer that is mapped here, in
+the calling thread and with the GIL: so no other thread finds it in flight, and whatever ends a link
+or a cache comes before it or after it. Whatever is not as usual has no route, and is left to an
+operation, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import PeerMemory
     from kvplan.types import KvCacheExtParam
 
-Verb = Literal["pull_cache", "pull_blocks"]
+Verb = Literal["pull_cache", "pull_blocks", "push_cache", "push_blocks"]
 _Key = tuple[Verb, int, int | tuple[int], int, "KvCacheExtParam | None"]
 
 _MOST: Final = 1024
@@ -45,7 +46,7 @@ _MOST: Final = 1024
 
 
 class Route(NamedTuple):
-    """From a cache of a peer to one of this process; it keeps neither alive."""
+    """Between a cache of a peer and one of this process; it keeps neither alive."""
 
     link: PeerLink
     epoch: object  # of what is known of the peer's caches
@@ -57,7 +58,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The routes of one engine; any thread may pull."""
+    """The routes of one engine; any thread may move by them."""
 
     def __init__(
         self, registry: CacheRegistry, links: Links, transfers: Transfers, metrics: Metrics
@@ -69,31 +70,31 @@ class Routes:
         self._mutex = RLock()
         self._known: dict[_Key, Route] = {}
 
-    def pull(
+    def move(
         self,
         verb: Verb,
-        src: CacheIndex | BlocksCacheKey,
-        dst: Cache,
+        there: CacheIndex | BlocksCacheKey,
+        here: Cache,
         src_rows: Blocks,
         dst_rows: Blocks,
         ext_param: KvCacheExtParam,
     ) -> bool:
-        """Pull rows `src_rows[i]` to `dst_rows[i]`, and count that; False: nothing was pulled.
+        """Move rows `src_rows[i]` to `dst_rows[i]`, and count that; False: nothing was moved.
 
         Args:
-            src, dst: the caches; the slot that `src` may name is in `src_rows`.
+            there, here: the caches; a slot that `there` names is one of the rows.
             ext_param: the layers.
         """
         started = perf_counter()
-        if OBSERVERS or type(dst) is not Cache or logger.logger.isEnabledFor(logging.INFO):
+        if OBSERVERS or type(here) is not Cache or logger.logger.isEnabledFor(logging.INFO):
             return False
         if ext_param is not ALL_LAYERS and not are_plain(ext_param):
             return False
-        named = src.cache_id if isinstance(src, CacheIndex) else (src.model_id,)
+        named = there.cache_id if isinstance(there, CacheIndex) else (there.model_id,)
         layers = None if ext_param is ALL_LAYERS else ext_param
-        key = verb, src.cluster_id, named, dst.cache_id, layers
+        key = verb, there.cluster_id, named, here.cache_id, layers
         known = self._known.get(key)
-        entry = self._registry.offered_entry(dst.cache_id)
+        entry = self._registry.offered_entry(here.cache_id)
         if entry is None:
             return False
         if (
@@ -101,54 +102,70 @@ class Routes:
             or known.link.epoch is not known.epoch
             or known.link.state is not LinkState.LINKED
             or known.entry() is not entry
-            or (_held := known.theirs()) is None  # while it is read
+            or (theirs := known.theirs()) is None
         ):
-            found = self._find(verb, src, entry, ext_param)
+            found = self._find(verb, there, entry, ext_param)
             if found is None:
+                self._known.pop(key, None)
                 return False
-            known, _held = found
+            known, theirs = found
             with self._mutex:
                 if len(self._known) >= _MOST:
                     self._known = {}
                 self._known[key] = known
+        pulls = verb in _PULLS
         try:
-            nbytes = known.rows.pull_now(
-                known.peer, known.words, src_rows, dst_rows, self._transfers.small_nbytes
+            nbytes = known.rows.move_now(
+                known.peer,
+                known.words,
+                None if pulls else theirs.write_guard,
+                src_rows,
+                dst_rows,
+                self._transfers.small_nbytes,
             )
         except ValueError:  # the link is closed
             return False
         if nbytes == 0:
             return False
         self._metrics.record(verb, LLMStatusCode.LLM_SUCCESS, nbytes, perf_counter() - started)
-        known.link.count_pull(nbytes)
+        known.link.count(nbytes if pulls else 0, 0 if pulls else nbytes)
         return True
 
     def _find(
         self,
         verb: Verb,
-        src: CacheIndex | BlocksCacheKey,
+        there: CacheIndex | BlocksCacheKey,
         entry: CacheEntry,
         ext_param: KvCacheExtParam,
     ) -> tuple[Route, PeerMemory] | None:
-        """The route, and what it leads from; None: there is none, for whatever reason."""
-        link = self._links.peers.get(src.cluster_id)
+        """The route, and the memory of the peer; None: there is none, for whatever reason."""
+        link = self._links.peers.get(there.cluster_id)
         if link is None or link.state is not LinkState.LINKED:
             return None
+        pulls = verb in _PULLS
         epoch = link.epoch  # before anything is looked up: it may change meanwhile
         try:
-            found = link.cache(src, speculative=True)
-            theirs = link.memory(found, writable=False)
+            found = link.cache(there, writable=not pulls, speculative=True)
+            theirs = link.memory(found, writable=not pulls)
         except LLMException:
             return None
-        source, target, paged = link.side(found), entry.side, verb == "pull_blocks"
-        ours = entry.memory
-        if target is None or source.paged is not paged or target.paged is not paged:
+        remote, local, ours = link.side(found), entry.side, entry.memory
+        paged = verb in _PAGED
+        if local is None or remote.paged is not paged or local.paged is not paged:
             return None
-        guard: tuple[Peer, bytes] | None = getattr(theirs, "guard", None)
+        guard = theirs.guard
         if guard is None or type(ours) is not HostMemory or not ours.held:
             return None
         kind: Kind = "B2B" if paged else "C2C"
-        rows = self._transfers.rows.known(verb, kind, source, target, theirs, ours, ext_param)
+        rows = (
+            self._transfers.rows.known(verb, kind, remote, local, theirs, ours, ext_param)
+            if pulls
+            else self._transfers.rows.known(verb, kind, local, remote, ours, theirs, ext_param)
+        )
         if rows is None:
             return None
         return Route(link, epoch, ref(theirs), ref(entry), rows, *guard), theirs
+
+
+_PULLS: Final = frozenset({"pull_cache", "pull_blocks"})
+_PAGED: Final = frozenset({"pull_blocks", "push_blocks"})

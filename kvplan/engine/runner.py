@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
+    from kvplan.engine.routes import Verb
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
     from kvplan.links import PeerClaim, PeerLink
+    from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
-    from kvplan.types import AnyCacheKey
+    from kvplan.types import AnyCacheKey, CacheIndex, KvCacheExtParam
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """What is executed: the plan, the memory of src and of dst, and the descriptors if it has any."""
@@ -556,6 +558,23 @@ class OperationRunner:
         if os.getpid() != engine.pid:
             engine.check_process()
         return engine
+
+    def _move_now(
+        self,
+        verb: Verb,
+        there: CacheIndex | BlocksCacheKey,
+        here: Cache,
+        src_rows: Blocks,
+        dst_rows: Blocks,
+        ext_param: KvCacheExtParam,
+    ) -> bool:
+        """Move whole rows by a route, if there is one and nothing else is to be done for them."""
+        engine = self._running()
+        if self._hooks or engine.recorder is not None or engine.tracer is not None:
+            return False
+        return engine.verify_every == 0 and engine.routes.move(
+            verb, there, here, src_rows, dst_rows, ext_param
+        )
 
     @contextmanager
     def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:

@@ -119,11 +119,12 @@ class LinkLifecycle:
             if self._waiting:
                 self._wake()
 
-    def count_pull(self, nbytes: int) -> None:
+    def count(self, nbytes_pulled: int, nbytes_pushed: int) -> None:
         """Count an operation that nobody could see in flight."""
         with self._mutex:
             self.operations += 1
-            self.bytes_pulled += nbytes
+            self.bytes_pulled += nbytes_pulled
+            self.bytes_pushed += nbytes_pushed
 
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:

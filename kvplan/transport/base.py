@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._host import Arena
+    from kvnative._process import Peer
+    from kvnative._writers import WriteGuard
     from kvplan.lease import BlockLease, LeaseWord
     from kvplan.transport.protocol import Registrable, Renewable
 
@@ -354,6 +356,16 @@ class BasePeerMemory(Generic[_Link, _Range]):
         self.on_device = on_device
         self._link = link
         self._ranges = ranges
+
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """See `PeerMemory.guard`."""
+        return None
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """See `PeerMemory.write_guard`."""
+        return None
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`; refused here."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvnative._acl import DeviceBuffer
+    from kvnative._process import Peer
+    from kvnative._writers import WriteGuard
     from kvplan.lease import BlockLease
     from kvplan.status import LLMException
 
@@ -247,6 +249,14 @@ class Streams(Protocol):
 
 class PeerMemory(TensorMemory, Protocol):
     """Tensors of a peer, as the remote side of a transfer."""
+
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """What checks, without Python, that all is as it was; None: it is not mapped here."""
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """What announces what is written where it is mapped; None: it is not, or read-only."""
 
     def leased(self, leases: Sequence[BlockLease]) -> PeerMemory:
         """The same memory; a transfer with it fails once one of `leases` has ended.

@@ -1,4 +1,4 @@
-"""Small pulls by a route: what they do and refuse is what an operation does and refuses."""
+"""Small transfers by a route: what they do and refuse is what an operation does and refuses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvplan import (
     BlocksCacheKey,
@@ -39,11 +40,12 @@ KEY = BlocksCacheKey(1, 5)
 
 
 class Ends(NamedTuple):
-    """Two engines of this process, and what the second may name."""
+    """Two engines of this process, what the second may name, and all tensors of both."""
 
     user: LlmDataDist
-    sources: list[Any]
-    targets: list[Cache]
+    there: list[Any]
+    here: list[Any]
+    arrays: list[NDArray[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,7 @@ def ends() -> Iterator[Ends]:
         paged = owner.allocate_blocks_cache(PAGED, BlocksCacheKey(0, 5))
         slots = owner.allocate_cache(SLOTS)
         other = owner.allocate_blocks_cache(CacheDesc(2, (8, 16), DataType.DT_INT32))
-        for number, cache in enumerate((paged, slots, other)):
-            for tensor, array in enumerate(owner.arrays(cache)):
-                array[:] = np.arange(array.size).reshape(array.shape) + 10000 * tensor + number
-        sources = [
+        there = [
             KEY, BlocksCacheKey(1, 6), BlocksCacheKey(3, 5), CacheIndex(1, paged.cache_id),
             CacheIndex(1, paged.cache_id, 1), CacheIndex(1, slots.cache_id, 2),
             CacheIndex(1, slots.cache_id, 9), CacheIndex(1, 99), CacheIndex(1, other.cache_id),
@@ -67,20 +66,20 @@ def ends() -> Iterator[Ends]:
         gone = user.allocate_blocks_cache(PAGED)
         user.deallocate_cache(gone)
         floats = CacheDesc(4, (8, 16), DataType.DT_FLOAT)
-        targets: list[Any] = [
-            user.allocate_blocks_cache(PAGED), user.allocate_cache(SLOTS), gone,
-            user.allocate_blocks_cache(floats), None,
+        mine = [
+            user.allocate_blocks_cache(PAGED), user.allocate_cache(SLOTS),
+            user.allocate_blocks_cache(floats),
         ]  # fmt: skip
-        yield Ends(user, sources, targets)
+        arrays = [array for it in mine for array in user.arrays(it)]
+        arrays += [array for it in (paged, slots, other) for array in owner.arrays(it)]
+        yield Ends(user, there, [*mine, gone, None], arrays)
 
 
 def outcome(ends: Ends, call: Callable[[], object]) -> tuple[object, ...]:
     """What a call has done: its error, what it has written, what was counted of it."""
     user = ends.user
-    held = [it for it in (ends.targets[0], ends.targets[1], ends.targets[3]) if it is not None]
-    for cache in held:
-        for array in user.arrays(cache):
-            array[:] = -1
+    for number, array in enumerate(ends.arrays):
+        array[:] = 1000 * number + np.arange(array.size).reshape(array.shape)
     before, link_before = counts(user), user.links()[0]
     try:
         call()
@@ -88,11 +87,12 @@ def outcome(ends: Ends, call: Callable[[], object]) -> tuple[object, ...]:
     except (LLMException, TypeError, ValueError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     after, link_after = counts(user), user.links()[0]
-    written = [array.tolist() for cache in held for array in user.arrays(cache)]
+    written = [array.tolist() for array in ends.arrays]
     counted = {name: count - before.get(name, 0) for name, count in after.items()}
     over_link = (
         link_after.operations - link_before.operations,
         link_after.bytes_pulled - link_before.bytes_pulled,
+        link_after.bytes_pushed - link_before.bytes_pushed,
         link_after.in_flight,
     )
     return error, written, {name: count for name, count in counted.items() if count}, over_link
@@ -138,38 +138,38 @@ EXTRAS: dict[str, list[Any]] = {
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_a_pull_does_and_refuses_what_an_operation_does(ends: Ends, data: st.DataObject) -> None:
+def test_a_transfer_does_and_refuses_what_an_operation_does(
+    ends: Ends, data: st.DataObject
+) -> None:
     """A hook makes it one: errors word for word, bytes, and what is counted."""
     user = ends.user
     usual = data.draw(st.booleans())
-    src = data.draw(st.sampled_from(ends.sources[:1] if usual else ends.sources))
-    dst = data.draw(st.sampled_from(ends.targets[:1] if usual else ends.targets))
+    blocks = usual or data.draw(st.booleans())
+    there = data.draw(st.sampled_from(ends.there[:1] if usual else ends.there))
+    here = data.draw(st.sampled_from(ends.here[:1] if usual else ends.here))
     extras: dict[str, Any] = {}
     for name in data.draw(st.lists(st.sampled_from(sorted(EXTRAS)), max_size=1 if usual else 2)):
         extras[name] = data.draw(st.sampled_from(EXTRAS[name]))
     if data.draw(st.booleans()):
         extras["ext_param"] = data.draw(layers)
-    verb: Any
-    rows: tuple[Any, Any]
-    if usual or data.draw(st.booleans()):
-        for name in ("src_token", "dst_token"):
-            if data.draw(st.integers(0, 9)) == 0:
-                extras[name] = data.draw(st.sampled_from([0, False, 1, 0.0]))
+    pulls = data.draw(st.booleans())
+    for name in ("src_token", "dst_token") if blocks else ("src_offset", "dst_offset"):
+        if (blocks or pulls) and data.draw(st.integers(0, 9)) == 0:
+            extras[name] = data.draw(st.sampled_from([0, False, 1, 0.0]))
+    if blocks:
         src_blocks, dst_blocks = data.draw(tables), data.draw(tables)
         if data.draw(st.booleans()) and isinstance(src_blocks, list):
             dst_blocks = src_blocks[::-1]
-        verb, rows = user.pull_blocks, (src_blocks, dst_blocks)
+        verb: Any = user.pull_blocks if pulls else user.push_blocks
+        rows = src_blocks, dst_blocks
     else:
-        extras.pop("num_tokens", None)
-        for name in ("src_offset", "dst_offset"):
-            if data.draw(st.integers(0, 9)) == 0:
-                extras[name] = data.draw(st.sampled_from([0, False, 4]))
-        verb = user.pull_cache
+        verb = user.pull_cache if pulls else user.push_cache
         rows = data.draw(numbers), data.draw(st.sampled_from([-1, 8, -1.0]))
-    quick = outcome(ends, lambda: verb(src, dst, *rows, **extras))
+    arguments = (there, here, *rows) if pulls else (here, there, *rows)
+    quick = outcome(ends, lambda: verb(*arguments, **extras))
     remove = user.on_plan(lambda _: None)
     try:
-        assert quick == outcome(ends, lambda: verb(src, dst, *rows, **extras))
+        assert quick == outcome(ends, lambda: verb(*arguments, **extras))
     finally:
         remove()
 
@@ -194,6 +194,21 @@ def theirs(peer: Peer) -> CacheIndex:
 @pytest.fixture
 def mine(user: LlmDataDist) -> Cache:
     return user.allocate_blocks_cache(PAGED)
+
+
+def test_what_is_pushed_is_announced_to_its_owner(
+    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    """After the owner has freed memory nobody writes to it."""
+    user.arrays(mine)[0][:] = 5
+    for dst in (theirs, KEY):
+        user.push_blocks(mine, dst, [1], [2])
+    assert peer.run("result = datadist.arrays(cache)[0][:, 0].tolist()") == [7, 7, 5, *[7] * 5]
+    peer.run("kept = datadist.arrays(cache)[0]", "datadist.deallocate_cache(cache)")
+    for dst in (theirs, KEY):
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            user.push_blocks(mine, dst, [1], [3])
+    assert peer.run("result = kept[:, 0].tolist()") == [7, 7, 5, *[7] * 5]
 
 
 def pulled(user: LlmDataDist, src: Any, cache: Cache, block: int = 1) -> int:

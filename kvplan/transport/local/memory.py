@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Pin
     from kvnative._process import Peer
-    from kvnative._writers import Writer
+    from kvnative._writers import WriteGuard, Writer
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.transport.local.link import LocalLink
@@ -112,6 +112,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
         self._writer = writer  # that announces what is written; None: not writable
+        self._write_guard: WriteGuard | None = None
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
     def backend(
@@ -150,8 +151,15 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
 
     @property
     def guard(self) -> tuple[Peer, bytes] | None:
-        """What checks, without Python, that all is as it was; None: it is not mapped here."""
+        """See `PeerMemory.guard`."""
         return (self._link.process, self._words) if self._arenas else None
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """See `PeerMemory.write_guard`."""
+        if self._write_guard is None and self._writer is not None and self._arenas:
+            self._write_guard = self._writer.guarded(self._words)
+        return self._write_guard
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: each check finds one of them ended, that was so before it."""
@@ -166,6 +174,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         it._leases = leases
         it._arenas = self._arenas
         it._writer = self._writer
+        it._write_guard = None
         it._backends = {}
         return it
 
