@@ -33,8 +33,8 @@ class Options:
         prefault: have every page of the host's memory when a pool, or a cache without one, is made:
             too little memory is refused then (LLM_OUT_OF_MEMORY), and no first use of a page takes
             time, or fails; otherwise pages come at first use.
-        pages: that the host's memory of a pool, or a cache without one, has. "auto": huge ones (of
-            2 MiB) with `prefault`, as far as the system has them, and where it gives them by itself;
+        pages: that the host's memory of a pool, or a cache without one, has. "auto": huge ones, of
+            2 MiB, with `prefault`, as far as the system has them, and where it gives them anyway;
             "collapse": also without, in the background, as it fills; "small"; "hugetlb": those that
             the administrator has reserved (`sysctl vm.nr_hugepages`), all taken when it is made.
         numa_node: that this memory comes from, as long as it has any left, and whose processors

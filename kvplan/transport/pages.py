@@ -1,10 +1,9 @@
 """Pages made ready ahead of their use, by one thread of the process: mapped, or made huge.
 
 A peer's arena that is mapped here has no page-table entries at first: each page, or few of them at
-a time, costs a fault at its first use. What its owner has filled is populated here in the
-background, in steps of less than 1 ms, half of the time asleep. What its owner has not touched stays
-a hole: to populate it would allocate memory. So holes are looked at again, the less often the less
-was found.
+a time, costs a fault at its first use. What its owner has filled is populated here, in steps of
+less than 1 ms, half of the time asleep. What its owner has not touched stays a hole: to populate it
+would allocate memory. So holes are looked at again, the less often the less was found.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SHARE_FOUND, _SHARE_IDLE = 5, 50
 """Times as long as a pass took until the next: if that found pages, or found none."""
 _STOPPED_S: Final = 1.0
 MOST_ARENAS: Final = 256
-"""That are mapped and populated ahead: a process has 65530 mappings, of anything (vm.max_map_count)."""
+"""That are mapped ahead, and populated; of others that is done at the first use."""
 
 
 class _Task:
@@ -103,7 +102,10 @@ class BackgroundPages:
         atexit.register(self.close)
 
     def submit(self, job: Callable[[], object], owner: object) -> None:
-        """Have `job` called soon, unless `owner` is cancelled; LLMException from it is no error."""
+        """Have `job`, which maps arenas, called soon, unless `owner` is cancelled by then.
+
+        LLMException from it is no error, and there may be too many arenas already.
+        """
         with self._changed:
             self._jobs.append((owner, job))
             self._wake()
@@ -175,9 +177,11 @@ class BackgroundPages:
         """What to do next, once that is due; None: the thread ends."""
         with self._changed:
             while True:
-                if self._jobs:
-                    return self._jobs.popleft()[1]
                 self._tasks = [it for it in self._tasks if not it.is_gone]
+                while self._jobs:
+                    job = self._jobs.popleft()[1]
+                    if len(self._tasks) < MOST_ARENAS:
+                        return job
                 task = min(self._tasks, key=lambda it: it.due, default=None)
                 if task is None or self._closed or task.due == math.inf:
                     self._thread = None

@@ -308,7 +308,7 @@ class TransportLink(Protocol):
         """
 
     def prepare(self, job: Callable[[], object]) -> None:
-        """Call `job`, which asks for `memory`, in the background, if that saves first transfers time.
+        """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
 
         At most once, and not after `close`; it may raise LLMException. Does not block.
         """
