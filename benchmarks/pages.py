@@ -80,8 +80,8 @@ def cold_pull(run: Run, name: str) -> Row:
         mapped_s = seconds_until_mapped(peer)
     note = (
         f"64 x 1 blocks of 32 KiB, {1e6 * first:.0f} us the first time, {1e6 * later:.0f} us "
-        f"later, {1e6 * without:.0f} us with kvplan.populate=off; 1 GiB is mapped {mapped_s:.2f} s after "
-        "linking"
+        f"later, {1e6 * without:.0f} us with kvplan.populate=off; 1 GiB is mapped {mapped_s:.2f} s "
+        "after linking"
     )
     rates = REQUEST_NBYTES / first / 1e9, "GB/s", REQUEST_NBYTES / later / 1e9
     return Row(name, *rates, "at least", 0.85, note)

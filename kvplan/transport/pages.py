@@ -95,6 +95,7 @@ class BackgroundPages:
         self._jobs: deque[tuple[object, Callable[[], object]]] = deque()
         self._tasks: list[_Task] = []
         self._thread: Thread | None = None
+        self._turn_of: object = None  # the owner of the arena that is worked on now
         self._closed = False
         # Page tables take 1/512 of what is mapped in pages of 4 KiB: of this, 1/1024 of the memory.
         limit = memory_limit()
@@ -130,7 +131,10 @@ class BackgroundPages:
             self._wake()
 
     def cancel(self, owner: object) -> None:
-        """Do nothing more for `owner`; what is under way ends within 1 ms."""
+        """Do nothing more for `owner`; on return none of its arenas is held, or looked at.
+
+        A step that is under way, of less than 1 ms, is waited for; of huge pages, of some ms.
+        """
         with self._changed:
             for task in self._tasks:
                 if task.owner is owner:
@@ -138,6 +142,8 @@ class BackgroundPages:
             self._tasks = [it for it in self._tasks if it.owner is not owner]
             self._jobs = deque(it for it in self._jobs if it[0] is not owner)
             self._changed.notify_all()
+            if self._thread is not current_thread():
+                self._changed.wait_for(lambda: self._turn_of is not owner, _STOPPED_S)
 
     def close(self) -> None:
         """Stop, and wait for the thread; idempotent. At exit: no mapping goes before this."""
@@ -176,6 +182,8 @@ class BackgroundPages:
     def _next(self) -> Callable[[], object] | None:
         """What to do next, once that is due; None: the thread ends."""
         with self._changed:
+            self._turn_of = None
+            self._changed.notify_all()
             while True:
                 self._tasks = [it for it in self._tasks if not it.is_gone]
                 while self._jobs:
@@ -189,6 +197,7 @@ class BackgroundPages:
                 now = time.monotonic()
                 if task.due <= now:
                     task.due = now  # behind the others that are due
+                    self._turn_of = task.owner
                     return task.take_turn
                 self._changed.wait(task.due - now)
 
