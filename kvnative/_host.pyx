@@ -127,10 +127,10 @@ cdef class Arena:
     that is too much); otherwise pages come at first use, each at the price of a fault. `name` shows
     in /proc/<pid>/maps. ValueError for a size that cannot be, MemoryError, OSError.
 
-    `pages`: "auto": huge ones where `prefault` makes them and the system has them, or where it gives
-    them by itself; "small"; or "hugetlb": those that the administrator has reserved, all of which
-    are present then, and `nbytes` is rounded up to whole ones. `node`: of NUMA, where pages come
-    from; -1: as the system does.
+    `pages`: "auto": huge ones where `prefault` makes them and the system has them, or where it
+    gives them by itself; "small"; or "hugetlb": those that the administrator has reserved, all of
+    which are present then, and `nbytes` is rounded up to whole ones. `node`: of NUMA, where pages
+    come from; -1: as the system does.
     """
 
     cdef kvn_arena arena
