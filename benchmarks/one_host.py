@@ -50,11 +50,12 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
     def measure() -> dict[tuple[str, int], tuple[float, float, str]]:
         ours, peers = libraries.kvplan_on_one_host("arena"), libraries.nixl_on_one_host()
         found: dict[tuple[str, int], tuple[float, float, str]] = {}
-        first = []
+        first: list[tuple[float, float, str]] = []
         for peer in peers:
             with ExitStack() as opened:
                 pairs = [opened.enter_context(Pair(it, LOOPBACK)) for it in (ours, peer)]
-                first.append((*(pair.seconds("request", 1) for pair in pairs), peer.settings))
+                us, them = (pair.seconds("request", 1) for pair in pairs)
+                first.append((us, them, peer.settings))
                 for asked in REQUESTS:
                     for pair in pairs:
                         pair.seconds(*asked)

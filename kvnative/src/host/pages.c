@@ -21,6 +21,8 @@
 #define MADV_COLLAPSE 25
 #endif
 
+#define STEP_NBYTES ((uint64_t)512 << 10) /* populated in some 50 us */
+#define NAP_NS 50000
 #define MPOL_PREFERRED 1
 #define MAX_NODES 1024
 
@@ -34,8 +36,8 @@ static uint64_t page_nbytes(void) { return (uint64_t)sysconf(_SC_PAGESIZE); }
 
 static uint64_t nbytes_of_chunk(const kvn_walk *walk, uint64_t chunk)
 {
-    const uint64_t offset = chunk * KVN_HUGE_NBYTES, left = walk->nbytes - offset;
-    return left < KVN_HUGE_NBYTES ? left : KVN_HUGE_NBYTES;
+    const uint64_t left = walk->nbytes - chunk * walk->chunk_nbytes;
+    return left < walk->chunk_nbytes ? left : walk->chunk_nbytes;
 }
 
 static uint64_t num_pages(uint64_t nbytes) { return (nbytes + page_nbytes() - 1) / page_nbytes(); }
@@ -58,7 +60,8 @@ static void count_left(kvn_walk *walk)
 int kvn_walk_begin(kvn_walk *walk, uint64_t nbytes, kvn_walk_kind kind, kvn_failure *failure)
 {
     *walk = (kvn_walk){.nbytes = nbytes, .kind = kind};
-    walk->num_chunks = nbytes / KVN_HUGE_NBYTES + (nbytes % KVN_HUGE_NBYTES != 0);
+    walk->chunk_nbytes = kind == KVN_WALK_MAP ? STEP_NBYTES : KVN_HUGE_NBYTES;
+    walk->num_chunks = nbytes / walk->chunk_nbytes + (nbytes % walk->chunk_nbytes != 0);
     walk->seen = calloc(walk->num_chunks ? walk->num_chunks : 1, sizeof *walk->seen);
     if (!walk->seen)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to look at %" PRIu64 " bytes",
@@ -104,7 +107,7 @@ static int64_t look_at(kvn_walk *walk, char *address, uint64_t chunk)
 {
     unsigned char there[KVN_HUGE_NBYTES >> 12];
     const uint64_t nbytes = nbytes_of_chunk(walk, chunk), count = num_pages(nbytes);
-    char *start = address + chunk * KVN_HUGE_NBYTES;
+    char *start = address + chunk * walk->chunk_nbytes;
     uint64_t present = 0;
 
     if (count > sizeof there || mincore(start, nbytes, there) != 0)
@@ -128,7 +131,7 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
                      kvn_failure *failure)
 {
     const int64_t end = kvn_now_ns() + budget_ns;
-    int64_t now = end - budget_ns;
+    int64_t now = end - budget_ns, worked = 0;
 
     *advanced = 0;
     while (walk->next < walk->num_chunks && now < end &&
@@ -150,7 +153,11 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
             walk->seen[chunk] = (uint16_t)done;
         walk->left -= is_done(walk, chunk);
         now = kvn_now_ns();
-        nap(now - began);
+        worked += now - began;
+        if (worked >= NAP_NS) { /* shorter ones would take longer than they are asked for */
+            nap(worked);
+            worked = 0;
+        }
     }
     return KVN_OK;
 }

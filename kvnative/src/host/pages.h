@@ -23,7 +23,8 @@ typedef enum kvn_walk_kind {
 /* How far the pages of [0, nbytes) of one mapping have come; one thread at a time advances it. */
 typedef struct kvn_walk {
     uint64_t nbytes;
-    uint64_t num_chunks; /* of KVN_HUGE_NBYTES; the last may be shorter */
+    uint64_t chunk_nbytes; /* of a step */
+    uint64_t num_chunks;   /* the last may be shorter */
     uint64_t next;       /* the chunk to look at next; num_chunks: the end of a pass */
     uint64_t left;       /* chunks that are not done */
     uint16_t *seen;      /* by chunk: pages that were there, and are done */
@@ -36,7 +37,7 @@ int kvn_walk_begin(kvn_walk *walk, uint64_t nbytes, kvn_walk_kind kind, kvn_fail
 void kvn_walk_end(kvn_walk *walk); /* idempotent */
 
 /* Goes on, where `address` is mapped, until the end of a pass, `budget_ns` have passed, or it is
- * stopped. After each step it sleeps as long as that took, so that who transfers has the processor.
+ * stopped. It sleeps half of the time, so that who transfers has the processor.
  * `*advanced`: bytes that are done and were not. KVN_UNSUPPORTED: this kernel cannot; done then. */
 int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t *advanced,
                      kvn_failure *failure);
