@@ -125,7 +125,15 @@ class BackgroundPages:
             self._tasks = [it for it in self._tasks if not it.is_gone]
             nbytes = sum(it.nbytes for it in self._tasks) + arena.nbytes
             if len(self._tasks) >= MOST_ARENAS or nbytes > self._most_nbytes:
-                _LOG.debug("pages of an arena of %d bytes are not made ready: others", arena.nbytes)
+                _LOG.debug(
+                    "pages of an arena of %d bytes come at their first use: with it %d arenas "
+                    "would have %d bytes, and at most %d of %.0f bytes are mapped ahead",
+                    arena.nbytes,
+                    len(self._tasks) + 1,
+                    nbytes,
+                    MOST_ARENAS,
+                    self._most_nbytes,
+                )
                 return
             self._tasks.append(_Task(arena, owner, collapse=collapse))
             self._wake()

@@ -159,7 +159,7 @@ def test_prefaulted_caches_are_huge_where_the_kernel_can(peer: Peer) -> None:
         huge = smaps_of(cache.tensor_addrs[0])["ShmemPmdMapped"]
         assert own.use.huge in (huge, None)
         if own.use.huge is not None:
-            assert own.use.pages == ("huge" if huge else "4.0 KiB")
+            assert own.use.pages == ("huge" if huge else "4 KiB")
 
 
 def test_what_fills_becomes_huge_where_that_is_asked_for() -> None:
