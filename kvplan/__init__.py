@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherError, GatherTask
     from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
+    from kvplan.engine.memory_report import MemoryReport
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
@@ -121,6 +122,7 @@ __all__ = [
     "LlmDataDist",
     "LlmRole",
     "MeasuredCosts",
+    "MemoryReport",
     "Notification",
     "Notifications",
     "Options",
@@ -171,6 +173,7 @@ _LAZY = {
         "kvplan.lease": "BlockLease",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
+        "kvplan.engine.memory_report": "MemoryReport",
         "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -365,6 +366,22 @@ class PeerLink(LinkLifecycle):
             self._sides.pop(cache_id, None)
             for writable in (False, True):
                 self._memories.pop((cache_id, writable), None)
+        self.prepare(changed)
+
+    def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
+        """Have memory of the peer's caches (None: of all) reached before a transfer needs it."""
+        link = self.transport_link
+        if link is None or not self.is_live:
+            return
+        offered = self._table.by_id
+        for cache_id in list(offered) if cache_ids is None else cache_ids:
+            cache = offered.get(cache_id)
+            if cache is not None and cache.metadata:
+                link.prepare(partial(self._reach, cache))
+
+    def _reach(self, cache: PeerCache) -> None:
+        if self._table.by_id.get(cache.cache_id) is cache:
+            self.memory(cache, writable=False)
 
     @property
     def way(self) -> str:

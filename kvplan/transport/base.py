@@ -15,7 +15,7 @@ from kvplan.transport.ranges import Range, RangeTable, sized_tensors
 from kvplan.transport.registrations import transport_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -190,6 +190,13 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     def death_fd(self) -> int | None:
         """See `TransportLink.death_fd`."""
         return None
+
+    def prepare(self, job: Callable[[], object]) -> None:
+        """See `TransportLink.prepare`. Nothing to do: a first transfer is as fast as later ones."""
+
+    def mapped(self) -> list[Arena]:
+        """See `TransportLink.mapped`."""
+        return []
 
     def memory(
         self,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvnative._acl import DeviceBuffer
+    from kvnative._host import Arena
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.lease import BlockLease
@@ -315,6 +316,15 @@ class TransportLink(Protocol):
                 refuses access; LLM_NOT_YET_LINK: the link was closed.
             TypeError: not whole numbers.
         """
+
+    def prepare(self, job: Callable[[], object]) -> None:
+        """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
+
+        At most once, and not after `close`; it may raise LLMException. Does not block.
+        """
+
+    def mapped(self) -> list[Arena]:
+        """Memory of the peer that is mapped here now."""
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.

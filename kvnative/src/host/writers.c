@@ -122,7 +122,8 @@ int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *fail
     int status = check_num_entries(num_entries, failure);
     if (status != KVN_OK)
         return status;
-    status = kvn_arena_create("kvplan-writers", table_nbytes(num_entries), 0, &out->memory, failure);
+    status = kvn_arena_create("kvplan-writers", table_nbytes(num_entries), 0, KVN_PAGES_AUTO, -1,
+                              &out->memory, failure);
     if (status != KVN_OK)
         return status;
     out->gates = mmap(NULL, out->memory.nbytes, PROT_READ | PROT_WRITE,
