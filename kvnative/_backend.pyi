@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Never, Self, final
 
+from kvnative._tuning import Tuning
+
 __all__ = [
     "KVN_CANCELLED",
     "KVN_DENIED",
@@ -47,7 +49,10 @@ class NativeError(RuntimeError): ...
 
 @final
 class ThreadPool:
-    def __new__(cls, threads: int | None = None) -> Self: ...
+    def __new__(cls, threads: int | None = None, tuning: Tuning | None = None) -> Self: ...
+    def tune(self, tuning: Tuning) -> None: ...
+    @property
+    def tuning(self) -> Tuning: ...
     @property
     def threads(self) -> int: ...
 

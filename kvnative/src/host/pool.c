@@ -31,6 +31,11 @@ struct kvn_pool {
     atomic_uint calls; /* to those who look, who read it without the mutex */
     bool stopping;
     pid_t pid;
+    /* The tuning, read without the mutex. Each value stands for itself: old and new ones go together. */
+    _Atomic(kvn_copy) cached;
+    _Atomic(kvn_copy) bypassing;
+    atomic_uint_fast64_t bypass_nbytes;
+    atomic_uint_fast64_t piece_nbytes;
     pthread_t workers[];
 };
 
@@ -46,9 +51,9 @@ static void pause_cpu(void)
 #endif
 }
 
-/* How many more pieces of the next job workers may take; with the mutex held. Of a job whose
- * caller computes meanwhile they leave one place, if there are several: that core computes, and its thread
- * has a place at once when it comes to wait. */
+/* How many more pieces of the next job workers may take; with the mutex held. If there are several, they
+ * leave one place of a job whose caller waits or computes: its core is busy, and it has a
+ * place at once when it comes to wait. To wake a worker for that place would only push it aside. */
 static unsigned free_places(const kvn_pool *pool)
 {
     const kvn_job *next = next_job(pool);
@@ -56,7 +61,7 @@ static unsigned free_places(const kvn_pool *pool)
 
     if (!next || pool->moving >= pool->threads)
         return 0;
-    if (next->batch.caller == KVN_CALLER_COMPUTES && most > 1)
+    if (next->batch.caller != KVN_CALLER_RETURNS && most > 1)
         most--;
     if (workers >= most)
         return 0;
@@ -197,6 +202,7 @@ static void init_mutex(pthread_mutex_t *mutex)
 
 kvn_pool *kvn_pool_create(unsigned threads)
 {
+    kvn_tuning builtin;
     kvn_pool *pool;
     int error;
 
@@ -212,6 +218,8 @@ kvn_pool *kvn_pool_create(unsigned threads)
     kvn_list_init(&pool->queue);
     pool->threads = threads;
     pool->pid = getpid();
+    kvn_tuning_builtin(&builtin);
+    kvn_pool_tune(pool, &builtin);
     error = start_workers(pool);
     if (error) {
         kvn_pool_destroy(pool);
@@ -222,6 +230,27 @@ kvn_pool *kvn_pool_create(unsigned threads)
 }
 
 unsigned kvn_pool_threads(const kvn_pool *pool) { return pool->threads; }
+
+void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
+{
+    atomic_store_explicit(&pool->cached, kvn_copy_function(tuning->cached), memory_order_relaxed);
+    atomic_store_explicit(&pool->bypassing, kvn_copy_function(tuning->bypassing),
+                          memory_order_relaxed);
+    atomic_store_explicit(&pool->bypass_nbytes, tuning->bypass_nbytes, memory_order_relaxed);
+    atomic_store_explicit(&pool->piece_nbytes, tuning->piece_nbytes, memory_order_relaxed);
+}
+
+/* A batch that outgrows the caches is better written past them; a smaller one is likely to be in
+ * them, and to be read from them next. */
+kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes)
+{
+    const _Atomic(kvn_copy) *copy =
+        batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)
+            ? &pool->cached
+            : &pool->bypassing;
+
+    return atomic_load_explicit(copy, memory_order_relaxed);
+}
 
 void kvn_pool_destroy(kvn_pool *pool)
 {
@@ -248,6 +277,8 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
     }
     kvn_cond_init(&job->changed);
     job->pool = pool;
+    if (job->limits.nbytes == KVN_PIECE_TUNED)
+        job->limits.nbytes = atomic_load_explicit(&pool->piece_nbytes, memory_order_relaxed);
     kvn_job_start(job, total);
     pthread_mutex_lock(&pool->mutex);
     kvn_list_push_back(&pool->queue, &job->queued);
