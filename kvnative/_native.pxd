@@ -80,7 +80,7 @@ cdef extern from "host/tuning.h" nogil:
         unsigned threads
     int kvn_tuning_measure(
         const kvn_candidate *candidates, unsigned count, const kvn_columns *batch, unsigned rounds,
-        bint background, int64_t deadline_ns, int64_t *ns)
+        bint background, int64_t deadline_ns, int64_t *ns, double *share)
 
 cdef extern from "host/host.h" nogil:
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)

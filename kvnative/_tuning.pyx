@@ -101,12 +101,13 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, 
 
     Args:
         candidates: tunings.
-        rounds: how many times each, after a copy that does not count.
+        rounds: how many turns each has: of three copies in a row, of which the fastest counts.
         background: at the lowest priority.
         deadline_ns: of CLOCK_MONOTONIC, after which no copy begins.
 
     Returns:
-        A list for each round that is whole: nanoseconds by candidate.
+        A list for each round that is whole: nanoseconds by candidate; and how much of the cores
+        that it wanted it was given: far below 1, others have them.
 
     Raises:
         OSError, MemoryError: the system has no threads, or no memory.
@@ -119,6 +120,7 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, 
     cdef int64_t *ns = <int64_t *>calloc(count * rounds, sizeof(int64_t))
     cdef kvn_columns columns
     cdef int done, error
+    cdef double share
     try:
         if native is NULL or ns is NULL:
             raise MemoryError()
@@ -127,12 +129,13 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, 
             native[<unsigned>i].threads = tuning.threads
         columns = descriptors.hold_columns()
         with nogil:
-            done = kvn_tuning_measure(native, count, &columns, rounds, background, deadline_ns, ns)
+            done = kvn_tuning_measure(native, count, &columns, rounds, background, deadline_ns, ns,
+                                      &share)
             error = errno
             descriptors.release()
         if done < 0:
             raise MemoryError() if error == ENOMEM else OSError(error, os.strerror(error))
-        return [[ns[<unsigned>(it * count + i)] for i in range(count)] for it in range(done)]
+        return [[ns[<unsigned>(it * count + i)] for i in range(count)] for it in range(done)], share
     finally:
         free(native)
         free(ns)

@@ -231,6 +231,19 @@ kvn_pool *kvn_pool_create(unsigned threads)
 
 unsigned kvn_pool_threads(const kvn_pool *pool) { return pool->threads; }
 
+int64_t kvn_pool_cpu_ns(const kvn_pool *pool)
+{
+    int64_t sum = 0;
+
+    for (unsigned i = 0; i < pool->started; i++) {
+        clockid_t clock;
+        struct timespec ran;
+        if (pthread_getcpuclockid(pool->workers[i], &clock) == 0 && clock_gettime(clock, &ran) == 0)
+            sum += ran.tv_sec * INT64_C(1000000000) + ran.tv_nsec;
+    }
+    return sum;
+}
+
 void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
 {
     atomic_store_explicit(&pool->cached, kvn_copy_function(tuning->cached), memory_order_relaxed);

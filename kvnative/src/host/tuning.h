@@ -22,12 +22,14 @@ typedef struct kvn_candidate {
     unsigned threads;
 } kvn_candidate;
 
-/* Copies the batch `rounds` times with each of `count` candidates in turn; ns[round * count + i] is
- * what candidate i took in a round. In its turn each copies once before it counts, so that it finds
- * the caches as it leaves them itself. Works on threads of its own, if `background` at the lowest
+/* Copies the batch in `rounds` with each of `count` candidates in turn; ns[round * count + i] is what
+ * candidate i took in a round: the fastest of three copies in a row, so that it has found the caches
+ * as it leaves them itself, and not as another candidate did. Works on threads of its own, if `background` at the lowest
  * priority. Ends early once CLOCK_MONOTONIC is past `deadline_ns`. Returns how many rounds are
- * whole; -1 with errno set: no threads, or no memory. */
+ * whole; -1 with errno set: no threads, or no memory. `share` is how much of the cores that it
+ * wanted it was given: far below 1, others have them. */
 int kvn_tuning_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
-                       unsigned rounds, bool background, int64_t deadline_ns, int64_t *ns);
+                       unsigned rounds, bool background, int64_t deadline_ns, int64_t *ns,
+                       double *share);
 
 #endif
