@@ -78,8 +78,9 @@ cdef class ThreadPool:
         """
         cdef kvn_tuning native
         fill_tuning(tuning, &native)
-        kvn_pool_tune(self.usable(), &native)
-        self._tuning = tuning
+        with cython.critical_section(self):
+            kvn_pool_tune(self.usable(), &native)
+            self._tuning = tuning
 
     @property
     def tuning(self):

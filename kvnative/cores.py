@@ -1,4 +1,4 @@
-"""How many cores this process may use: what it may run on, and what its control groups let it have."""
+"""How many cores this process may use: where it may run, and what its cgroups let it have."""
 
 import os
 from contextlib import suppress
@@ -30,7 +30,7 @@ def _limits(proc: Path, groups: Path) -> list[int]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = groups / controllers if controllers else groups
-        # A container may see the path of its host, which is not mounted there: the root then counts.
+        # A container may see its host's path, which is not mounted there: the root then counts.
         place = root / path.lstrip("/")
         while True:
             limits += _limit_at(place)

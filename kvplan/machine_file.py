@@ -85,12 +85,12 @@ def read_machines(path: Path, version: int) -> dict[str, Any]:
     """
     # Not to wait for the writer of a FIFO that somebody has put there.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+        os.close(descriptor)
+        what = f"belongs to user {found.st_uid}" if stat.S_ISREG(found.st_mode) else "is not a file"
+        raise unreadable(path, f"it {what}")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise unreadable(path, "it is not a file")
-        if found.st_uid not in (0, os.geteuid()):
-            raise unreadable(path, f"it belongs to user {found.st_uid}")
         blob = file.read(_MAX_NBYTES + 1)
     if len(blob) > _MAX_NBYTES:
         raise unreadable(path, f"it has more than {_MAX_NBYTES} bytes")

@@ -67,7 +67,7 @@ class Engine:
         self.cluster_id = cluster_id
         self.role = role
         self.options = options
-        self.transfers = (transfers or default_transfers()).share()
+        self.transfers = (transfers or default_transfers(options.tuning)).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
         # Whether caches that say different things are copied as bytes, with a warning.

@@ -49,15 +49,15 @@ _MARGIN: Final = 0.06
 """By how much something else must be faster: in the median of the rounds, in which both had the
 machine one right after the other, and in the best ones, in which nobody else had it."""
 _OF_CORES: Final = 0.85
-"""What threads must have been given of the cores they wanted: with fewer, others use the machine."""
+"""What threads must have been given of the cores they wanted: below it, others have them."""
 _SHARE: Final = 0.75
 """In how many of the rounds it must be faster at all."""
 _STEADY: Final = 1.6
 """Rounds whose median is so many times the fastest say that others use the machine."""
 
 Measure = Callable[[Sequence[Tuning], int, int, int], tuple[list[list[int]], float]]
-"""Tunings, bytes of a transfer, rounds, and a deadline of the clock, in ns: ns of each in each whole
-round, and how much of the cores that it wanted it was given."""
+"""Tunings, bytes of a transfer, rounds, and a deadline of the clock, in ns: ns of each in each
+round that is whole, and how much of the cores that it wanted it was given."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class _Calibration:
         best = max(range(len(values)), key=gains.__getitem__)
         if gains[best]:
             text = f"{values[best]}, {gains[best]:.0%} faster than {values[0]} at {_mib(nbytes)}"
-            self.tuning = self.tuning._replace(**{field: values[best]})
+            self.tuning = _with(self.tuning, field, values[best])
         else:
             text = f"{values[0]}, as built in: nothing is clearly faster"
         self.reasons.append(f"{title}: {text}")
@@ -146,7 +146,7 @@ class _Calibration:
     def _compare(
         self, title: str, field: str, values: Sequence[object], nbytes: int, until: float
     ) -> _Comparison:
-        candidates = [self.tuning._replace(**{field: it}) for it in values]
+        candidates = [_with(self.tuning, field, it) for it in values]
         deadline_ns = self._began_ns + int(until * self._budget_ns)
         found = _Comparison(*self._measure(candidates, nbytes, _ROUNDS, deadline_ns))
         if not found.sure:
@@ -185,6 +185,10 @@ def calibrate(
     except _BusyError as busy:
         return Finding(builtin, False, (f"{busy}; all is as built in",), (clock() - began_ns) / 1e6)
     return Finding(it.tuning, True, tuple(it.reasons), (clock() - began_ns) / 1e6)
+
+
+def _with(tuning: Tuning, field: str, value: object) -> Tuning:
+    return Tuning(**{**tuning._asdict(), field: value})
 
 
 def _mib(nbytes: int) -> str:

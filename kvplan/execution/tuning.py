@@ -1,7 +1,7 @@
 """Which tuning copies are made with: given, stored for this kind of machine, or built in.
 
-`calibration.py` measures one; here it is chosen, stored and read again. What is stored is numbers and
-names of strategies: checked when it is read, and never more than a tuning.
+`calibration.py` measures one; here it is chosen, stored and read again. What is stored is numbers
+and names of strategies: checked when it is read, and never more than a tuning.
 """
 
 from __future__ import annotations
@@ -117,13 +117,15 @@ def _given(name: str, text: str) -> Tuning | None:
         raise invalid(f"{name}={shown(text)} must be {', '.join(_CHOICES)} or a JSON object")
     try:
         fields = json.loads(text)
-        if unknown := sorted(fields.keys() - set(Tuning._fields)):
-            raise ValueError(f"{shown(unknown[0])} is none of {', '.join(Tuning._fields)}")
-        tuning = builtin_tuning()._replace(**fields)
-        check_tuning(tuning)
+        unknown = sorted(fields.keys() - set(Tuning._fields))
+        if not unknown:
+            tuning = builtin_tuning()._replace(**fields)
+            check_tuning(tuning)
+            return tuning
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(f"{name}={shown(text)}: {error}") from None
-    return tuning
+    known = ", ".join(Tuning._fields)
+    raise invalid(f"{name}={shown(text)}: {shown(unknown[0])} must be one of {known}")
 
 
 def load_tuning() -> Finding | None:
