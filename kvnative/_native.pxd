@@ -75,10 +75,12 @@ cdef extern from "host/tuning.h" nogil:
         uint64_t bypass_nbytes
         uint64_t piece_nbytes
     void kvn_tuning_builtin(kvn_tuning *tuning)
+
+cdef extern from "host/measure.h" nogil:
     ctypedef struct kvn_candidate:
         kvn_tuning tuning
         unsigned threads
-    int kvn_tuning_measure(
+    int kvn_measure(
         const kvn_candidate *candidates, unsigned count, const kvn_columns *batch, unsigned rounds,
         bint background, int64_t deadline_ns, int64_t *ns, double *share)
 

@@ -8,7 +8,7 @@ from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns
 from kvnative._native cimport (
     KVN_MAX_THREADS, KVN_NUM_STRATEGIES, KVN_PIECE_MIN, kvn_candidate, kvn_copy_function,
-    kvn_strategy_name, kvn_strategy_needs, kvn_tuning, kvn_tuning_builtin, kvn_tuning_measure
+    kvn_measure, kvn_strategy_name, kvn_strategy_needs, kvn_tuning, kvn_tuning_builtin
 )
 
 import os
@@ -129,8 +129,7 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, 
             native[<unsigned>i].threads = tuning.threads
         columns = descriptors.hold_columns()
         with nogil:
-            done = kvn_tuning_measure(native, count, &columns, rounds, background, deadline_ns, ns,
-                                      &share)
+            done = kvn_measure(native, count, &columns, rounds, background, deadline_ns, ns, &share)
             error = errno
             descriptors.release()
         if done < 0:

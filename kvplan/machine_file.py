@@ -8,11 +8,9 @@ import platform
 import pwd
 import re
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
-from kvnative.cores import usable_cores
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type, shown
 
@@ -43,21 +41,11 @@ def cache_path(name: str) -> Path:
 
 def this_machine() -> str:
     """What costs are stored by: `AMD EPYC 7763, 2 cores`."""
-    cores = usable_cores()
-    return f"{_model(_cpuinfo())}, {cores} core{'' if cores == 1 else 's'}"
+    cores = len(os.sched_getaffinity(0))
+    return f"{model_of(cpuinfo())}, {cores} core{'' if cores == 1 else 's'}"
 
 
-def this_processor() -> str:
-    """`this_machine`, and what tells processors apart that a virtual machine gives one name."""
-    said = _cpuinfo()
-    names = ("cpu family", "model", "stepping", "CPU variant", "CPU revision")
-    parts = [f"{it.lower()} {said[it]}" for it in names if it in said]
-    with suppress(OSError, ValueError):
-        parts.append(f"{os.sysconf('SC_LEVEL3_CACHE_SIZE') >> 10} KiB of L3")
-    return ", ".join([this_machine(), *parts])
-
-
-def _cpuinfo() -> dict[str, str]:
+def cpuinfo() -> dict[str, str]:
     """What the kernel says of the first processor."""
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
@@ -68,7 +56,8 @@ def _cpuinfo() -> dict[str, str]:
     return dict(rows)
 
 
-def _model(said: dict[str, str]) -> str:
+def model_of(said: dict[str, str]) -> str:
+    """The name of a processor, of what `cpuinfo` returns."""
     if name := said.get("model name"):
         return name
     if part := said.get("CPU part"):  # of Arm, which has no names there

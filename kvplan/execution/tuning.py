@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvnative._tuning import Tuning, builtin_tuning, check_tuning
+from kvnative.cores import usable_cores
 from kvplan.machine_file import (
     cache_path,
+    cpuinfo,
+    model_of,
     read_machines,
-    this_processor,
     unreadable,
     write_machines,
 )
@@ -126,6 +129,16 @@ def _given(name: str, text: str) -> Tuning | None:
         raise invalid(f"{name}={shown(text)}: {error}") from None
     known = ", ".join(Tuning._fields)
     raise invalid(f"{name}={shown(text)}: {shown(unknown[0])} must be one of {known}")
+
+
+def this_processor() -> str:
+    """What tunings are stored by: more than a name, which a virtual machine gives to several."""
+    said = cpuinfo()
+    names = ("cpu family", "model", "stepping", "CPU variant", "CPU revision")
+    parts = [f"{it.lower()} {said[it]}" for it in names if it in said]
+    with suppress(OSError, ValueError):
+        parts.append(f"{os.sysconf('SC_LEVEL3_CACHE_SIZE') >> 10} KiB of L3")
+    return ", ".join([model_of(said), *parts, f"usable cores: {usable_cores()}"])
 
 
 def load_tuning() -> Finding | None:

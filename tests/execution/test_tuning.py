@@ -12,8 +12,14 @@ import pytest
 from kvnative._tuning import STRATEGIES, builtin_tuning, usable_strategies
 from kvplan import LLMException, Options
 from kvplan.execution import default_transfers
-from kvplan.execution.tuning import Finding, choose, load_tuning, save_tuning, tuning_path
-from kvplan.machine_file import this_processor
+from kvplan.execution.tuning import (
+    Finding,
+    choose,
+    load_tuning,
+    save_tuning,
+    this_processor,
+    tuning_path,
+)
 
 MINE = Finding(builtin_tuning()._replace(bypass_nbytes=9 << 20), True, ("measured",), 250.0)
 LACKING = next(it for it in STRATEGIES if it not in usable_strategies())
