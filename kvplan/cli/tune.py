@@ -22,6 +22,7 @@ from kvplan.cli.common import (
     write_json,
     write_table,
 )
+from kvplan.cli.info.text import tuning_text
 from kvplan.inspection.cost import TRANSPORT_COSTS, TransportCost
 from kvplan.inspection.measured_costs import costs_path, load_costs, save_costs
 from kvplan.machine_file import this_machine
@@ -215,9 +216,10 @@ def _write(found: list[Tuned], path: str | None, copies: Finding | None) -> None
     out = console()
     out.print(this_machine(), style="bold")
     if copies is not None:
-        out.print(f"copies, measured in {copies.took_ms:.0f} ms:")
-        for reason in copies.reasons:
-            out.print(f"  {reason}")
+        text = (
+            f"copies, measured in {copies.took_ms:.0f} ms: {tuning_text(copies.tuning._asdict())}"
+        )
+        out.print(text if copies.sure else f"{text}: {copies.reasons[0]}", highlight=False)
     if not found:
         return
     rows = table("transport", ">transfers", ">fit is off by", ">time, of kvplan's own costs")

@@ -159,8 +159,14 @@ def _transports(found: Found) -> Iterator[str]:
             )
 
 
+def tuning_text(it: Found) -> str:
+    """`memcpy, from 24 MiB on nt-avx512, 2 threads`."""
+    bypass = f"{it['bypass_nbytes'] / (1 << 20):g} MiB"
+    return f"{it['cached']}, from {bypass} on {it['bypassing']}, {it['threads']} threads"
+
+
 def tuned_text(it: Found) -> str:
-    """`memcpy, from 24 MiB on nt-avx512, 2 threads (built in)`."""
+    """A tuning, and where it comes from."""
     if it["why_not"]:
         return f"not known: {it['why_not']}"
     how = it["source"]
@@ -168,10 +174,7 @@ def tuned_text(it: Found) -> str:
         how = f"measured on {it['measured'][:10]}"
         if not it["sure"]:
             how += ", when others used the machine: kvplan tune -t copies measures again"
-    return (
-        f"{it['cached']}, from {it['bypass_nbytes'] / (1 << 20):g} MiB on {it['bypassing']}, "
-        f"{it['threads']} threads ({how})"
-    )
+    return f"{tuning_text(it)} ({how})"
 
 
 def _tuned(found: Found) -> Iterator[str]:
