@@ -216,10 +216,9 @@ def _write(found: list[Tuned], path: str | None, copies: Finding | None) -> None
     out = console()
     out.print(this_machine(), style="bold")
     if copies is not None:
-        text = (
-            f"copies, measured in {copies.took_ms:.0f} ms: {tuning_text(copies.tuning._asdict())}"
-        )
-        out.print(text if copies.sure else f"{text}: {copies.reasons[0]}", highlight=False)
+        how = tuning_text(copies.tuning._asdict())
+        why = "" if copies.sure else f"; {copies.reasons[0]}"
+        out.print(f"copies, measured in {copies.took_ms:.0f} ms: {how}{why}", highlight=False)
     if not found:
         return
     rows = table("transport", ">transfers", ">fit is off by", ">time, of kvplan's own costs")

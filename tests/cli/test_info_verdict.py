@@ -90,7 +90,7 @@ def test_how_copies_are_made(found: dict[str, Any]) -> None:
     )
     it["sure"] = False
     assert lines(found)[-1].endswith(
-        "(measured on 2026-11-25, when others used the machine: kvplan tune -t copies measures again)"
+        "2026-11-25, when others used the machine: kvplan tune -t copies measures again)"
     )
     it.update(source="built in", sure=None, note="/a/file: it is not a file")
     assert lines(found)[-1] == "to do copies are as built in: /a/file: it is not a file"
