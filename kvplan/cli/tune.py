@@ -98,8 +98,8 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
     times and stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json
     (~/.cache/kvplan). `kvplan estimate` and `kvplan explain --transport` then use them;
     plan.estimate("local") in a program does not, unless it is given
-    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. Exits with 2 if a transport
-    could not be measured, or nothing could be stored.
+    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. Exits with 2 if something
+    could not be measured, or could not be stored.
     """
     asked = tuple(dict.fromkeys(names)) or (COPIES, *TRANSPORT_OF)
     chosen = tuple(it for it in asked if it != COPIES)
@@ -124,7 +124,8 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
         write_json(_document(found, where, copies))
     else:
         _write(found, where, copies)
-    return ExitCode.OK if len(costs) == len(chosen) else ExitCode.TROUBLE
+    is_whole = len(costs) == len(chosen) and (copies is None or copies.sure)
+    return ExitCode.OK if is_whole else ExitCode.TROUBLE
 
 
 def _check_can_store(path: Path) -> None:
@@ -187,7 +188,7 @@ def _tune_copies(*, dry_run: bool) -> Finding:
     for _ in range(_TRIES - 1):
         if not found.sure:
             found = calibration.tune(builtin_tuning(), background=False)
-    return found if dry_run else tuning.save_tuning(found)
+    return found if dry_run or not found.sure else tuning.save_tuning(found)
 
 
 def _document(found: list[Tuned], path: str | None, copies: Finding | None) -> dict[str, object]:
@@ -216,9 +217,8 @@ def _write(found: list[Tuned], path: str | None, copies: Finding | None) -> None
     out = console()
     out.print(this_machine(), style="bold")
     if copies is not None:
-        how = tuning_text(copies.tuning._asdict())
-        why = "" if copies.sure else f"; {copies.reasons[0]}"
-        out.print(f"copies, measured in {copies.took_ms:.0f} ms: {how}{why}", highlight=False)
+        how = tuning_text(copies.tuning._asdict()) if copies.sure else f"{copies.reasons[0]}"
+        out.print(f"copies, measured in {copies.took_ms:.0f} ms: {how}", highlight=False)
     if not found:
         return
     rows = table("transport", ">transfers", ">fit is off by", ">time, of kvplan's own costs")

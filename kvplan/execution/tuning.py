@@ -32,12 +32,12 @@ _CHOICES: Final = ("auto", "stored", "builtin")
 
 
 class Finding(NamedTuple):
-    """What was measured, and how sure that is.
+    """What was measured. Only what is sure is stored.
 
     Attributes:
         tuning: the built-in one, but for what was clearly better.
-        sure: False: the machine was too busy to tell; what is built in was kept.
-        reasons: what each part was decided by, for people.
+        sure: False: others used the machine, so this is what is built in.
+        reasons: what each part was decided by, and by how much, for people.
         took_ms: how long it took.
         measured: when, in UTC, as ISO 8601 has it.
     """
@@ -169,7 +169,7 @@ def _finding_of(document: Any) -> Finding:
     reasons = check_type("reasons", found["reasons"], list)
     return Finding(
         tuning,
-        check_type("sure", found["sure"], bool),
+        True,
         tuple(check_type("reasons[]", it, str) for it in reasons),
         float(check_type("took_ms", found["took_ms"], float)),
         check_type("measured", found["measured"], str),
@@ -177,12 +177,13 @@ def _finding_of(document: Any) -> Finding:
 
 
 def save_tuning(found: Finding) -> Finding:
-    """Store it for this kind of machine; those of others stay. Returned with the time.
+    """Store a sure one for this kind of machine; those of others stay. Returned with the time.
 
     Raises:
         OSError: it cannot be written.
         LLMException: as `load_tuning`, unless only this machine's is wrong.
     """
+    assert found.sure, "what others have disturbed says nothing of the machine"
     path = tuning_path()
     try:
         machines = read_machines(path, FILE_VERSION)
@@ -190,9 +191,10 @@ def save_tuning(found: Finding) -> Finding:
         machines = {}
     found = found._replace(measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     machines[this_processor()] = {
-        **found._asdict(),
+        "measured": found.measured,
+        "took_ms": round(found.took_ms, 1),
         "tuning": found.tuning._asdict(),
-        "took_ms": round(float(found.took_ms), 1),
+        "reasons": found.reasons,
     }
     write_machines(path, FILE_VERSION, machines)
     return found

@@ -32,7 +32,6 @@ def found() -> dict[str, Any]:
             "bypass_nbytes": 24 << 20,
             "threads": 2,
             "source": "built in",
-            "sure": None,
             "measured": None,
             "note": "",
         },
@@ -84,15 +83,11 @@ def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
 
 def test_how_copies_are_made(found: dict[str, Any]) -> None:
     it = found["copies_tuned"]
-    it.update(source="measured", measured="2026-11-25T18:50:00Z", sure=True)
+    it.update(source="measured", measured="2026-11-25T18:50:00Z")
     assert lines(found)[-1] == (
         "copies memcpy, from 24 MiB on nt-avx2, 2 threads (measured on 2026-11-25)"
     )
-    it["sure"] = False
-    assert lines(found)[-1].endswith(
-        "2026-11-25, when others used the machine: kvplan tune -t copies measures again)"
-    )
-    it.update(source="built in", sure=None, note="/a/file: it is not a file")
+    it.update(source="built in", measured=None, note="/a/file: it is not a file")
     assert lines(found)[-1] == "to do copies are as built in: /a/file: it is not a file"
     found["copies_tuned"] = {"why_not": "no module"}
     assert lines(found)[-1] == "copies not known: no module"

@@ -101,19 +101,19 @@ def test_caches_of_another_size(cache_mib: int, bypass_mib: int) -> None:
 
 def test_what_is_clearly_faster_is_used() -> None:
     def ns(strategy: str, nbytes: int, tuning: Tuning) -> float:
-        faster = {"nt-sse2": 0.8, "movsb": 0.9}.get(strategy, 1.0)
-        faster *= 0.9 if tuning.piece_nbytes == 1 << 20 else 1.0
-        faster *= 0.9 if tuning.threads == 2 else 1.0
+        faster = {"nt-sse2": 0.8, "movsb": 0.8}.get(strategy, 1.0)
+        faster *= 0.8 if tuning.piece_nbytes == 1 << 20 else 1.0
+        faster *= 0.8 if tuning.threads == 2 else 1.0
         return usual()(strategy, nbytes, tuning) * faster
 
     found = Machine(ns, 0.05).tuned()
     assert found.tuning == Tuning(2, "movsb", "nt-sse2", 24 * MIB, 1 << 20)
-    assert any(it.startswith("in the caches: movsb, 1") for it in found.reasons)
+    assert any(it.startswith("in the caches: movsb, ") for it in found.reasons)
 
 
 def test_a_little_faster_is_not() -> None:
     def ns(strategy: str, nbytes: int, tuning: Tuning) -> float:
-        return usual()(strategy, nbytes, tuning) * (0.96 if strategy == "movsb" else 1.0)
+        return usual()(strategy, nbytes, tuning) * (0.92 if strategy == "movsb" else 1.0)
 
     assert Machine(ns).tuned().tuning.cached == "memcpy"
 
@@ -203,10 +203,22 @@ def test_a_process_measures_after_its_first_large_transfer_and_stores_it(cache: 
     assert background(1, "wait").split()[0] == "0"  # 1 MiB is not more than 1 MiB
     assert not cache.exists()
     assert background(2, "wait").split() == ["1", "True"]
-    found = load_tuning()
-    assert found is not None
-    assert found.reasons
-    assert background(2, "wait").split()[0] == "0"  # it is stored
+    found = load_tuning()  # None: others used the machine, and the next process tries again
+    assert background(2, "wait").split()[0] == ("1" if found is None else "0")
+
+
+def test_what_is_not_sure_is_not_stored(cache: Path) -> None:
+    busy = Machine(usual(4 * MIB), share=0.5).tuned()
+    sure = Machine(usual(4 * MIB)).tuned(BUILTIN._replace(threads=2, bypassing="memcpy"))
+    sure = sure._replace(tuning=sure.tuning._replace(cached="memcpy", bypassing="memcpy"))
+    pool = ThreadPool()
+    Calibration(pool, lambda _: busy)._run()
+    assert (pool.tuning, load_tuning()) == (builtin_tuning(), None)
+    Calibration(pool, lambda _: sure)._run()
+    stored = load_tuning()
+    assert stored is not None
+    assert pool.tuning == stored.tuning == sure.tuning
+    assert stored.reasons == sure.reasons
 
 
 @pytest.mark.parametrize("tuning", ["stored", "builtin", '{"threads": 1}'])

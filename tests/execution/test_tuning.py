@@ -127,7 +127,6 @@ def test_a_file_that_is_something_else_is_not_used_and_not_touched(
         {"tuning": {**MINE.tuning._asdict(), "piece_nbytes": 1}},
         {"tuning": {**MINE.tuning._asdict(), "cached": LACKING}},
         {"tuning": {**MINE.tuning._asdict(), "more": 1}},
-        {"sure": 1},
         {"reasons": [3]},
         {"measured": None},
         {"took_ms": "x"},

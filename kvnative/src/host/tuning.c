@@ -1,6 +1,6 @@
 #include "host/tuning.h"
 
-#define BYPASS_NBYTES (24u << 20)
+#define BYPASS_NBYTES (16u << 20)
 #define PIECE_NBYTES (512u << 10)
 
 void kvn_tuning_builtin(kvn_tuning *tuning)

@@ -67,7 +67,6 @@ def _tuning() -> dict[str, object]:
         "note": choice.note,
         "path": where,
         "measured": found.measured if found else None,
-        "sure": found.sure if found else None,
         "reasons": list(found.reasons) if found else [],
     }
 

@@ -169,11 +169,7 @@ def tuned_text(it: Found) -> str:
     """A tuning, and where it comes from."""
     if it["why_not"]:
         return f"not known: {it['why_not']}"
-    how = it["source"]
-    if it["sure"] is not None:
-        how = f"measured on {it['measured'][:10]}"
-        if not it["sure"]:
-            how += ", when others used the machine: kvplan tune -t copies measures again"
+    how = f"measured on {it['measured'][:10]}" if it["measured"] else it["source"]
     return f"{tuning_text(it)} ({how})"
 
 
