@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
@@ -227,8 +226,11 @@ def measured_here(*, background: bool) -> Iterator[Measure]:
         yield measure
 
 
-def tune(builtin: Tuning, *, background: bool, budget_ms: float = BUDGET_MS) -> Finding:
+def tune(builtin: Tuning, *, background: bool = True, budget_ms: float = BUDGET_MS) -> Finding:
     """Measure this machine.
+
+    Args:
+        background: at the lowest priority, for a process that does something else.
 
     Raises:
         OSError, MemoryError: the system has too little memory, or too few threads.
@@ -247,9 +249,7 @@ class Calibration:
     process at a time: two would measure each other.
     """
 
-    def __init__(
-        self, pool: ThreadPool, find: Callable[[Tuning], Finding] = partial(tune, background=True)
-    ) -> None:
+    def __init__(self, pool: ThreadPool, find: Callable[[Tuning], Finding] = tune) -> None:
         self._pool = pool
         self._find = find
         self._pid = os.getpid()
