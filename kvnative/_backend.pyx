@@ -103,6 +103,11 @@ cdef class ThreadPool:
         """Number of threads."""
         return kvn_pool_threads(self.pool)
 
+    @property
+    def looks(self) -> int:
+        """How often a thread has looked for the next job, for a moment, before it slept."""
+        return kvn_pool_looks(self.usable())
+
     def __repr__(self):
         return f"<ThreadPool of {self.threads} threads>"
 

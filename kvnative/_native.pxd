@@ -55,6 +55,7 @@ cdef extern from "host/pool.h" nogil:
         pass
     kvn_pool *kvn_pool_create(unsigned threads)
     unsigned kvn_pool_threads(const kvn_pool *pool)
+    uint64_t kvn_pool_looks(kvn_pool *pool)
     void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
     void kvn_pool_destroy(kvn_pool *pool)
 

@@ -25,6 +25,8 @@
  * EAGAIN) on failure. */
 kvn_pool *kvn_pool_create(unsigned threads);
 unsigned kvn_pool_threads(const kvn_pool *pool);
+/* How often a worker has looked for the next job before it slept. */
+uint64_t kvn_pool_looks(kvn_pool *pool);
 /* Nanoseconds that its workers have run. */
 int64_t kvn_pool_cpu_ns(const kvn_pool *pool);
 /* From now on; what is being moved may go on as before. Its strategies must be executable here. */
