@@ -8,7 +8,7 @@ from kvnative._host cimport (
     GenerationTable, check, kvn_arena, kvn_failure, kvn_generations_release, kvn_word, unsigned,
     words_in
 )
-from kvnative._native cimport kvn_backend, kvn_now_ns, kvn_pool
+from kvnative._native cimport kvn_backend, kvn_host_create, kvn_now_ns, kvn_pool
 
 from typing import NamedTuple
 
@@ -18,10 +18,6 @@ cdef extern from "kvnative/backend.h" nogil:
     enum:
         KVN_PEER_PUT
 
-cdef extern from "host/host.h" nogil:
-    ctypedef enum kvn_strategy:
-        KVN_COPY_AUTO
-    kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 
 cdef extern from "process/process.h" nogil:
     kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)
@@ -222,7 +218,7 @@ cdef class Writer:
 
     def mapped(self, ThreadPool pool not None, bytes words not None):
         """Plain copies to memory of the peer that is mapped here: these of its registrations."""
-        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), KVN_COPY_AUTO),
+        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), NULL),
                                              (pool, self), "host backend")
         kvn_pooled_set_guard(backend.handle, self.guard(words))
         return backend

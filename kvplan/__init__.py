@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
-from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import (
     Coalesce,
@@ -26,7 +24,6 @@ from kvplan.planning import (
     plan_push_blocks,
     plan_push_cache,
     plan_swap_blocks,
-    reference,
 )
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import (
@@ -73,6 +70,8 @@ if TYPE_CHECKING:
         execute,
         submit,
     )
+    from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
+    from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
     from kvplan.lease import BlockLease
     from kvplan.links import (
         ClusterInfo,
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
         LinkStatus,
         RegisterMemStatus,
     )
+    from kvplan.planning import reference
 
 __version__ = "0.1.0"
 
@@ -164,6 +164,8 @@ _LAZY = {
     for room, names in {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
+        "kvplan.inspection.cost": "TRANSPORT_COSTS CostLine Estimate TransportCost",
+        "kvplan.inspection.measured_costs": "MeasuredCosts load_costs",
         "kvplan.engine.completion": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.gather": "GatherGroup",
@@ -187,6 +189,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "reference":
+        return import_module("kvplan.planning.reference")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

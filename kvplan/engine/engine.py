@@ -71,7 +71,9 @@ class Engine:
         nodes = {} if options.numa_node is None else numa_nodes()
         if options.numa_node is not None:
             check_node("numa_node (kvplan.numa_node)", options.numa_node, nodes)
-        self.transfers = (transfers or transfers_on(options.numa_node, nodes)).share()
+        self.transfers = (
+            transfers or transfers_on(options.numa_node, nodes, options.tuning)
+        ).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
         # Whether caches that say different things are copied as bytes, with a warning.

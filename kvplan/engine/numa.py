@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -45,21 +44,18 @@ def check_node(name: str, node: int, nodes: Mapping[int, frozenset[int]]) -> Non
     )
 
 
-def transfers_on(node: int | None, nodes: Mapping[int, frozenset[int]]) -> Transfers:
+def transfers_on(
+    node: int | None, nodes: Mapping[int, frozenset[int]], tuning: str | None
+) -> Transfers:
     """This process's own transfers, by threads on the processors of `node`.
 
     Those of any processor where that is None, the only node, or without one that may be used.
     """
     usable = frozenset() if node is None else nodes[node] & os.sched_getaffinity(0)
     if len(nodes) < 2 or not usable:
-        return default_transfers()
-    return _transfers_on(os.getpid(), usable)
-
-
-@cache
-def _transfers_on(_pid: int, processors: frozenset[int]) -> Transfers:
-    with _running_on(processors):
-        return Transfers()  # its threads stay where the one that makes them is
+        return default_transfers(tuning)
+    with _running_on(usable):  # its threads stay where the one that makes them is
+        return default_transfers(tuning, usable)
 
 
 @contextmanager

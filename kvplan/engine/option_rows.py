@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvplan.device.choice import ACCELERATORS
 from kvplan.engine.numa import MAX_NODE
 from kvplan.engine.pools import PAGES, PoolConfig
+from kvplan.execution.tuning import check_choice as check_tuning_choice
 from kvplan.execution.verification import verify_every
 from kvplan.status import invalid
 from kvplan.transport.choice import (
@@ -275,6 +276,7 @@ ROWS: Final = (
     _number("max_tensors", "kvplan.max_tensors", low=1, high=UINT32_MAX),
     _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
     _string("comm_dir", "kvplan.comm_dir", optional=True),
+    Row("tuning", ("kvplan.tuning",), _text, check_tuning_choice, optional=True),
     Row("unlike_caches", ("kvplan.unlike_caches",), _text, _check_unlike),
     Row("verify", ("kvplan.verify",), _text, _check_verify),
     _boolean("opentelemetry", "kvplan.opentelemetry"),

@@ -82,6 +82,12 @@ class Options:
         max_tensors: addresses that a registered cache may have.
         comm_port: of the rendezvous of `link`, across hosts.
         comm_dir: of the rendezvous of `link`, on one host; None: the user's runtime directory.
+        tuning: how copies are made on this machine: "auto", as was measured here before, else as is
+            built in until it is measured, in the background, after the first large transfer;
+            "stored": the same, but nothing is measured; "builtin"; or a JSON object with what
+            differs from what is built in, such as {"bypass_nbytes": 16777216}. None: as the
+            environment variable KVPLAN_TUNING says, or "auto". Engines that ask for the same share
+            their threads.
         unlike_caches: what is done about a transfer between caches whose data types, shapes or
             layouts cannot match: "refuse" it, or copy the bytes and "warn", once for each pair, as
             the official surface does.
@@ -136,6 +142,7 @@ class Options:
     max_tensors: int = 240
     comm_port: int = 26900
     comm_dir: str | None = None
+    tuning: str | None = None
     unlike_caches: str = "refuse"
     verify: str = "off"
     opentelemetry: bool = False

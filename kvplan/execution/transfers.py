@@ -27,11 +27,14 @@ from kvnative._executor import (
 )
 from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
+from kvnative._tuning import Tuning
+from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
 from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
+from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
@@ -60,9 +63,10 @@ class Transfers:
     """A thread pool, and the executors that submit plans over it.
 
     Args:
-        threads: copying threads; None for the number of usable cores.
+        threads: copying threads; None for as many as the tuning says.
         wrap: called with each backend, returns the one to use: a place for wrappers (faults,
             delays, limits, traces).
+        tuning: what copies are made with; None: what is built in.
 
     Attributes:
         rows: lowers requests of whole rows.
@@ -70,10 +74,15 @@ class Transfers:
     """
 
     def __init__(
-        self, threads: int | None = None, wrap: Callable[[Backend], Backend] | None = None
+        self,
+        threads: int | None = None,
+        wrap: Callable[[Backend], Backend] | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
-        self._pool = ThreadPool(threads)
+        self._pool = ThreadPool(threads, tuning)
         self._wrap = wrap
+        # To be started by the first large transfer; None: what is tuned stays so.
+        self._calibration: Calibration | None = None
         host = host_backend(self._pool)
         self._begin(host if wrap is None else wrap(host))
 
@@ -97,6 +106,7 @@ class Transfers:
         """
         other = Transfers.__new__(type(self))
         other._pool, other._wrap = self._pool, self._wrap
+        other._calibration = self._calibration
         try:
             other._begin(self._executor.backend)
         except NativeError as error:
@@ -323,6 +333,9 @@ class Transfers:
         if descriptors is None:
             one_space = source.in_process and target.in_process
             descriptors = bind(plan, source, target, one_space=one_space)
+        if self._calibration is not None and descriptors.total_nbytes > LARGE_TRANSFER_NBYTES:
+            self._calibration.start()
+            self._calibration = None
         return getter or putter, descriptors, (source, target)
 
     def _wrapped_once(
@@ -370,14 +383,28 @@ class Transfers:
         self.close()
 
 
-def default_transfers() -> Transfers:
-    """Return this process's own `Transfers`, made at first use; a forked child has its own."""
-    return _transfers_of(os.getpid())
+def default_transfers(
+    tuning: str | None = None, processors: frozenset[int] | None = None
+) -> Transfers:
+    """Return this process's own `Transfers`, made at first use; a forked child has its own.
+
+    Args:
+        tuning: as of `choose`; those who ask for the same share threads.
+        processors: that this thread is bound to, and its threads will be; None: not bound.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: what is wrong with the tuning.
+    """
+    return _transfers_of(os.getpid(), tuning, processors)
 
 
 @cache
-def _transfers_of(_pid: int) -> Transfers:
-    return Transfers()
+def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | None) -> Transfers:
+    choice = choose(tuning)
+    made = Transfers(tuning=choice.tuning)
+    if choice.may_measure:
+        made._calibration = Calibration(made._pool)
+    return made
 
 
 def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:

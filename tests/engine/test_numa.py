@@ -70,16 +70,16 @@ def test_copying_threads_run_on_the_processors_of_the_node() -> None:
     nodes = {0: frozenset({first}), 1: frozenset({second})}
     default_transfers()
     before, own = copying_threads(), os.sched_getaffinity(0)
-    transfers = transfers_on(1, nodes)
+    transfers = transfers_on(1, nodes, None)
     new = {tid: cores for tid, cores in copying_threads().items() if tid not in before}
     assert list(new.values()) == [{second}]
     assert transfers.threads == 1
-    assert transfers_on(1, nodes) is transfers
+    assert transfers_on(1, nodes, None) is transfers
     assert os.sched_getaffinity(0) == own
 
 
 def test_where_there_is_nothing_to_choose_the_process_shares_its_threads() -> None:
     everywhere = frozenset(os.sched_getaffinity(0))
-    assert transfers_on(None, {}) is default_transfers()
-    assert transfers_on(0, {0: everywhere}) is default_transfers()
-    assert transfers_on(1, {0: everywhere, 1: frozenset()}) is default_transfers()
+    assert transfers_on(None, {}, None) is default_transfers()
+    assert transfers_on(0, {0: everywhere}, None) is default_transfers()
+    assert transfers_on(1, {0: everywhere, 1: frozenset()}, None) is default_transfers()

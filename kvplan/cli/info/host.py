@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 import kvplan
+from kvnative.cores import usable_cores
+from kvplan.status import LLMException
 
 _TRIED_NBYTES = 4 << 20
 _HUGETLB = ("Hugepagesize", "HugePages_Total", "HugePages_Free", "HugePages_Rsvd")
@@ -30,9 +32,10 @@ def describe() -> dict[str, object]:
             "system": f"{platform.system()} {platform.release()}",
             "machine": platform.machine(),
             "libc": " ".join(platform.libc_ver()).strip(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
         },
         "native_modules": _native_modules(),
+        "copies_tuned": _tuning(),
         "user_key": _user_key(),
         "limits": _limits(),
         "pages": _pages(),
@@ -48,6 +51,27 @@ def _native_modules() -> dict[str, str]:
     folder = Path(str(kvnative.__file__)).parent
     # By the stubs, so that one which was not built is missed.
     return {it.stem: _load(f"kvnative.{it.stem}") for it in sorted(folder.glob("_*.pyi"))}
+
+
+def _tuning() -> dict[str, object]:
+    """How an engine of this environment would copy, and why so."""
+    try:
+        from kvplan.execution.tuning import choose, load_tuning, tuning_path
+
+        choice = choose()
+        found = load_tuning() if choice.source == "measured" else None
+        where = str(tuning_path())
+    except (ImportError, LLMException) as error:
+        return {"why_not": str(error)}
+    return {
+        "why_not": "",
+        **choice.tuning._asdict(),
+        "source": choice.source,
+        "note": choice.note,
+        "path": where,
+        "measured": found.measured if found else None,
+        "reasons": list(found.reasons) if found else [],
+    }
 
 
 def _user_key() -> dict[str, object]:
@@ -82,7 +106,7 @@ def _descriptors_of_a_link() -> dict[str, int]:
     with suppress(ImportError):  # native modules that do not load: `native_modules` says why
         from kvplan.transport.tcp.transport import connections_of
 
-        tcp = 5 + 2 * connections_of(len(os.sched_getaffinity(0)))
+        tcp = 5 + 2 * connections_of(usable_cores())
         return {**_DESCRIPTORS_OF_A_LINK, "tcp": tcp}
     return _DESCRIPTORS_OF_A_LINK
 

@@ -13,7 +13,10 @@ Found = dict[str, Any]
 
 def render(found: Found) -> str:
     """All of it, ending with a line's end."""
-    parts = (_host, _accelerator, _ucx, _copies, _transports, _user_key, _limits, _pages, _stopped)
+    parts = (
+        _host, _accelerator, _ucx, _copies, _transports, _tuned, _user_key, _limits, _pages,
+        _stopped,
+    )  # fmt: skip
     return "\n".join(line for part in parts for line in part(found)) + "\n"
 
 
@@ -157,6 +160,31 @@ def _transports(found: Found) -> Iterator[str]:
                 "",
                 f"tried between two engines of one process ({tried}): all blocks arrived correctly",
             )
+
+
+def tuning_text(it: Found) -> str:
+    """`memcpy, from 24 MiB on nt-avx512, 2 threads`."""
+    bypass = f"{it['bypass_nbytes'] / (1 << 20):g} MiB"
+    return f"{it['cached']}, from {bypass} on {it['bypassing']}, {it['threads']} threads"
+
+
+def tuned_text(it: Found) -> str:
+    """A tuning, and where it comes from."""
+    if it["why_not"]:
+        return f"not known: {it['why_not']}"
+    how = f"measured on {it['measured'][:10]}" if it["measured"] else it["source"]
+    return f"{tuning_text(it)} ({how})"
+
+
+def _tuned(found: Found) -> Iterator[str]:
+    it = found["copies_tuned"]
+    yield ""
+    yield f"plain copies: {tuned_text(it)}"
+    if it["why_not"]:
+        return
+    yield from (_row("", reason) for reason in it["reasons"])
+    if it["note"]:
+        yield _row("not used", it["note"])
 
 
 def _user_key(found: Found) -> Iterator[str]:
