@@ -115,15 +115,15 @@ cdef class Rows:
         finally:
             free(many)
 
-    def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard, src_rows,
-                 dst_rows, uint64_t most):
+    def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard,
+                 dict living not None, cache_id, entry, src_rows, dst_rows, uint64_t most):
         """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
 
         The addresses are of this process: memory of the peer is mapped here. With a guard that is
-        the destination, and each write is announced. Returns the bytes that were moved. 0: nothing
-        was moved, as they are more than `most` or than a few rows, or as `lower` would have the
-        planner asked, or a check has failed; or the last one has, and what was moved does not
-        count.
+        the destination, and each write is announced. Of this process, `entry` has the rows while it
+        is what `living` has by `cache_id`. Returns the bytes that were moved. 0: nothing was moved,
+        as they are more than `most` or than a few rows, or as `lower` would have the planner asked,
+        or a check has failed; or the last one has, and what was moved does not count.
         """
         cdef kvn_announcement announced
         cdef int64_t src[FEW]
@@ -146,8 +146,11 @@ cdef class Rows:
             return 0
         segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns, columns + FEW,
                                   columns + 2 * FEW)
+        if segments == 0 or living.get(cache_id) is not entry:
+            return 0
+        # From here on nothing of Python runs: no other thread, signal handler or finalizer.
         peer.check_open()
-        if segments == 0 or not peer.is_good(words):
+        if not peer.is_good(words):
             return 0
         if guard is not None and not kvn_guard_try_enter(guard.guard, &announced):
             return 0

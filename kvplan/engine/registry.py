@@ -266,9 +266,10 @@ class CacheRegistry:
             return self.get(cache.cache_id)
         return ad_hoc(cache, self._device)
 
-    def offered_entry(self, cache_id: int) -> CacheEntry | None:
-        """The cache with this id, if it was not freed."""
-        return self._entries.get(cache_id)
+    @property
+    def living(self) -> dict[int, CacheEntry]:
+        """The caches that were not freed, by id; always the same dict, to be read only."""
+        return self._entries
 
     def entries(self) -> list[tuple[CacheEntry, bool]]:
         """All caches that live, in the order of ids, and whether each still does by its id."""
