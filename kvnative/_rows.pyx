@@ -249,7 +249,8 @@ cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
         if letter[0] not in (c"l", c"q") or letter[1] != 0:
             return False
         for i in range(count):
-            table[i] = (<const int64_t *>(<const char *>column.buf + i * column.strides[0]))[0]
+            # Not as int64: an array may lie at any address.
+            memcpy(&table[i], <const char *>column.buf + i * column.strides[0], sizeof(int64_t))
         return True
     finally:
         PyBuffer_Release(&column)

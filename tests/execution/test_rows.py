@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors
 from kvnative._process import Peer
@@ -54,7 +55,17 @@ tables = st.lists(rows, min_size=0, max_size=90) | st.lists(
     st.integers(0, 30), min_size=1, max_size=30, unique=True
 )
 runs = st.tuples(st.integers(0, 20), st.integers(1, 12)).map(lambda it: [*range(it[0], sum(it))])
-forms = st.sampled_from([list, tuple, np.array, lambda it: np.array(it, np.int64)[::-1][::-1]])
+
+
+def unaligned(table: list[int]) -> NDArray[np.int64]:
+    held = np.zeros(8 * len(table) + 1, np.uint8)[1:].view(np.int64)
+    held[:] = table
+    return held
+
+
+forms = st.sampled_from(
+    [list, tuple, np.array, lambda it: np.array(it, np.int64)[::-1][::-1], unaligned]
+)
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 40))
