@@ -1,11 +1,11 @@
 """Small transfers of whole rows by a known route: no plan, no operation, one native call.
 
-What an `Operation` does for a few us of copying takes longer than that. A route remembers what does
-not change from one transfer to the next: the link, both caches, and the addresses of their rows. It
-moves at most 64 KiB, between memory of this process and memory of a peer that is mapped here, in
-the calling thread and with the GIL: so no other thread finds it in flight, and whatever ends a link
-or a cache comes before it or after it. Whatever is not as usual has no route, and is left to an
-operation, which says what is wrong.
+What an `Operation` does for a few us of copying takes longer than that. A route is what does not
+change from one transfer to the next: both caches, and the addresses of their rows. By it at most
+64 KiB move, between memory of this process and memory of a peer that is mapped here, in the calling
+thread and with the GIL: so no other thread finds it in flight, and whatever ends a link or a cache
+comes before it or after it. Whatever is not as usual has no route, and is left to an operation,
+which says what is wrong.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 Verb = Literal["pull_cache", "pull_blocks", "push_cache", "push_blocks"]
 _Key = tuple[Verb, int | tuple[int], int, "KvCacheExtParam | None"]
+
+_LINKED: Final = LinkState.LINKED  # of an enumeration they take longer to look up
+_SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
 _MOST: Final = 1024
 """Routes that are remembered of a link."""
@@ -103,7 +106,7 @@ class Routes:
         if link is None or entry is None:
             return False
         routes = link.routes  # before anything is looked up: it may be another meanwhile
-        if link.state is not LinkState.LINKED:
+        if link.state is not _LINKED:
             return False
         layers = None if ext_param is ALL_LAYERS else ext_param
         key: _Key = verb, named, here.cache_id, layers
@@ -132,7 +135,7 @@ class Routes:
         if nbytes == 0:
             return False
         pulls = verb in _PULLS
-        self._metrics.record(verb, LLMStatusCode.LLM_SUCCESS, nbytes, perf_counter() - started)
+        self._metrics.record(verb, _SUCCESS, nbytes, perf_counter() - started)
         link.count(nbytes if pulls else 0, 0 if pulls else nbytes)
         return True
 

@@ -569,7 +569,9 @@ class OperationRunner:
         ext_param: KvCacheExtParam,
     ) -> bool:
         """Move whole rows by a route, if there is one and nothing else is to be done for them."""
-        engine = self._running()
+        engine = self._engine
+        if engine is None or os.getpid() != engine.pid:  # an operation says why
+            return False
         if self._hooks or engine.recorder is not None or engine.tracer is not None:
             return False
         return engine.verify_every == 0 and engine.routes.move(
