@@ -27,6 +27,7 @@ MAX_CALLS = 40
 
 PACKAGE = Path(kvplan.__file__).parent
 DESC = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
+LARGE = CacheDesc(2, (100_000, 16), DataType.DT_INT8)
 THERE, HERE = [1, 2, 5], [0, 3, 4]
 
 
@@ -67,10 +68,12 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
     """Transfers of a user with a peer in another process, over transport local."""
     peer = Peer()
     try:
-        blocks, slots = peer.run(
+        blocks, slots, large = peer.run(
             """
             desc = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
             made = datadist.allocate_blocks_cache(desc), datadist.allocate_cache(desc)
+            large = CacheDesc(2, (100_000, 16), DataType.DT_INT8)
+            made += (datadist.allocate_blocks_cache(large),)
             result = [it.cache_id for it in made]
             """
         )
@@ -80,12 +83,16 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
             assert user.links()[0].transport == "local"
             paged, contiguous = user.allocate_blocks_cache(DESC), user.allocate_cache(DESC)
             theirs, slot = CacheIndex(1, blocks), CacheIndex(1, slots, 2)
+            many, all_of_it = user.allocate_blocks_cache(LARGE), CacheIndex(1, large)
             yield {
                 "pull_blocks": lambda: user.pull_blocks(theirs, paged, THERE, HERE),
                 "push_blocks": lambda: user.push_blocks(paged, theirs, HERE, THERE),
                 "operation": lambda: user.pull_blocks(theirs, paged, THERE, HERE, timeout_ms=5000),
                 "planned": lambda: user.pull_blocks(
                     theirs, paged, THERE, HERE, coalesce=Coalesce.CALLER_ORDER
+                ),
+                "many": lambda: user.pull_blocks(
+                    all_of_it, many, [*range(64)], [*range(99_999, 99_935, -1)]
                 ),
                 "pull_cache": lambda: user.pull_cache(slot, contiguous, 1),
                 "push_cache": lambda: user.push_cache(contiguous, slot, 1),
@@ -119,7 +126,8 @@ def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], nam
 
 def test_small_transfers_take_a_route(operations: dict[str, Callable[[], object]]) -> None:
     """No operation is begun for it, and what it calls fits on a page."""
-    for name in ("pull_blocks", "push_blocks", "pull_cache", "push_cache"):
+    for name in ("pull_blocks", "push_blocks", "pull_cache", "push_cache", "many"):
+        operations[name]()
         functions = [it.function for it in calls_of(operations[name])]
         assert "Routes.move" in functions
         assert "Operation.__init__" not in functions
