@@ -153,7 +153,8 @@ class PendingDeregistrations:
     def of(self, cache_id: int) -> list[HeldCache]:
         """Those that were the cache of this id."""
         with self._mutex:
-            return [it for it in self._held if it.entry.cache.cache_id == cache_id]
+            # A copy: a signal handler may end caches in between.
+            return [it for it in tuple(self._held) if it.entry.cache.cache_id == cache_id]
 
     def end(self, held: Collection[HeldCache]) -> None:
         """As `end_all`; others may be at it already."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -44,11 +42,13 @@ from tests.datadist.conftest import link
 from tests.datadist.layers import wait_until
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
 
 PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)
 KEY = BlocksCacheKey(1, 5)
+ROUTE = [Routes.move.__code__]
 
 
 class Ends(NamedTuple):
@@ -420,33 +420,6 @@ def test_a_route_keeps_no_link(
     wait_until(are_gone)  # the control thread has it a little longer
 
 
-Step = Callable[[], object]
-
-
-def interrupted(at: int, call: Step, action: Step) -> bool:
-    """Call, with `action` before line `at` of the route, as in a signal handler: was it there?"""
-    lines = 0
-
-    def before_line(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        if event == "line" and lines == at:
-            sys.settrace(None)
-            action()
-        return before_line
-
-    def enter(frame: FrameType, event: str, _: object) -> Any:
-        return before_line if frame.f_code is Routes.move.__code__ else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines >= at
-
-
 @pytest.mark.parametrize("ends", ["cache", "link"])
 def test_what_has_ended_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str
@@ -469,7 +442,8 @@ def test_what_has_ended_in_the_middle_is_not_written(
             found.append(array[:, 0].tolist())
 
         with suppress(LLMException):
-            if not interrupted(line, partial(user.pull_blocks, theirs, cache, [0], [1]), end):
+            pull = partial(user.pull_blocks, theirs, cache, [0], [1])
+            if not interrupted(line, pull, end, ROUTE):
                 break
         assert array[:, 0].tolist() == found[-1], line
         user.unregister_cache(cache.cache_id)
@@ -493,7 +467,7 @@ def test_what_the_peer_frees_in_the_middle_is_not_written(
         user.push_blocks(mine, KEY, [1], [0])
         push = partial(user.push_blocks, mine, KEY, [1], [2])
         with suppress(LLMException):
-            if not interrupted(line, push, lambda: found.append(peer.run(*free))):
+            if not interrupted(line, push, lambda: found.append(peer.run(*free)), ROUTE):
                 break
         assert peer.run("result = kept[:, 0].tolist()") == found[-1], line
         peer.run("cache = offer(7)")

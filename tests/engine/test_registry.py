@@ -6,15 +6,19 @@ import ctypes
 import gc
 import pickle
 import weakref
+from functools import partial
+from types import CodeType
 
 import numpy as np
 import pytest
 
 from kvplan import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMException, Placement
 from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.entry import PendingDeregistrations
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
 
 from .caches import BLOCKS, SLOTS, as_peer, free_nbytes, key, pulled
@@ -351,3 +355,26 @@ def test_addresses_are_looked_up_once_when_they_are_registered(registry):
     entry.memory.check()  # the user has promised; to look again at each transfer is too dear
     with refused("LLM_PARAM_INVALID", "not mapped"):
         registry.register(SLOTS, given, paged=False)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_signal_handler_may_unregister_too(registry, same):
+    """The same cache or another, at any line of what it interrupts."""
+    functions = [CacheRegistry.unregister, *vars(PendingDeregistrations).values()]
+    inside = [it.__code__ for it in functions if hasattr(it, "__code__")]
+    # The comprehension is a function of its own before Python 3.12.
+    inside += [it for code in inside for it in code.co_consts if isinstance(it, CodeType)]
+    for line in range(1, 100):
+        first, second = (
+            registry.register(SLOTS, tensors(), paged=False).cache.cache_id for _ in range(2)
+        )
+        if not interrupted(
+            line,
+            partial(registry.unregister, first),
+            partial(registry.unregister, first if same else second),
+            inside,
+        ):
+            break
+        registry.unregister(second)
+        assert registry.offered() == {}
+    assert line > 10
