@@ -12,7 +12,7 @@ from kvnative._native cimport kvn_backend, kvn_host_create, kvn_now_ns, kvn_pool
 
 from typing import NamedTuple
 
-__all__ = ["Ticket", "Writer", "WriterTable"]
+__all__ = ["Ticket", "WriteGuard", "Writer", "WriterTable"]
 
 cdef extern from "kvnative/backend.h" nogil:
     enum:
@@ -41,8 +41,6 @@ cdef extern from "host/writers.h" nogil:
     ctypedef struct kvn_writer:
         int pid
         kvn_arena table
-    ctypedef struct kvn_guard:
-        pass
     int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *failure)
     void kvn_writers_hide(kvn_writers *writers)
     void kvn_writers_close(kvn_writers *writers)
@@ -169,6 +167,14 @@ cdef class WriterTable:
 
 
 @cython.final
+cdef class WriteGuard:
+    """Made by `Writer.guarded`, which it keeps."""
+
+    def __dealloc__(self):
+        kvn_guard_destroy(self.guard)
+
+
+@cython.final
 cdef class Writer:
     """This process as a writer to the memory of process `pid`: an entry of that one's table.
 
@@ -201,6 +207,13 @@ cdef class Writer:
         cdef kvn_guard *made = kvn_guard_create(&self.writer, each, count)
         if made is NULL:
             raise MemoryError()
+        return made
+
+    def guarded(self, bytes words not None):
+        """What announces writes to memory of the peer that is mapped here, one by one."""
+        cdef WriteGuard made = WriteGuard.__new__(WriteGuard)
+        made.guard = self.guard(words)
+        made.writer = self
         return made
 
     def mapped(self, ThreadPool pool not None, bytes words not None):

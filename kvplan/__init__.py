@@ -47,10 +47,19 @@ if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherError, GatherTask
     from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
+    from kvplan.engine.memory_report import MemoryReport
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
+    from kvplan.engine.prepared import (
+        PreparedCopyBlocks,
+        PreparedPullBlocks,
+        PreparedPullCache,
+        PreparedPushBlocks,
+        PreparedPushCache,
+        PreparedPushLayers,
+    )
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         HostMemory,
@@ -113,6 +122,7 @@ __all__ = [
     "LlmDataDist",
     "LlmRole",
     "MeasuredCosts",
+    "MemoryReport",
     "Notification",
     "Notifications",
     "Options",
@@ -121,6 +131,12 @@ __all__ = [
     "Plan",
     "PlanEvent",
     "PoolConfig",
+    "PreparedCopyBlocks",
+    "PreparedPullBlocks",
+    "PreparedPullCache",
+    "PreparedPushBlocks",
+    "PreparedPushCache",
+    "PreparedPushLayers",
     "RegisterMemStatus",
     "RemoteCache",
     "Shard",
@@ -159,10 +175,13 @@ _LAZY = {
         "kvplan.lease": "BlockLease",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
+        "kvplan.engine.memory_report": "MemoryReport",
         "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
+        "kvplan.engine.prepared": "PreparedCopyBlocks PreparedPullBlocks PreparedPullCache "
+        "PreparedPushBlocks PreparedPushCache PreparedPushLayers",
         "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()

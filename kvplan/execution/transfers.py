@@ -67,6 +67,10 @@ class Transfers:
         wrap: called with each backend, returns the one to use: a place for wrappers (faults,
             delays, limits, traces).
         tuning: what copies are made with; None: what is built in.
+
+    Attributes:
+        rows: lowers requests of whole rows.
+        small_nbytes: at most so much is copied by the calling thread at once; 0: nothing.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Transfers:
         self._executor = Executor(host)
         self.rows = RowRequests()
         self._closed = False
+        # Of a wrapper each copy is to be seen.
+        self.small_nbytes = SMALL_NBYTES if self._wrap is None else 0
         self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
         self._mutex = RLock()  # of what follows; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
@@ -156,6 +162,7 @@ class Transfers:
         dst: Memory,
         on_outcome: Callable[[LLMException | None], None] | None = None,
         on_last: Callable[[LayerTask], None] | None = None,
+        descriptors: Descriptors | None = None,
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
@@ -166,8 +173,8 @@ class Transfers:
             on_last: as for `LayerTask`; not called if this raises.
         """
         check_type("plan", plan, Plan)
-        backend, descriptors, memories = self._prepare(plan, src, dst)
-        layer_size = plan.tensors_per_layer * plan.segments.num_runs
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
+        layer_size = plan.tensors_per_layer * (len(descriptors) // plan.num_tensor_pairs)
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:
@@ -205,7 +212,7 @@ class Transfers:
         lost_before = False
         if (
             descriptors is not None
-            and descriptors.total_nbytes <= SMALL_NBYTES
+            and descriptors.total_nbytes <= self.small_nbytes
             and (
                 timeout_ms is None or (type(timeout_ms) in _NUMBERS and 0 <= timeout_ms < _LONG_MS)
             )
@@ -272,11 +279,13 @@ class Transfers:
     def _copy_now(
         self, descriptors: Descriptors, src: Memory, dst: Memory
     ) -> Literal["done", "refused", "lost"]:
-        """Copy here and now what is small, from a peer's mapped memory to memory that is held."""
+        """Copy here and now what is small, from a peer's mapped memory to memory that is held.
+
+        Between two checks of the peer, and with the GIL: no other thread sees it under way.
+        """
         # Of memory that a peer on this host has mapped for us; others have none.
         guard: tuple[Peer, bytes] | None = getattr(src, "guard", None)
-        is_plain = type(dst) is HostMemory and dst.held and self._wrap is None
-        if guard is None or not is_plain or self._closed:
+        if guard is None or type(dst) is not HostMemory or not dst.held:
             return "refused"
         peer, words = guard
         try:
@@ -353,6 +362,7 @@ class Transfers:
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
+        self.small_nbytes = 0
         for it in tuple(self._shares):
             if (share := it()) is not None:
                 share.close(cancel=cancel)
@@ -373,20 +383,23 @@ class Transfers:
         self.close()
 
 
-def default_transfers(tuning: str | None = None) -> Transfers:
+def default_transfers(
+    tuning: str | None = None, processors: frozenset[int] | None = None
+) -> Transfers:
     """Return this process's own `Transfers`, made at first use; a forked child has its own.
 
     Args:
         tuning: as of `choose`; those who ask for the same share threads.
+        processors: that this thread is bound to, and its threads will be; None: not bound.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: what is wrong with the tuning.
     """
-    return _transfers_of(os.getpid(), tuning)
+    return _transfers_of(os.getpid(), tuning, processors)
 
 
 @cache
-def _transfers_of(_pid: int, tuning: str | None) -> Transfers:
+def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | None) -> Transfers:
     choice = choose(tuning)
     made = Transfers(tuning=choice.tuning)
     if choice.may_measure:

@@ -166,11 +166,11 @@ class Plan:
 
         def __getattr__(self, name: str) -> Any:
             """Plan the rows of a request that was lowered without a plan, now that one asks."""
-            if name not in _LATER or (rows := vars(self).get("rows")) is None:
+            if name not in _LATER or (unplanned := vars(self).get("unplanned")) is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             from kvplan.planning.kinds import plan_rows  # it makes plans: not at the top
 
-            made = plan_rows(self.operation, self.kind, self.src, self.dst, *rows)
+            made = plan_rows(self.operation, self.kind, self.src, self.dst, *unplanned)
             vars(self).update({it: getattr(made, it) for it in _LATER})
             return getattr(made, name)
 
@@ -178,10 +178,10 @@ class Plan:
     def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
         """The rows at src and at dst of a request that was lowered without a plan; None: planned.
 
-        All of each row is moved, of all tensors: row i of one to row i of the other.
+        All of each row is moved, of each tensor pair: row i of one to row i of the other.
         """
         known = vars(self)
-        return None if "segments" in known else known["rows"]
+        return None if "segments" in known else known["unplanned"][:2]
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:

@@ -14,6 +14,8 @@ import kvplan
 from kvnative.cores import usable_cores
 from kvplan.status import LLMException
 
+_TRIED_NBYTES = 4 << 20
+_HUGETLB = ("Hugepagesize", "HugePages_Total", "HugePages_Free", "HugePages_Rsvd")
 _DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 5}  # at each end
 
 
@@ -36,6 +38,7 @@ def describe() -> dict[str, object]:
         "copies_tuned": _tuning(),
         "user_key": _user_key(),
         "limits": _limits(),
+        "pages": _pages(),
     }
 
 
@@ -106,6 +109,49 @@ def _descriptors_of_a_link() -> dict[str, int]:
         tcp = 5 + 2 * connections_of(usable_cores())
         return {**_DESCRIPTORS_OF_A_LINK, "tcp": tcp}
     return _DESCRIPTORS_OF_A_LINK
+
+
+def _pages() -> dict[str, object]:
+    """What pages memory here can have, and what was tried of that."""
+    meminfo = dict(line.split(":", 1) for line in _text_of("/proc/meminfo").splitlines())
+    kib = {name: int(meminfo.get(name, "0").split()[0]) for name in _HUGETLB}
+    found: dict[str, object] = {
+        "nbytes": resource.getpagesize(),
+        "hugetlb": {
+            "nbytes": kib["Hugepagesize"] << 10,
+            "total": kib["HugePages_Total"],
+            "free": kib["HugePages_Free"] - kib["HugePages_Rsvd"],
+        },
+        "shmem_enabled": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "huge": None,
+        "populates": None,
+        "numa_nodes": None,
+        "why_not": "",
+    }
+    try:
+        from kvnative._host import Arena, PageWalk, page_use
+        from kvplan.engine.numa import numa_nodes
+
+        found["numa_nodes"] = {it: len(cores) for it, cores in numa_nodes().items()}
+        with Arena(_TRIED_NBYTES, prefault=True) as arena:
+            huge = page_use(arena.address, arena.nbytes)[2]
+            found["huge"] = None if huge is None else huge == arena.nbytes
+            found["populates"] = PageWalk(arena.nbytes).advance(arena, 1.0) > 0
+    except (ImportError, OSError, MemoryError, NotImplementedError) as error:
+        found["why_not"] = str(error)
+    return found
+
+
+def _chosen(path: str) -> str:
+    """Of "always [never]" what is in brackets; empty where there is no such file."""
+    return _text_of(path).partition("[")[2].partition("]")[0]
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _number_in(path: str) -> int | None:
