@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
+    from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         HostMemory,
@@ -79,6 +80,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TRANSPORT_COSTS",
+    "AddressRanges",
     "BlockLease",
     "BlocksCacheKey",
     "Cache",
@@ -161,6 +163,7 @@ _LAZY = {
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
+        "kvplan.engine.ranges": "AddressRanges",
         "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()

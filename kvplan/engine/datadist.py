@@ -17,6 +17,7 @@ from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
+from kvplan.engine.ranges import RangeOperations
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
@@ -39,6 +40,7 @@ class LlmDataDist(
     GroupOperations,
     GatherOperations,
     LayerOperations,
+    RangeOperations,
     LocalOperations,
     LeaseOperations,
     CacheOperations,
