@@ -4,7 +4,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap"]
+__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap", "locate"]
 
 Column = NDArray[np.uint64]
 
@@ -31,3 +31,6 @@ def arrange(
     src: Column, dst: Column, nbytes: Column, groups: Column | None = None
 ) -> tuple[Column, Column, Column, Column | None]: ...
 def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None: ...
+def locate(
+    firsts: Column, lasts: Column, starts: Column, nbytes: Column
+) -> tuple[Column, int, bool]: ...

@@ -11,7 +11,8 @@ import operator
 
 import numpy
 
-__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap"]
+__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap",
+           "locate"]
 
 cdef extern from "core/ranges.h" nogil:
     const size_t KVN_NO_OVERLAP
@@ -25,6 +26,9 @@ cdef extern from "core/ranges.h" nogil:
                               uint64_t *scratch)
     size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t count,
                               uint64_t *scratch, size_t *other)
+    size_t kvn_ranges_locate(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces,
+                             const uint64_t *starts, const uint64_t *nbytes, size_t count,
+                             uint64_t *found, int *passes)
 
 
 cdef uint64_t as_uint64(str name, value) except? 0:
@@ -226,3 +230,47 @@ def first_overlap(starts, nbytes):
     finally:
         PyBuffer_Release(&firsts)
     return None if first == KVN_NO_OVERLAP else (first, second)
+
+
+def locate(firsts, lasts, starts, nbytes):
+    """Find the pieces of memory that ranges begin in.
+
+    Args:
+        firsts, lasts: contiguous uint64 columns: first and last byte of pieces that are ascending
+            and apart.
+        starts, nbytes: the same of one length; each range is of 1 byte at least.
+
+    Returns:
+        The position of the piece of each range, a fresh column; the first range that begins in
+        none, -1 if there is no such one; whether one of those before it passes its piece's end.
+
+    Raises:
+        TypeError, ValueError: not such columns.
+    """
+    cdef Py_buffer columns[5]
+    cdef int held = 0
+    cdef int passes = 0
+    cdef size_t done
+    names = ("firsts", "lasts", "starts", "nbytes", "out")
+    out = numpy.empty(len(starts), numpy.uint64)
+    try:
+        for it in (firsts, lasts, starts, nbytes, out):
+            acquire_uint64(&columns[held], it, names[held])
+            held += 1
+        if columns[0].shape[0] != columns[1].shape[0]:
+            raise ValueError(f"lasts: expected {columns[0].shape[0]} items, as in firsts,"
+                             f" got {columns[1].shape[0]}")
+        if columns[2].shape[0] != columns[3].shape[0]:
+            raise ValueError(f"nbytes: expected {columns[2].shape[0]} items, as in starts,"
+                             f" got {columns[3].shape[0]}")
+        with nogil:
+            done = kvn_ranges_locate(<const uint64_t *>columns[0].buf,
+                                     <const uint64_t *>columns[1].buf, columns[0].shape[0],
+                                     <const uint64_t *>columns[2].buf,
+                                     <const uint64_t *>columns[3].buf, columns[2].shape[0],
+                                     <uint64_t *>columns[4].buf, &passes)
+        return out, (-1 if done == <size_t>columns[2].shape[0] else done), bool(passes)
+    finally:
+        while held > 0:
+            held -= 1
+            PyBuffer_Release(&columns[held])

@@ -151,8 +151,8 @@ class _Found(NamedTuple):
 
     own: AddressIndex[CacheEntry]
     peer: AddressIndex[PeerCache]
-    own_extents: NDArray[np.intp]
-    peer_extents: NDArray[np.intp]
+    own_extents: Column
+    peer_extents: Column
     local: Column
     remote: Column
     nbytes: Column
@@ -247,7 +247,7 @@ def _pairs(found: _Found) -> Column | None:
     own, peer = found.own_extents, found.peer_extents
     if (own == own[0]).all() and (peer == peer[0]).all():
         return None
-    return (own * len(found.peer.extents) + peer).astype(np.uint64)
+    return own * np.uint64(len(found.peer.extents)) + peer
 
 
 def _parts(

@@ -1,6 +1,6 @@
 """The Python interface of HIXL, over kvplan's engine: memory by addresses, and names of engines.
 
-Programs import it as `hixl`, under `python -m kvplan.run` or after `kvplan.hixl.install()`.
+Programs import it as `hixl` under `python -m kvplan.run`, where no other one is installed.
 """
 
 from kvnative._ranges import TransferOpDesc

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvnative._ranges import locate
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Cut(NamedTuple):
         nbytes: of each.
     """
 
-    extents: NDArray[np.intp]
+    extents: Column
     starts: Column
     others: Column
     nbytes: Column
@@ -66,7 +67,10 @@ class AddressIndex(Generic[_Cache]):
         self._firsts = np.array(firsts, dtype=np.uint64)
         # Last bytes, not ends: memory may end at 2**64.
         self._lasts = np.array(lasts, dtype=np.uint64)
-        self._owners = np.array(owners, dtype=np.intp)
+        # None: each piece is the extent of its number, as where none overlap.
+        self._owners = (
+            None if owners == list(range(len(self.extents))) else np.array(owners, dtype=np.uint64)
+        )
 
     def cut(self, side: str, starts: Column, others: Column, nbytes: Column) -> Cut:
         """Find the extents of ranges, cutting those that pass from one into the next.
@@ -81,35 +85,24 @@ class AddressIndex(Generic[_Cache]):
         """
         given = starts, nbytes
         pieces: list[Cut] = []
-        one = np.uint64(1)
-        numbers = None  # of the ranges that are left, of all
+        numbers = None  # of the ranges that are left, of all; None: all of them
         while True:
-            found = np.searchsorted(self._firsts, starts, side="right") - 1
-            outside = found < 0
-            if len(self._firsts):
-                room = self._lasts[found] - starts  # bytes behind the first
-                outside |= starts > self._lasts[found]
-            else:
-                room = np.zeros_like(starts)
-            if outside.any():
-                i = int(np.flatnonzero(outside)[0])
-                number = i if numbers is None else int(numbers[i])
-                raise self._missing(
-                    f"{side} range {number}, [{int(given[0][number]):#x}, "
-                    f"{int(given[0][number]) + int(given[1][number]):#x})",
-                    int(starts[i]),
-                )
-            passes = nbytes - one > room
-            extents = self._owners[found]
-            if not passes.any():
+            found, missing, passes = locate(self._firsts, self._lasts, starts, nbytes)
+            if missing >= 0:
+                number = missing if numbers is None else int(numbers[missing])
+                start, size = (int(it[number]) for it in given)
+                which = f"{side} range {number}, [{start:#x}, {start + size:#x})"
+                raise self._missing(which, int(starts[missing]))
+            extents = found if self._owners is None else self._owners[found]
+            if not passes:
                 pieces.append(Cut(extents, starts, others, nbytes))
                 break
-            taken = np.where(passes, room + one, nbytes)
+            taken = np.minimum(nbytes, self._lasts[found] - starts + np.uint64(1))
             pieces.append(Cut(extents, starts, others, taken))
-            numbers = np.flatnonzero(passes) if numbers is None else numbers[passes]
-            left = taken[passes]
-            starts, others = starts[passes] + left, others[passes] + left
-            nbytes = nbytes[passes] - left
+            left = np.flatnonzero(taken < nbytes)
+            numbers = left if numbers is None else numbers[left]
+            starts, others = starts[left] + taken[left], others[left] + taken[left]
+            nbytes = nbytes[left] - taken[left]
         if len(pieces) == 1:
             return pieces[0]
         return Cut(*(np.concatenate(column) for column in zip(*pieces, strict=True)))

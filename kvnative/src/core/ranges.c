@@ -103,3 +103,37 @@ size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t
         }
     return KVN_NO_OVERLAP;
 }
+
+size_t kvn_ranges_locate(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces,
+                         const uint64_t *starts, const uint64_t *nbytes, size_t count,
+                         uint64_t *found, int *passes)
+{
+    size_t here = 0;
+    int beyond = 0;
+
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t start = starts[i];
+
+        /* Most ranges lie where the one before did. */
+        if (here >= num_pieces || start < firsts[here] || start > lasts[here]) {
+            size_t low = 0, high = num_pieces;
+
+            while (low < high) { /* the first that begins behind the range */
+                const size_t middle = low + (high - low) / 2;
+                if (firsts[middle] <= start)
+                    low = middle + 1;
+                else
+                    high = middle;
+            }
+            if (low == 0 || start > lasts[low - 1]) {
+                *passes = beyond;
+                return i;
+            }
+            here = low - 1;
+        }
+        found[i] = here;
+        beyond |= nbytes[i] - 1 > lasts[here] - start;
+    }
+    *passes = beyond;
+    return count;
+}

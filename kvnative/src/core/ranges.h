@@ -26,4 +26,11 @@ size_t kvn_ranges_arrange(const kvn_ranges *from, size_t count, kvn_ranges *to, 
 size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t count,
                           uint64_t *scratch, size_t *other);
 
+/* Position, for each range, of the piece that holds its first byte; pieces are ascending and apart, from
+ * `firsts` to `lasts`, both bytes. Returns how many ranges were found before one that begins in no piece:
+ * `count` if all were. *passes: whether one of those found goes on behind its piece. */
+size_t kvn_ranges_locate(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces,
+                         const uint64_t *starts, const uint64_t *nbytes, size_t count,
+                         uint64_t *found, int *passes);
+
 #endif
