@@ -41,6 +41,7 @@ from kvplan.types import CacheDesc, DataType, LlmRole, Placement
 from kvplan.validation import UINT64_MAX
 
 if TYPE_CHECKING:
+    from kvplan.execution import Transfers
     from kvplan.planning.ranges import RangePlan
 
 _log = Log("kvplan.hixl")
@@ -57,9 +58,9 @@ _PLACES = {MemType.MEM_DEVICE: Placement.DEVICE, MemType.MEM_HOST: Placement.HOS
 class _Running:
     """What there is between `initialize` and `finalize`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, transfers: Transfers | None) -> None:
         self.settings = settings
-        self.datadist = LlmDataDist(settings.cluster_id, LlmRole.MIX)
+        self.datadist = LlmDataDist(settings.cluster_id, LlmRole.MIX, transfers=transfers)
         self.datadist.initialize(settings.engine)
         self.connections = Connections(self.datadist)
         self.connector = AsyncConnector(
@@ -82,11 +83,15 @@ class Hixl:
     (logger `kvplan.hixl`). Before `initialize`, and after `finalize`, it is FAILED. Calls may come
     from several threads.
 
+    Args:
+        transfers: what copies; None: what this process shares. Not in hixl.
+
     Raises:
         TypeError: an argument of another type; nothing else is raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, transfers: Transfers | None = None) -> None:
+        self._transfers = transfers
         self._running: _Running | None = None
         self._mutex = RLock()  # of initialize and finalize
 
@@ -112,7 +117,7 @@ class Hixl:
             if self._running is not None:
                 return SUCCESS
             try:
-                self._running = _Running(read(local_engine, given))
+                self._running = _Running(read(local_engine, given), self._transfers)
             except _REFUSALS as error:
                 return _failed(f"initialize {local_engine}", error)
         return SUCCESS
