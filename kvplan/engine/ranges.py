@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvplan.links.address_index import check_ranges
 from kvplan.planning.ranges import RangePart, RangePlan, span_text
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import CacheDesc
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
@@ -187,23 +188,20 @@ class RangeOperation(Operation):
                 "local ranges are to be written, and their memory is registered read-only"
             )
         bounds = [*firsts, len(nbytes)]
-        given = (
-            [len(found.nbytes)]
-            if pairs is None or groups is None
-            else _counts(pairs, groups, firsts)
+        made = partial(
+            _made_parts,
+            pulls,
+            [
+                (it.cache.cache.cache_desc, it.cache.cache.cache_id, it.tensor, it.address)
+                for it in own
+            ],
+            [(it.cache.desc, it.cache.cache_id, it.tensor, it.address) for it in peer],
+            (str(link), link.side(peer[0].cache).way),
+            bounds,
+            len(found.nbytes),
+            pairs,
         )
-        parts = []
-        for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
-            here, there = _own_side(mine.cache), _peer_side(link, its.cache)
-            near, far = (here, mine), (there, its)
-            (a, from_), (b, to) = (far, near) if pulls else (near, far)
-            parts.append(
-                RangePart(
-                    a, b, from_.tensor, to.tensor, from_.address, to.address,
-                    bounds[i], bounds[i + 1], given[i],
-                )
-            )  # fmt: skip
-        plan = RangePlan.of(pulls, src, dst, nbytes, parts)
+        plan = RangePlan.of(pulls, src, dst, nbytes, len(own), made)
         reached = _as_reached(src if pulls else dst, theirs, peer, bounds)
         read, written = (reached, dst) if pulls else (src, reached)
         descriptors = Descriptors.from_columns(written, read, nbytes)
@@ -267,13 +265,6 @@ def _parts(
     )
 
 
-def _counts(pairs: Column, groups: Column, firsts: Sequence[int]) -> list[int]:
-    """How many ranges of each pair there were before they were merged."""
-    ordered = np.sort(pairs)
-    starts = [int(np.searchsorted(ordered, groups[it])) for it in firsts]
-    return [end - start for start, end in pairwise([*starts, len(pairs)])]
-
-
 def _as_reached(
     addresses: Column, memory: TensorMemory, peer: Sequence[Extent[PeerCache]], bounds: list[int]
 ) -> Column:
@@ -291,30 +282,38 @@ def _as_reached(
     return reached
 
 
-def _own_side(entry: CacheEntry) -> Side:
-    desc = entry.cache.cache_desc
-    return Side(
-        desc.num_tensors,
-        1,
-        desc.tensor_nbytes,
-        False,
-        desc.placement,
-        name=f"memory {entry.cache.cache_id}",
-        cache_id=entry.cache.cache_id,
-    )
+_Place = tuple[CacheDesc, int, int, int]
+"""A tensor: description and id of its cache, its number, its address. It keeps no memory."""
 
 
-def _peer_side(link: PeerLink, cache: PeerCache) -> Side:
+def _made_parts(
+    pulls: bool,
+    own: Sequence[_Place],
+    peer: Sequence[_Place],
+    link: tuple[str, str],  # whom with, and how it is reached
+    bounds: Sequence[int],
+    count: int,  # of ranges, before they were merged
+    pairs: Column | None,  # and of each the pair, where there are several
+) -> list[RangePart]:
+    """The parts of a plan, when somebody looks at it."""
+    counts = [count] if pairs is None else np.unique(pairs, return_counts=True)[1].tolist()
+    parts = []
+    for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
+        here = _side(*mine[:2], f"memory {mine[1]}")
+        there = _side(*its[:2], f"memory {its[1]} of {link[0]}", link[1])
+        (src, dst), (a, b) = ((there, here), (its, mine)) if pulls else ((here, there), (mine, its))
+        parts.append(
+            RangePart(src, dst, a[2], b[2], a[3], b[3], bounds[i], bounds[i + 1], counts[i])
+        )
+    return parts
+
+
+def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
+    """A cache as rows of bytes: one, which is all of each tensor."""
     return Side(
-        cache.desc.num_tensors,
-        1,
-        cache.desc.tensor_nbytes,
-        False,
-        cache.desc.placement,
-        name=f"memory {cache.cache_id} of {link}",
-        way=link.side(cache).way,
-        cache_id=cache.cache_id,
-    )
+        desc.num_tensors, 1, desc.tensor_nbytes, False, desc.placement,
+        name=name, way=way, cache_id=cache_id,
+    )  # fmt: skip
 
 
 def _column(name: str, values: Any) -> Column:

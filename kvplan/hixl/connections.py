@@ -92,7 +92,8 @@ class Connections:
                     raise _not_made(error, started, timeout_ms) from None
                 cluster_id = here
                 try:
-                    made = self._linked(here, str(endpoint), timeout_ms)
+                    left_ms = timeout_ms - int((time.monotonic() - started) * 1000)
+                    made = self._linked(here, str(endpoint), max(1, left_ms))
                 except LLMException as again:
                     raise _not_made(again, started, timeout_ms) from None
             with self._mutex:
@@ -230,7 +231,8 @@ def _not_connected(remote_engine: str) -> LLMException:
 def _not_made(error: LLMException, started: float, timeout_ms: int) -> LLMException:
     """Why there is no connection: what took all of the time is a timeout, else it is a failure."""
     code = error.status_code
-    if code in (LLMStatusCode.LLM_LINK_FAILED, _NOT_LINKED):
+    # Busy: the link before this one is just being ended.
+    if code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_LINK_BUSY, _NOT_LINKED):
         late = (time.monotonic() - started) * 1000 >= timeout_ms
         code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED
     return LLMException(error.args[0], status_code=code)

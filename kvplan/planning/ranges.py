@@ -18,7 +18,7 @@ from kvplan.planning.segments import Coalesce, Segments
 from kvplan.validation import check_index
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -74,18 +74,25 @@ class RangePlan(GroupPlan):
     dst_addresses: Column
     range_nbytes: Column
     _pulls: bool
-    _parts: Sequence[RangePart]
+    _made_parts: Callable[[], Sequence[RangePart]]
 
     @classmethod
     def of(
-        cls, pulls: bool, src: Column, dst: Column, nbytes: Column, parts: Sequence[RangePart]
+        cls,
+        pulls: bool,
+        src: Column,
+        dst: Column,
+        nbytes: Column,
+        num_parts: int,
+        made_parts: Callable[[], Sequence[RangePart]],
     ) -> RangePlan:
         """The plan of ranges that were checked; it takes the columns over.
 
         Args:
             pulls: whether dst is this process.
             src, dst, nbytes: the ranges, part by part.
-            parts: all of them.
+            num_parts: how many there are.
+            made_parts: makes them; it must hold no memory.
         """
         plan = cls.__new__(cls)
         vars(plan).update(
@@ -93,10 +100,10 @@ class RangePlan(GroupPlan):
             dst_addresses=dst,
             range_nbytes=nbytes,
             num_descriptors=len(nbytes),
-            num_tensor_pairs=len(parts),
+            num_tensor_pairs=num_parts,
             nbytes=int(nbytes.sum()),
             _pulls=pulls,
-            _parts=parts,
+            _made_parts=made_parts,
         )
         for observe in OBSERVERS:
             observe(plan)
@@ -106,7 +113,7 @@ class RangePlan(GroupPlan):
 
         def __getattr__(self, name: str) -> Any:
             """Make the groups, now that one asks."""
-            if name != "groups" or "_parts" not in vars(self):
+            if name != "groups" or "_made_parts" not in vars(self):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             made = vars(self)["groups"] = MappingProxyType(self._made_groups())
             return made
@@ -148,7 +155,7 @@ class RangePlan(GroupPlan):
 
     def _made_groups(self) -> dict[str, Plan]:
         groups: dict[str, Plan] = {}
-        for part in self._parts:
+        for part in self._made_parts():
             rows = slice(part.first, part.last)
             segments = Segments.adopt(
                 self.src_addresses[rows] - np.uint64(part.src_address),
