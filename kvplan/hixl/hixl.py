@@ -12,7 +12,7 @@ from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
-from kvplan.hixl.connecting import AsyncConnector
+from kvplan.hixl.async_connector import AsyncConnector
 from kvplan.hixl.connections import Connections
 from kvplan.hixl.options import Settings, peer_endpoint, read
 from kvplan.hixl.requests import Requests

@@ -70,6 +70,23 @@ def test_host_memory_too(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
     assert engine.deregister_mem(handle) == hixl.SUCCESS
 
 
+def test_memory_that_is_registered_later(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
+    """When the two are connected: at both ends."""
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+    mine = registered(engine, place)
+    address = peer.run(
+        """
+        assert engine.deregister_mem(memory.handle) == hixl.SUCCESS
+        memory = registered(engine, place)
+        result = memory.address
+        """
+    )
+    peer.fill(3)
+    moved = [TransferOpDesc(mine.address, address, MIB)]
+    assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+    np.testing.assert_array_equal(mine.array, pattern(seed=3))
+
+
 def test_memory_that_is_not_where_it_is_said_to_be(engine: hixl.Hixl, place: Place) -> None:
     host, device = Place("host", 2).zeros()[0], place.zeros()[1]
     wrong = [(host.ctypes.data, hixl.MEM_DEVICE), (device, hixl.MEM_HOST)]

@@ -130,6 +130,37 @@ class TestKilled:
         assert ended(connected, request) == (hixl.NOT_CONNECTED, TransferStatus.FAILED)
         assert connected.get_transfer_status(request)[0] == hixl.PARAM_INVALID
 
+    def test_while_it_is_connected(self, engine: hixl.Hixl, peer: Peer) -> None:
+        peer.stop()
+        call, found = in_thread(lambda: engine.connect(peer.name, LONG_MS))
+        while not engine.datadist.links():
+            assert call.is_alive()
+        peer.kill()
+        call.join()
+        assert found == [hixl.FAILED]
+
+    @pytest.mark.over_tcp
+    def test_while_it_is_disconnected(self, connected: hixl.Hixl, peer: Peer) -> None:
+        peer.stop()
+        call, found = in_thread(lambda: connected.disconnect(peer.name, LONG_MS))
+        while any(it.state is LinkState.LINKED for it in connected.datadist.links()):
+            assert call.is_alive()
+        peer.kill()
+        call.join()
+        assert found == [hixl.SUCCESS]
+        assert connected.disconnect(peer.name, LONG_MS) == hixl.NOT_CONNECTED
+
+    @pytest.mark.over_tcp(only=True)
+    def test_while_it_is_sent_a_message(self, connected: hixl.Hixl, peer: Peer) -> None:
+        peer.stop()
+        message = hixl.NotifyDesc("a", "b")
+        call, found = in_thread(lambda: connected.send_notify(peer.name, message, LONG_MS))
+        while not any(it.in_flight for it in connected.datadist.links()):
+            assert call.is_alive()
+        peer.kill()
+        call.join()
+        assert found == [hixl.NOT_CONNECTED]
+
     def test_one_of_its_name_comes_again(
         self, engine: hixl.Hixl, memory: Memory, peer: Peer, make_peer: MakePeer
     ) -> None:

@@ -171,13 +171,13 @@ some_ranges = st.lists(st.tuples(offsets, offsets, st.integers(1, 500)), min_siz
 class TestProperty:
     """Any ranges, against plain bytes."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture(scope="class", params=["host", "tcp"])
     @classmethod
-    def pair(cls) -> Iterator[tuple[hixl.Hixl, Memory, Peer]]:
-        place = Place("host", 2)
-        peer = Peer("host", 8192)
+    def pair(cls, request: pytest.FixtureRequest) -> Iterator[tuple[hixl.Hixl, Memory, Peer]]:
+        place = Place(request.param, 2)
+        peer = Peer(place.name, 8192)
         engine = hixl.Hixl()
-        assert engine.initialize("127.0.0.1") == hixl.SUCCESS
+        assert engine.initialize("127.0.0.1", place.options) == hixl.SUCCESS
         # As three registrations, of which two overlap and two are adjacent.
         array, address = place.zeros(8192)
         for start, nbytes in ((0, 1500), (1000, 2000), (3000, 5192)):
