@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import RLock
+from threading import RLock, Thread, current_thread
 from typing import NamedTuple
 
 from kvplan.hixl.values import AsyncConnectStatus
@@ -30,7 +29,9 @@ class _Task(NamedTuple):
 
 
 class AsyncConnector:
-    """Runs such tasks in a few threads.
+    """Runs such tasks in a few threads, which are there while there are tasks.
+
+    They keep no process from ending: one that ends without `finalize` does not wait for them.
 
     Args:
         threads: how many.
@@ -39,11 +40,12 @@ class AsyncConnector:
     """
 
     def __init__(self, threads: int, capacity: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._capacity = capacity
+        self._most, self._capacity, self._name = threads, capacity, name
         self._mutex = RLock()
         self._closed = False
+        self._threads: set[Thread] = set()
         self._queues: dict[str, deque[_Task]] = {}  # of the remote engines that have a task
+        self._ready: deque[str] = deque()  # those that no thread is at
         self._waiting = 0
         self._states: dict[str, AsyncConnectStatus] = {}
 
@@ -67,7 +69,11 @@ class AsyncConnector:
             queue = self._queues.get(remote_engine)
             if queue is None:
                 queue = self._queues[remote_engine] = deque()
-                self._pool.submit(self._work, remote_engine)
+                self._ready.append(remote_engine)
+                if len(self._threads) < self._most:
+                    thread = Thread(target=self._work, name=self._name, daemon=True)
+                    self._threads.add(thread)
+                    thread.start()
             queue.append(_Task(connects, run))
             self._waiting += 1
             self._states[remote_engine] = _WAITING[connects]
@@ -83,13 +89,25 @@ class AsyncConnector:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
         """Wait until those that were running have ended."""
-        self._pool.shutdown(wait=True)
+        with self._mutex:
+            threads = tuple(self._threads)
+        for it in threads:
+            it.join()
 
-    def _work(self, remote_engine: str) -> None:
+    def _work(self) -> None:
+        while True:
+            with self._mutex:
+                if not self._ready:
+                    self._threads.discard(current_thread())
+                    return
+                remote_engine = self._ready.popleft()
+            self._work_for(remote_engine)
+
+    def _work_for(self, remote_engine: str) -> None:
+        """Run the tasks of a remote engine until it has none."""
         while True:
             with self._mutex:
                 queue = self._queues[remote_engine]

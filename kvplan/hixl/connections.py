@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 import time
 from threading import RLock
-from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
+from kvplan.control.endpoint import Endpoint
 from kvplan.hixl.options import cluster_id_of, peer_endpoint
 from kvplan.hixl.values import NotifyDesc
 from kvplan.links import ClusterInfo, LinkState
@@ -29,7 +30,20 @@ _log = Log("kvplan.hixl")
 _MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
 _HEAD: Final = struct.Struct("<cH")  # kind, bytes of the name
 _MESSAGE, _USES, _LEAVES = b"N", b"U", b"L"
+_ATTEMPTS: Final = 3  # to find a link that its peer does not end at the same time
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
+
+
+class _Connection(NamedTuple):
+    """A remote engine that was connected by this end, and over which link."""
+
+    cluster_id: int
+    link: ref[PeerLink]
+
+    def is_replaced(self, datadist: LlmDataDist) -> bool:
+        """Whether the link ended, and the peer has made another one since, for itself."""
+        now = datadist._running().links.peers.get(self.cluster_id)
+        return now is not None and now is not self.link()
 
 
 class Connections:
@@ -43,7 +57,7 @@ class Connections:
         self._datadist = datadist
         self._mutex = RLock()
         self._busy: dict[str, RLock] = {}  # of each remote engine: one call at a time
-        self._connected: dict[str, int] = {}  # cluster ids, by each name that was used
+        self._connected: dict[str, _Connection] = {}  # by each name that was used
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[NotifyDesc] = []
 
@@ -56,9 +70,9 @@ class Connections:
         found = self._connected.get(remote_engine)
         if found is None:
             found = self._connected.get(str(peer_endpoint(remote_engine)))
-        if found is None:
+        if found is None or found.is_replaced(self._datadist):
             raise _not_connected(remote_engine)
-        return found
+        return found.cluster_id
 
     def stands(self, remote_engine: str) -> bool:
         """Whether it is connected, and its link is up."""
@@ -82,34 +96,38 @@ class Connections:
                     f"{remote_engine} is connected already",
                     status_code=LLMStatusCode.LLM_ALREADY_LINK,
                 )
-            cluster_id = cluster_id_of(endpoint)
             try:
-                made = self._linked(cluster_id, str(endpoint), timeout_ms)
+                self._connect(remote_engine, str(endpoint), started + timeout_ms / 1000)
+            except LLMException as error:
+                raise _not_made(error, started, timeout_ms) from None
+
+    def _connect(self, remote_engine: str, address: str, deadline: float) -> None:
+        cluster_id = cluster_id_of(Endpoint.parse(address))
+        for attempt in range(_ATTEMPTS):
+            try:
+                made = self._linked(cluster_id, address, deadline)
             except LLMException as error:
                 # Who listens at all addresses of its host, say, is known to itself by another name.
-                here = cluster_here(error)
-                if here is None:
-                    raise _not_made(error, started, timeout_ms) from None
+                if (here := cluster_here(error)) is None:
+                    raise
                 cluster_id = here
-                try:
-                    left_ms = timeout_ms - int((time.monotonic() - started) * 1000)
-                    made = self._linked(here, str(endpoint), max(1, left_ms))
-                except LLMException as again:
-                    raise _not_made(again, started, timeout_ms) from None
-            with self._mutex:
-                before = cluster_id in self._connected.values()
-                self._connected[remote_engine] = self._connected[str(endpoint)] = cluster_id
-            if not made and before and self._link(cluster_id).state is LinkState.LINKED:
-                raise LLMException(
-                    f"{remote_engine} is connected already, by another name",
-                    status_code=LLMStatusCode.LLM_ALREADY_LINK,
-                )
-            if not made or not self._link(cluster_id).phase:  # the peer has made it
-                try:
-                    self._datadist.notify(cluster_id, _USES, timeout_ms=timeout_ms)
-                except LLMException as error:
-                    self._forget(cluster_id)
-                    raise _not_made(error, started, timeout_ms) from None
+                made = self._linked(cluster_id, address, deadline)
+            try:
+                link = self._link(cluster_id)
+                self._add(remote_engine, address, link)
+                if made and link.phase:  # of a handshake that this end has begun
+                    return
+                self._datadist.notify(cluster_id, _USES, timeout_ms=_left_ms(deadline))
+                if link.state is LinkState.LINKED:
+                    return
+            except LLMException as error:
+                if error.status_code is LLMStatusCode.LLM_ALREADY_LINK:
+                    raise
+                self._forget(cluster_id)
+                # The peer has just ended the link that it had made: then this end makes one.
+                if attempt + 1 == _ATTEMPTS or time.monotonic() >= deadline:
+                    raise
+        raise _not_connected(remote_engine)
 
     def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
         """End a connection; on return nothing moves over it for this end.
@@ -185,9 +203,10 @@ class Connections:
                         len(data),
                     )
 
-    def _linked(self, cluster_id: int, address: str, timeout_ms: int) -> bool:
+    def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
         """Link with a cluster; returns whether this call has made the link."""
-        results = self._datadist.link_clusters([ClusterInfo(cluster_id, address)], timeout_ms)
+        cluster = ClusterInfo(cluster_id, address)
+        results = self._datadist.link_clusters([cluster], _left_ms(deadline))
         if results.status is LLMStatusCode.LLM_ALREADY_LINK:
             return False
         results.raise_for_status()
@@ -200,15 +219,35 @@ class Connections:
         """Whether the peer uses it: one that made it does until it says otherwise."""
         return self._peer_uses.get(link, not link.phase)
 
+    def _add(self, remote_engine: str, address: str, link: PeerLink) -> None:
+        """Know a connection by its names.
+
+        Raises:
+            LLMException: LLM_ALREADY_LINK: this link had another name before.
+        """
+        connection = _Connection(link.cluster_id, ref(link))
+        with self._mutex:
+            known = connection in self._connected.values()
+            self._connected[remote_engine] = self._connected[address] = connection
+        if known:
+            raise LLMException(
+                f"{remote_engine} is connected already, by another name",
+                status_code=LLMStatusCode.LLM_ALREADY_LINK,
+            )
+
     def _forget(self, cluster_id: int) -> None:
         with self._mutex:
             self._connected = {
-                name: known for name, known in self._connected.items() if known != cluster_id
+                name: it for name, it in self._connected.items() if it.cluster_id != cluster_id
             }
 
     def _one_call(self, key: str) -> RLock:
         with self._mutex:
             return self._busy.setdefault(key, RLock())
+
+
+def _left_ms(deadline: float) -> int:
+    return max(1, int((deadline - time.monotonic()) * 1000))
 
 
 def _message(data: bytes) -> NotifyDesc | None:

@@ -279,3 +279,43 @@ class TestMessages:
         assert connected.send_notify(peer.name, message, LONG_MS) == hixl.RESOURCE_EXHAUSTED
         assert peer.run("result = len(engine.get_notifies()[1])") == 4096
         assert connected.send_notify(peer.name, message, LONG_MS) == hixl.SUCCESS
+
+
+def test_what_the_peer_connects_is_not_this_ends(make_engine: MakeEngine, place: Place) -> None:
+    """A connection that has ended does not come back when the peer connects with this end."""
+    names = [free_name(), free_name()]
+    owner, user = (make_engine(it) for it in names)
+    theirs, mine = registered(owner, place), registered(user, place)
+    moved = [TransferOpDesc(mine.address, theirs.address, 100)]
+    assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
+    owner.finalize()
+    assert owner.initialize(names[0]) == hixl.SUCCESS
+    theirs = registered(owner, place)
+    assert owner.connect(names[1], LONG_MS) == hixl.SUCCESS
+    assert user.transfer_sync(names[0], hixl.READ, moved) == hixl.NOT_CONNECTED
+    assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
+    assert owner.disconnect(names[1], LONG_MS) == hixl.SUCCESS
+    moved = [TransferOpDesc(mine.address, theirs.address, 100)]
+    assert user.transfer_sync(names[0], hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+
+
+def test_connecting_while_the_peer_disconnects(make_engine: MakeEngine) -> None:
+    """Whatever the order: who was told of a success has a connection."""
+    names = [free_name(), free_name()]
+    owner, user = (make_engine(it) for it in names)
+    message = hixl.NotifyDesc("a", "b")
+    for _ in range(20):
+        assert owner.connect(names[1], LONG_MS) == hixl.SUCCESS
+        ended: list[int] = []
+        thread = threading.Thread(
+            target=lambda to: to.append(owner.disconnect(names[1], LONG_MS)), args=(ended,)
+        )
+        thread.start()
+        connected = user.connect(names[0], LONG_MS)
+        thread.join()
+        assert (connected, ended) == (hixl.SUCCESS, [hixl.SUCCESS])
+        # The peer may not have known it in time: then it has ended for both, and is made again.
+        if user.send_notify(names[0], message, LONG_MS) == hixl.NOT_CONNECTED:
+            assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
+        assert user.disconnect(names[0], LONG_MS) == hixl.SUCCESS
+        owner.get_notifies()
