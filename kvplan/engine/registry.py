@@ -75,6 +75,8 @@ class CacheRegistry:
             device,
             prefault=options.prefault,
             allow_overcommit=options.allow_overcommit,
+            pages=options.pages,
+            numa_node=options.numa_node,
         )
         # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
         # What is looked through is a copy, therefore, and what is taken out may be gone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from kvplan.inspection.contents import (
     RequestOrder,
@@ -17,7 +17,7 @@ from kvplan.inspection.contents import (
 )
 from kvplan.inspection.summary import summary
 from kvplan.inspection.table import table_lines
-from kvplan.inspection.units import WIDTH, fit, nbytes_text, place, plural, shown_rows, span
+from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
-Format = Literal["tree", "table"]
-
-DEFAULT_LIMIT = 16
-"""Rows of a list; of a longer one the first and the last, and between them what it comes to."""
 
 _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""

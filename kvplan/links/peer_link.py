@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -56,6 +57,9 @@ class PeerLink(LinkLifecycle):
         comm: the communicator that the link belongs to; empty: linked by address.
         control: the loop that the channel runs on.
         wait_ms: milliseconds that a request to the peer may take.
+
+    Attributes:
+        epoch: another object whenever what is known of the peer's caches has changed.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class PeerLink(LinkLifecycle):
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
+        self.epoch = object()
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
@@ -359,6 +364,7 @@ class PeerLink(LinkLifecycle):
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
+        self.epoch = object()
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
@@ -370,11 +376,28 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
+        self.epoch = object()
         self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)
             for writable in (False, True):
                 self._memories.pop((cache_id, writable), None)
+        self.prepare(changed)
+
+    def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
+        """Have memory of the peer's caches (None: of all) reached before a transfer needs it."""
+        link = self.transport_link
+        if link is None or not self.is_live:
+            return
+        offered = self._table.by_id
+        for cache_id in list(offered) if cache_ids is None else cache_ids:
+            cache = offered.get(cache_id)
+            if cache is not None and cache.metadata:
+                link.prepare(partial(self._reach, cache))
+
+    def _reach(self, cache: PeerCache) -> None:
+        if self._table.by_id.get(cache.cache_id) is cache:
+            self.memory(cache, writable=False)
 
     @property
     def way(self) -> str:

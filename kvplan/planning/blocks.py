@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
 
@@ -16,6 +17,22 @@ Blocks = Sequence[int] | NDArray[np.integer]
 Indices = NDArray[np.int64]
 
 _TEXT = (str, bytes, bytearray)  # sequences too, and of int
+
+
+def has_blocks(blocks: object) -> bool:
+    """Whether a block table was given; what is not a block table is the planner's to refuse."""
+    return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)
+
+
+def are_whole(num_tokens: int | None, coalesce: Coalesce | bool, *skipped: int) -> bool:
+    """Whether rows are asked for as by default: all of each, from its beginning on."""
+    if num_tokens is not None or coalesce is not DEFAULT_COALESCE:
+        return False
+    for it in skipped:  # a comprehension takes twice as long
+        if type(it) is int and it == 0:
+            continue
+        return False
+    return True
 
 
 def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
