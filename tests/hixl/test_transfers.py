@@ -242,10 +242,8 @@ def test_engines_of_one_process(make_engine: MakeEngine, place: Place) -> None:
     np.testing.assert_array_equal(mine.array[5 : 5 + MIB // 2], pattern(seed=7)[9 : 9 + MIB // 2])
 
 
-def test_memory_of_the_host(connected: hixl.Hixl, peer: Peer, place: Place) -> None:
+def test_memory_of_the_host(connected: hixl.Hixl, peer: Peer) -> None:
     """Whatever its program has: an array, a bytearray, a mapped file."""
-    if place.name == "ascend":
-        pytest.skip("host memory that is not of the runtime's own allocator is another test's")
     peer.fill(8)
     owner = bytearray(5000)
     view = np.frombuffer(owner, np.uint8)
