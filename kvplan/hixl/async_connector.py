@@ -8,7 +8,10 @@ from threading import RLock, Thread, current_thread
 from typing import NamedTuple
 
 from kvplan.hixl.values import AsyncConnectStatus
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+
+_log = Log("kvplan.hixl")
 
 _WAITING = {
     True: AsyncConnectStatus.CONNECT_PENDING,
@@ -118,7 +121,11 @@ class AsyncConnector:
                 self._waiting -= 1
                 if not queue:
                     self._states[remote_engine] = _RUNNING[task.connects]
-            done = task.run()
+            done = False
+            try:
+                done = task.run()
+            except Exception:  # a mistake of ours; other tasks go on
+                _log.exception("connecting with %s in the background", remote_engine)
             with self._mutex:
                 if not queue:  # else a later task's is what is asked for
                     self._states[remote_engine] = _ENDED[task.connects, done]

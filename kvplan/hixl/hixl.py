@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import index
 from threading import RLock
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
@@ -185,7 +186,7 @@ class Hixl:
         Returns:
             SUCCESS, for a handle that is not known (any more) too; PARAM_INVALID: 0.
         """
-        _check_int("mem_handle", mem_handle)
+        mem_handle = _index("mem_handle", mem_handle)
         running = self._running
         if running is None:
             return _not_initialized("deregister_mem")
@@ -209,7 +210,7 @@ class Hixl:
             ALREADY_CONNECTED; TIMEOUT; FAILED: nobody listens there, say.
         """
         check_type("remote_engine", remote_engine, str)
-        _check_int("timeout_in_millis", timeout_in_millis)
+        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
         running = self._running
         if running is None:
             return _not_initialized("connect")
@@ -223,7 +224,7 @@ class Hixl:
             remote engine has not confirmed it.
         """
         check_type("remote_engine", remote_engine, str)
-        _check_int("timeout_in_millis", timeout_in_millis)
+        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
         running = self._running
         if running is None:
             return _not_initialized("disconnect")
@@ -286,7 +287,7 @@ class Hixl:
             memory that was deregistered or freed meanwhile, say.
         """
         _check_move(remote_engine, op)
-        _check_int("timeout_in_millis", timeout_in_millis)
+        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
         columns = address_columns(op_descs)
         running = self._running
         if running is None:
@@ -351,7 +352,7 @@ class Hixl:
             SUCCESS and the status; PARAM_INVALID and FAILED: no such request, or its end was told
             before; NOT_CONNECTED and FAILED: it failed as the remote engine has gone.
         """
-        _check_int("req_id", req_id)
+        req_id = _index("req_id", req_id)
         running = self._running
         if running is None:
             return _not_initialized("get_transfer_status"), TransferStatus.FAILED
@@ -385,7 +386,7 @@ class Hixl:
         """
         check_type("remote_engine", remote_engine, str)
         check_type("notify", notify, NotifyDesc)
-        _check_int("timeout_in_millis", timeout_in_millis)
+        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
         running = self._running
         if running is None:
             return _not_initialized("send_notify")
@@ -441,7 +442,7 @@ class Hixl:
     def _begin(self, remote_engine: str, timeout_ms: int, *, connects: bool) -> int:
         name = "connect_async" if connects else "disconnect_async"
         check_type("remote_engine", remote_engine, str)
-        _check_int("timeout_in_millis", timeout_ms)
+        timeout_ms = _index("timeout_in_millis", timeout_ms)
         running = self._running
         if running is None:
             return _not_initialized(name)
@@ -471,8 +472,8 @@ def _connect(running: _Running, remote_engine: str, timeout_ms: int) -> int:
 def _disconnect(running: _Running, remote_engine: str, timeout_ms: int) -> int:
     try:
         _check_timeout(timeout_ms)
-        running.connections.cluster_of(remote_engine)
-        running.requests.stop_engine(remote_engine)
+        cluster_id = running.connections.cluster_of(remote_engine)
+        running.requests.stop_peer(cluster_id, f"stopped, as {remote_engine} was disconnected")
         running.connections.disconnect(remote_engine, timeout_ms)
     except _REFUSALS as error:
         return _failed(f"disconnect {remote_engine}", error)
@@ -533,9 +534,12 @@ def _check_move(remote_engine: object, op: object) -> None:
     check_type("op", op, TransferOp)
 
 
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be int")
+def _index(name: str, value: SupportsIndex) -> int:
+    """A whole number, of NumPy too, as the original takes them."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be int") from None
 
 
 def _check_timeout(timeout_ms: int) -> None:

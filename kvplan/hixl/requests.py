@@ -123,12 +123,11 @@ class Requests:
                 told.append(TransferResult.of(number, request.user_data, status))
         return told
 
-    def stop_engine(self, remote_engine: str) -> None:
-        """Stop the requests with a remote engine, whose connection ends."""
-        reason = LLMException(f"stopped, as {remote_engine} was disconnected")
+    def stop_peer(self, cluster_id: int, reason: str) -> None:
+        """Stop the requests with a peer, by whatever name it was called."""
         for request in self._now():
-            if request.remote_engine == remote_engine:
-                request.task.cancel(reason)
+            if request.ranges.cluster_id == cluster_id:
+                request.task.cancel(LLMException(reason))
 
     def leave(self, address: int, nbytes: int) -> None:
         """Return when no transfer touches this memory any more: it was deregistered."""

@@ -153,6 +153,8 @@ def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
             for it in (engine, hixl.Hixl()):
                 with pytest.raises(TypeError):
                     getattr(it, name)(*wrong)
+    assert engine.connect(free_name(), np.int64(500)) == hixl.FAILED  # NumPy's numbers are numbers
+    assert engine.deregister_mem(np.uint64(9)) == hixl.SUCCESS
     for options in ({"a": 1}, {1: "a"}, []):
         with pytest.raises(TypeError):
             hixl.Hixl().initialize("127.0.0.1", options)  # type: ignore[arg-type]
