@@ -83,7 +83,7 @@ class AddressRanges:
 class RangeOperations(OperationRunner):
     """Pulls and pushes of ranges of addresses: executed, planned, submitted.
 
-    What each may raise, besides `RemoteOperations`: LLM_PARAM_INVALID: two ranges write the same
+    What each may raise, besides `PullOperations`: LLM_PARAM_INVALID: two ranges write the same
     byte; LLM_KV_CACHE_NOT_EXIST: a byte that is not registered here, or not there; the message
     names it and what is registered nearest; LLM_FEATURE_NOT_ENABLED: ranges in host memory and on
     the device.
