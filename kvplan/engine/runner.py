@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvplan.links import PeerClaim, PeerLink
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
-    from kvplan.types import AnyCacheKey, CacheIndex, KvCacheExtParam
+    from kvplan.types import AnyCacheKey, KvCacheExtParam
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """What is executed: the plan, the memory of src and of dst, and the descriptors if it has any."""
@@ -565,7 +565,7 @@ class OperationRunner:
     def _move_now(
         self,
         verb: Verb,
-        there: CacheIndex | BlocksCacheKey,
+        there: AnyCacheKey | BlockLease,
         here: Cache,
         src_rows: Blocks,
         dst_rows: Blocks,
