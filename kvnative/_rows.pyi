@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ class Rows:
         peer: Peer,
         words: bytes,
         guard: WriteGuard | None,
+        living: dict[int, Any],
+        cache_id: int,
+        entry: object,
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
         most: int,

@@ -4,7 +4,6 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_FULL_RO,
     PyBuffer_Release,
-    PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
 from cpython.long cimport PyLong_AsLongLong
@@ -12,6 +11,8 @@ from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
+
+from numpy import ndarray
 
 from kvnative._crossing cimport acquire_uint64
 from kvnative._lower cimport lower_recipe
@@ -29,6 +30,8 @@ cdef extern from "core/rows.h" nogil:
         uint64_t dst_count
         uint64_t stride
         bint is_one
+    enum:
+        FEW "KVN_ROWS_FEW"  # rows: what they need lies on the stack
     size_t kvn_rows_scratch(const kvn_rows *rows, size_t count)
     size_t kvn_rows_merge(
         const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count, void *scratch,
@@ -38,7 +41,6 @@ cdef extern from "core/rows.h" nogil:
 cdef tuple NAMES = ("nbytes", "src_rows", "dst_rows", "src_bases", "dst_bases")
 
 cdef enum:
-    FEW = 64  # rows: what they need lies on the stack
     MANY = 512  # are lowered without the GIL
     MOST = 0x7FFFFFFF  # rows of a cache
 
@@ -64,6 +66,7 @@ cdef class Rows:
     cdef Py_buffer src
     cdef Py_buffer dst
     cdef int held
+    cdef Py_ssize_t pairs  # of tensors; none before they are made
 
     def __init__(self, src_bases, dst_bases, uint64_t src_count, uint64_t dst_count,
                  uint64_t stride, bint is_one=False):
@@ -81,6 +84,7 @@ cdef class Rows:
                              f" got {self.dst.shape[0]}")
         self.rows.src_count, self.rows.dst_count, self.rows.stride = src_count, dst_count, stride
         self.rows.is_one = is_one
+        self.pairs = self.src.shape[0]
 
     def __dealloc__(self):
         if self.held > 0:
@@ -100,7 +104,7 @@ cdef class Rows:
         cdef int64_t *many = NULL
         cdef int64_t *tables = few
         cdef Py_ssize_t count = table_length(src_rows)
-        if count < 1 or count != table_length(dst_rows):
+        if not 1 <= count <= <Py_ssize_t>self.rows.dst_count or count != table_length(dst_rows):
             return None
         if count > FEW:
             many = tables = <int64_t *>malloc(2 * count * sizeof(int64_t))
@@ -115,21 +119,21 @@ cdef class Rows:
         finally:
             free(many)
 
-    def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard, src_rows,
-                 dst_rows, uint64_t most):
+    def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard,
+                 dict living not None, cache_id, entry, src_rows, dst_rows, uint64_t most):
         """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
 
         The addresses are of this process: memory of the peer is mapped here. With a guard that is
-        the destination, and each write is announced. Returns the bytes that were moved. 0: nothing
-        was moved, as they are more than `most` or than a few rows, or as `lower` would have the
-        planner asked, or a check has failed; or the last one has, and what was moved does not
-        count.
+        the destination, and each write is announced. Of this process, `entry` has the rows while it
+        is what `living` has by `cache_id`. Returns the bytes that were moved. 0: nothing was moved,
+        as they are more than `most` or than a few rows, or as `lower` would have the planner asked,
+        or a check has failed; or the last one has, and what was moved does not count.
         """
         cdef kvn_announcement announced
         cdef int64_t src[FEW]
         cdef int64_t dst[FEW]
         cdef uint64_t columns[3 * FEW]
-        cdef uint64_t scratch[4 * FEW + 2]
+        cdef uint64_t scratch[2 * FEW]
         cdef Py_ssize_t count = table_length(src_rows)
         cdef Py_ssize_t pair, i
         cdef size_t segments
@@ -138,20 +142,22 @@ cdef class Rows:
         cdef char *dst_base
         if count < 1 or count > FEW or count != table_length(dst_rows):
             return 0
-        total = <uint64_t>self.src.shape[0] * <uint64_t>count * self.rows.stride
-        if (self.rows.stride > most or total > most
-                or kvn_rows_scratch(&self.rows, count) > sizeof(scratch)):
+        total = <uint64_t>self.pairs * <uint64_t>count * self.rows.stride
+        if self.rows.stride > most or total > most:
             return 0
         if not read_table(src_rows, src, count) or not read_table(dst_rows, dst, count):
             return 0
         segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns, columns + FEW,
                                   columns + 2 * FEW)
+        if segments == 0 or living.get(cache_id) is not entry:
+            return 0
+        # From here on nothing of Python runs: no other thread, signal handler or finalizer.
         peer.check_open()
-        if segments == 0 or not peer.is_good(words):
+        if not peer.is_good(words):
             return 0
         if guard is not None and not kvn_guard_try_enter(guard.guard, &announced):
             return 0
-        for pair in range(self.src.shape[0]):
+        for pair in range(self.pairs):
             src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
             dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
             for i in range(<Py_ssize_t>segments):
@@ -162,14 +168,14 @@ cdef class Rows:
 
     cdef lower_tables(self, const int64_t *src, const int64_t *dst, Py_ssize_t count):
         cdef uint64_t few[3 * FEW]
-        cdef uint64_t small[4 * FEW + 2]  # the scratch of few rows of a small cache
+        cdef uint64_t small[2 * FEW]
         cdef uint64_t *columns = few
         cdef void *scratch = small
         cdef size_t needed = kvn_rows_scratch(&self.rows, count)
         cdef void *allocated = NULL
         cdef size_t segments
         cdef kvn_recipe recipe
-        if count > FEW or needed > sizeof(small):
+        if count > FEW:
             allocated = malloc(needed + 3 * count * sizeof(uint64_t))
             if allocated is NULL:
                 raise MemoryError
@@ -190,7 +196,7 @@ cdef class Rows:
             recipe.num_segments, recipe.num_repeats = segments, 0
             recipe.src_bases = <const uint64_t *>self.src.buf
             recipe.dst_bases = <const uint64_t *>self.dst.buf
-            recipe.num_pairs = self.src.shape[0]
+            recipe.num_pairs = self.pairs
             return lower_recipe(&recipe, NAMES, None)
         finally:
             free(allocated)
@@ -202,7 +208,7 @@ cdef Py_ssize_t table_length(object rows) except -2:
         return len(<list>rows)
     if type(rows) is tuple:
         return len(<tuple>rows)
-    if PyObject_CheckBuffer(rows) and hasattr(rows, "dtype"):
+    if type(rows) is ndarray:  # of a masked array, say, not all entries count
         return rows.shape[0] if rows.ndim == 1 else -1
     return -1
 
@@ -230,8 +236,6 @@ cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
     cdef Py_buffer column
     cdef const char *letter
     cdef Py_ssize_t i
-    if type(rows).__name__ != "ndarray":  # of a masked array not all entries count
-        return False
     try:
         PyObject_GetBuffer(rows, &column, PyBUF_FULL_RO)
     except (BufferError, ValueError):  # of dates, say, or strings of any length

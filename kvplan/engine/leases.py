@@ -102,7 +102,7 @@ class Leases:
         except BaseException:
             self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
-        if self._registry.offered_entry(cache_id) is not entry:  # freed meanwhile
+        if self._registry.living.get(cache_id) is not entry:  # freed meanwhile
             self.end_cache(cache_id)
             raise not_exist(f"cache_id={cache_id} was freed when it was leased")
         if self.observer is not None:

@@ -271,9 +271,10 @@ class CacheRegistry:
             return self.get(cache.cache_id)
         return ad_hoc(cache, self._device)
 
-    def offered_entry(self, cache_id: int) -> CacheEntry | None:
-        """The cache with this id, if it was not freed."""
-        return self._entries.get(cache_id)
+    @property
+    def living(self) -> dict[int, CacheEntry]:
+        """The caches that were not freed, by id; always the same dict, to be read only."""
+        return self._entries
 
     def address_index(self) -> AddressIndex[CacheEntry]:
         """The caches that live by their id, by addresses."""

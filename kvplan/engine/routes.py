@@ -11,7 +11,6 @@ operation, which says what is wrong.
 from __future__ import annotations
 
 import logging
-from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from weakref import ref
@@ -28,6 +27,7 @@ from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 if TYPE_CHECKING:
     from kvnative._process import Peer
     from kvnative._rows import Rows
+    from kvnative._writers import WriteGuard
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.registry import CacheRegistry
     from kvplan.engine.telemetry import Metrics
@@ -40,36 +40,36 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey, KvCacheExtParam
 
 Verb = Literal["pull_cache", "pull_blocks", "push_cache", "push_blocks"]
-_Key = tuple[Verb, int, int | tuple[int], int, "KvCacheExtParam | None"]
+_Key = tuple[Verb, int | tuple[int], int, "KvCacheExtParam | None"]
 
 _MOST: Final = 1024
-"""Routes that are remembered."""
+"""Routes that are remembered of a link."""
 
 
 class Route(NamedTuple):
-    """Between a cache of a peer and one of this process; it keeps neither alive."""
+    """Between a cache of a peer and one of this process, which it does not keep.
 
-    link: PeerLink
-    epoch: object  # of what is known of the peer's caches
-    theirs: ref[PeerMemory]
+    Its link has it until the peer publishes other caches, or until the link ends.
+    """
+
+    theirs: PeerMemory
     entry: ref[CacheEntry]
     rows: Rows
     peer: Peer
     words: bytes
+    guard: WriteGuard | None  # of what is written to the peer
 
 
 class Routes:
-    """The routes of one engine; any thread may move by them."""
+    """Moves by the routes of all links of an engine; any thread may."""
 
     def __init__(
         self, registry: CacheRegistry, links: Links, transfers: Transfers, metrics: Metrics
     ) -> None:
-        self._registry = registry
+        self._living = registry.living
         self._links = links
         self._transfers = transfers
         self._metrics = metrics
-        self._mutex = RLock()
-        self._known: dict[_Key, Route] = {}
 
     def move(
         self,
@@ -98,34 +98,31 @@ class Routes:
             named = (there.model_id,)
         else:
             return False
-        layers = None if ext_param is ALL_LAYERS else ext_param
-        key = verb, there.cluster_id, named, here.cache_id, layers
-        known = self._known.get(key)
-        entry = self._registry.offered_entry(here.cache_id)
-        if entry is None:
+        link = self._links.peers.get(there.cluster_id)
+        entry = self._living.get(here.cache_id)
+        if link is None or entry is None:
             return False
-        if (
-            known is None
-            or known.link.epoch is not known.epoch
-            or known.link.state is not LinkState.LINKED
-            or known.entry() is not entry
-            or (theirs := known.theirs()) is None
-        ):
-            found = self._find(verb, there, entry, ext_param)
-            if found is None:
-                self._known.pop(key, None)
+        routes = link.routes  # before anything is looked up: it may be another meanwhile
+        if link.state is not LinkState.LINKED:
+            return False
+        layers = None if ext_param is ALL_LAYERS else ext_param
+        key: _Key = verb, named, here.cache_id, layers
+        route: Route | None = routes.get(key)
+        if route is None or route.entry() is not entry:
+            route = self._find(verb, link, there, entry, ext_param)
+            if route is None:
                 return False
-            known, theirs = found
-            with self._mutex:
-                if len(self._known) >= _MOST:
-                    self._known = {}
-                self._known[key] = known
-        pulls = verb in _PULLS
+            if len(routes) >= _MOST:
+                routes.clear()
+            routes[key] = route
         try:
-            nbytes = known.rows.move_now(
-                known.peer,
-                known.words,
-                None if pulls else theirs.write_guard,
+            nbytes = route.rows.move_now(
+                route.peer,
+                route.words,
+                route.guard,
+                self._living,
+                here.cache_id,
+                entry,
                 src_rows,
                 dst_rows,
                 self._transfers.small_nbytes,
@@ -134,23 +131,21 @@ class Routes:
             return False
         if nbytes == 0:
             return False
+        pulls = verb in _PULLS
         self._metrics.record(verb, LLMStatusCode.LLM_SUCCESS, nbytes, perf_counter() - started)
-        known.link.count(nbytes if pulls else 0, 0 if pulls else nbytes)
+        link.count(nbytes if pulls else 0, 0 if pulls else nbytes)
         return True
 
     def _find(
         self,
         verb: Verb,
+        link: PeerLink,
         there: CacheIndex | BlocksCacheKey,
         entry: CacheEntry,
         ext_param: KvCacheExtParam,
-    ) -> tuple[Route, PeerMemory] | None:
-        """The route, and the memory of the peer; None: there is none, for whatever reason."""
-        link = self._links.peers.get(there.cluster_id)
-        if link is None or link.state is not LinkState.LINKED:
-            return None
+    ) -> Route | None:
+        """The route; None: there is none, for whatever reason."""
         pulls = verb in _PULLS
-        epoch = link.epoch  # before anything is looked up: it may change meanwhile
         try:
             found = link.cache(there, writable=not pulls, speculative=True)
             theirs = link.memory(found, writable=not pulls)
@@ -160,8 +155,7 @@ class Routes:
         paged = verb in _PAGED
         if local is None or remote.paged is not paged or local.paged is not paged:
             return None
-        guard = theirs.guard
-        if guard is None or type(ours) is not HostMemory or not ours.held:
+        if theirs.guard is None or type(ours) is not HostMemory or not ours.held:
             return None
         kind: Kind = "B2B" if paged else "C2C"
         rows = (
@@ -171,7 +165,8 @@ class Routes:
         )
         if rows is None:
             return None
-        return Route(link, epoch, ref(theirs), ref(entry), rows, *guard), theirs
+        guard = None if pulls else theirs.write_guard
+        return Route(theirs, ref(entry), rows, *theirs.guard, guard)
 
 
 _PULLS: Final = frozenset({"pull_cache", "pull_blocks"})

@@ -59,7 +59,8 @@ class PeerLink(LinkLifecycle):
         wait_ms: milliseconds that a request to the peer may take.
 
     Attributes:
-        epoch: another object whenever what is known of the peer's caches has changed.
+        routes: what users of the link remember of its caches: another dict whenever what is known
+            of them has changed.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class PeerLink(LinkLifecycle):
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
-        self.epoch = object()
+        self.routes: dict[Any, Any] = {}
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
@@ -364,7 +365,7 @@ class PeerLink(LinkLifecycle):
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
-        self.epoch = object()
+        self.routes = {}
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
@@ -376,7 +377,7 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
-        self.epoch = object()
+        self.routes = {}
         self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -32,6 +37,9 @@ from kvplan import (
     LlmRole,
     LLMStatusCode,
 )
+from kvplan.engine.routes import Routes
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.values import LinkState
 from tests.datadist.conftest import link
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
@@ -213,7 +221,7 @@ def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) ->
             (user.pull_blocks, KEY, mine),
             (user.push_blocks, mine, KEY),
         ):
-            call = partial(verb, first, second, [1], [2], **extras)
+            call: Any = partial(verb, first, second, [1], [2], **extras)  # type: ignore[arg-type]
             quick = outcome(ends, call)
             remove = user.on_plan(lambda _: None)
             try:
@@ -393,6 +401,98 @@ def test_a_route_keeps_no_memory(
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         pulled(user, KEY, other)  # asks the peer
     assert mapped_arenas() == before - 2
+
+
+def test_a_route_keeps_no_link(
+    machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    on_host_only(machine, "devices take no route")
+    assert pulled(user, theirs, mine) == 7
+    links = [ref(it) for it in gc.get_objects() if type(it) is PeerLink and it.cluster_id == 1]
+    user.unlink_clusters([1]).raise_for_status()
+    gc.collect()
+    states = {it.state for held in links if (it := held()) is not None}
+    assert states <= {LinkState.LINKED}  # of other tests
+
+
+Step = Callable[[], object]
+
+
+def interrupted(at: int, call: Step, action: Step) -> bool:
+    """Call, with `action` before line `at` of the route, as in a signal handler: was it there?"""
+    lines = 0
+
+    def before_line(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == at:
+            sys.settrace(None)
+            action()
+        return before_line
+
+    def enter(frame: FrameType, event: str, _: object) -> Any:
+        return before_line if frame.f_code is Routes.move.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines >= at
+
+
+@pytest.mark.parametrize("ends", ["cache", "link"])
+def test_what_has_ended_in_the_middle_is_not_written(
+    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str
+) -> None:
+    """At any line of the route: once the call that ends the cache or the link has returned."""
+    on_host_only(machine, "devices take no route")
+    array = np.zeros((8, 16), np.int32)
+    rest = [np.zeros((8, 16), np.int32) for _ in range(3)]
+    found: list[list[int]] = []
+    for line in range(1, 100):
+        cache = user.register_blocks_cache(PAGED, [array, *rest])
+        user.pull_blocks(theirs, cache, [0], [0])  # there is a route
+        array[:] = 0
+
+        def end(cache_id: int = cache.cache_id) -> None:
+            if ends == "cache":
+                user.unregister_cache(cache_id)
+            else:
+                user.unlink_clusters([1], force=True).raise_for_status()
+            found.append(array[:, 0].tolist())
+
+        with suppress(LLMException):
+            if not interrupted(line, partial(user.pull_blocks, theirs, cache, [0], [1]), end):
+                break
+        assert array[:, 0].tolist() == found[-1], line
+        user.unregister_cache(cache.cache_id)
+        if ends == "link":
+            user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+    assert {row[1] for row in found} == {0, 7}  # it had moved, or had not
+
+
+def test_what_the_peer_frees_in_the_middle_is_not_written(
+    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    on_host_only(machine, "devices take no route")
+    user.arrays(mine)[0][:] = 5
+    found = []
+    free = (
+        "kept = datadist.arrays(cache)[0]",
+        "datadist.deallocate_cache(cache)",
+        "result = kept[:, 0].tolist()",
+    )
+    for line in range(1, 100):
+        user.push_blocks(mine, KEY, [1], [0])
+        push = partial(user.push_blocks, mine, KEY, [1], [2])
+        with suppress(LLMException):
+            if not interrupted(line, push, lambda: found.append(peer.run(*free))):
+                break
+        assert peer.run("result = kept[:, 0].tolist()") == found[-1], line
+        peer.run("cache = offer(7)")
+    assert {row[2] for row in found} == {5, 7}
 
 
 def mapped_arenas() -> int:

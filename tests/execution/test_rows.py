@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from contextlib import suppress
 from itertools import chain
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvnative._lower import Descriptors
+from kvnative._process import Peer
+from kvnative._rows import Rows
 from kvplan import (
     CacheDesc,
     DataType,
@@ -143,6 +148,61 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
         return
     assert columns(bound[1]) == columns(bind(plan, memory, memory, one_space=True))
     assert bound[0] == plan
+
+
+HOSTILE = [-1, -(2**63), 2**63 - 1, 2**63, 2**64, 10**30, 2**31, True]
+
+
+@given(
+    st.integers(1, 200), st.integers(1, 200), st.booleans(),
+    st.sampled_from([1, 8, 2**31, 2**32 - 1]), st.sampled_from([0, 1, 2, 24, 25, 63, 64, 65, 90]),
+    st.randoms(use_true_random=False), st.sampled_from([0, 0, 1, 3]), forms,
+)  # fmt: skip
+def test_hostile_block_tables_are_left_to_the_planner(
+    src_count: int, dst_count: int, is_one: bool, stride: int, count: int, random: Random,
+    wrong: int, form: Any,
+) -> None:  # fmt: skip
+    """Those of few rows and of many; sides of one cache, of unequal counts, too."""
+    src_rows: list[int] = [random.randrange(src_count) for _ in range(count)]
+    dst_rows = random.sample(range(max(count, dst_count)), count)
+    if is_one and random.random() < 0.8:
+        src_rows = [it for it in src_rows if it not in dst_rows] or src_rows
+        dst_rows = dst_rows[: len(src_rows)]
+    for _ in range(min(wrong, count)):
+        table = random.choice([src_rows, dst_rows])
+        if table:
+            value = random.choice([*HOSTILE, src_count, dst_count, *src_rows, *dst_rows])
+            table[random.randrange(len(table))] = value
+    bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
+    lowers = Rows(*bases, src_count, dst_count, stride, is_one)
+    good = (
+        len(src_rows) > 0
+        and all(type(it) is int and 0 <= it < src_count for it in src_rows)
+        and all(type(it) is int and 0 <= it < dst_count for it in dst_rows)
+        and len({*dst_rows}) == len(dst_rows)
+        and not (is_one and {*src_rows} & {*dst_rows})
+    )
+    with suppress(OverflowError):  # no array has them
+        src_rows, dst_rows = form(src_rows), form(dst_rows)
+    found = lowers.lower(src_rows, dst_rows)
+    if type(src_rows) is not np.ndarray:
+        assert (found is not None) is good
+    if found is not None and good:
+        read = [
+            (src + at, dst + at)
+            for src, dst, nbytes in zip(*columns(found), strict=True)
+            for at in range(0, nbytes, stride)
+        ]
+        assert read == [
+            ((1 << 40) + src * stride, (1 << 50) + dst * stride)
+            for src, dst in sorted(zip(map(int, src_rows), map(int, dst_rows), strict=True))
+        ]
+
+
+def test_rows_that_were_never_made_move_nothing() -> None:
+    rows = Rows.__new__(Rows)
+    assert rows.lower([0], [0]) is None
+    assert rows.move_now(Peer(os.getpid()), b"", None, {}, 0, None, [0], [0], 1 << 16) == 0
 
 
 ODD = [

@@ -13,10 +13,11 @@ enum { INSERTED = 24, DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS };
 
 static size_t words_of(uint64_t bits) { return (size_t)(bits / 64 + 1); }
 
-/* Two arrays of pairs, and a bit for each row of the destination. */
+/* Two arrays of pairs, and of many rows a bit for each row of the destination. */
 size_t kvn_rows_scratch(const kvn_rows *rows, size_t count)
 {
-    return (2 * count + words_of(rows->dst_count)) * sizeof(uint64_t);
+    const size_t words = count > KVN_ROWS_FEW ? words_of(rows->dst_count) : 0;
+    return (2 * count + words) * sizeof(uint64_t);
 }
 
 static void sort_few(pair *pairs, size_t count)
@@ -53,6 +54,14 @@ static pair *sort_many(pair *pairs, pair *other, size_t count, pair used)
     return pairs;
 }
 
+static bool is_among(int64_t row, const int64_t *few, size_t count)
+{
+    bool found = false;
+    for (size_t i = 0; i < count; i++) /* to the end, which is several at a time */
+        found |= few[i] == row;
+    return found;
+}
+
 /* Makes the pairs; false where a row is out of range, or is written twice. */
 static bool pair_up(const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count,
                     uint64_t *seen, pair *pairs, pair *used, bool *sorted)
@@ -60,14 +69,17 @@ static bool pair_up(const kvn_rows *rows, const int64_t *src, const int64_t *dst
     pair last = 0;
     *used = 0;
     *sorted = true;
-    if (count > 1)
+    if (count > KVN_ROWS_FEW)
         memset(seen, 0, words_of(rows->dst_count) * sizeof *seen);
     for (size_t i = 0; i < count; i++) {
         /* What is negative is beyond any count. */
         const uint64_t to = (uint64_t)dst[i];
         if ((uint64_t)src[i] >= rows->src_count || to >= rows->dst_count)
             return false;
-        if (count > 1) {
+        if (count <= KVN_ROWS_FEW) {
+            if (is_among(dst[i], dst, i))
+                return false;
+        } else {
             const uint64_t bit = UINT64_C(1) << to % 64;
             if (seen[to / 64] & bit)
                 return false;
@@ -85,10 +97,12 @@ static bool pair_up(const kvn_rows *rows, const int64_t *src, const int64_t *dst
 static bool clashes(const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count,
                     const uint64_t *seen)
 {
-    if (!rows->is_one || count == 1)
-        return rows->is_one && src[0] == dst[0];
+    if (!rows->is_one)
+        return false;
     for (size_t i = 0; i < count; i++)
-        if ((uint64_t)src[i] < rows->dst_count && seen[src[i] / 64] >> src[i] % 64 & 1)
+        if (count <= KVN_ROWS_FEW ? is_among(src[i], dst, count)
+                                  : (uint64_t)src[i] < rows->dst_count &&
+                                        seen[src[i] / 64] >> src[i] % 64 & 1)
             return true;
     return false;
 }

@@ -16,6 +16,9 @@ typedef struct kvn_rows {
     bool is_one; /* cache on both sides: no row may be read and written */
 } kvn_rows;
 
+/* So many rows are compared with each other, and need no bit for each row of the destination. */
+#define KVN_ROWS_FEW 64
+
 /* Bytes of the scratch memory that kvn_rows_merge needs for `count` rows. */
 size_t kvn_rows_scratch(const kvn_rows *rows, size_t count);
 
