@@ -83,6 +83,10 @@ static int set_number(const char *name, int64_t value) {
         settings.server_id = value;
     } else if (!strcmp(name, "super_pod_id")) {
         settings.super_pod_id = value;
+    } else if (!strcmp(name, "hdk")) {
+        settings.hdk = value;
+    } else if (!strcmp(name, "page_table_bytes")) {
+        settings.page_table_bytes = (uint64_t)value;
     } else {
         return -1;
     }
@@ -129,6 +133,8 @@ __attribute__((constructor)) static void read_environment(void) {
         {"retry_us", "KVSIM_RETRY_US", "200000"},
         {"server_id", "KVSIM_SERVER_ID", "0"},
         {"super_pod_id", "KVSIM_SUPER_POD_ID", "0"},
+        {"hdk", "KVSIM_HDK", "2505"},
+        {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
         {"dir", "KVSIM_DIR", ""},
         {"log", "KVSIM_LOG", ""},
         {"faults", "KVSIM_FAULTS", ""},

@@ -133,10 +133,29 @@ static HcclResult check_pages(hccl_call *call, const region *r, const sim_memory
                        "needs", (unsigned long long)r->address, (unsigned long long)page);
 }
 
+/* The vendor's maxima of what a device registers, and what its page tables hold. */
+static HcclResult check_totals(hccl_call *call, const comm *c)
+{
+    const sim_settings settings = sim_settings_now();
+    const uint64_t most_host = settings.hdk < 2505 ? UINT64_C(20) << 30 : UINT64_C(1) << 40;
+    uint64_t device = 0, host = 0;
+    for (size_t i = 0; i < c->num_locals; i++)
+        *(c->locals[i].of->type == HCCL_MEM_DEVICE ? &device : &host) += c->locals[i].of->nbytes;
+    if (device > UINT64_C(50) << 30 || host > most_host)
+        return hccl_refuse(call, HCCL_E_NETWORK, "ra reg global mr fail: %llu bytes of the device, "
+                           "%llu of the host", (unsigned long long)device, (unsigned long long)host);
+    if (host > settings.page_table_bytes)
+        return hccl_refuse(call, HCCL_E_RUNTIME, "aclrtHostRegister failed, ret[507899]");
+    return HCCL_SUCCESS;
+}
+
 /* What the other end is told: over HCCS nothing of the host's. */
 static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
 {
     const int shared = is_hccs(c);
+    const HcclResult refused = check_totals(call, c);
+    if (refused)
+        return refused;
     for (size_t i = 0; i < c->num_locals; i++) {
         local_region *local = &c->locals[i];
         const region *r = local->of;

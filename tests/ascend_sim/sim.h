@@ -31,6 +31,8 @@ typedef struct {
     int64_t retry_us;          /* KVSIM_RETRY_US until a dead peer is an error, 200,000 */
     int64_t server_id;         /* KVSIM_SERVER_ID: aclrtGetDeviceInfo, 0 */
     int64_t super_pod_id;      /* KVSIM_SUPER_POD_ID: aclrtGetDeviceInfo, 0 */
+    int64_t hdk;               /* KVSIM_HDK, the driver: 2505 for 25.5 */
+    uint64_t page_table_bytes; /* KVSIM_PAGE_TABLE_BYTES of host memory that page tables hold, 1 TiB */
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;
 

@@ -98,6 +98,13 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
     return KVN_OK;
 }
 
+void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device)
+{
+    snprintf(hccl->driver, sizeof hccl->driver, "%s", version);
+    hccl->most[0] = most_host;
+    hccl->most[1] = most_device;
+}
+
 void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
 {
     Dl_info found;
