@@ -22,6 +22,12 @@ cdef extern from "hccl/library.h" nogil:
     const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
 
 
+cdef extern from "acl/ops.h" nogil:
+    int kvn_acl_try_map(
+        const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
+    )
+
+
 cdef extern from "hccl/region.h" nogil:
     ctypedef struct kvn_region:
         uint64_t address

@@ -128,6 +128,20 @@ cdef class HcclLibrary:
         """Version of the driver (HDK), "25.5.0" say; "" where it is not known."""
         return (<const char *>self.hccl.driver).decode(errors="replace")
 
+    def check_host(self, Device device not None, address, nbytes) -> None:
+        """Refuse pages of the host that HCCL could not map when it connects: by mapping them now.
+
+        Raises:
+            HcclError: the driver refuses, as it does where somebody has mapped one of them.
+        """
+        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        check_device(device)
+        with nogil:
+            status = kvn_acl_try_map(&device.device, start, size, &failure)
+        check_hccl(status, &failure)
+
     def registered(self, int device_id) -> tuple[int, int]:
         """Return the bytes of the host and of the device that are registered with a device."""
         cdef uint64_t nbytes[2]

@@ -104,10 +104,17 @@ class AscendDevice(Device):
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
+
+    Attributes:
+        notes_pins: whether memory that is pinned is only noted, and not mapped for the device, as
+            from CANN 8.5 on. What is mapped cannot be mapped again, as HCCL does with memory of
+            the host.
     """
 
     def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
-        super().__init__(device_id, library or load_library())
+        library = library or load_library()
+        super().__init__(device_id, library)
+        self.notes_pins = "aclrtHostRegisterV2" not in library.missing
 
     @property
     def product(self) -> Product | None:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvnative._host import Arena
+from kvnative._device import DeviceBuffer
 from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -20,11 +20,12 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvnative._acl import DeviceBuffer
+    from kvnative._device import HostBuffer
+    from kvnative._host import Arena
     from kvplan.device.device import Device, PinnedMemory
     from kvplan.transport.protocol import Registrable, Transport
 
-    Allocation = Arena | DeviceBuffer
+    Allocation = Arena | DeviceBuffer | HostBuffer
     """What was allocated in one piece: it goes with its last user."""
 
 _LOG = Log("kvplan")
@@ -96,9 +97,9 @@ class Span:
 
     def view(self, nbytes: int) -> Registrable:
         """The first `nbytes` bytes, as transports register them."""
-        if isinstance(self.allocation, Arena):
-            return memoryview(self.allocation)[self._offset : self._offset + nbytes]
-        return DeviceRange(self.address, nbytes, self.allocation)
+        if isinstance(self.allocation, DeviceBuffer):
+            return DeviceRange(self.address, nbytes, self.allocation)
+        return memoryview(self.allocation)[self._offset : self._offset + nbytes]
 
     def __del__(self) -> None:
         # No lock: the garbage collector may come here from a thread that holds the pool's.
@@ -213,6 +214,7 @@ class Pools:
         allow_overcommit: bool = False,
     ) -> None:
         self._device = device
+        self._maps_host = any(it.maps_host for it in transports)
         self._prefault = prefault
         self._allow_overcommit = allow_overcommit
         self._pools = {}
@@ -253,6 +255,8 @@ class Pools:
         device = self._device
         if device is not None and placement is Placement.DEVICE:
             return device.allocate(nbytes), device, None
+        if device is not None and self._maps_host:
+            return device.allocate_host(nbytes), None, None
         arena = new_arena(nbytes, prefault=self._prefault, allow_overcommit=self._allow_overcommit)
         if device is None:
             return arena, None, None

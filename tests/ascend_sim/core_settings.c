@@ -85,6 +85,8 @@ static int set_number(const char *name, int64_t value) {
         settings.super_pod_id = value;
     } else if (!strcmp(name, "hdk")) {
         settings.hdk = value;
+    } else if (!strcmp(name, "page_bytes")) {
+        settings.page_bytes = (uint64_t)value;
     } else if (!strcmp(name, "page_table_bytes")) {
         settings.page_table_bytes = (uint64_t)value;
     } else {
@@ -134,6 +136,7 @@ __attribute__((constructor)) static void read_environment(void) {
         {"server_id", "KVSIM_SERVER_ID", "0"},
         {"super_pod_id", "KVSIM_SUPER_POD_ID", "0"},
         {"hdk", "KVSIM_HDK", "2505"},
+        {"page_bytes", "KVSIM_PAGE_BYTES", "4096"},
         {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
         {"dir", "KVSIM_DIR", ""},
         {"log", "KVSIM_LOG", ""},

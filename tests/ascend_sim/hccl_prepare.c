@@ -149,6 +149,19 @@ static HcclResult check_totals(hccl_call *call, const comm *c)
     return HCCL_SUCCESS;
 }
 
+/* Memory of the host: HCCL maps it itself, once, until it is deregistered. */
+static HcclResult map_host(hccl_call *call, region *r)
+{
+    if (r->type != HCCL_MEM_HOST || r->mapped)
+        return HCCL_SUCCESS;
+    const int code = sim_host_map(r->device, r->address, r->nbytes);
+    if (code)
+        return hccl_refuse(call, HCCL_E_RUNTIME, "aclrtHostRegister of [%#llx, +%llu) failed, ret[%d]",
+                           (unsigned long long)r->address, (unsigned long long)r->nbytes, code);
+    r->mapped = 1;
+    return HCCL_SUCCESS;
+}
+
 /* What the other end is told: over HCCS nothing of the host's. */
 static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
 {
@@ -158,8 +171,10 @@ static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, ui
         return refused;
     for (size_t i = 0; i < c->num_locals; i++) {
         local_region *local = &c->locals[i];
-        const region *r = local->of;
-        HcclResult code = region_resolve(call, c->device, r, &local->memory);
+        region *r = local->of;
+        HcclResult code = map_host(call, r);
+        if (!code)
+            code = region_resolve(call, c->device, r, &local->memory);
         if (!code && shared && r->type == HCCL_MEM_DEVICE)
             code = check_pages(call, r, local->memory);
         if (code)

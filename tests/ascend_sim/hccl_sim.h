@@ -77,6 +77,7 @@ typedef struct region {
     uint64_t address, nbytes;
     int32_t type;
     board_place place;
+    int mapped;    /* memory of the host, by the first prepare until it is deregistered */
     unsigned uses; /* communicators that it is bound to, or registrations of the same range */
 } region;
 

@@ -32,6 +32,7 @@ typedef struct {
     int64_t server_id;         /* KVSIM_SERVER_ID: aclrtGetDeviceInfo, 0 */
     int64_t super_pod_id;      /* KVSIM_SUPER_POD_ID: aclrtGetDeviceInfo, 0 */
     int64_t hdk;               /* KVSIM_HDK, the driver: 2505 for 25.5 */
+    uint64_t page_bytes;       /* KVSIM_PAGE_BYTES of the host's pages, 4096 */
     uint64_t page_table_bytes; /* KVSIM_PAGE_TABLE_BYTES of host memory that page tables hold, 1 TiB */
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;
@@ -100,6 +101,7 @@ typedef struct {
     uint64_t page;       /* size of its pages; what is shared or registered may fill the last one */
     unsigned char *view; /* where the bytes can be read and written */
     int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
+    int mapped;          /* REGISTERED: for the device (MAPPED), which the driver does once */
     uint64_t serial;     /* never twice in a process: tells an allocation from a later one */
     unsigned references; /* of the core's own, like the next */
     int keep_view;
@@ -121,7 +123,12 @@ SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbyte
 SIM_API int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
                                    uint64_t *address);
 SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
-SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes);
+/* mapped: into the device's address space; whole pages, and no byte of it twice. Else only noted. */
+SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped);
+/* What HCCL does with host memory that it registers: maps it, unless it has mapped all of it already. Of
+ * memory that aclrtHostRegister has mapped the driver refuses that. */
+SIM_API int sim_host_map(int device, uint64_t address, uint64_t nbytes);
+SIM_API void sim_host_unmap(int device, uint64_t address, uint64_t nbytes);
 /* Gives back what a device holds (its reset). */
 SIM_API void sim_memory_free_device(int device);
 /* Bytes allocated on the device, by this process, or by all where KVSIM_DIR is given. */

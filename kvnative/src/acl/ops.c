@@ -1,6 +1,7 @@
 #include "acl/ops.h"
 
 #include <string.h>
+#include <unistd.h>
 
 static int ended(const kvn_device *device, const char *call, int code, kvn_failure *failure)
 {
@@ -58,15 +59,42 @@ static int free_host(const kvn_device *device, void *address, kvn_failure *failu
     return CALL(device, failure, aclrtFreeHost, address);
 }
 
-static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+/* The driver maps whole pages. */
+static uint64_t whole_pages(uint64_t nbytes)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+
+    return (nbytes + page - 1) / page * page;
+}
+
+static int map(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
 {
     void *on_device = NULL;
 
+    return CALL(device, failure, aclrtHostRegister, address, whole_pages(nbytes),
+                KVN_ACL_HOST_REGISTER_MAPPED, &on_device);
+}
+
+int kvn_acl_try_map(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    void *previous;
+    int status;
+
+    if (kvn_device_enter(device, &previous, failure) != KVN_OK)
+        return failure->status;
+    status = map(device, pointer(address), nbytes, failure);
+    if (status == KVN_OK)
+        status = CALL(device, failure, aclrtHostUnregister, pointer(address));
+    kvn_device_leave(device, previous);
+    return status;
+}
+
+static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+{
     if (kvn_acl_of(device)->aclrtHostRegisterV2)
-        return CALL(device, failure, aclrtHostRegisterV2, address, nbytes,
+        return CALL(device, failure, aclrtHostRegisterV2, address, whole_pages(nbytes),
                     KVN_ACL_HOST_REGISTER_PINNED);
-    return CALL(device, failure, aclrtHostRegister, address, nbytes, KVN_ACL_HOST_REGISTER_MAPPED,
-                &on_device);
+    return map(device, address, nbytes, failure);
 }
 
 /* HCCL registers host memory for itself too, and takes our registration away with its own. */

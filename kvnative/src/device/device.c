@@ -193,6 +193,39 @@ static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
     RETURN_CALL(device, failure, unpin, address);
 }
 
+int kvn_device_allocate_pinned(kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint64_t rounded = (nbytes + page - 1) / page * page;
+    kvn_failure ignored;
+    uint64_t first;
+    int status;
+
+    if (nbytes == 0 || rounded < nbytes)
+        return kvn_fail(failure, KVN_INVALID, 0, "nbytes is %" PRIu64 "; it must be at least 1, and less than "
+                        "2**64 - %" PRIu64, nbytes, page);
+    if (kvn_device_allocate_host(device, rounded, out, failure) != KVN_OK)
+        return failure->status;
+    first = (uintptr_t)*out;
+    if (first % page) {
+        status = kvn_fail(failure, KVN_FAILED, 0, "%s allocates host memory at 0x%" PRIx64
+                          ", which is no page", device->ops->runtime, first);
+    } else {
+        pthread_mutex_lock(&device->mutex);
+        status = note_pinned(device, (kvn_pinned){first, first + rounded, true}, failure);
+        pthread_mutex_unlock(&device->mutex);
+    }
+    if (status != KVN_OK)
+        kvn_device_free_host(device, *out, &ignored);
+    return status;
+}
+
+int kvn_device_free_pinned(kvn_device *device, void *address, kvn_failure *failure)
+{
+    forget_pinned(device, (uintptr_t)address);
+    return kvn_device_free_host(device, address, failure);
+}
+
 int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -210,7 +243,7 @@ int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_fa
                         "nbytes is %" PRIu64 "; it must be at least 1, and the range end below 2**64",
                         nbytes);
     pthread_mutex_lock(&device->mutex);
-    status = note_pinned(device, (kvn_pinned){address, last}, failure);
+    status = note_pinned(device, (kvn_pinned){address, last, false}, failure);
     pthread_mutex_unlock(&device->mutex);
     if (status != KVN_OK)
         return status;

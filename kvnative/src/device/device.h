@@ -16,6 +16,7 @@
 typedef struct kvn_pinned {
     uint64_t first;
     uint64_t last;
+    bool is_allocated; /* by the runtime, which has pinned it; else by kvn_device_pin */
 } kvn_pinned;
 
 /* One per device id and process; it must stay in place. */
@@ -53,6 +54,9 @@ int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failur
 int kvn_device_allocate_host(const kvn_device *device, uint64_t nbytes, void **out,
                              kvn_failure *failure);
 int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *failure);
+/* Whole pages of host memory that the runtime allocates and pins; known as pinned until they are freed. */
+int kvn_device_allocate_pinned(kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
+int kvn_device_free_pinned(kvn_device *device, void *address, kvn_failure *failure);
 /* Pins host memory of others, so that copies need no help of the processor. */
 int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
 int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure);
@@ -68,7 +72,7 @@ int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *tot
 
 /* ---- for the backends that copy ---- */
 
-/* The range pinned by kvn_device_pin that holds `address`; false where there is none. */
+/* The range that is known to be pinned and holds `address`; false where there is none. */
 bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out);
 /* From now on without batch copies; the reason of the latest step down is kept. */
 void kvn_device_fall_back(kvn_device *device, const char *why);

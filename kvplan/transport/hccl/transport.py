@@ -79,6 +79,7 @@ class HcclTransport(BaseTransport):
         self._address = device_address(device, local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
+        self.maps_host = "host" in self.reaches and not device.notes_pins
         self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
         self._links: set[Connections] = set()
         tag = tag_of(self._instance)
