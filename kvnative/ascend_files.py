@@ -1,10 +1,11 @@
-"""Where the libraries of the Ascend toolkit lie, and the driver: found at run time, never linked."""
+"""Where the libraries of the Ascend toolkit and its driver lie: found at run time, never linked."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
@@ -81,9 +82,9 @@ def toolkit_version(library: str) -> str | None:
     return None
 
 
-def driver_folder() -> Path:
+def driver_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return where the driver is, or would be: its version.info, its tools."""
-    return Path(os.environ.get(DRIVER_VARIABLE) or DRIVER)
+    return Path(environment.get(DRIVER_VARIABLE) or DRIVER)
 
 
 def driver_version() -> str | None:

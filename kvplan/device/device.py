@@ -107,7 +107,7 @@ class Device:
         return buffer
 
     def allocate_host(self, nbytes: int) -> HostBuffer:
-        """New zeroed memory of the host, from the device's runtime; it goes with its last reference.
+        """New zeroed memory of the host from the runtime; it goes with its last reference.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a size that cannot be; what its library says.

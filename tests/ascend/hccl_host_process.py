@@ -68,7 +68,9 @@ class Own:
         address, out = np.frombuffer(self.pages, np.uint8).ctypes.data, ctypes.c_void_p()
         nbytes = len(self.pages) & -mmap.PAGESIZE
         register = acl.aclrtHostRegister
-        assert register(ctypes.c_void_p(address), ctypes.c_uint64(nbytes), 0, ctypes.byref(out)) == 0
+        assert (
+            register(ctypes.c_void_p(address), ctypes.c_uint64(nbytes), 0, ctypes.byref(out)) == 0
+        )
 
     def unpin(self, acl: ctypes.CDLL) -> None:
         address = np.frombuffer(self.pages, np.uint8).ctypes.data

@@ -85,6 +85,10 @@ static int set_number(const char *name, int64_t value) {
         settings.super_pod_id = value;
     } else if (!strcmp(name, "hdk")) {
         settings.hdk = value;
+    } else if (!strcmp(name, "tls")) {
+        settings.tls = value;
+    } else if (!strcmp(name, "max_links")) {
+        settings.max_links = value;
     } else if (!strcmp(name, "page_bytes")) {
         settings.page_bytes = (uint64_t)value;
     } else if (!strcmp(name, "page_table_bytes")) {
@@ -109,6 +113,11 @@ int kvsim_set(const char *name, const char *value) {
         status = set_soc(value);
     } else if (!strcmp(name, "dir")) {
         status = set_directory(value);
+    } else if (!strcmp(name, "device_ips")) {
+        status = strlen(value) < sizeof settings.device_ips ? 0 : -1;
+        if (!status) {
+            strcpy(settings.device_ips, value);
+        }
     } else {
         status = parse(value, &number) ? -1 : set_number(name, number);
     }
@@ -136,6 +145,9 @@ __attribute__((constructor)) static void read_environment(void) {
         {"server_id", "KVSIM_SERVER_ID", "0"},
         {"super_pod_id", "KVSIM_SUPER_POD_ID", "0"},
         {"hdk", "KVSIM_HDK", "2505"},
+        {"device_ips", "KVSIM_DEVICE_IPS", ""},
+        {"tls", "KVSIM_TLS", "0"},
+        {"max_links", "KVSIM_MAX_LINKS", "512"},
         {"page_bytes", "KVSIM_PAGE_BYTES", "4096"},
         {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
         {"dir", "KVSIM_DIR", ""},

@@ -113,17 +113,6 @@ static HcclResult begin(hccl_call *call, HcclComm handle, const HcclPrepareConfi
     return HCCL_SUCCESS;
 }
 
-/* Devices of a host (A2) or super pod (A3) share memory over HCCS; others use RDMA. */
-static int is_hccs(const comm *c)
-{
-    const table_rank *ranks = c->table.ranks;
-    const char *rdma = getenv("HCCL_INTRA_ROCE_ENABLE");
-    if (rdma && strcmp(rdma, "1") == 0)
-        return 0;
-    return c->product == SIM_A3 ? strcmp(ranks[0].super_pod_id, ranks[1].super_pod_id) == 0
-                                : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
-}
-
 static HcclResult check_pages(hccl_call *call, const region *r, const sim_memory *memory)
 {
     const uint64_t page = memory->page;
@@ -165,7 +154,7 @@ static HcclResult map_host(hccl_call *call, region *r)
 /* What the other end is told: over HCCS nothing of the host's. */
 static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
 {
-    const int shared = is_hccs(c);
+    const int shared = nic_is_hccs(c);
     const HcclResult refused = check_totals(call, c);
     if (refused)
         return refused;
@@ -205,7 +194,11 @@ static HcclResult meet(hccl_call *call, comm *c, int64_t deadline_us)
     HcclResult code;
     if (!told)
         return hccl_refuse(call, HCCL_E_MEMORY, "no memory");
-    code = resolve_locals(call, c, told, &num_told);
+    pthread_mutex_lock(&hccl_mutex);
+    code = nic_open(call, c);
+    pthread_mutex_unlock(&hccl_mutex);
+    if (!code)
+        code = resolve_locals(call, c, told, &num_told);
     if (!code)
         code = peer_meet(call, c, MEET_PREPARE, told, num_told, deadline_us, &c->peer,
                          &regions, &num_regions);
@@ -224,6 +217,7 @@ static void undo(comm *c)
     for (size_t i = 0; i < c->num_remotes; i++)
         remote_close(&c->remotes[i]);
     c->num_remotes = 0;
+    nic_close(c);
     peer_close(c->peer);
     c->peer = NULL;
 }

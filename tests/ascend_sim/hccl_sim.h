@@ -106,6 +106,7 @@ HcclResult region_check(hccl_call *call, const HcclMem *memory);
 /* ---- communicators ---- */
 
 typedef struct peer peer; /* the other end, once connected */
+typedef struct nic nic;   /* the network port of a device, which a process listens at */
 
 typedef struct comm {
     struct comm *next;
@@ -120,6 +121,7 @@ typedef struct comm {
     remote_region *remotes;
     size_t num_remotes;
     peer *peer;
+    nic *nic; /* of RDMA, once it is prepared */
     int prepared;
     int busy;              /* a blocking call is under way */
     unsigned transfers;    /* queued and not over */
@@ -164,6 +166,13 @@ int peer_open(const peer *p, const wire_region *range, int *fd);
 int peer_copy(const remote_region *from_or_to, uint64_t address, void *local, uint64_t nbytes,
               int is_put);
 void peer_close(peer *p);
+
+/* hccl_nic.c. With RDMA between the two, what the network port of this end's device refuses. */
+int nic_is_hccs(const comm *c);
+HcclResult nic_open(hccl_call *call, comm *c);
+void nic_close(comm *c);
+/* At the beginning of an initialization: variables of the environment that exclude each other. */
+HcclResult nic_check_environment(hccl_call *call);
 
 /* hccl_wire.c: sockets with a deadline. */
 int wire_meet(const char *name, uint32_t rank, const char *directory, int64_t deadline_us);

@@ -34,6 +34,9 @@ typedef struct {
     int64_t hdk;               /* KVSIM_HDK, the driver: 2505 for 25.5 */
     uint64_t page_bytes;       /* KVSIM_PAGE_BYTES of the host's pages, 4096 */
     uint64_t page_table_bytes; /* KVSIM_PAGE_TABLE_BYTES of host memory that page tables hold, 1 TiB */
+    char device_ips[400];      /* KVSIM_DEVICE_IPS of the devices, by physical number, commas between; any */
+    int64_t tls;               /* KVSIM_TLS: a bit for each device whose connections are encrypted, 0 */
+    int64_t max_links;         /* KVSIM_MAX_LINKS of a device in a process: queue pairs, 512 */
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;
 

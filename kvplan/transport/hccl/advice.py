@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvplan.inspection.units import plural
+
 if TYPE_CHECKING:
     from kvnative._hccl import HcclLibrary
     from kvplan.transport.hccl.addresses import DeviceAddress
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
 # Of HcclResult.
 _PTR, _INTERNAL, _UNAVAIL, _TIMEOUT = 2, 4, 7, 9
 _TCP_CONNECT, _ROCE_CONNECT, _RUNTIME, _DRV, _NETWORK = 11, 12, 15, 16, 19
+
+MAX_LINKS: Final = 512
+"""Connections that the vendor's own engine makes of a device."""
 
 DEFAULT_PORT: Final = 16666
 """That HCCL listens at on a device, where the rank table names none."""
@@ -23,6 +28,7 @@ def advice(
     address: DeviceAddress,
     *,
     is_hccs: bool,
+    num_open: int,
 ) -> str:
     """What to look at after HCCL's result `code` while connecting; "" if nothing is known of it.
 
@@ -32,6 +38,7 @@ def advice(
         device_id: logical number of the device of this process.
         address: of that device, as in the rank table.
         is_hccs: whether the devices are connected by HCCS, and not by RDMA.
+        num_open: connections that the transport has besides.
     """
     if code in (_RUNTIME, _DRV, _NETWORK):
         return f"; {_of_memory(library, device_id)}"
@@ -40,6 +47,11 @@ def advice(
         return (
             f"; port {port} of device {device_id} may be taken: another process that uses the "
             "device over HCCL has it; give this one a device_port of its own (llm.LocalCommRes)"
+        )
+    if code == _ROCE_CONNECT and num_open:
+        return (
+            f"; device {device_id} has {plural(num_open, 'connection')} of this engine already, "
+            f"and queue pairs for {MAX_LINKS} of all processes at most"
         )
     if is_hccs:
         return ""

@@ -301,6 +301,7 @@ class Connections:
             hccl.device.id,
             address,
             is_hccs=self.is_hccs,
+            num_open=hccl.num_open,
         )
         return link_failed(f"HCCL communicator {self._name(generation)}: {error}{hint}")
 

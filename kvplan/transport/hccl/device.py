@@ -174,6 +174,12 @@ class HcclDevice:
                 self._open.discard(communicator)
         self._finish()
 
+    @property
+    def num_open(self) -> int:
+        """Connections that are not taken down."""
+        with self._mutex:
+            return len(self._open)
+
     def read_tickets(self, communicator: Communicator, address: int) -> list[int] | None:
         """The words of a peer's tickets; None: they cannot be read now."""
         seen = self.generations.seen
