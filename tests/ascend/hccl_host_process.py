@@ -1,4 +1,4 @@
-"""Two engines, on devices of two hosts, with caches of the host; says what came of each, as JSON."""
+"""Two engines, on devices of two hosts, with caches of the host; says what came of it, as JSON."""
 
 from __future__ import annotations
 

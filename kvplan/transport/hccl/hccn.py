@@ -42,7 +42,7 @@ def device_ip_of(physical_id: int, environment: Mapping[str, str] = os.environ) 
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return _ask_tool(physical_id, environment)
-    values = {}
+    values: dict[str, str] = {}
     for line in lines:
         key, _, value = line.partition("=")
         values.setdefault(key.strip(), value.strip())
@@ -64,7 +64,7 @@ def is_address(text: str) -> bool:
 
 
 def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
-    """What the driver's tool says, as in containers, which have no file; None: it cannot be asked."""
+    """What the driver's tool says, for containers without the file; None: it cannot be asked."""
     tool = driver_folder(environment) / "tools" / "hccn_tool"
     command = (
         str(tool) if tool.exists() else shutil.which("hccn_tool", path=environment.get("PATH"))
@@ -75,6 +75,7 @@ def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
         try:
             done = subprocess.run(
                 (command, "-i", str(physical_id), *query),
+                check=False,
                 capture_output=True,
                 text=True,
                 errors="replace",

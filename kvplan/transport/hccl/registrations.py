@@ -276,7 +276,7 @@ class Registrations:
 
 
 def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
-    """The pages that [address, address + nbytes) lies in, of a device or the host: (address, nbytes).
+    """The pages of a device or the host that a range lies in: (address, nbytes).
 
     HCCS shares memory by the page, and the host's is mapped by the page. Of one region that is
     refused no connection could be made at all.

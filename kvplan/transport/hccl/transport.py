@@ -77,8 +77,8 @@ class HcclTransport(BaseTransport):
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: a device that does not transfer one-sided, no
-                HCCL, or an address that is not known, or variables that HCCL refuses; LLM_PARAM_INVALID: `local_comm_res`;
-                LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
+                HCCL, an address that is not known, or variables that HCCL refuses;
+                LLM_PARAM_INVALID: `local_comm_res`; LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
         """
         super().__init__()
         self._product = _product_of(device)
