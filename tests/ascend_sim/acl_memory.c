@@ -18,7 +18,7 @@ static int check_size(uint64_t nbytes) {
     return nbytes ? 0 : sim_error(SIM_INVALID, "size=0: at least 1");
 }
 
-static int allocate(const char *name, void **out, size_t nbytes, int32_t policy) {
+static int allocate(const char *name, void **out, size_t nbytes, int32_t policy, int padding) {
     sim_call call;
     uint64_t address = 0;
     int device;
@@ -30,7 +30,8 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy)
         code = sim_error(SIM_INVALID, "policy=0x%x", (unsigned)policy);
     }
     code = code ? code : sim_memory_allocate_in(SIM_MEMORY_DEVICE, device, nbytes,
-                                                  (policy & 7) == 1 || (policy & 7) == 4, &address);
+                                                  (policy & 7) == 1 || (policy & 7) == 4,
+                                                  (uint64_t)padding, &address);
     if (!code) {
         *out = (void *)(uintptr_t)address;
     }
@@ -38,12 +39,13 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy)
                      (unsigned long long)address, device);
 }
 
+/* 32 bytes more than were asked for: of whole pages, a page more. */
 ACL aclrtMalloc(void **out, size_t nbytes, int32_t policy) {
-    return allocate(__func__, out, nbytes, policy);
+    return allocate(__func__, out, nbytes, policy, 32);
 }
 
 ACL aclrtMallocAlign32(void **out, size_t nbytes, int32_t policy) {
-    return allocate(__func__, out, nbytes, policy);
+    return allocate(__func__, out, nbytes, policy, 0);
 }
 
 static int release(const char *name, void *pointer, sim_memory_kind kind) {

@@ -89,14 +89,14 @@ static sim_memory *make_bytes(sim_memory_kind kind, int device, uint64_t nbytes)
 }
 
 int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address) {
-    return sim_memory_allocate_in(kind, device, nbytes, 0, address);
+    return sim_memory_allocate_in(kind, device, nbytes, 0, 0, address);
 }
 
 int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
-                           uint64_t *address) {
+                           uint64_t padding, uint64_t *address) {
     int on_device = kind == SIM_MEMORY_DEVICE;
     uint64_t page = on_device && (huge || nbytes >= HUGE_PAGE / 2) ? HUGE_PAGE : PAGE;
-    uint64_t counted = round_up(nbytes, PAGE);
+    uint64_t counted = round_up(nbytes + padding, page);
     sim_settings settings = sim_settings_now();
     uint64_t used;
     if (nbytes > (uint64_t)1 << 46 ||
@@ -115,6 +115,7 @@ int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, in
                          (unsigned long long)nbytes);
     }
     memory->page = page;
+    memory->counted = counted;
     pthread_mutex_lock(&mutex);
     insert(memory);
     pthread_mutex_unlock(&mutex);
@@ -271,7 +272,7 @@ int sim_memory_free(sim_memory_kind kind, uint64_t address) {
     remove_at(index);
     pthread_mutex_unlock(&mutex);
     if (kind == SIM_MEMORY_DEVICE) {
-        sim_hbm_change(memory->device, -(int64_t)round_up(memory->nbytes, PAGE), 0, NULL);
+        sim_hbm_change(memory->device, -(int64_t)memory->counted, 0, NULL);
     }
     sim_memory_release(memory);
     return 0;

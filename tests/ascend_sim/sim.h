@@ -101,6 +101,7 @@ typedef struct {
     int device;          /* that owns it; of host memory: current when it was made */
     uint64_t address;    /* as the program knows it */
     uint64_t nbytes;
+    uint64_t counted;    /* bytes of the device that it takes */
     uint64_t page;       /* size of its pages; what is shared or registered may fill the last one */
     unsigned char *view; /* where the bytes can be read and written */
     int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
@@ -122,9 +123,10 @@ SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
 SIM_API int sim_overlaps_memory(uint64_t address, uint64_t nbytes);
 /* Allocation and registration, with ACL codes. */
 SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address);
-/* `huge`: in huge pages however small, as of device memory more than half of one is anyway. */
+/* `huge`: in huge pages however small, as of device memory more than half of one is anyway. `padding`: bytes
+ * that the runtime adds. */
 SIM_API int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
-                                   uint64_t *address);
+                                   uint64_t padding, uint64_t *address);
 SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
 /* mapped: into the device's address space; whole pages, and no byte of it twice. Else only noted. */
 SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped);

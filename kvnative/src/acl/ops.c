@@ -39,9 +39,10 @@ static int set_context(const kvn_device *device, void *context, kvn_failure *fai
 
 /* ---- memory ---- */
 
+/* aclrtMalloc adds 32 bytes, which of whole huge pages take one more. */
 static int allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
 {
-    return CALL(device, failure, aclrtMalloc, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
+    return CALL(device, failure, aclrtMallocAlign32, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
 }
 
 static int free_device(const kvn_device *device, void *address, kvn_failure *failure)
