@@ -44,6 +44,10 @@ class Log:
         """Forget what was called so far."""
         self._from = len(_whole(self._path.read_bytes())) if self._path.exists() else 0
 
+    def rewind(self) -> None:
+        """Look at all that was ever called."""
+        self._from = 0
+
     def calls(self, *names: str, pid: int | None = None) -> list[Call]:
         """Return the calls of these names, or all; of one process, or all."""
         if not self._path.exists():

@@ -271,6 +271,7 @@ int sim_memory_free(sim_memory_kind kind, uint64_t address) {
     }
     remove_at(index);
     pthread_mutex_unlock(&mutex);
+    sim_linger_check(memory->view, memory->nbytes, "freed");
     if (kind == SIM_MEMORY_DEVICE) {
         sim_hbm_change(memory->device, -(int64_t)memory->counted, 0, NULL);
     }

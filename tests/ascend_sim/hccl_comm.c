@@ -262,6 +262,12 @@ static HcclResult destroy(hccl_call *call, HcclComm handle, char *name)
     drain(c);
     if (comm_find(call, handle, &c))
         return HCCL_E_PARA; /* another thread was quicker */
+    if (hccl_now_us() < c->lingers_until) {
+        sim_note("violation", "\"what\":\"destroyed while AICPU goes on\",\"name\":\"%s\"", name);
+        return hccl_refuse(call, HCCL_E_INTERNAL, "AICPU still uses %s", name);
+    }
+    while (c->lingering) /* its time is over, but the simulator has not come to it */
+        pthread_cond_wait(&hccl_changed, &hccl_mutex);
     if (is_in_use(c)) {
         sim_note("violation", "\"what\":\"destroyed while in use\",\"name\":\"%s\"", name);
         return hccl_refuse(call, HCCL_E_INTERNAL, "%s has %u transfers under way%s", name,

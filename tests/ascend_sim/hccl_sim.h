@@ -19,7 +19,8 @@ typedef struct {
     int64_t stale_code;         /* ... when it has deregistered the memory, 507899; 0: not noticed */
     int64_t connect_timeout_ms; /* of a timeout of 0, 120,000 */
     int64_t init_us;            /* how long an initialization takes, 200 */
-    int64_t aicpu;              /* 1: a batch is checked as a whole before any of it starts, 0 */
+    int64_t aicpu;              /* 1: as on A3, a batch is checked as a whole before any of it starts, 0 */
+    int64_t unfold_us;          /* what goes on after an abort on A3, or with aicpu: 100,000 */
 } hccl_settings;
 
 hccl_settings hccl_settings_now(void);
@@ -125,6 +126,8 @@ typedef struct comm {
     int prepared;
     int busy;              /* a blocking call is under way */
     unsigned transfers;    /* queued and not over */
+    unsigned lingering;    /* aborted, and not over */
+    int64_t lingers_until; /* of the last abort */
     HcclResult async_error;
 } comm;
 

@@ -141,6 +141,11 @@ SIM_API uint64_t sim_memory_used(int device);
 /* Where a test can read and write a device or pinned address; NULL for any other. */
 SIM_API void *kvsim_host_view(uint64_t address);
 
+/* Memory that work uses until that time though its stream was aborted: whoever uses or frees it before is
+ * noted as a violation. By `view`, as the same bytes have several addresses. */
+SIM_API void sim_linger(const void *view, uint64_t nbytes, int64_t until_us);
+SIM_API void sim_linger_check(const void *view, uint64_t nbytes, const char *what);
+
 /* ---- devices and contexts: one context is current in a thread ---- */
 
 /* The device of the thread's current context; -1 where the thread has none. */
@@ -169,6 +174,8 @@ SIM_API int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_w
 SIM_API int sim_stream_stopped(sim_stream *stream);
 /* On the stream's thread: waits, -1 for ever. Whether an abort ended it early. */
 SIM_API int sim_stream_pause(sim_stream *stream, int64_t microseconds);
+/* How long work on so many bytes takes, by the settings. */
+SIM_API int64_t sim_duration_us(uint64_t nbytes);
 /* On the stream's thread: copies in pieces. Whether an abort ended it early. */
 SIM_API int sim_stream_copy(sim_stream *stream, void *target, const void *source, uint64_t nbytes);
 /* Waits for all that was queued. timeout_ms -1: for ever. 0, 507046 when the time is over, 107023
