@@ -89,9 +89,13 @@ class Controls:
         return view
 
     def left(self) -> dict[str, int]:
-        """Return what has not been given back, by kind."""
+        """Return what has not been given back, by kind; less contexts, which devices have."""
         left: dict[str, int] = json.loads(self._core.kvsim_leaks())
-        return {kind: count for kind, count in left.items() if count}
+        return {kind: count for kind, count in left.items() if count and kind != "contexts"}
+
+    def contexts(self) -> int:
+        """Return how many there are besides the primary ones."""
+        return int(json.loads(self._core.kvsim_leaks())["contexts"])
 
     def add_fault(self, *specifications: str) -> None:
         """Let calls of this process fail, see `kvsim_fault_add`."""

@@ -132,11 +132,8 @@ static void run_first(sim_stream *stream) {
     stream->num_done++;
     if (code && !stream->is_stopping) {
         stream->error = stream->error ? stream->error : code;
-        if (stream->stop_on_failure) {
-            sim_operation *dropped = sim_stream_empty(stream);
-            sim_unlock();
-            sim_operations_dispose(dropped);
-            sim_lock();
+        if (stream->failure->stops) {
+            sim_context_stop(stream, code);
         }
     }
     pthread_cond_broadcast(&sim_progress);

@@ -25,11 +25,20 @@ static void *get_context(const kvn_device *device)
     return NULL;
 }
 
-static int set_device(const kvn_device *device, void **context, kvn_failure *failure)
+/* Of our own: torch_npu has the primary one stop on failure, with all streams in it. That one stays, too, as
+ * HCCL has it set in its threads, and others may reset the device as often as they have set it. */
+static int open_context(const kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
-    if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK)
+    if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK ||
+        CALL(device, failure, aclrtGetCurrentContext, primary) != KVN_OK)
         return failure->status;
-    return context ? CALL(device, failure, aclrtGetCurrentContext, context) : KVN_OK;
+    return CALL(device, failure, aclrtCreateContext, context, device->id);
+}
+
+static void close_context(const kvn_device *device, void *context)
+{
+    if (kvn_acl_of(device)->aclrtDestroyContext(context) != KVN_ACL_OK)
+        kvn_acl_forget(kvn_acl_of(device));
 }
 
 static int set_context(const kvn_device *device, void *context, kvn_failure *failure)
@@ -234,7 +243,8 @@ const kvn_device_ops kvn_acl_ops = {
     .runtime = "the Ascend runtime",
     .aborted_code = KVN_ACL_STREAM_ABORTED,
     .max_batch = KVN_ACL_MAX_BATCH,
-    .set_device = set_device,
+    .open_context = open_context,
+    .close_context = close_context,
     .get_context = get_context,
     .set_context = set_context,
     .allocate = allocate,

@@ -20,11 +20,13 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
     out->id = id;
     out->pid = getpid();
     previous = ops->get_context(out);
-    status = ops->set_device(out, &out->context, failure);
+    status = ops->open_context(out, &out->context, &out->primary, failure);
     kvn_device_leave(out, previous);
     if (status != KVN_OK)
         return status;
     error = pthread_mutex_init(&out->mutex, NULL);
+    if (error)
+        ops->close_context(out, out->context);
     if (error)
         return kvn_fail(failure, KVN_NO_MEMORY, error, "no mutex for device %d: %s", (int)id,
                         strerror(error));
@@ -34,6 +36,7 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
 
 void kvn_device_close(kvn_device *device)
 {
+    device->ops->close_context(device, device->context);
     free(device->pinned);
     pthread_mutex_destroy(&device->mutex);
 }
@@ -62,6 +65,8 @@ void kvn_device_leave(const kvn_device *device, void *previous)
 {
     kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
 
+    if (!previous)
+        previous = device->primary;
     if (previous && previous != device->context)
         device->ops->set_context(device, previous, &ignored);
 }

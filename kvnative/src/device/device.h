@@ -1,5 +1,5 @@
 /* One accelerator, whatever its kind: its memory, and the host memory that is pinned for it. Every thread
- * that calls the runtime must have a context: threads of ours set the device once, calls on threads of others
+ * that calls the runtime must have a context: threads of ours set that once, calls on threads of others
  * go between enter and leave, which put back what was current (a framework in the same process has
  * contexts of its own). */
 #ifndef KVN_DEVICE_DEVICE_H
@@ -25,7 +25,8 @@ struct kvn_device {
     const void *runtime; /* what the ops are called with: theirs to know */
     int32_t id;
     pid_t pid;                /* of the process that opened it: no other may use it */
-    void *context;            /* the device's primary one; never destroyed by us */
+    void *context;            /* that we work in */
+    void *primary;            /* the device's: never destroyed by us */
     atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
     pthread_mutex_t mutex;    /* guards what follows */
     char fallback[256];       /* why not all batch copies are used; "" while they are */
@@ -33,7 +34,7 @@ struct kvn_device {
     size_t num_pinned;
 };
 
-/* The device's primary context. The runtime is initialized, and outlives the device. */
+/* The runtime is initialized, and outlives the device. */
 int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
                     kvn_failure *failure);
 /* Nothing of it is in use. The device itself is not reset: others in the process may use it. */
@@ -43,7 +44,7 @@ int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
 
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */
 int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure);
-/* Puts back the context that was current, if there was one. */
+/* Puts back the context that was current, or the primary one if there was none. */
 void kvn_device_leave(const kvn_device *device, void *previous);
 
 /* ---- from any thread; each enters and leaves. As the rows of kvn_device_ops ---- */
