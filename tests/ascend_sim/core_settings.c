@@ -14,7 +14,7 @@ static int parse(const char *text, int64_t *value) {
     char *end;
     errno = 0;
     *value = strtoll(text, &end, 10);
-    return errno || end == text || *end || *value < 0 ? -1 : 0;
+    return errno || end == text || *end ? -1 : 0;
 }
 
 static int set_soc(const char *soc) {
@@ -67,6 +67,9 @@ static int set_directory(const char *path) {
 }
 
 static int set_number(const char *name, int64_t value) {
+    if (value < 0 && strcmp(name, "super_pod_id")) {
+        return -1; /* outside of a super pod its number is negative */
+    }
     if (!strcmp(name, "devices")) {
         return set_devices(value);
     } else if (!strcmp(name, "hbm_bytes")) {
@@ -79,6 +82,8 @@ static int set_number(const char *name, int64_t value) {
         settings.seed = (uint64_t)value;
     } else if (!strcmp(name, "retry_us")) {
         settings.retry_us = value;
+    } else if (!strcmp(name, "notify_us")) {
+        settings.notify_us = value;
     } else if (!strcmp(name, "server_id")) {
         settings.server_id = value;
     } else if (!strcmp(name, "super_pod_id")) {
@@ -142,6 +147,7 @@ __attribute__((constructor)) static void read_environment(void) {
         {"bandwidth", "KVSIM_BANDWIDTH", "0"},
         {"seed", "KVSIM_SEED", "1"},
         {"retry_us", "KVSIM_RETRY_US", "200000"},
+        {"notify_us", "KVSIM_NOTIFY_US", "1836000000"},
         {"server_id", "KVSIM_SERVER_ID", "0"},
         {"super_pod_id", "KVSIM_SUPER_POD_ID", "0"},
         {"hdk", "KVSIM_HDK", "2505"},

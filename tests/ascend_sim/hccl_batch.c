@@ -274,7 +274,8 @@ static HcclResult issue(hccl_call *call, const request *r, char *name, batch **o
     if (!b)
         return hccl_refuse(call, HCCL_E_MEMORY, "no memory");
     *b = (batch){.comm = c, .is_put = r->is_put, .settings = hccl_settings_now(),
-                 .retry_us = sim_settings_now().retry_us};
+                 .retry_us = nic_is_hccs(c) ? sim_settings_now().notify_us
+                                            : sim_settings_now().retry_us};
     b->unfolds = c->product == SIM_A3 || b->settings.aicpu;
     code = gather(call, r, c, b);
     if (!code)

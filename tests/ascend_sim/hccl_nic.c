@@ -42,8 +42,9 @@ int nic_is_hccs(const comm *c)
     const char *rdma = getenv("HCCL_INTRA_ROCE_ENABLE");
     if (rdma && strcmp(rdma, "1") == 0)
         return 0;
-    return c->product == SIM_A3 ? strcmp(ranks[0].super_pod_id, ranks[1].super_pod_id) == 0
-                                : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
+    return c->product == SIM_A3 && c->table.super_pods
+               ? strcmp(ranks[0].super_pod_id, ranks[1].super_pod_id) == 0
+               : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
 }
 
 /* Whether the device has the address now; any does where the setting is not given. */

@@ -28,7 +28,8 @@ typedef struct {
     int64_t latency_us;        /* KVSIM_LATENCY_US of each operation, 0 */
     uint64_t bandwidth;        /* KVSIM_BANDWIDTH of a stream in bytes a second, 0: no limit */
     uint64_t seed;             /* KVSIM_SEED of the order inside a batch, 1 */
-    int64_t retry_us;          /* KVSIM_RETRY_US until a dead peer is an error, 200,000 */
+    int64_t retry_us;          /* KVSIM_RETRY_US until a dead peer is an error over RDMA, 200,000 */
+    int64_t notify_us;         /* KVSIM_NOTIFY_US the same over HCCS: 1,836 s, as long as HCCL waits */
     int64_t server_id;         /* KVSIM_SERVER_ID: aclrtGetDeviceInfo, 0 */
     int64_t super_pod_id;      /* KVSIM_SUPER_POD_ID: aclrtGetDeviceInfo, 0 */
     int64_t hdk;               /* KVSIM_HDK, the driver: 2505 for 25.5 */

@@ -129,6 +129,8 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     if pod is None or number is None:
         name = "super_pod_id" if pod is None else "super_device_id"
         raise _unknown(name, "this CANN does not say it (8.5 and later do)")
+    if pod < 0 or number < 0:
+        return found  # it is in no super pod
     return DeviceAddress(
         "1.2",
         found.server_id,
@@ -301,9 +303,9 @@ def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) ->
     """Whether HCCL takes HCCS between the two, as it decides from their rank table; else RDMA."""
     if _is_rdma_wanted():
         return False
-    if product is A3:
+    if product is A3 and None not in (here.super_pod_id, there.super_pod_id):
         return here.super_pod_id == there.super_pod_id
-    return product is A2 and here.server_id == there.server_id
+    return product in (A2, A3) and here.server_id == there.server_id
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
