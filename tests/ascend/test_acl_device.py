@@ -141,7 +141,7 @@ def test_memory_of_the_device(device: Device, simulator: Controls) -> None:
 
 
 def test_whole_huge_pages_take_no_more_than_their_size(device: Device) -> None:
-    """aclrtMalloc would add 32 bytes, and so a page, to each cache, pool and connection."""
+    """With aclrtMalloc there would be 32 bytes, and so a page, more of each."""
     free, _ = device.memory()
     buffers = [device.allocate(2 << 20), device.allocate(8 << 20)]
     assert free - device.memory()[0] == sum(it.nbytes for it in buffers)

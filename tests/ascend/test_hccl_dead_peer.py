@@ -29,9 +29,7 @@ def end_alone(ends: Ends, name: str, address: int) -> None:
 @pytest.mark.parametrize("product", [A2, A3], ids=["A2", "A3"])
 @pytest.mark.parametrize("direction", ["get", "put"])
 @pytest.mark.parametrize("how", ["deadline", "given up"])
-def test_a_peer_that_was_killed(
-    tmp_path: Path, product: Product, direction: str, how: str
-) -> None:
+def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str, how: str) -> None:
     with two_ends(tmp_path, product) as ends:
         ends.table = rank_table(product.table_version, num_hosts=1)
         connection = ends.connect(NBYTES)
@@ -53,9 +51,7 @@ def test_a_peer_that_is_silent_is_given_up_by_its_heartbeat(
     """Nobody closes its connections, as when its host is gone."""
     blocks = list(range(0, 600, 2))
     desc = CacheDesc(2, (600, 16), DataType.DT_INT32)
-    peer.run(
-        "cache = datadist.allocate_blocks_cache(CacheDesc(2, (600, 16), DataType.DT_INT32))"
-    )
+    peer.run("cache = datadist.allocate_blocks_cache(CacheDesc(2, (600, 16), DataType.DT_INT32))")
     user = make_engine(2, **HEARTBEAT)
     cache = user.allocate_blocks_cache(desc)
     user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()

@@ -1,4 +1,4 @@
-"""A framework in the same process has its device stop on failure (torch_npu does): for its context."""
+"""A framework in the same process (torch_npu) has its device's context stop on failure."""
 
 from __future__ import annotations
 
