@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from kvnative.ascend_files import driver_version
 from kvplan.device.device import Device
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -124,4 +125,5 @@ class AscendDevice(Device):
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         product = self.product
-        return {**super().describe(), "product": None if product is None else product.name}
+        name = None if product is None else product.name
+        return {**super().describe(), "product": name, "driver": driver_version()}
