@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import (
     copying,
     engines,
+    hixl,
     latency,
     layerwise,
     leases,
@@ -18,6 +19,7 @@ from benchmarks import (
     network,
     notifying,
     one_host,
+    pages,
     peers_memory,
     planning,
     recording,
@@ -31,6 +33,7 @@ TOPICS = (
     peers_memory.TOPIC,
     engines.TOPIC,
     leases.TOPIC,
+    hixl.TOPIC,
     recording.TOPIC,
     layerwise.TOPIC,
     links.TOPIC,
@@ -38,6 +41,7 @@ TOPICS = (
     latency.TOPIC,
     notifying.TOPIC,
     one_host.TOPIC,
+    pages.TOPIC,
 )
 ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}
 """In the order of the table. A new topic is one more file, and its name above."""

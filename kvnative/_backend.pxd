@@ -8,6 +8,7 @@ cdef class ThreadPool:
     # Owned; outlives every Backend that was made with this object among its owners.
     cdef kvn_pool *pool
     cdef pid_t pid  # of the process that made it
+    cdef object _tuning
 
     # The pool, for a backend; NativeError in a forked child.
     cdef kvn_pool *usable(self) except NULL

@@ -6,8 +6,11 @@ from posix.unistd cimport getpid
 
 from kvnative cimport _native
 from kvnative._native cimport *
+from kvnative._tuning cimport fill_tuning
 
 import os
+
+from kvnative._tuning import STRATEGIES, builtin_tuning, check_strategy
 
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
@@ -30,14 +33,6 @@ globals().update(
 
 MAX_STRIPES = <int>KVN_MAX_STRIPES
 
-STRATEGIES = tuple(
-    kvn_strategy_name(<kvn_strategy>i).decode() for i in range(<int>KVN_NUM_STRATEGIES)
-)
-
-# More threads than this do not copy faster on any machine measured; they only crowd it.
-cdef enum:
-    DEFAULT_MAX_THREADS = 16
-
 
 class NativeError(RuntimeError):
     """The native layer cannot do this now: closed, forked, or out of a resource."""
@@ -52,23 +47,45 @@ cdef class ThreadPool:
     Idle threads sleep. A thread that waits for a task copies too, in the place of one of these.
 
     Args:
-        threads: how many, 1 to 64; None for the number of cores that this process may use, at most
-            16.
+        threads: how many, 1 to 64; None for as many as the tuning says.
+        tuning: which way of copying for which size, and in what pieces; None: what is built in,
+            with as many threads as this process may use cores, at most 16.
 
     Raises:
-        ValueError: threads out of range.
+        ValueError: threads out of range, or a tuning that this processor cannot follow.
         NativeError: the system refuses the threads.
     """
 
-    def __cinit__(self, threads: int | None = None):
+    def __cinit__(self, threads: int | None = None, tuning=None):
+        if tuning is None:
+            tuning = builtin_tuning()
         if threads is None:
-            threads = min(len(os.sched_getaffinity(0)), DEFAULT_MAX_THREADS)
+            threads = tuning.threads
         if not 1 <= threads <= KVN_MAX_THREADS:
             raise ValueError(f"threads = {threads!r}: expected 1 to {KVN_MAX_THREADS}")
         self.pool = kvn_pool_create(threads)
         if self.pool is NULL:
             raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}")
         self.pid = getpid()
+        self.tune(tuning)
+
+    def tune(self, tuning):
+        """Copy so from now on; the number of threads stays.
+
+        Raises:
+            ValueError, TypeError: this processor cannot follow it, and why.
+            NativeError: in a forked child.
+        """
+        cdef kvn_tuning native
+        fill_tuning(tuning, &native)
+        with cython.critical_section(self):
+            kvn_pool_tune(self.usable(), &native)
+            self._tuning = tuning
+
+    @property
+    def tuning(self):
+        """What it was last given."""
+        return self._tuning
 
     cdef kvn_pool *usable(self) except NULL:
         if self.pid != getpid():
@@ -85,6 +102,11 @@ cdef class ThreadPool:
     def threads(self) -> int:
         """Number of threads."""
         return kvn_pool_threads(self.pool)
+
+    @property
+    def looks(self) -> int:
+        """How often a thread has looked for the next job, for a moment, before it slept."""
+        return kvn_pool_looks(self.usable())
 
     def __repr__(self):
         return f"<ThreadPool of {self.threads} threads>"
@@ -144,18 +166,17 @@ def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
 
     Args:
         pool: the threads that copy. Small batches are copied by the submitting thread.
-        strategy: one of ``STRATEGIES``. "auto" writes past the caches what is larger than them.
+        strategy: one of ``usable_strategies()`` for all batches, or "auto": as the pool is tuned.
 
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: an unknown strategy, or one that this processor lacks.
         NativeError: the pool belongs to the process that this one was forked from.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy = {strategy!r}: expected one of"
-                         f" {', '.join(map(repr, STRATEGIES))}")
-    index = STRATEGIES.index(strategy)
-    return Backend.adopt(kvn_host_create(pool.usable(), <kvn_strategy><int>index), pool,
-                         "host_backend")
+    cdef kvn_copy copy = NULL
+    if strategy != "auto":
+        check_strategy(strategy)
+        copy = kvn_copy_function(STRATEGIES.index(strategy))
+    return Backend.adopt(kvn_host_create(pool.usable(), copy), pool, "host_backend")
 
 
 def striped(backends, *, min_nbytes: int) -> Backend:

@@ -1,4 +1,4 @@
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
 
 cdef extern from "core/failure.h" nogil:
@@ -25,15 +25,22 @@ cdef extern from "process/mapping.h" nogil:
 
 
 cdef extern from "host/arena.h" nogil:
+    ctypedef enum kvn_arena_pages:
+        KVN_PAGES_AUTO
+        KVN_PAGES_SMALL
+        KVN_PAGES_HUGETLB
+
     ctypedef struct kvn_arena:
         void *address
         uint64_t nbytes
         uint64_t inode
         int fd
         int writable
+        kvn_arena_pages pages
 
     int kvn_arena_create(
-        const char *name, uint64_t nbytes, int exclusive, kvn_arena *out, kvn_failure *failure
+        const char *name, uint64_t nbytes, int exclusive, kvn_arena_pages pages, int node,
+        kvn_arena *out, kvn_failure *failure
     )
     int kvn_arena_import(
         int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
@@ -41,6 +48,41 @@ cdef extern from "host/arena.h" nogil:
     )
     int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
     void kvn_arena_close(kvn_arena *arena)
+
+
+cdef extern from "host/pages.h" nogil:
+    enum:
+        KVN_MAX_SAMPLED
+
+    ctypedef enum kvn_walk_kind:
+        KVN_WALK_MAP
+        KVN_WALK_COLLAPSE
+
+    ctypedef struct kvn_walk:
+        uint64_t nbytes
+        uint64_t num_chunks
+        uint64_t next
+        uint64_t left
+        bint stopped
+
+    ctypedef struct kvn_page_use:
+        uint64_t present
+        bint has_mapped
+        uint64_t mapped
+        uint64_t huge
+
+    int kvn_walk_begin(
+        kvn_walk *walk, uint64_t nbytes, kvn_walk_kind kind, kvn_failure *failure
+    )
+    void kvn_walk_end(kvn_walk *walk)
+    int kvn_walk_advance(
+        kvn_walk *walk, char *address, int64_t budget_ns, uint64_t *advanced, kvn_failure *failure
+    )
+    void kvn_walk_again(kvn_walk *walk)
+    int kvn_pages_look(
+        uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure
+    )
+    int kvn_pages_nodes(uint64_t address, uint64_t nbytes, int *nodes)
 
 
 cdef extern from "host/generations.h" nogil:

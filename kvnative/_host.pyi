@@ -7,8 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-__all__ = ["Arena", "GenerationTable", "Pin", "check_memory", "check_ranges"]
+__all__ = [
+    "ARENA_PAGES",
+    "Arena",
+    "GenerationTable",
+    "PageWalk",
+    "Pin",
+    "check_memory",
+    "check_ranges",
+    "page_nodes",
+    "page_use",
+]
 
+ARENA_PAGES: dict[str, int]
 MAPS_SOURCES: dict[str, int]
 
 def check_memory(
@@ -30,7 +41,15 @@ def check_ranges(
 
 @final
 class Arena:
-    def __init__(self, nbytes: int, *, prefault: bool = False, name: str = "kvplan") -> None: ...
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        prefault: bool = False,
+        name: str = "kvplan",
+        pages: str = "auto",
+        node: int = -1,
+    ) -> None: ...
     @staticmethod
     def of_peer(pid: int, fd: int, inode: int, nbytes: int, *, writable: bool) -> Arena: ...
     def populate(self) -> None: ...
@@ -45,6 +64,8 @@ class Arena:
     @property
     def writable(self) -> bool: ...
     @property
+    def pages(self) -> str: ...
+    @property
     def closed(self) -> bool: ...
     def close(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -55,6 +76,22 @@ class Arena:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+@final
+class PageWalk:
+    def __new__(cls, nbytes: int, *, collapse: bool = False) -> Self: ...
+    def advance(self, arena: Arena, seconds: float) -> int: ...
+    def again(self) -> None: ...
+    def stop(self) -> None: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def is_pass_over(self) -> bool: ...
+    @property
+    def is_complete(self) -> bool: ...
+
+def page_use(address: int, nbytes: int) -> tuple[int, int | None, int | None]: ...
+def page_nodes(address: int, nbytes: int) -> list[int]: ...
 
 @final
 class Pin:

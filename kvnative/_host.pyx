@@ -8,15 +8,28 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from kvnative._crossing cimport acquire_uint64
 
-__all__ = ["Arena", "GenerationTable", "Pin", "check_memory", "check_ranges"]
+__all__ = [
+    "ARENA_PAGES",
+    "Arena",
+    "GenerationTable",
+    "PageWalk",
+    "Pin",
+    "check_memory",
+    "check_ranges",
+    "page_nodes",
+    "page_use",
+]
 
 cdef extern from "kvnative/status.h" nogil:
-    int KVN_OK, KVN_INVALID, KVN_UNMAPPED, KVN_NO_MEMORY
+    int KVN_OK, KVN_INVALID, KVN_UNMAPPED, KVN_UNSUPPORTED, KVN_NO_MEMORY
 
+ARENA_PAGES = {
+    "auto": KVN_PAGES_AUTO, "small": KVN_PAGES_SMALL, "hugetlb": KVN_PAGES_HUGETLB
+}
 MAPS_SOURCES = {"auto": KVN_MAPS_AUTO, "query": KVN_MAPS_QUERY, "text": KVN_MAPS_TEXT}
 
 
@@ -113,6 +126,11 @@ cdef class Arena:
     without copying, and keep it open. `prefault` makes all of it present at once (MemoryError where
     that is too much); otherwise pages come at first use, each at the price of a fault. `name` shows
     in /proc/<pid>/maps. ValueError for a size that cannot be, MemoryError, OSError.
+
+    `pages`: "auto": huge ones where `prefault` makes them and the system has them, or where it
+    gives them by itself; "small"; or "hugetlb": those that the administrator has reserved, all of
+    which are present then, and `nbytes` is rounded up to whole ones. `node`: of NUMA, where pages
+    come from; -1: as the system does.
     """
 
     cdef kvn_arena arena
@@ -122,7 +140,8 @@ cdef class Arena:
     def __cinit__(self):
         self.arena.fd = -1
 
-    def __init__(self, nbytes, *, bint prefault=False, str name="kvplan"):
+    def __init__(self, nbytes, *, bint prefault=False, str name="kvplan", str pages="auto",
+                 int node=-1):
         if self.arena.address is not NULL:
             raise TypeError("an arena is made once")
         cdef uint64_t size = unsigned("nbytes", nbytes)
@@ -130,7 +149,16 @@ cdef class Arena:
         cdef kvn_failure failure
         if len(label) > 240 or b"\0" in label:
             raise ValueError(f"name is {name!r}; it must have at most 240 bytes, and no NUL")
-        check(kvn_arena_create(label, size, 0, &self.arena, &failure), &failure)
+        if pages not in ARENA_PAGES:
+            raise ValueError(
+                f"pages is {pages!r}; it must be one of {', '.join(map(repr, ARENA_PAGES))}"
+            )
+        cdef kvn_arena_pages kind = ARENA_PAGES[pages]
+        cdef const char *title = label
+        cdef int status
+        with nogil:
+            status = kvn_arena_create(title, size, 0, kind, node, &self.arena, &failure)
+        check(status, &failure)
         if prefault:
             self.populate()
 
@@ -144,7 +172,10 @@ cdef class Arena:
         cdef Arena self = Arena.__new__(Arena)
         cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("inode", inode)
         cdef kvn_failure failure
-        check(kvn_arena_import(pid, fd, number, size, writable, &self.arena, &failure), &failure)
+        cdef int status
+        with nogil:
+            status = kvn_arena_import(pid, fd, number, size, writable, &self.arena, &failure)
+        check(status, &failure)
         return self
 
     def populate(self):
@@ -185,6 +216,11 @@ cdef class Arena:
     @property
     def writable(self):
         return bool(self.arena.writable)
+
+    @property
+    def pages(self):
+        """As it was made: "auto", "small" or "hugetlb"; of a peer's arena "auto" or "hugetlb"."""
+        return next(name for name, kind in ARENA_PAGES.items() if kind == self.arena.pages)
 
     @property
     def closed(self):
@@ -230,6 +266,103 @@ cdef class Arena:
             return f"<Arena of {self.nbytes} bytes, closed>"
         access = "" if self.writable else ", read-only"
         return f"<Arena of {self.nbytes} bytes at {self.address:#x}{access}>"
+
+
+@cython.final
+cdef class PageWalk:
+    """How far the pages of an arena of `nbytes` bytes have come; one thread at a time advances it.
+
+    They are mapped here as far as they are there (populating a hole would allocate it); or with
+    `collapse` each 2 MiB that are wholly there are made one huge page, which is for their owner.
+    Any thread may stop it. MemoryError.
+    """
+
+    cdef kvn_walk walk
+
+    def __cinit__(self, nbytes, *, bint collapse=False):
+        cdef uint64_t size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        check(
+            kvn_walk_begin(
+                &self.walk, size, KVN_WALK_COLLAPSE if collapse else KVN_WALK_MAP, &failure
+            ),
+            &failure,
+        )
+
+    def advance(self, Arena arena not None, double seconds):
+        """Goes on until the end of a pass, `seconds` are over, or it is stopped.
+
+        Half of the time it sleeps, in turns of less than 1 ms. Returns bytes that were done.
+        NotImplementedError: this kernel cannot; nothing is left to do then. ValueError: closed.
+        """
+        cdef kvn_failure failure
+        cdef uint64_t advanced = 0
+        cdef int64_t budget = <int64_t>(seconds * 1e9)
+        cdef int status
+        if arena.arena.nbytes != self.walk.nbytes:
+            raise ValueError(f"arena has {arena.nbytes} bytes; the walk is of {self.walk.nbytes}")
+        with memoryview(arena):  # nobody closes it meanwhile
+            with nogil:
+                status = kvn_walk_advance(
+                    &self.walk, <char *>arena.arena.address, budget, &advanced, &failure
+                )
+        if status == KVN_UNSUPPORTED:
+            raise NotImplementedError(failure.message.decode())
+        check(status, &failure)
+        return advanced
+
+    def again(self):
+        """Begins another pass, over what was not there."""
+        kvn_walk_again(&self.walk)
+
+    def stop(self):
+        """A step that is under way, of less than 1 ms, is the last."""
+        self.walk.stopped = True
+
+    @property
+    def stopped(self):
+        return bool(self.walk.stopped)
+
+    @property
+    def is_pass_over(self):
+        return self.walk.next == self.walk.num_chunks
+
+    @property
+    def is_complete(self):
+        """Whether all that there can be is done: nothing was a hole when it was looked at."""
+        return self.walk.left == 0
+
+    def __dealloc__(self):
+        kvn_walk_end(&self.walk)
+
+
+def page_use(address, nbytes):
+    """What of the pages of [address, address + nbytes) of this process is there, in bytes.
+
+    Three numbers: present in memory; mapped here, so that it is used without a fault; and by huge
+    pages of those. The last two are None where the kernel does not say (before Linux 6.7). Takes up
+    to 30 ms for each GiB. ValueError: not mapped all through.
+    """
+    cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+    cdef kvn_page_use found
+    cdef kvn_failure failure
+    cdef int status
+    with nogil:
+        status = kvn_pages_look(start, size, &found, &failure)
+    check(status, &failure)
+    if not found.has_mapped:
+        return found.present, None, None
+    return found.present, found.mapped, found.huge
+
+
+def page_nodes(address, nbytes):
+    """The NUMA node of up to 64 pages, evenly chosen, as far as they are mapped here."""
+    cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+    cdef int nodes[KVN_MAX_SAMPLED]
+    cdef int count
+    with nogil:
+        count = kvn_pages_nodes(start, size, nodes)
+    return [nodes[i] for i in range(count)]
 
 
 @cython.final

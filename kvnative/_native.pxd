@@ -55,13 +55,38 @@ cdef extern from "host/pool.h" nogil:
         pass
     kvn_pool *kvn_pool_create(unsigned threads)
     unsigned kvn_pool_threads(const kvn_pool *pool)
+    uint64_t kvn_pool_looks(kvn_pool *pool)
+    void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
     void kvn_pool_destroy(kvn_pool *pool)
 
-cdef extern from "host/host.h" nogil:
-    ctypedef enum kvn_strategy:
+cdef extern from "host/job.h" nogil:
+    enum:
+        KVN_PIECE_MIN
+
+cdef extern from "host/tuning.h" nogil:
+    enum:
         KVN_NUM_STRATEGIES
-    const char *kvn_strategy_name(kvn_strategy strategy)
-    kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
+    ctypedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes)
+    const char *kvn_strategy_name(unsigned strategy)
+    const char *kvn_strategy_needs(unsigned strategy)
+    kvn_copy kvn_copy_function(unsigned strategy)
+    ctypedef struct kvn_tuning:
+        unsigned cached
+        unsigned bypassing
+        uint64_t bypass_nbytes
+        uint64_t piece_nbytes
+    void kvn_tuning_builtin(kvn_tuning *tuning)
+
+cdef extern from "host/measure.h" nogil:
+    ctypedef struct kvn_candidate:
+        kvn_tuning tuning
+        unsigned threads
+    int kvn_measure(
+        const kvn_candidate *candidates, unsigned count, const kvn_columns *batch, unsigned rounds,
+        bint background, int64_t deadline_ns, int64_t *ns, double *share)
+
+cdef extern from "host/host.h" nogil:
+    kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)
 
 cdef extern from "core/striped.h" nogil:
     enum:

@@ -1,4 +1,4 @@
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._host cimport kvn_generations, kvn_failure, kvn_word
 from kvnative._native cimport kvn_backend, kvn_pool
@@ -28,3 +28,12 @@ cdef extern from "process/peer.h" nogil:
 
 cdef extern from "process/process.h" nogil:
     kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)
+
+
+cdef class Peer:
+    cdef kvn_peer peer
+
+    cdef int check_open(self) except -1
+    cdef int64_t first_stale(self, bytes words) except -2
+    # Whether it lives and all words have their generations, as `check` has it.
+    cdef bint is_good(self, bytes words) except -1

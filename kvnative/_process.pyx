@@ -41,8 +41,6 @@ cdef class Peer:
     ProcessLookupError when there is no such process; PermissionError where /proc hides it.
     """
 
-    cdef kvn_peer peer
-
     def __cinit__(self):
         self.peer.pidfd = self.peer.proc = -1
 

@@ -5,6 +5,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors
+from kvnative._process import Peer
+from kvnative._writers import WriteGuard
 
 __all__ = ["Rows"]
 
@@ -17,9 +19,19 @@ class Rows:
         src_count: int,
         dst_count: int,
         stride: int,
+        is_one: bool = False,
     ) -> None: ...
     def lower(
         self,
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
     ) -> Descriptors | None: ...
+    def move_now(
+        self,
+        peer: Peer,
+        words: bytes,
+        guard: WriteGuard | None,
+        src_rows: Sequence[int] | NDArray[np.integer],
+        dst_rows: Sequence[int] | NDArray[np.integer],
+        most: int,
+    ) -> int: ...

@@ -9,12 +9,17 @@ from cpython.buffer cimport (
 )
 from cpython.long cimport PyLong_AsLongLong
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 from kvnative._crossing cimport acquire_uint64
 from kvnative._lower cimport lower_recipe
 from kvnative._lower_c cimport kvn_recipe
+from kvnative._process cimport Peer
+from kvnative._writers cimport (
+    WriteGuard, kvn_announcement, kvn_guard_leave, kvn_guard_try_enter
+)
 
 __all__ = ["Rows"]
 
@@ -23,6 +28,7 @@ cdef extern from "core/rows.h" nogil:
         uint64_t src_count
         uint64_t dst_count
         uint64_t stride
+        bint is_one
     size_t kvn_rows_scratch(const kvn_rows *rows, size_t count)
     size_t kvn_rows_merge(
         const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count, void *scratch,
@@ -45,6 +51,7 @@ cdef class Rows:
         src_bases, dst_bases: contiguous uint64 columns of addresses, one per tensor pair.
         src_count, dst_count: rows of each tensor.
         stride: bytes of a row.
+        is_one: whether both sides are one cache, of which no row may be read and written.
 
     Raises:
         TypeError: a column that is not uint64.
@@ -59,7 +66,7 @@ cdef class Rows:
     cdef int held
 
     def __init__(self, src_bases, dst_bases, uint64_t src_count, uint64_t dst_count,
-                 uint64_t stride):
+                 uint64_t stride, bint is_one=False):
         if self.held:
             raise TypeError("rows are made once")
         if not (1 <= src_count <= MOST and 1 <= dst_count <= MOST and stride >= 1):
@@ -73,6 +80,7 @@ cdef class Rows:
             raise ValueError(f"dst_bases: expected {self.src.shape[0]} items, as in src_bases,"
                              f" got {self.dst.shape[0]}")
         self.rows.src_count, self.rows.dst_count, self.rows.stride = src_count, dst_count, stride
+        self.rows.is_one = is_one
 
     def __dealloc__(self):
         if self.held > 0:
@@ -85,8 +93,8 @@ cdef class Rows:
 
         They are those of a plan that is coalesced by sorting. None: the planner is to be asked,
         which refuses what is wrong, and takes what is unusual: rows that are no list or tuple of
-        int and no int64 array, that are out of range, written twice, none at all, or not as many on
-        both sides.
+        int and no int64 array, that are out of range, written twice, read and written in one cache,
+        none at all, or not as many on both sides.
         """
         cdef int64_t few[2 * FEW]
         cdef int64_t *many = NULL
@@ -106,6 +114,51 @@ cdef class Rows:
             return self.lower_tables(tables, tables + count, count)
         finally:
             free(many)
+
+    def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard, src_rows,
+                 dst_rows, uint64_t most):
+        """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
+
+        The addresses are of this process: memory of the peer is mapped here. With a guard that is
+        the destination, and each write is announced. Returns the bytes that were moved. 0: nothing
+        was moved, as they are more than `most` or than a few rows, or as `lower` would have the
+        planner asked, or a check has failed; or the last one has, and what was moved does not
+        count.
+        """
+        cdef kvn_announcement announced
+        cdef int64_t src[FEW]
+        cdef int64_t dst[FEW]
+        cdef uint64_t columns[3 * FEW]
+        cdef uint64_t scratch[4 * FEW + 2]
+        cdef Py_ssize_t count = table_length(src_rows)
+        cdef Py_ssize_t pair, i
+        cdef size_t segments
+        cdef uint64_t total
+        cdef char *src_base
+        cdef char *dst_base
+        if count < 1 or count > FEW or count != table_length(dst_rows):
+            return 0
+        total = <uint64_t>self.src.shape[0] * <uint64_t>count * self.rows.stride
+        if (self.rows.stride > most or total > most
+                or kvn_rows_scratch(&self.rows, count) > sizeof(scratch)):
+            return 0
+        if not read_table(src_rows, src, count) or not read_table(dst_rows, dst, count):
+            return 0
+        segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns, columns + FEW,
+                                  columns + 2 * FEW)
+        peer.check_open()
+        if segments == 0 or not peer.is_good(words):
+            return 0
+        if guard is not None and not kvn_guard_try_enter(guard.guard, &announced):
+            return 0
+        for pair in range(self.src.shape[0]):
+            src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
+            dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
+            for i in range(<Py_ssize_t>segments):
+                memcpy(dst_base + columns[FEW + i], src_base + columns[i], columns[2 * FEW + i])
+        if guard is not None:
+            kvn_guard_leave(guard.guard, &announced)
+        return total if peer.is_good(words) else 0
 
     cdef lower_tables(self, const int64_t *src, const int64_t *dst, Py_ssize_t count):
         cdef uint64_t few[3 * FEW]

@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 from kvnative._backend import Backend, ThreadPool
 from kvnative._host import GenerationTable
 
-__all__ = ["Ticket", "Writer", "WriterTable"]
+__all__ = ["Ticket", "WriteGuard", "Writer", "WriterTable"]
 
 class Ticket(NamedTuple):
     pid: int
@@ -33,6 +33,9 @@ class WriterTable:
     def close(self) -> None: ...
 
 @final
+class WriteGuard: ...
+
+@final
 class Writer:
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Writer:
         num_entries: int,
         address: int,
     ) -> None: ...
+    def guarded(self, words: bytes) -> WriteGuard: ...
     def mapped(self, pool: ThreadPool, words: bytes) -> Backend: ...
     def by_address(self, pool: ThreadPool, words: bytes) -> Backend: ...
     def around(self, inner: Backend, words: bytes) -> Backend: ...

@@ -8,20 +8,16 @@ from kvnative._host cimport (
     GenerationTable, check, kvn_arena, kvn_failure, kvn_generations_release, kvn_word, unsigned,
     words_in
 )
-from kvnative._native cimport kvn_backend, kvn_now_ns, kvn_pool
+from kvnative._native cimport kvn_backend, kvn_host_create, kvn_now_ns, kvn_pool
 
 from typing import NamedTuple
 
-__all__ = ["Ticket", "Writer", "WriterTable"]
+__all__ = ["Ticket", "WriteGuard", "Writer", "WriterTable"]
 
 cdef extern from "kvnative/backend.h" nogil:
     enum:
         KVN_PEER_PUT
 
-cdef extern from "host/host.h" nogil:
-    ctypedef enum kvn_strategy:
-        KVN_COPY_AUTO
-    kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 
 cdef extern from "process/process.h" nogil:
     kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)
@@ -45,8 +41,6 @@ cdef extern from "host/writers.h" nogil:
     ctypedef struct kvn_writer:
         int pid
         kvn_arena table
-    ctypedef struct kvn_guard:
-        pass
     int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *failure)
     void kvn_writers_hide(kvn_writers *writers)
     void kvn_writers_close(kvn_writers *writers)
@@ -173,6 +167,14 @@ cdef class WriterTable:
 
 
 @cython.final
+cdef class WriteGuard:
+    """Made by `Writer.guarded`, which it keeps."""
+
+    def __dealloc__(self):
+        kvn_guard_destroy(self.guard)
+
+
+@cython.final
 cdef class Writer:
     """This process as a writer to the memory of process `pid`: an entry of that one's table.
 
@@ -207,9 +209,16 @@ cdef class Writer:
             raise MemoryError()
         return made
 
+    def guarded(self, bytes words not None):
+        """What announces writes to memory of the peer that is mapped here, one by one."""
+        cdef WriteGuard made = WriteGuard.__new__(WriteGuard)
+        made.guard = self.guard(words)
+        made.writer = self
+        return made
+
     def mapped(self, ThreadPool pool not None, bytes words not None):
         """Plain copies to memory of the peer that is mapped here: these of its registrations."""
-        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), KVN_COPY_AUTO),
+        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), NULL),
                                              (pool, self), "host backend")
         kvn_pooled_set_guard(backend.handle, self.guard(words))
         return backend

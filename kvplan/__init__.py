@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
-from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import (
     Coalesce,
@@ -26,7 +24,6 @@ from kvplan.planning import (
     plan_push_blocks,
     plan_push_cache,
     plan_swap_blocks,
-    reference,
 )
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import (
@@ -50,10 +47,20 @@ if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherError, GatherTask
     from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
+    from kvplan.engine.memory_report import MemoryReport
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
+    from kvplan.engine.prepared import (
+        PreparedCopyBlocks,
+        PreparedPullBlocks,
+        PreparedPullCache,
+        PreparedPushBlocks,
+        PreparedPushCache,
+        PreparedPushLayers,
+    )
+    from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         HostMemory,
@@ -64,6 +71,8 @@ if TYPE_CHECKING:
         execute,
         submit,
     )
+    from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
+    from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
     from kvplan.lease import BlockLease
     from kvplan.links import (
         ClusterInfo,
@@ -74,11 +83,13 @@ if TYPE_CHECKING:
         LinkStatus,
         RegisterMemStatus,
     )
+    from kvplan.planning import reference
 
 __version__ = "0.1.0"
 
 __all__ = [
     "TRANSPORT_COSTS",
+    "AddressRanges",
     "BlockLease",
     "BlocksCacheKey",
     "Cache",
@@ -113,6 +124,7 @@ __all__ = [
     "LlmDataDist",
     "LlmRole",
     "MeasuredCosts",
+    "MemoryReport",
     "Notification",
     "Notifications",
     "Options",
@@ -121,6 +133,12 @@ __all__ = [
     "Plan",
     "PlanEvent",
     "PoolConfig",
+    "PreparedCopyBlocks",
+    "PreparedPullBlocks",
+    "PreparedPullCache",
+    "PreparedPushBlocks",
+    "PreparedPushCache",
+    "PreparedPushLayers",
     "RegisterMemStatus",
     "RemoteCache",
     "Shard",
@@ -148,6 +166,8 @@ _LAZY = {
     for room, names in {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
+        "kvplan.inspection.cost": "TRANSPORT_COSTS CostLine Estimate TransportCost",
+        "kvplan.inspection.measured_costs": "MeasuredCosts load_costs",
         "kvplan.engine.completion": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.gather": "GatherGroup",
@@ -157,10 +177,14 @@ _LAZY = {
         "kvplan.lease": "BlockLease",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
+        "kvplan.engine.memory_report": "MemoryReport",
         "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
+        "kvplan.engine.prepared": "PreparedCopyBlocks PreparedPullBlocks PreparedPullCache "
+        "PreparedPushBlocks PreparedPushCache PreparedPushLayers",
+        "kvplan.engine.ranges": "AddressRanges",
         "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()
@@ -168,6 +192,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "reference":
+        return import_module("kvplan.planning.reference")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,8 @@ The profile `sanitized` tries the first of those of `ci`: each takes several tim
 
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
-no test finds UCX: those that want it ask for the fixture `ucx`.
+no test finds UCX: those that want it ask for the fixture `ucx`. Copies are made as is built in: no
+test measures the machine because another one has moved much.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
+os.environ["KVPLAN_TUNING"] = "builtin"
 hide()
 
 TEARDOWN_S = 150

@@ -11,7 +11,7 @@ from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.costs import builtin_option, costs_here
 from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument, transport_option
-from kvplan.inspection.explain import DEFAULT_LIMIT, Format
+from kvplan.inspection.units import DEFAULT_LIMIT, Format
 from kvplan.planning.groups import GroupPlan
 
 if TYPE_CHECKING:

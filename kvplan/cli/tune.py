@@ -1,4 +1,4 @@
-"""`kvplan tune`: measure what transfers cost on this machine, for `kvplan estimate`."""
+"""`kvplan tune`: measure how copies are made best here, and what transfers cost, for estimates."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from kvplan.cli.common import (
     write_json,
     write_table,
 )
+from kvplan.cli.info.text import tuning_text
 from kvplan.inspection.cost import TRANSPORT_COSTS, TransportCost
-from kvplan.inspection.measured_costs import costs_path, load_costs, save_costs, this_machine
+from kvplan.inspection.measured_costs import costs_path, load_costs, save_costs
+from kvplan.machine_file import this_machine
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -31,8 +33,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvplan.cli.measuring.samples import Sample
+    from kvplan.execution.tuning import Finding
 
 SCHEMA_VERSION: Final = 1
+
+COPIES: Final = "copies"
+"""What is tuned beside the transports: plain copies, for engines."""
+
+_TRIES: Final = 5
+"""For copies, until nobody else has used the machine meanwhile."""
 
 TRANSPORT_OF: Final = {"local": "local", "local-registered": "local", "tcp": "tcp"}
 """What is tuned, by the name of its costs, and the transport of the engines."""
@@ -66,7 +75,7 @@ class Tuned(NamedTuple):
     "-t",
     "--transport",
     "names",
-    type=click.Choice([*TRANSPORT_OF]),
+    type=click.Choice([COPIES, *TRANSPORT_OF]),
     multiple=True,
     help="Only this one; can be given several times. Default: all of them.",
 )
@@ -81,18 +90,23 @@ class Tuned(NamedTuple):
 @click.option("--dry-run", is_flag=True, help="Store nothing.")
 @json_option
 def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: bool) -> ExitCode:
-    """Measure what transfers cost on this machine, and store it for `kvplan estimate`.
+    """Measure how this machine copies best and what transfers cost, and store both.
 
-    Two processes move blocks of many sizes over each transport; costs are fitted to the times and
-    stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json (~/.cache/kvplan).
-    `kvplan estimate` and `kvplan explain --transport` then use them; plan.estimate("local") in a
-    program does not, unless it is given kvplan.load_costs().costs["local"]. About 500 MB of memory
-    are used. Exits with 2 if a transport could not be measured, or nothing could be stored.
+    Copies are compared with what is built in, for a third of a second; engines then copy as was
+    found ($XDG_CACHE_HOME/kvplan/tuning.json), unless KVPLAN_TUNING or kvplan.tuning says
+    otherwise. Two processes move blocks of many sizes over each transport; costs are fitted to the
+    times and stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json
+    (~/.cache/kvplan). `kvplan estimate` and `kvplan explain --transport` then use them;
+    plan.estimate("local") in a program does not, unless it is given
+    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. Exits with 2 if something
+    could not be measured, or could not be stored.
     """
+    asked = tuple(dict.fromkeys(names)) or (COPIES, *TRANSPORT_OF)
+    chosen = tuple(it for it in asked if it != COPIES)
     path = costs_path()
     if not dry_run:
         _check_can_store(path)  # rather than after all has been measured
-    chosen = tuple(dict.fromkeys(names)) or tuple(TRANSPORT_OF)
+    copies = _tune_copies(dry_run=dry_run) if COPIES in asked else None
     found = []
     with progress_shown("measuring") as progress:
         for number, name in enumerate(chosen):
@@ -107,10 +121,11 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
         save_costs(costs, path)
     where = str(path) if stored else None
     if as_json:
-        write_json(_document(found, where))
+        write_json(_document(found, where, copies))
     else:
-        _write(found, where)
-    return ExitCode.OK if len(costs) == len(chosen) else ExitCode.TROUBLE
+        _write(found, where, copies)
+    is_whole = len(costs) == len(chosen) and (copies is None or copies.sure)
+    return ExitCode.OK if is_whole else ExitCode.TROUBLE
 
 
 def _check_can_store(path: Path) -> None:
@@ -160,8 +175,27 @@ def _fitted(name: str, samples: list[Sample]) -> Tuned:
     return Tuned(name, cost, transfers, median(off), median(factors))
 
 
-def _document(found: list[Tuned], path: str | None) -> dict[str, object]:
+def _tune_copies(*, dry_run: bool) -> Finding:
+    """Compare ways of copying, and store what is best.
+
+    Raises:
+        OSError, LLMException: it cannot be stored.
+    """
+    from kvnative._tuning import builtin_tuning
+    from kvplan.execution import calibration, tuning
+
+    found = calibration.tune(builtin_tuning(), background=False)
+    for _ in range(_TRIES - 1):
+        if not found.sure:
+            found = calibration.tune(builtin_tuning(), background=False)
+    return found if dry_run or not found.sure else tuning.save_tuning(found)
+
+
+def _document(found: list[Tuned], path: str | None, copies: Finding | None) -> dict[str, object]:
     return {
+        "copies": None
+        if copies is None
+        else {**copies._asdict(), "tuning": copies.tuning._asdict(), "reasons": [*copies.reasons]},
         "schema_version": SCHEMA_VERSION,
         "machine": this_machine(),
         "path": path,
@@ -179,9 +213,14 @@ def _document(found: list[Tuned], path: str | None) -> dict[str, object]:
     }
 
 
-def _write(found: list[Tuned], path: str | None) -> None:
+def _write(found: list[Tuned], path: str | None, copies: Finding | None) -> None:
     out = console()
     out.print(this_machine(), style="bold")
+    if copies is not None:
+        how = tuning_text(copies.tuning._asdict()) if copies.sure else f"{copies.reasons[0]}"
+        out.print(f"copies, measured in {copies.took_ms:.0f} ms: {how}", highlight=False)
+    if not found:
+        return
     rows = table("transport", ">transfers", ">fit is off by", ">time, of kvplan's own costs")
     for it in found:
         if it.cost is not None:

@@ -12,16 +12,15 @@ from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
 from kvplan.engine.groups import GroupOperations
-from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.leases import LeaseOperations
-from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
+from kvplan.engine.prepared import PrepareOperations
+from kvplan.engine.ranges import RangeOperations
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
 from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
-from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -35,11 +34,10 @@ if TYPE_CHECKING:
 
 
 class LlmDataDist(
-    RemoteOperations,
+    PrepareOperations,
     GroupOperations,
     GatherOperations,
-    LayerOperations,
-    LocalOperations,
+    RangeOperations,
     LeaseOperations,
     CacheOperations,
     NotificationOperations,

@@ -21,11 +21,12 @@ from kvplan.engine.completion import CompletionThread, PromptCompletionThread
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
+from kvplan.engine.numa import check_node, numa_nodes, transfers_on
 from kvplan.engine.registry import CacheRegistry
+from kvplan.engine.routes import Routes
 from kvplan.engine.runner import InFlight
 from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
-from kvplan.execution import default_transfers
 from kvplan.execution.verification import verify_every
 from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
@@ -67,7 +68,12 @@ class Engine:
         self.cluster_id = cluster_id
         self.role = role
         self.options = options
-        self.transfers = (transfers or default_transfers()).share()
+        nodes = {} if options.numa_node is None else numa_nodes()
+        if options.numa_node is not None:
+            check_node("numa_node (kvplan.numa_node)", options.numa_node, nodes)
+        self.transfers = (
+            transfers or transfers_on(options.numa_node, nodes, options.tuning)
+        ).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
         # Whether caches that say different things are copied as bytes, with a warning.
@@ -108,6 +114,7 @@ class Engine:
                 tcp_encrypt=options.encrypt,
                 tcp_congestion=options.tcp_congestion,
                 label=f"kvplan-{cluster_id}",
+                populate=options.populate,
             )
             transports, missing = make_transports(options.transport, reach)
             for transport in transports:
@@ -124,6 +131,7 @@ class Engine:
                 self.notifications,
             )
             held.callback(self.links.close)
+            self.routes = Routes(self.registry, self.links, self.transfers, metrics)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             self.links.start()
             self.transport_names = [it.name for it in transports]

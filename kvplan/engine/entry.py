@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Transport
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class CacheEntry:
     """A cache of this engine.
 

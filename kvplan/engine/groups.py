@@ -11,9 +11,9 @@ import numpy as np
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.runner import Operation, OperationRunner
-from kvplan.engine.transfers import has_blocks
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
+from kvplan.planning.blocks import has_blocks
 from kvplan.planning.groups import GroupPlan, check_group_name, plan_groups
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_pull_blocks, plan_push_blocks
@@ -66,7 +66,7 @@ class GroupOperations(OperationRunner):
 
     Raises:
         TypeError: an argument of another type.
-        LLMException: as `RemoteOperations`; of a group its name is said. LLM_FEATURE_NOT_ENABLED:
+        LLMException: as `PullOperations`; of a group its name is said. LLM_FEATURE_NOT_ENABLED:
             groups in host memory and on the device.
     """
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
-from kvplan.engine.transfers import has_blocks
 from kvplan.lease import BlockLease
+from kvplan.planning.blocks import are_whole, has_blocks
 from kvplan.planning.layers import ALL_LAYERS, source_tensors
 from kvplan.planning.planner import plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -185,12 +185,28 @@ def _push_layers(
         target, slot, theirs = operation.peer(
             "dst", dst, kinds, paged=to_blocks, writable=True, table="dst_blocks"
         )
+    whole = operation.moves and are_whole(num_tokens, coalesce, src_token, dst_token)
+    rows = operation.engine.transfers.rows
+    if whole and dst_blocks is not None and src_blocks is not None and src_batch_index == 0:
+        bound = rows.bind(
+            "push_blocks", "B2B", source, target, ours, theirs, src_blocks, dst_blocks, ext_param,
+            by_layer=True,
+        )  # fmt: skip
+        if bound is not None:
+            return bound[0], ours, theirs, bound[1]
     if dst_blocks is None:
         if src_token or dst_token:
             raise invalid(
                 f"src_token={shown(src_token)} and dst_token={shown(dst_token)} skip tokens of "
                 "block tables; a slot begins at its first token"
             )
+        if whole and slot is not None:
+            bound = rows.bind(
+                "push_cache", "C2C", source, target, ours, theirs, (src_batch_index,), (slot,),
+                ext_param, by_layer=True,
+            )  # fmt: skip
+            if bound is not None:
+                return bound[0], ours, theirs, bound[1]
         plan = plan_push_cache(
             source,
             target,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.planning.blocks import are_whole
 from kvplan.planning.planner import (
     plan_copy_blocks,
     plan_copy_cache,
     plan_swap_blocks,
+    ungrouped,
 )
 from kvplan.planning.segments import DEFAULT_COALESCE
 
@@ -249,6 +252,13 @@ def _copy_cache(
     """A local slot into another."""
     source, src_memory = operation.own("src", src, paged=False)
     target, dst_memory = operation.own("dst", dst, paged=False)
+    if operation.moves and size == -1 and type(size) is int and are_whole(None, coalesce, offset):
+        bound = operation.engine.transfers.rows.bind(
+            "copy_cache", "C2C", source, target, src_memory, dst_memory, (src_batch_index,),
+            (dst_batch_index,), ungrouped(source),
+        )  # fmt: skip
+        if bound is not None:
+            return bound[0], src_memory, dst_memory, bound[1]
     plan = plan_copy_cache(
         source,
         target,
@@ -270,6 +280,15 @@ def _copy_blocks(
 ) -> Prepared:
     """Blocks of one cache to others of it."""
     own, memory = operation.own("cache", cache, paged=True)
+    if operation.moves and type(blocks) is dict and are_whole(None, coalesce):
+        to = blocks.values()
+        if {*map(type, to)} <= {list, tuple}:
+            read = [it for it, written in blocks.items() for _ in written]
+            bound = operation.engine.transfers.rows.bind(
+                "copy_blocks", "B2B", own, own, memory, memory, read, [*chain(*to)], ungrouped(own)
+            )
+            if bound is not None:
+                return bound[0], memory, memory, bound[1]
     plan = plan_copy_blocks(own, blocks, coalesce=coalesce)
     return plan, memory, memory, None
 

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvplan.device.choice import ACCELERATORS
-from kvplan.engine.pools import PoolConfig
+from kvplan.engine.numa import MAX_NODE
+from kvplan.engine.pools import PAGES, PoolConfig
+from kvplan.execution.tuning import check_choice as check_tuning_choice
 from kvplan.execution.verification import verify_every
 from kvplan.status import invalid
-from kvplan.transport.choice import MAX_CONNECTIONS, check_devices, check_settings
+from kvplan.transport.choice import (
+    MAX_CONNECTIONS,
+    check_devices,
+    check_populate,
+    check_settings,
+)
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
 
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
@@ -175,6 +182,11 @@ def _check_accelerator(name: str, value: object) -> None:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
 
 
+def _check_pages(name: str, value: object) -> None:
+    if check_type(name, value, str) not in PAGES:
+        raise invalid(f"{name}={shown(value)} must be one of {', '.join(PAGES)}")
+
+
 def _check_unlike(name: str, value: object) -> None:
     if check_type(name, value, str) not in ("refuse", "warn"):
         raise invalid(f'{name}={shown(value)} must be "refuse" or "warn"')
@@ -217,6 +229,15 @@ ROWS: Final = (
     Row("transfer_backend", (OPTION_TRANSFER_BACKEND,), _text, _check_backend),
     _boolean("prefault", "kvplan.prefault"),
     _boolean("allow_overcommit", "kvplan.allow_overcommit"),
+    Row("pages", ("kvplan.pages",), _text, _check_pages),
+    Row(
+        "numa_node",
+        ("kvplan.numa_node",),
+        _whole,
+        _number("", low=0, high=MAX_NODE).check,
+        optional=True,
+    ),
+    Row("populate", ("kvplan.populate",), _text, check_populate),
     _boolean("enable_switch_role", OPTION_ENABLE_SET_ROLE),
     _boolean("enable_cache_manager", "llm.EnableCacheManager"),
     _boolean("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible"),
@@ -255,6 +276,7 @@ ROWS: Final = (
     _number("max_tensors", "kvplan.max_tensors", low=1, high=UINT32_MAX),
     _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
     _string("comm_dir", "kvplan.comm_dir", optional=True),
+    Row("tuning", ("kvplan.tuning",), _text, check_tuning_choice, optional=True),
     Row("unlike_caches", ("kvplan.unlike_caches",), _text, _check_unlike),
     Row("verify", ("kvplan.verify",), _text, _check_verify),
     _boolean("opentelemetry", "kvplan.opentelemetry"),

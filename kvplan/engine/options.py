@@ -33,6 +33,15 @@ class Options:
         prefault: have every page of the host's memory when a pool, or a cache without one, is made:
             too little memory is refused then (LLM_OUT_OF_MEMORY), and no first use of a page takes
             time, or fails; otherwise pages come at first use.
+        pages: that the host's memory of a pool, or a cache without one, has. "auto": huge ones, of
+            2 MiB, with `prefault`, as far as the system has them, and where it gives them anyway;
+            "collapse": also without, in the background, as it fills; "small"; "hugetlb": those that
+            the administrator has reserved (`sysctl vm.nr_hugepages`), all taken when it is made.
+        numa_node: that this memory comes from, as long as it has any left, and whose processors
+            copy for this engine if there are several nodes; None: as the system does.
+        populate: when the pages of peers' arenas on this host are mapped here: "background": those
+            that their owners have filled, soon after linking, by a thread; "now": all of them, at
+            once, which allocates what an owner has not touched; "off": each at its first use.
         allow_overcommit: let a pool, or a cache without one, be larger than all memory and swap
             there is, here or in the cgroup.
         buf_pool_cfg, local_comm_res, global_resource_config: JSON of the reference.
@@ -73,6 +82,12 @@ class Options:
         max_tensors: addresses that a registered cache may have.
         comm_port: of the rendezvous of `link`, across hosts.
         comm_dir: of the rendezvous of `link`, on one host; None: the user's runtime directory.
+        tuning: how copies are made on this machine: "auto", as was measured here before, else as is
+            built in until it is measured, in the background, after the first large transfer;
+            "stored": the same, but nothing is measured; "builtin"; or a JSON object with what
+            differs from what is built in, such as {"bypass_nbytes": 16777216}. None: as the
+            environment variable KVPLAN_TUNING says, or "auto". Engines that ask for the same share
+            their threads.
         unlike_caches: what is done about a transfer between caches whose data types, shapes or
             layouts cannot match: "refuse" it, or copy the bytes and "warn", once for each pair, as
             the official surface does.
@@ -96,6 +111,9 @@ class Options:
     host_mem_pool_config: PoolConfig | None = None
     prefault: bool = False
     allow_overcommit: bool = False
+    pages: str = "auto"
+    numa_node: int | None = None
+    populate: str = "background"
     buf_pool_cfg: str = ""
     local_comm_res: str = ""
     global_resource_config: str = ""
@@ -124,6 +142,7 @@ class Options:
     max_tensors: int = 240
     comm_port: int = 26900
     comm_dir: str | None = None
+    tuning: str | None = None
     unlike_caches: str = "refuse"
     verify: str = "off"
     opentelemetry: bool = False

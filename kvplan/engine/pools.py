@@ -6,6 +6,7 @@ import threading
 from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvnative._device import DeviceBuffer
@@ -13,6 +14,7 @@ from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.host_memory import new_arena
+from kvplan.transport.pages import background_pages
 from kvplan.transport.protocol import DeviceRange, kind_of
 from kvplan.types import Placement
 from kvplan.validation import check_type
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 DEFAULT_PAGE_SHIFT: Final = 16
+PAGES: Final = ("auto", "collapse", "small", "hugetlb")
 _PAGE_SHIFTS = (10, 30)
 _MAX_MEMORY_SIZE = 2**63 - 1
 
@@ -198,7 +201,9 @@ class Pools:
         configs: of the pools.
         device: that Placement.DEVICE means, and that memory of the host is pinned for; None:
             placement is a label, and all memory is the host's.
-        prefault, allow_overcommit: of the host's memory, as for `new_arena`.
+        prefault, allow_overcommit, numa_node: of the host's memory, as for `new_arena`.
+        pages: likewise; and "collapse": as "auto", and what is not prefaulted becomes huge pages in
+            the background, each 2 MiB once all of them are in use.
 
     Raises:
         LLMException: LLM_OUT_OF_MEMORY, or LLM_DEVICE_OUT_OF_MEMORY: no memory for a pool.
@@ -212,11 +217,19 @@ class Pools:
         *,
         prefault: bool = False,
         allow_overcommit: bool = False,
+        pages: str = "auto",
+        numa_node: int | None = None,
     ) -> None:
         self._device = device
         self._maps_host = any(it.maps_host for it in transports)
-        self._prefault = prefault
-        self._allow_overcommit = allow_overcommit
+        self._collapse = pages == "collapse"
+        self._new_arena = partial(
+            new_arena,
+            prefault=prefault,
+            allow_overcommit=allow_overcommit,
+            pages="auto" if self._collapse else pages,
+            numa_node=numa_node,
+        )
         self._pools = {}
         for placement, config in configs.items():
             if config is None:
@@ -247,6 +260,8 @@ class Pools:
     def close(self) -> None:
         """Let go of the pools; memory that somebody uses stays until then."""
         self._pools = {}
+        if self._collapse:
+            background_pages().cancel(self)
 
     def _allocate(
         self, placement: Placement, nbytes: int
@@ -257,7 +272,9 @@ class Pools:
             return device.allocate(nbytes), device, None
         if device is not None and self._maps_host:
             return device.allocate_host(nbytes), None, None
-        arena = new_arena(nbytes, prefault=self._prefault, allow_overcommit=self._allow_overcommit)
+        arena = self._new_arena(nbytes)
+        if self._collapse:
+            background_pages().add(arena, self, collapse=True)
         if device is None:
             return arena, None, None
         try:

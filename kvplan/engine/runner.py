@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
+    from kvplan.engine.ranges import AddressRanges
+    from kvplan.engine.routes import Verb
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
     from kvplan.links import PeerClaim, PeerLink
+    from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
-    from kvplan.types import AnyCacheKey
+    from kvplan.types import AnyCacheKey, KvCacheExtParam
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """What is executed: the plan, the memory of src and of dst, and the descriptors if it has any."""
@@ -415,7 +418,9 @@ class Operation:
                 bytes=nbytes,
             )
 
-    def _linked(self, argument: str, key: AnyCacheKey | PeerTensors | BlockLease) -> PeerLink:
+    def _linked(
+        self, argument: str, key: AnyCacheKey | PeerTensors | AddressRanges | BlockLease
+    ) -> PeerLink:
         """Return the link to the peer that `key` names, begun by one that moves."""
         engine, cluster_id = self.engine, key.cluster_id
         if cluster_id == engine.cluster_id:
@@ -557,6 +562,23 @@ class OperationRunner:
             engine.check_process()
         return engine
 
+    def _move_now(
+        self,
+        verb: Verb,
+        there: AnyCacheKey | BlockLease,
+        here: Cache,
+        src_rows: Blocks,
+        dst_rows: Blocks,
+        ext_param: KvCacheExtParam,
+    ) -> bool:
+        """Move whole rows by a route, if there is one and nothing else is to be done for them."""
+        engine = self._running()
+        if self._hooks or engine.recorder is not None or engine.tracer is not None:
+            return False
+        return engine.verify_every == 0 and engine.routes.move(
+            verb, there, here, src_rows, dst_rows, ext_param
+        )
+
     @contextmanager
     def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:
         """Count and log what happens inside, if there is an engine for it."""
@@ -631,7 +653,7 @@ class OperationRunner:
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
-        plan, src, dst, _ = prepared
+        plan, src, dst, descriptors = prepared
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
@@ -643,7 +665,7 @@ class OperationRunner:
         if prompt := operation.follows_up or report is not None:
             on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last)
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors)
         operation.submitted = True
         (engine.prompt if prompt else engine.completion).watch(task)
         return task

@@ -82,6 +82,14 @@ def describe(engine: Engine) -> dict[str, Any]:
             }
             for it, is_allocated in engine.registry.entries()
         ],
+        "pages": {
+            "option": engine.options.pages,
+            "prefault": engine.options.prefault,
+            "numa_node": engine.options.numa_node,
+            "populate": engine.options.populate,
+            "mapped_arenas": len(mapped := engine.links.mapped()),
+            "mapped_bytes": sum(arena.nbytes for _, arena in mapped),
+        },
         "leases": len(engine.leases.live()),
         "in_flight": _in_flight(engine),
     }

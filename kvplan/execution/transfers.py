@@ -27,11 +27,14 @@ from kvnative._executor import (
 )
 from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
+from kvnative._tuning import Tuning
+from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
 from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
+from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
@@ -60,16 +63,26 @@ class Transfers:
     """A thread pool, and the executors that submit plans over it.
 
     Args:
-        threads: copying threads; None for the number of usable cores.
+        threads: copying threads; None for as many as the tuning says.
         wrap: called with each backend, returns the one to use: a place for wrappers (faults,
             delays, limits, traces).
+        tuning: what copies are made with; None: what is built in.
+
+    Attributes:
+        rows: lowers requests of whole rows.
+        small_nbytes: at most so much is copied by the calling thread at once; 0: nothing.
     """
 
     def __init__(
-        self, threads: int | None = None, wrap: Callable[[Backend], Backend] | None = None
+        self,
+        threads: int | None = None,
+        wrap: Callable[[Backend], Backend] | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
-        self._pool = ThreadPool(threads)
+        self._pool = ThreadPool(threads, tuning)
         self._wrap = wrap
+        # To be started by the first large transfer; None: what is tuned stays so.
+        self._calibration: Calibration | None = None
         host = host_backend(self._pool)
         self._begin(host if wrap is None else wrap(host))
 
@@ -77,6 +90,8 @@ class Transfers:
         self._executor = Executor(host)
         self.rows = RowRequests()
         self._closed = False
+        # Of a wrapper each copy is to be seen.
+        self.small_nbytes = SMALL_NBYTES if self._wrap is None else 0
         self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
         self._mutex = RLock()  # of what follows; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
@@ -91,6 +106,7 @@ class Transfers:
         """
         other = Transfers.__new__(type(self))
         other._pool, other._wrap = self._pool, self._wrap
+        other._calibration = self._calibration
         try:
             other._begin(self._executor.backend)
         except NativeError as error:
@@ -146,6 +162,7 @@ class Transfers:
         dst: Memory,
         on_outcome: Callable[[LLMException | None], None] | None = None,
         on_last: Callable[[LayerTask], None] | None = None,
+        descriptors: Descriptors | None = None,
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
@@ -156,8 +173,8 @@ class Transfers:
             on_last: as for `LayerTask`; not called if this raises.
         """
         check_type("plan", plan, Plan)
-        backend, descriptors, memories = self._prepare(plan, src, dst)
-        layer_size = plan.tensors_per_layer * plan.segments.num_runs
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
+        layer_size = plan.tensors_per_layer * (len(descriptors) // plan.num_tensor_pairs)
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:
@@ -195,7 +212,7 @@ class Transfers:
         lost_before = False
         if (
             descriptors is not None
-            and descriptors.total_nbytes <= SMALL_NBYTES
+            and descriptors.total_nbytes <= self.small_nbytes
             and (
                 timeout_ms is None or (type(timeout_ms) in _NUMBERS and 0 <= timeout_ms < _LONG_MS)
             )
@@ -262,11 +279,13 @@ class Transfers:
     def _copy_now(
         self, descriptors: Descriptors, src: Memory, dst: Memory
     ) -> Literal["done", "refused", "lost"]:
-        """Copy here and now what is small, from a peer's mapped memory to memory that is held."""
+        """Copy here and now what is small, from a peer's mapped memory to memory that is held.
+
+        Between two checks of the peer, and with the GIL: no other thread sees it under way.
+        """
         # Of memory that a peer on this host has mapped for us; others have none.
         guard: tuple[Peer, bytes] | None = getattr(src, "guard", None)
-        is_plain = type(dst) is HostMemory and dst.held and self._wrap is None
-        if guard is None or not is_plain or self._closed:
+        if guard is None or type(dst) is not HostMemory or not dst.held:
             return "refused"
         peer, words = guard
         try:
@@ -314,6 +333,9 @@ class Transfers:
         if descriptors is None:
             one_space = source.in_process and target.in_process
             descriptors = bind(plan, source, target, one_space=one_space)
+        if self._calibration is not None and descriptors.total_nbytes > LARGE_TRANSFER_NBYTES:
+            self._calibration.start()
+            self._calibration = None
         return getter or putter, descriptors, (source, target)
 
     def _wrapped_once(
@@ -340,6 +362,7 @@ class Transfers:
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
+        self.small_nbytes = 0
         for it in tuple(self._shares):
             if (share := it()) is not None:
                 share.close(cancel=cancel)
@@ -360,14 +383,28 @@ class Transfers:
         self.close()
 
 
-def default_transfers() -> Transfers:
-    """Return this process's own `Transfers`, made at first use; a forked child has its own."""
-    return _transfers_of(os.getpid())
+def default_transfers(
+    tuning: str | None = None, processors: frozenset[int] | None = None
+) -> Transfers:
+    """Return this process's own `Transfers`, made at first use; a forked child has its own.
+
+    Args:
+        tuning: as of `choose`; those who ask for the same share threads.
+        processors: that this thread is bound to, and its threads will be; None: not bound.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: what is wrong with the tuning.
+    """
+    return _transfers_of(os.getpid(), tuning, processors)
 
 
 @cache
-def _transfers_of(_pid: int) -> Transfers:
-    return Transfers()
+def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | None) -> Transfers:
+    choice = choose(tuning)
+    made = Transfers(tuning=choice.tuning)
+    if choice.may_measure:
+        made._calibration = Calibration(made._pool)
+    return made
 
 
 def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:

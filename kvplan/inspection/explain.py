@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from kvplan.inspection.contents import (
     RequestOrder,
@@ -17,7 +17,7 @@ from kvplan.inspection.contents import (
 )
 from kvplan.inspection.summary import summary
 from kvplan.inspection.table import table_lines
-from kvplan.inspection.units import WIDTH, fit, nbytes_text, place, plural, shown_rows, span
+from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
-Format = Literal["tree", "table"]
-
-DEFAULT_LIMIT = 16
-"""Rows of a list; of a longer one the first and the last, and between them what it comes to."""
 
 _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""
@@ -83,7 +79,9 @@ def explain_lines(
 
 def _num_rows(plan: Plan) -> int:
     """How many rows are written, as far as the plan knows."""
-    return plan.num_slices if plan.tables is None else len(plan.tables.dst)
+    if plan.tables is not None:
+        return len(plan.tables.dst)
+    return 1 if plan.kind == "C2C" else plan.num_slices  # of one slot ranges may be moved
 
 
 def _header(plan: Plan) -> list[str]:

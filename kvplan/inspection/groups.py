@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvplan.inspection.diff import diff, verdict
-from kvplan.inspection.explain import Format, explain_lines
-from kvplan.inspection.units import fit
+from kvplan.inspection.explain import explain_lines
+from kvplan.inspection.units import Format, fit
 
 if TYPE_CHECKING:
     from kvplan.planning.plan import Plan

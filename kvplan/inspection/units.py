@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from textwrap import wrap
-from typing import Final
+from typing import Final, Literal
+
+Format = Literal["tree", "table"]
+"""How `explain` writes a plan."""
+
+DEFAULT_LIMIT: Final = 16
+"""Rows of a list; of a longer one the first and the last, and between them what it comes to."""
 
 WIDTH: Final = 118
 """Columns of a line; that of a group is indented by two."""

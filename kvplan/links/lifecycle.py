@@ -119,6 +119,13 @@ class LinkLifecycle:
             if self._waiting:
                 self._wake()
 
+    def count(self, nbytes_pulled: int, nbytes_pushed: int) -> None:
+        """Count an operation that nobody could see in flight."""
+        with self._mutex:
+            self.operations += 1
+            self.bytes_pulled += nbytes_pulled
+            self.bytes_pushed += nbytes_pushed
+
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:
             for loop in tuple(self._waiting):

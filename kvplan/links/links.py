@@ -29,6 +29,7 @@ from kvplan.types import LlmRole
 from kvplan.validation import check_type, check_width
 
 if TYPE_CHECKING:
+    from kvnative._host import Arena
     from kvplan.control.messages import Hello
     from kvplan.links.notifying import Inbox
     from kvplan.links.published_table import Publisher
@@ -267,6 +268,17 @@ class Links:
         all_links = self._transitions
         links = {**all_links.accepting, **all_links.initiating, **all_links.links}
         return [links[cluster_id].status() for cluster_id in sorted(links)]
+
+    def mapped(self) -> list[tuple[int, Arena]]:
+        """Memory of peers that is mapped here, with their cluster ids, in their order."""
+        links = sorted(self._transitions.links.copy().items())
+        transport_links = [(cluster_id, link.transport_link) for cluster_id, link in links]
+        return [
+            (cluster_id, arena)
+            for cluster_id, link in transport_links
+            if link is not None
+            for arena in link.mapped()
+        ]
 
     def publish_soon(self) -> None:
         """Publish to all peers soon what has changed in the registry; many changes as one."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvplan.control.messages import Table
     from kvplan.execution.memory import TensorMemory
     from kvplan.lease import BlockLease
+    from kvplan.links.address_index import AddressIndex
     from kvplan.links.published_table import Publisher
     from kvplan.links.renewals import Renewals
     from kvplan.transport.protocol import PeerMemory, Streams, TransportLink
@@ -55,6 +57,9 @@ class PeerLink(LinkLifecycle):
         comm: the communicator that the link belongs to; empty: linked by address.
         control: the loop that the channel runs on.
         wait_ms: milliseconds that a request to the peer may take.
+
+    Attributes:
+        epoch: another object whenever what is known of the peer's caches has changed.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class PeerLink(LinkLifecycle):
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
+        self.epoch = object()
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
@@ -143,6 +149,21 @@ class PeerLink(LinkLifecycle):
     def caches(self) -> tuple[PeerCache, ...]:
         """All that the peer offers, as far as it has been published."""
         return self._table.caches()
+
+    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
+        """All that the peer offers, by addresses.
+
+        Args:
+            writable: of those that may be written, to write: then it must not have freed them.
+            ask: ask the peer first.
+
+        Raises:
+            LLMException: as `cache`.
+        """
+        link = self.transport_link
+        if ask or (writable and (link is None or link.detects_freed == "after")):
+            self.sync()
+        return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
         """Whether the peer may have freed it, and its key is another cache's, without our knowing.
@@ -343,6 +364,7 @@ class PeerLink(LinkLifecycle):
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
+        self.epoch = object()
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
@@ -354,11 +376,28 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
+        self.epoch = object()
         self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)
             for writable in (False, True):
                 self._memories.pop((cache_id, writable), None)
+        self.prepare(changed)
+
+    def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
+        """Have memory of the peer's caches (None: of all) reached before a transfer needs it."""
+        link = self.transport_link
+        if link is None or not self.is_live:
+            return
+        offered = self._table.by_id
+        for cache_id in list(offered) if cache_ids is None else cache_ids:
+            cache = offered.get(cache_id)
+            if cache is not None and cache.metadata:
+                link.prepare(partial(self._reach, cache))
+
+    def _reach(self, cache: PeerCache) -> None:
+        if self._table.by_id.get(cache.cache_id) is cache:
+            self.memory(cache, writable=False)
 
     @property
     def way(self) -> str:

@@ -165,6 +165,7 @@ class Transitions:
         )
         self._log(link, logging.INFO)
         self._watch(link)
+        link.prepare()
 
     def failed(self, link: PeerLink, error: LLMException) -> None:
         """LINKING -> UNLINKED."""

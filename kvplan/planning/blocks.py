@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
 
 Blocks = Sequence[int] | NDArray[np.integer]
 Indices = NDArray[np.int64]
 
+_MANY = 512
+"""Blocks from which on another way of sorting is worth its calls."""
+
 _TEXT = (str, bytes, bytearray)  # sequences too, and of int
+
+
+def has_blocks(blocks: object) -> bool:
+    """Whether a block table was given; what is not a block table is the planner's to refuse."""
+    return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)
+
+
+def are_whole(num_tokens: int | None, coalesce: Coalesce | bool, *skipped: int) -> bool:
+    """Whether rows are asked for as by default: all of each, from its beginning on."""
+    if num_tokens is not None or coalesce is not DEFAULT_COALESCE:
+        return False
+    for it in skipped:  # a comprehension takes twice as long
+        if type(it) is int and it == 0:
+            continue
+        return False
+    return True
 
 
 def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
@@ -104,6 +124,13 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
     """
     if np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1:
         return src_table, dst_table
+    if len(src_table) >= _MANY and count <= 1 << 16:
+        # NumPy sorts 16 bits by radix, in a fifth of the time; stable, so only the order of equal
+        # sources is not yet that of their destinations.
+        order = np.argsort(src_table.astype(np.uint16), kind="stable")
+        src, dst = src_table[order], dst_table[order]
+        if np.count_nonzero(src[1:] == src[:-1]) == 0:
+            return src, dst
     if count > 2**31:
         order = np.lexsort((dst_table, src_table))
         return src_table[order], dst_table[order]

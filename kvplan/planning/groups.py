@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +9,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kvplan.inspection.cost import cost_of
-from kvplan.inspection.diff import is_equivalent
-from kvplan.inspection.explain import DEFAULT_LIMIT, Format
-from kvplan.inspection.groups import diff_groups, explain_groups
-from kvplan.inspection.units import nbytes_text, plural
+from kvplan.inspection.units import DEFAULT_LIMIT, Format, nbytes_text, plural
 from kvplan.planning.plan import OBSERVERS, SCHEMA_VERSION, Origin, Plan
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_index, check_mapping, check_type, shown
@@ -138,6 +133,10 @@ class GroupPlan:
 
         Arguments and errors as for `Plan.explain_lines`.
         """
+        # As in Plan, not at the top: text for people.
+        from kvplan.inspection.cost import cost_of
+        from kvplan.inspection.groups import explain_groups
+
         head = [
             f"{self.operation}  {self.kind}   {plural(len(self.groups), 'group')}   "
             f"plan {self.fingerprint[:6]}",
@@ -149,10 +148,14 @@ class GroupPlan:
 
     def estimate(self, transport: str | TransportCost) -> Estimate:
         """Return how long the whole is expected to take; see `Plan.estimate`."""
+        from kvplan.inspection.cost import cost_of
+
         return cost_of(transport).estimate(self)
 
     def diff(self, other: GroupPlan) -> str:
         """Return how `other` differs, group by group, as text that ends in a verdict."""
+        from kvplan.inspection.groups import diff_groups
+
         return diff_groups(self.groups, check_type("other", other, GroupPlan).groups)
 
     def assert_equivalent(self, other: GroupPlan) -> None:
@@ -162,6 +165,8 @@ class GroupPlan:
             AssertionError: with the difference.
         """
         __tracebackhide__ = True
+        from kvplan.inspection.diff import is_equivalent
+
         check_type("other", other, GroupPlan)
         if [*self.groups] != [*other.groups] or not all(
             map(is_equivalent, self.groups.values(), other.groups.values())
@@ -176,7 +181,7 @@ class GroupPlan:
         notes: Sequence[str] = (),
     ) -> str:
         """Return a picture of all groups as one HTML document; see `Plan.to_html`."""
-        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+        from kvplan.inspection.page import to_html
 
         if diff is not None:
             check_type("diff", diff, GroupPlan)
@@ -237,6 +242,8 @@ class GroupPlan:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the groups' names and fingerprints; equal for equal plans."""
+        import hashlib  # loads OpenSSL
+
         parts = (f"{name}\n{plan.fingerprint}\n" for name, plan in self.groups.items())
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 

@@ -253,17 +253,19 @@ def plan_rows(
     dst: Side,
     src_rows: Blocks,
     dst_rows: Blocks,
+    ext_param: KvCacheExtParam = ALL_LAYERS,
+    by_layer: bool = False,
 ) -> Plan:
-    """Plan whole rows of all layers: B2B, or C2C of one slot each."""
+    """Plan whole rows: B2B, or C2C of one slot each."""
     if kind == "B2B":
         return plan_to_blocks(
-            operation, src, dst, src_rows, dst_rows, None, None, 0, 0, ALL_LAYERS,
-            DEFAULT_COALESCE, False, False,
+            operation, src, dst, src_rows, dst_rows, None, None, 0, 0, ext_param, DEFAULT_COALESCE,
+            False, by_layer,
         )  # fmt: skip
     (src_slot,), (dst_slot,) = src_rows, dst_rows
     return plan_slot_to_slot(
-        operation, src, dst, int(src_slot), int(dst_slot), -1, 0, 0, None, ALL_LAYERS,
-        DEFAULT_COALESCE, False, False,
+        operation, src, dst, int(src_slot), int(dst_slot), -1, 0, 0, None, ext_param,
+        DEFAULT_COALESCE, False, by_layer,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ move a byte.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +25,7 @@ from kvplan.inspection.contents import (
     to_text,
     tokens_of,
 )
-from kvplan.inspection.cost import cost_of
-from kvplan.inspection.diff import diff, is_equivalent
-from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain_lines, one_line
-from kvplan.inspection.units import span
+from kvplan.inspection.units import DEFAULT_LIMIT, Format, span
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.status import invalid
@@ -170,11 +166,11 @@ class Plan:
 
         def __getattr__(self, name: str) -> Any:
             """Plan the rows of a request that was lowered without a plan, now that one asks."""
-            if name not in _LATER or (rows := vars(self).get("rows")) is None:
+            if name not in _LATER or (unplanned := vars(self).get("unplanned")) is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             from kvplan.planning.kinds import plan_rows  # it makes plans: not at the top
 
-            made = plan_rows(self.operation, self.kind, self.src, self.dst, *rows)
+            made = plan_rows(self.operation, self.kind, self.src, self.dst, *unplanned)
             vars(self).update({it: getattr(made, it) for it in _LATER})
             return getattr(made, name)
 
@@ -182,10 +178,10 @@ class Plan:
     def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
         """The rows at src and at dst of a request that was lowered without a plan; None: planned.
 
-        All of each row is moved, of all tensors: row i of one to row i of the other.
+        All of each row is moved, of each tensor pair: row i of one to row i of the other.
         """
         known = vars(self)
-        return None if "segments" in known else known["rows"]
+        return None if "segments" in known else known["unplanned"][:2]
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:
@@ -355,6 +351,10 @@ class Plan:
 
         Arguments and errors as for `explain`; what is wrong is refused before the first line.
         """
+        # Text for people is not loaded at the top: those who only transfer pay nothing for it.
+        from kvplan.inspection.cost import cost_of
+        from kvplan.inspection.explain import explain_lines
+
         cost = None if transport is None else cost_of(transport)
         return explain_lines(self, format, limit, cost)
 
@@ -371,10 +371,14 @@ class Plan:
             LLMException: LLM_PARAM_INVALID: an unknown name; LLM_FEATURE_NOT_ENABLED: a transport
                 whose costs were not measured ("hccl", "acl").
         """
+        from kvplan.inspection.cost import cost_of
+
         return cost_of(transport).estimate(self)
 
     def diff(self, other: Plan) -> str:
         """Return how `other` differs, as text that ends in a verdict."""
+        from kvplan.inspection.diff import diff
+
         return diff(self, check_type("other", other, Plan))
 
     def assert_equivalent(self, other: Plan) -> None:
@@ -387,8 +391,10 @@ class Plan:
             AssertionError: with the difference.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
+        from kvplan.inspection.diff import is_equivalent
+
         if not is_equivalent(self, check_type("other", other, Plan)):
-            raise AssertionError(f"{self!r} and\n{other!r} differ\n{diff(self, other)}")
+            raise AssertionError(f"{self!r} and\n{other!r} differ\n{self.diff(other)}")
 
     def to_html(
         self,
@@ -404,7 +410,7 @@ class Plan:
             diff: draws what changes from this plan to that one, as `diff` says it in text.
             notes: sentences of yours, shown with those of what is odd.
         """
-        from kvplan.inspection.page import to_html  # pictures are for people: not at the top
+        from kvplan.inspection.page import to_html
 
         if diff is not None:
             check_type("diff", diff, Plan)
@@ -457,6 +463,8 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
+        import hashlib  # loads OpenSSL
+
         digest = hashlib.sha256(
             json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode()
         )
@@ -485,4 +493,6 @@ class Plan:
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
+        from kvplan.inspection.explain import one_line
+
         return one_line(self)

@@ -115,7 +115,7 @@ def plan_copy_cache(
     """
     return plan_slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
-        None, _ungrouped(src), coalesce, reinterpret, False,
+        None, ungrouped(src), coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def plan_copy_blocks(
                 "the result would depend on the order: copy in two steps"
             )
     return plan_block_to_block(
-        "copy_blocks", source, target, BlockTables(src_table, dst_table), _ungrouped(source),
+        "copy_blocks", source, target, BlockTables(src_table, dst_table), ungrouped(source),
         coalesce, reinterpret, False,
     )  # fmt: skip
 
@@ -264,12 +264,12 @@ def plan_swap_blocks(
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return plan_block_to_block(
-        "swap_blocks", source, target, BlockTables(src_table, dst_table), _ungrouped(source),
+        "swap_blocks", source, target, BlockTables(src_table, dst_table), ungrouped(source),
         coalesce, reinterpret, False,
     )  # fmt: skip
 
 
-def _ungrouped(cache: Described) -> KvCacheExtParam:
+def ungrouped(cache: Described) -> KvCacheExtParam:
     """All layers of a copy, which knows none: tensor by tensor where 2 do not make a layer."""
     own = cache if isinstance(cache, Side) else side("src", cache, paged=False)
     return ALL_LAYERS if own.usual_tensors_per_layer is not None else _TENSOR_BY_TENSOR

@@ -15,11 +15,13 @@ from kvplan.transport.ranges import Range, RangeTable, sized_tensors
 from kvplan.transport.registrations import transport_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from kvnative._host import Arena
+    from kvnative._process import Peer
+    from kvnative._writers import WriteGuard
     from kvplan.lease import BlockLease, LeaseWord
     from kvplan.transport.protocol import Registrable, Renewable
 
@@ -190,6 +192,13 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         """See `TransportLink.death_fd`."""
         return None
 
+    def prepare(self, job: Callable[[], object]) -> None:
+        """See `TransportLink.prepare`. Nothing to do: a first transfer is as fast as later ones."""
+
+    def mapped(self) -> list[Arena]:
+        """See `TransportLink.mapped`."""
+        return []
+
     def memory(
         self,
         addresses: Sequence[int] | Column,
@@ -355,6 +364,16 @@ class BasePeerMemory(Generic[_Link, _Range]):
         self.on_device = on_device
         self._link = link
         self._ranges = ranges
+
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """See `PeerMemory.guard`."""
+        return None
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """See `PeerMemory.write_guard`."""
+        return None
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`; refused here."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.transport import check_populate
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
 from kvplan.transport.ucx.library import check_devices, check_settings
 from kvplan.validation import check_type, shown
@@ -25,6 +26,7 @@ __all__ = [
     "TransportOptions",
     "Transports",
     "check_devices",
+    "check_populate",
     "check_settings",
     "make_transports",
 ]
@@ -49,6 +51,7 @@ class TransportOptions:
         tcp_encrypt: encrypt all data that goes over tcp.
         tcp_congestion: congestion control of those connections, such as "bbr"; empty: the system's.
         label: what the process is called by tools that look at transports.
+        populate: when pages of peers' arenas are mapped here, see `LocalTransport`.
     """
 
     permit_any_peer: bool = False
@@ -63,6 +66,7 @@ class TransportOptions:
     tcp_encrypt: bool = False
     tcp_congestion: str = ""
     label: str = "kvplan"
+    populate: str = "background"
 
 
 class Transports(NamedTuple):
@@ -119,7 +123,9 @@ def _tcp(options: TransportOptions) -> Transport:
 # In order of preference.
 TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
     "hccl": _hccl,
-    "local": lambda options: LocalTransport(permit_any_peer=options.permit_any_peer),
+    "local": lambda options: LocalTransport(
+        permit_any_peer=options.permit_any_peer, populate=options.populate
+    ),
     "ucx": _ucx,
     "tcp": _tcp,
 }

@@ -84,17 +84,27 @@ def _number_in(path: Path) -> float:
         return math.inf
 
 
-def new_arena(nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False) -> Arena:
+def new_arena(
+    nbytes: int,
+    *,
+    prefault: bool = False,
+    allow_overcommit: bool = False,
+    pages: str = "auto",
+    numa_node: int | None = None,
+) -> Arena:
     """New zeroed memory.
 
     Args:
         nbytes: its size.
         prefault: have all pages now; otherwise each comes at its first use.
         allow_overcommit: let it be larger than all memory and swap there is.
+        pages: "auto": huge ones where `prefault` makes them; "small"; or "hugetlb": those that the
+            administrator has reserved, all of which are taken now, in whole ones.
+        numa_node: that its pages come from; None: as the system does.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY: there is not as
-            much; LLM_FAILED: no file descriptor is left, say.
+        LLMException: LLM_PARAM_INVALID: a size that cannot be, or no such node; LLM_OUT_OF_MEMORY:
+            there is not as much; LLM_FAILED: no file descriptor is left, say.
     """
     limit = None if allow_overcommit else memory_limit()
     if limit is not None and nbytes > limit.nbytes:
@@ -104,7 +114,8 @@ def new_arena(nbytes: int, *, prefault: bool = False, allow_overcommit: bool = F
             status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
         )
     try:
-        return Arena(nbytes, prefault=prefault)
+        node = -1 if numa_node is None else numa_node
+        return Arena(nbytes, prefault=prefault, pages=pages, node=node)
     except ValueError as error:
         raise invalid(str(error)) from error
     except MemoryError as error:

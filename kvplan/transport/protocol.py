@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvnative._acl import DeviceBuffer
+    from kvnative._host import Arena
+    from kvnative._process import Peer
+    from kvnative._writers import WriteGuard
     from kvplan.lease import BlockLease
     from kvplan.status import LLMException
 
@@ -254,6 +257,14 @@ class Streams(Protocol):
 class PeerMemory(TensorMemory, Protocol):
     """Tensors of a peer, as the remote side of a transfer."""
 
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """What checks, without Python, that all is as it was; None: it is not mapped here."""
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """What announces what is written where it is mapped; None: it is not, or read-only."""
+
     def leased(self, leases: Sequence[BlockLease]) -> PeerMemory:
         """The same memory; a transfer with it fails once one of `leases` has ended.
 
@@ -311,6 +322,15 @@ class TransportLink(Protocol):
                 refuses access; LLM_NOT_YET_LINK: the link was closed.
             TypeError: not whole numbers.
         """
+
+    def prepare(self, job: Callable[[], object]) -> None:
+        """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
+
+        At most once, and not after `close`; it may raise LLMException. Does not block.
+        """
+
+    def mapped(self) -> list[Arena]:
+        """Memory of the peer that is mapped here now."""
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.

@@ -44,6 +44,9 @@ from tests.support.refusals import refused
         ("kvplan.tcp_connections", "16", "tcp_connections", 16),
         ("kvplan.tcp_congestion", "bbr", "tcp_congestion", "bbr"),
         ("kvplan.encrypt", "1", "encrypt", True),
+        ("kvplan.pages", "hugetlb", "pages", "hugetlb"),
+        ("kvplan.numa_node", "1023", "numa_node", 1023),
+        ("kvplan.populate", "off", "populate", "off"),
     ],
 )  # fmt: skip
 def test_a_key_and_its_text(key, text, field, value):
@@ -124,6 +127,10 @@ def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
         ("llm.DeviceId", "1.5", "one whole number"),
         ("llm.SyncKvCacheWaitTime", "abc", "llm.SyncKvCacheWaitTime='abc'"),
         ("llm.SyncKvCacheWaitTime", "0", "range \\[1"),
+        ("kvplan.pages", "large", "'large' must be one of auto, collapse, small, hugetlb"),
+        ("kvplan.numa_node", "-1", "numa_node .*-1 is out of range"),
+        ("kvplan.numa_node", "1024", "range \\[0, 1023\\]"),
+        ("kvplan.populate", "1", "'1' must be one of background, now, off"),
         ("llm.LinkRetryCount", "101", "range \\[1, 100\\]"),
         ("llm.LinkTotalTime", "4294967296", "range"),
         ("llm.RdmaTrafficClass", "6", "multiple of 4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from kvplan import (
     CacheDesc,
     DataType,
     HostMemory,
+    KvCacheExtParam,
     LLMException,
     LLMStatusCode,
     Plan,
     Transfers,
+    plan_copy_blocks,
     plan_pull_blocks,
+    plan_push_blocks,
 )
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.transfers import bind
@@ -74,6 +78,71 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     assert bound[0].tables is not None
     assert bound[0].tables.src.tolist() == src_rows
     assert bound[0].explain() == plan.explain()
+
+
+layers = st.sampled_from([range(1), range(1, 3), range(3), range(2, 3), range(4), None])
+ALIKE = [range(1), range(0, 1, 2), range(0, 1, 7)]
+"""Equal to Python; the planner takes the first alone."""
+
+
+@given(layers, layers, st.sampled_from([None, 1, 2, 3]), st.booleans(), st.data())
+def test_some_layers_are_lowered_as_their_plan_is(
+    read: range | None,
+    written: range | None,
+    tensors: int | None,
+    by_layer: bool,
+    data: st.DataObject,
+) -> None:
+    (source, src), (target, dst) = cache(9, 6), cache(9, data.draw(st.sampled_from([6, 6, 4])))
+    ext_param = KvCacheExtParam(read, written, tensors)
+    src_rows = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True))
+    dst_rows = data.draw(st.permutations(range(9)))[: len(src_rows)]
+    arguments = "push_blocks", "B2B", source, target, src, dst, src_rows, dst_rows, ext_param
+    requests = RowRequests()
+    bound = [requests.bind(*arguments, by_layer=by_layer) for _ in range(2)][1]
+    try:
+        plan = plan_push_blocks(
+            source, target, src_rows, dst_rows, ext_param=ext_param, by_layer=by_layer
+        )
+    except LLMException:
+        assert bound is None
+        return
+    assert bound is not None
+    assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
+    assert bound[0].nbytes == plan.nbytes
+    assert bound[0] == plan
+
+
+def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -> None:
+    (source, src), (target, dst) = cache(9, 6), cache(9, 6)
+    requests = RowRequests()
+    for _ in range(2):
+        for read in ALIKE:
+            for written in ALIKE:
+                bound = requests.bind(
+                    "push_blocks", "B2B", source, target, src, dst, [1], [2],
+                    KvCacheExtParam(read, written),
+                )  # fmt: skip
+                assert (bound is not None) is (read.step == written.step == 1)
+
+
+@given(st.dictionaries(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4), min_size=1))
+def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, list[int]]) -> None:
+    """What is read and written is left to the planner, which takes a block to itself."""
+    own, memory = cache(9)
+    read = [it for it, to in blocks.items() for _ in to]
+    written = [*chain(*blocks.values())]
+    bound = RowRequests().bind("copy_blocks", "B2B", own, own, memory, memory, read, written)
+    try:
+        plan = plan_copy_blocks(own, blocks)
+    except LLMException:
+        assert bound is None
+        return
+    if bound is None:
+        assert {*read} & {*written}
+        return
+    assert columns(bound[1]) == columns(bind(plan, memory, memory, one_space=True))
+    assert bound[0] == plan
 
 
 ODD = [
@@ -162,7 +231,10 @@ def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:
     for it in frozen:
         it.flags.writeable = False
     read_only = HostMemory.from_arrays(frozen)
-    for given_src, given_dst in ((few, dst), (src, few), (short, dst), (src, short), (src, src)):
+    shifted = HostMemory(src.addresses + np.uint64(ROW), src.nbytes, writable=True, owner=src)
+    for given_src, given_dst in (
+        (few, dst), (src, few), (short, dst), (src, short), (src, shifted), (shifted, src),
+    ):  # fmt: skip
         assert requests.bind(*arguments, given_src, given_dst, [1], [2]) is None
     assert requests.bind(*arguments, src, read_only, [1], [2]) is None
     assert requests.bind(*arguments, read_only, dst, [1], [2]) is not None

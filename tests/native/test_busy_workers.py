@@ -1,5 +1,6 @@
-"""How many threads copy: a place is left to whoever waits for a layer, and for nothing else."""
+"""How many threads copy: a place is left to whoever waits; and how they look for the next job."""
 
+import os
 from pathlib import Path
 from time import sleep, thread_time_ns
 
@@ -73,6 +74,32 @@ def test_who_waits_for_a_layer_has_that_place(case: Scattered) -> None:
         if thread_time_ns() - before > SOME_NS:
             return
     pytest.fail("only the workers have copied")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_who_waits_at_once_has_a_place_and_no_worker_is_woken_for_it(
+    case: Scattered, count: int
+) -> None:
+    workers = Workers(count)
+    executor = Executor(host_backend(workers.pool))
+    for _ in range(20):
+        workers.start()
+        assert executor.run(case.descriptors).status == KVN_OK
+        assert workers.busy() <= max(1, count - 1)
+
+
+def test_workers_look_for_the_next_transfer_where_each_has_a_core(case: Scattered) -> None:
+    cores = len(os.sched_getaffinity(0))
+    crowded, fitting = ThreadPool(cores + 1), ThreadPool(1)
+    for pool in (crowded, fitting):
+        executor = Executor(host_backend(pool))
+        for _ in range(5):
+            task = executor.submit(case.descriptors)
+            while not task.done:  # so that it is a worker that moves it
+                sleep(0.001)
+    assert crowded.looks == 0
+    # A look each, at most: after four that saw nothing they end.
+    assert 1 <= fitting.looks <= 5
 
 
 def test_all_workers_take_what_was_submitted_whole(case: Scattered) -> None:

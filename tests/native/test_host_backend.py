@@ -1,5 +1,7 @@
 """The host backend against NumPy: every strategy, inline and on the pool."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,16 +10,23 @@ from hypothesis import strategies as st
 from kvnative._executor import (
     KVN_INVALID,
     KVN_OK,
-    STRATEGIES,
     Executor,
     ThreadPool,
     host_backend,
 )
 from kvnative._lower import Descriptors
-from tests.native.scatter import UNTOUCHED, scatter
+from kvnative._tuning import (
+    STRATEGIES,
+    Tuning,
+    builtin_tuning,
+    measure_copies,
+    usable_strategies,
+)
+from tests.native.scatter import UNTOUCHED, assert_same, scatter
 
 POOL = ThreadPool(3)
-EXECUTORS = {strategy: Executor(host_backend(POOL, strategy)) for strategy in STRATEGIES}
+CHOICES = ("auto", *usable_strategies())
+EXECUTORS = {strategy: Executor(host_backend(POOL, strategy)) for strategy in CHOICES}
 
 small = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
 # From one byte to several MiB: cut descriptors, grouped ones, and both in one batch.
@@ -32,9 +41,7 @@ mixed = st.lists(
 )
 
 
-@given(
-    sizes=st.one_of(small, mixed), seed=st.integers(0, 2**32), strategy=st.sampled_from(STRATEGIES)
-)
+@given(sizes=st.one_of(small, mixed), seed=st.integers(0, 2**32), strategy=st.sampled_from(CHOICES))
 @settings(max_examples=150, deadline=None)
 def test_every_strategy_moves_what_numpy_moves(sizes: list[int], seed: int, strategy: str) -> None:
     case = scatter(sizes, seed)
@@ -47,25 +54,116 @@ def test_every_strategy_moves_what_numpy_moves(sizes: list[int], seed: int, stra
     case.assert_moved()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CHOICES)
 def test_a_batch_larger_than_the_caches(strategy: str) -> None:
     case = scatter([32768] * 1200 + [5, 9_000_001], seed=1)
     assert EXECUTORS[strategy].submit(case.descriptors).wait().status == KVN_OK
     case.assert_moved()
 
 
-def test_every_alignment_of_both_sides() -> None:
-    source = np.random.default_rng(2).integers(0, 256, 4096, dtype=np.uint8)
-    for strategy, executor in EXECUTORS.items():
-        for dst_shift in range(0, 67, 3):
-            for src_shift in range(0, 67, 5):
-                target = np.full(4096, UNTOUCHED, np.uint8)
-                nbytes = 2000 + dst_shift
-                columns = (target.ctypes.data + dst_shift, source.ctypes.data + src_shift, nbytes)
-                executor.run(Descriptors.from_columns(*(np.array([x], np.uint64) for x in columns)))
-                expected = np.full(4096, UNTOUCHED, np.uint8)
-                expected[dst_shift : dst_shift + nbytes] = source[src_shift : src_shift + nbytes]
-                assert np.array_equal(target, expected), (strategy, dst_shift, src_shift)
+@pytest.mark.parametrize("strategy", usable_strategies())
+@pytest.mark.parametrize("src_shift", [0, 1, 7, 8, 15, 16, 31, 33, 63])
+def test_every_alignment_and_size(strategy: str, src_shift: int) -> None:
+    """One batch of all: each alignment of the destination in a line, with each of the sizes."""
+    sizes = [*range(1, 340), 500, 511, 512, 513, 1023, 1024, 1025, 2000, 4095, 4096, 4097]
+    room = 8192
+    source = np.random.default_rng(2).integers(0, 256, room, dtype=np.uint8)
+    shifts, nbytes = (it.ravel() for it in np.meshgrid(np.arange(64), np.array(sizes)))
+    places = np.arange(len(nbytes)) * room // 2 + shifts
+    memory = np.full(places[-1] + room, UNTOUCHED, np.uint8)
+    to_line = -memory.ctypes.data % 64
+    expected = memory.copy()
+    for place, size in zip(places + to_line, nbytes, strict=True):
+        expected[place : place + size] = source[src_shift : src_shift + size]
+    dst = (places + to_line + memory.ctypes.data).astype(np.uint64)
+    src = np.full(len(dst), source.ctypes.data + src_shift, np.uint64)
+    report = EXECUTORS[strategy].run(Descriptors.from_columns(dst, src, nbytes.astype(np.uint64)))
+    assert report.status == KVN_OK
+    assert_same(memory, expected)
+
+
+@given(
+    tuning=st.builds(
+        Tuning,
+        threads=st.just(3),
+        cached=st.sampled_from(usable_strategies()),
+        bypassing=st.sampled_from(usable_strategies()),
+        bypass_nbytes=st.one_of(st.integers(0, 2**63 - 1), st.integers(0, 10_000_000)),
+        piece_nbytes=st.integers(64 << 10, 16 << 20),
+    ),
+    sizes=st.one_of(small, mixed),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_tuning_moves_what_numpy_moves(tuning: Tuning, sizes: list[int]) -> None:
+    pool = ThreadPool(tuning=tuning)
+    assert (pool.threads, pool.tuning) == (3, tuning)
+    case = scatter(sizes)
+    assert Executor(host_backend(pool)).run(case.descriptors).status == KVN_OK
+    case.assert_moved()
+
+
+def test_a_pool_may_be_tuned_while_it_copies() -> None:
+    """The bytes are right whichever tuning, or parts of which two, each piece is copied with."""
+    pool = ThreadPool(2)
+    tunings = [
+        builtin_tuning()._replace(cached=one, bypassing=other, bypass_nbytes=nbytes)
+        for one, other in itertools.pairwise((*usable_strategies(), "memcpy"))
+        for nbytes in (0, 1 << 62)
+    ]
+    executor = Executor(host_backend(pool))
+    cases = [scatter([100_000] * 60, seed) for seed in range(20)]
+    tasks = []
+    for number, case in enumerate(cases):
+        pool.tune(tunings[number % len(tunings)])
+        tasks.append(executor.submit(case.descriptors))
+    for case, task in zip(cases, tasks, strict=True):
+        assert task.wait().status == KVN_OK
+        case.assert_moved()
+
+
+def test_what_the_processor_lacks_is_refused() -> None:
+    lacking = [it for it in STRATEGIES if it not in usable_strategies()]
+    assert lacking, "no processor has the strategies of another one"
+    for name in lacking:
+        with pytest.raises(ValueError, match=rf"strategy = '{name}' needs .*; here there are 'mem"):
+            host_backend(POOL, name)
+        with pytest.raises(ValueError, match=f"'{name}' needs"):
+            POOL.tune(builtin_tuning()._replace(bypassing=name))
+    assert POOL.tuning.bypassing in usable_strategies()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("threads", 0, "threads = 0: expected 1 to 64"),
+        ("bypass_nbytes", -1, "bypass_nbytes = -1: expected 0 to"),
+        ("piece_nbytes", 65535, "piece_nbytes = 65535: expected 65536 to 16777216"),
+        ("piece_nbytes", 1 << 25, "expected 65536 to 16777216"),
+        ("cached", "fast", "strategy = 'fast': expected one of 'memcpy'"),
+    ],
+)
+def test_a_tuning_is_checked(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ThreadPool(tuning=Tuning(**{**builtin_tuning()._asdict(), field: value}))
+    wrong = {**builtin_tuning()._asdict(), "piece_nbytes": 1e6}
+    with pytest.raises(TypeError, match=r"piece_nbytes = 1000000.0 must be an int"):
+        ThreadPool(tuning=Tuning(**wrong))
+
+
+def test_measuring_copies_and_ends_with_the_time() -> None:
+    case = scatter([100_000] * 30)
+    tunings = [builtin_tuning()._replace(threads=2), builtin_tuning()._replace(threads=1)]
+    rounds, share = measure_copies(
+        tunings, case.descriptors, rounds=3, background=False, deadline_ns=2**63 - 1
+    )
+    case.assert_moved()
+    assert [len(it) for it in rounds] == [2, 2, 2]
+    assert all(ns > 0 for it in rounds for ns in it)
+    assert share > 0
+    late, _ = measure_copies(tunings, case.descriptors, rounds=3, background=True, deadline_ns=0)
+    assert late == []
+    with pytest.raises(ValueError, match="rounds = 0: expected 1 to 64, 1 to 1000"):
+        measure_copies(tunings, case.descriptors, rounds=0, background=False, deadline_ns=0)
 
 
 def test_many_tiny_descriptors() -> None:
@@ -116,7 +214,7 @@ def test_an_empty_array_is_done() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"strategy = 'fast': expected one of 'auto', 'memcpy'"):
+    with pytest.raises(ValueError, match=r"strategy = 'fast': expected one of 'memcpy', 'movsb'"):
         host_backend(POOL, "fast")
     for threads in (0, 65, -1):
         with pytest.raises(ValueError, match=rf"threads = {threads}: expected 1 to 64"):

@@ -83,6 +83,7 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
             yield {
                 "pull_blocks": lambda: user.pull_blocks(theirs, paged, THERE, HERE),
                 "push_blocks": lambda: user.push_blocks(paged, theirs, HERE, THERE),
+                "operation": lambda: user.pull_blocks(theirs, paged, THERE, HERE, timeout_ms=5000),
                 "planned": lambda: user.pull_blocks(
                     theirs, paged, THERE, HERE, coalesce=Coalesce.CALLER_ORDER
                 ),
@@ -94,7 +95,7 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["pull_blocks", "planned", "push_blocks", "pull_cache", "push_cache"]
+    "name", ["pull_blocks", "operation", "planned", "push_blocks", "pull_cache", "push_cache"]
 )
 def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], name: str) -> None:
     """A reader follows it from the public call to the native one: each call is one jump."""
@@ -110,12 +111,22 @@ def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], nam
             *files,
         ]
     )
-    assert seen[0].function.endswith(f".{'pull_blocks' if name == 'planned' else name}"), listed
+    verb = name if name.startswith(("pull", "push")) else "pull_blocks"
+    assert seen[0].function.endswith(f".{verb}"), listed
     assert len(seen) <= MAX_CALLS, listed
     assert len(files) <= MAX_FILES, listed
+
+
+def test_small_transfers_take_a_route(operations: dict[str, Callable[[], object]]) -> None:
+    """No operation is begun for it, and what it calls fits on a page."""
+    for name in ("pull_blocks", "push_blocks", "pull_cache", "push_cache"):
+        functions = [it.function for it in calls_of(operations[name])]
+        assert "Routes.move" in functions
+        assert "Operation.__init__" not in functions
+        assert len(functions) <= 10, functions
 
 
 def test_each_level_has_the_same_verb(operations: dict[str, Callable[[], object]]) -> None:
     functions = [it.function for it in calls_of(operations["planned"])]
     verbs = [it for it in functions if it.endswith("pull_blocks")]
-    assert verbs == ["RemoteOperations.pull_blocks", "_pull_blocks", "plan_pull_blocks"]
+    assert verbs == ["PullOperations.pull_blocks", "_pull_blocks", "plan_pull_blocks"]

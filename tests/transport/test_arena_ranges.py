@@ -232,7 +232,7 @@ def test_the_mapping_of_a_pool_stays_while_its_caches_come_and_go(pool: Pool) ->
 def test_what_is_mapped_while_the_link_is_closed_goes_with_its_last_user(pool: Pool) -> None:
     inode = pool.owner.run("result = arena.inode")
     (part,) = Metadata.from_bytes(pool.metadata("[registrations[0]]")).ranges
-    arenas = PeerArenas(pool.owner.pid, prefault=False)
+    arenas = PeerArenas(pool.owner.pid, populate="off")
     arenas.close()
     mapped = arenas.map(part)
     assert mappings(inode) == 1

@@ -173,7 +173,7 @@ class InterruptedLink(LocalLink):
 @pytest.mark.parametrize("setup", [ARENA])
 def test_a_close_that_was_interrupted_is_finished_by_the_next(owner: Owner, setup: str) -> None:
     owner.run(setup)
-    link = InterruptedLink(Metadata.from_bytes(owner.metadata()), prefault=False)
+    link = InterruptedLink(Metadata.from_bytes(owner.metadata()), populate="off")
     memory = link.memory([link.metadata.ranges[0].address], NBYTES)
     with pytest.raises(KeyboardInterrupt):
         link.close(LLMException("lost", status_code=LLMStatusCode.LLM_LINK_FAILED))

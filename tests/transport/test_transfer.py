@@ -222,12 +222,13 @@ def test_what_was_registered_after_linking_can_be_reached(
         link.memory([address], 4096, metadata=owner.metadata()).check()
 
 
-def test_prefault_maps_the_pages_with_the_arena(owner: Owner, transport: LocalTransport) -> None:
+def test_populate_now_maps_the_pages_with_the_arena(owner: Owner) -> None:
     base = owner.run(f"""
         arena = transport.allocate({TENSORS * TENSOR}, prefault=True)
         result = transport.register(arena).address
     """)
-    with transport.connect(owner.metadata(), prefault=True) as link:
+    transport = LocalTransport(populate="now")
+    with transport, transport.connect(owner.metadata()) as link:
         local = tensors(2)
         plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
         kvplan.execute(plan, tensors_of(link, base, writable=False), local)

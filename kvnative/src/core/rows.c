@@ -1,6 +1,5 @@
 #include "core/rows.h"
 
-#include <stdbool.h>
 #include <string.h>
 
 /* A pair of rows in one number, of which the order is that of its source, then its destination. */
@@ -82,6 +81,18 @@ static bool pair_up(const kvn_rows *rows, const int64_t *src, const int64_t *dst
     return true;
 }
 
+/* Whether a row is both read and written, if both sides are one cache. */
+static bool clashes(const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count,
+                    const uint64_t *seen)
+{
+    if (!rows->is_one || count == 1)
+        return rows->is_one && src[0] == dst[0];
+    for (size_t i = 0; i < count; i++)
+        if ((uint64_t)src[i] < rows->dst_count && seen[src[i] / 64] >> src[i] % 64 & 1)
+            return true;
+    return false;
+}
+
 size_t kvn_rows_merge(const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count,
                       void *scratch, uint64_t *src_offsets, uint64_t *dst_offsets, uint64_t *nbytes)
 {
@@ -90,7 +101,9 @@ size_t kvn_rows_merge(const kvn_rows *rows, const int64_t *src, const int64_t *d
     size_t segments = 0;
     bool sorted;
 
-    if (!pair_up(rows, src, dst, count, (uint64_t *)(pairs + 2 * count), pairs, &used, &sorted))
+    uint64_t *const seen = (uint64_t *)(pairs + 2 * count);
+    if (!pair_up(rows, src, dst, count, seen, pairs, &used, &sorted) ||
+        clashes(rows, src, dst, count, seen))
         return 0;
     if (!sorted && count <= INSERTED)
         sort_few(pairs, count);

@@ -10,6 +10,8 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include "host/pages.h"
+
 #ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -33,11 +35,35 @@ static int status_of(int error)
     }
 }
 
+/* Where `nbytes` of address space are free, at a multiple of a huge page: what a file has at such an
+ * offset can then be mapped as one. It is reserved by a mapping. NULL: errno says why. */
+static char *reserve(uint64_t nbytes)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint64_t whole = (nbytes + page - 1) / page * page, more = KVN_HUGE_NBYTES;
+    char *start = mmap(NULL, whole + more, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                       -1, 0);
+    if (start == MAP_FAILED)
+        return NULL;
+    const uint64_t before = (more - (uint64_t)(uintptr_t)start % more) % more;
+    if (before)
+        munmap(start, before);
+    if (before < more)
+        munmap(start + before + whole, more - before);
+    return start + before;
+}
+
 static int map(kvn_arena *arena, kvn_failure *failure)
 {
     const int protection = PROT_READ | (arena->writable ? PROT_WRITE : 0);
-    arena->address =
-        mmap(NULL, arena->nbytes, protection, MAP_SHARED | MAP_NORESERVE, arena->fd, 0);
+    const int hugetlb = arena->pages == KVN_PAGES_HUGETLB;
+    char *reserved = NULL;
+    if (!hugetlb && arena->nbytes >= KVN_HUGE_NBYTES)
+        reserved = reserve(arena->nbytes); /* else it is anywhere, as it is without huge pages */
+    arena->address = mmap(reserved, arena->nbytes, protection,
+                          MAP_SHARED | (hugetlb ? 0 : MAP_NORESERVE) | (reserved ? MAP_FIXED : 0),
+                          arena->fd, 0);
+    /* What was reserved stays so then: it may be another thread's mapping by now. */
     if (arena->address == MAP_FAILED) {
         arena->address = NULL;
         return kvn_fail(failure, status_of(errno), errno,
@@ -45,44 +71,77 @@ static int map(kvn_arena *arena, kvn_failure *failure)
                         strerror(errno));
     }
     /* Only a hint; it counts where the administrator set shmem_enabled to advise. */
-    (void)madvise(arena->address, arena->nbytes, MADV_HUGEPAGE);
+    if (!hugetlb)
+        (void)madvise(arena->address, arena->nbytes,
+                      arena->pages == KVN_PAGES_SMALL ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     return KVN_OK;
 }
 
 /* Newer kernels warn without that flag, or insist on it (vm.memfd_noexec); older ones refuse it. */
-static int create_memfd(const char *name)
+static int create_memfd(const char *name, unsigned more)
 {
-    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
-    return fd < 0 && errno == EINVAL ? memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING) : fd;
+    const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING | more;
+    const int fd = memfd_create(name, flags | MFD_NOEXEC_SEAL);
+    return fd < 0 && errno == EINVAL ? memfd_create(name, flags) : fd;
 }
 
-int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena *out,
-                     kvn_failure *failure)
+static int too_few_reserved(const kvn_arena *arena, uint64_t page, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM,
+                    "an arena of %" PRIu64 " bytes needs %" PRIu64 " huge pages of %" PRIu64
+                    " KiB, and the system has fewer that are reserved and free: see HugePages_Free "
+                    "in /proc/meminfo; sysctl vm.nr_hugepages reserves more",
+                    arena->nbytes, arena->nbytes / page, page >> 10);
+}
+
+/* The file: sized, but not mapped nor sealed yet. */
+static int create_file(const char *name, kvn_arena *out, uint64_t *page, kvn_failure *failure)
 {
     struct stat facts;
-    *out = (kvn_arena){.nbytes = nbytes, .fd = -1, .writable = 1};
+    const int hugetlb = out->pages == KVN_PAGES_HUGETLB;
+    out->fd = create_memfd(name, hugetlb ? MFD_HUGETLB : 0);
+    int failed = out->fd < 0 || fstat(out->fd, &facts) != 0;
+    if (!failed) {
+        *page = (uint64_t)facts.st_blksize;
+        if (hugetlb)
+            out->nbytes = (out->nbytes + *page - 1) / *page * *page;
+        failed = ftruncate(out->fd, (off_t)out->nbytes) != 0;
+    }
+    if (failed && hugetlb && (errno == ENOENT || errno == ENOSYS || errno == EINVAL))
+        return kvn_fail(failure, KVN_INVALID, errno, "this kernel has no huge pages (hugetlbfs)");
+    if (failed)
+        return kvn_fail(failure, status_of(errno), errno, "creating an arena of %" PRIu64
+                        " bytes: %s", out->nbytes, strerror(errno));
+    out->inode = facts.st_ino;
+    out->device = facts.st_dev;
+    return KVN_OK;
+}
+
+int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena_pages pages,
+                     int node, kvn_arena *out, kvn_failure *failure)
+{
+    uint64_t page = 0;
+    *out = (kvn_arena){.nbytes = nbytes, .fd = -1, .writable = 1, .pages = pages};
     if (nbytes == 0 || nbytes > INT64_MAX)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "nbytes is %" PRIu64 "; it must be in [1, %" PRId64 "]", nbytes, INT64_MAX);
-    out->fd = create_memfd(name);
-    int failed =
-        out->fd < 0 || ftruncate(out->fd, (off_t)nbytes) != 0 || fstat(out->fd, &facts) != 0;
-    if (failed) {
-        kvn_fail(failure, status_of(errno), errno, "creating an arena of %" PRIu64 " bytes: %s",
-                 nbytes, strerror(errno));
-    } else {
-        out->inode = facts.st_ino;
-        out->device = facts.st_dev;
-        failed = map(out, failure) != KVN_OK;
-    }
+    int failed = create_file(name, out, &page, failure) != KVN_OK ||
+                 map(out, failure) != KVN_OK ||
+                 (node >= 0 && kvn_pages_prefer_node(out->address, out->nbytes, (unsigned)node,
+                                                     failure) != KVN_OK);
+    /* Before a peer maps it: a page that is missing then, of those that are reserved, is a SIGBUS. */
+    if (pages == KVN_PAGES_HUGETLB &&
+        ((failed && failure->code == ENOMEM) ||
+         (!failed && madvise(out->address, out->nbytes, MADV_POPULATE_WRITE) != 0)))
+        failed = too_few_reserved(out, page, failure) != KVN_OK;
     /* After the mapping, since this seal refuses later ones. Kernels before 5.1 lack it; there the
      * peers' good manners must do, as they map what they only read read-only. */
     if (!failed && exclusive)
         (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {
         failed = 1;
-        kvn_fail(failure, KVN_FAILED, errno, "sealing an arena of %" PRIu64 " bytes: %s", nbytes,
-                 strerror(errno));
+        kvn_fail(failure, KVN_FAILED, errno, "sealing an arena of %" PRIu64 " bytes: %s",
+                 out->nbytes, strerror(errno));
     }
     if (!failed)
         return KVN_OK;
@@ -91,20 +150,24 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
 }
 
 /* NULL, or what about this file is not as the peer said. */
-static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, uint64_t *device)
+static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, kvn_arena *out)
 {
     struct stat facts;
     struct statfs filesystem;
     if (fstat(fd, &facts) != 0 || fstatfs(fd, &filesystem) != 0)
         return "its facts cannot be read";
-    /* Not hugetlbfs either: its pages are not reserved for us, and a missing one is a SIGBUS. */
-    if (!S_ISREG(facts.st_mode) || filesystem.f_type != TMPFS_MAGIC)
+    const int hugetlb = filesystem.f_type == HUGETLBFS_MAGIC;
+    if (!S_ISREG(facts.st_mode) || (filesystem.f_type != TMPFS_MAGIC && !hugetlb))
         return "it is not a memfd";
     if ((uint64_t)facts.st_ino != inode)
         return "it is another file now (the inode differs)";
     if ((uint64_t)facts.st_size != nbytes)
         return "its size differs";
-    *device = facts.st_dev;
+    /* None is reserved for us, and one that is missing is a SIGBUS. */
+    if (hugetlb && (uint64_t)facts.st_blocks * 512 < nbytes)
+        return "some of its huge pages are missing";
+    out->device = facts.st_dev;
+    out->pages = hugetlb ? KVN_PAGES_HUGETLB : KVN_PAGES_AUTO;
     return NULL;
 }
 
@@ -119,7 +182,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
     if (looked_at < 0)
         return kvn_fail(failure, status_of(errno), errno, "%s cannot be opened: %s", path,
                         strerror(errno));
-    const char *flaw = mismatch(looked_at, inode, nbytes, &out->device);
+    const char *flaw = mismatch(looked_at, inode, nbytes, out);
     if (flaw) {
         close(looked_at);
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -141,18 +204,23 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
                  "more seals) is needed",
                  path, (unsigned)(seals < 0 ? 0 : seals), (unsigned)FIXED_SIZE);
     /* The size is looked at once more: before the seals were known it could still change. */
-    else if ((flaw = mismatch(out->fd, inode, nbytes, &out->device)))
+    else if ((flaw = mismatch(out->fd, inode, nbytes, out)))
         kvn_fail(failure, KVN_INVALID, 0, "%s: %s", path, flaw);
     else
         map(out, failure);
     close(out->fd); /* the mapping alone keeps the memory */
     out->fd = -1;
+    /* All of them are there, and few. Where the kernel cannot, they come at first use. */
+    if (out->address && out->pages == KVN_PAGES_HUGETLB)
+        (void)madvise(out->address, out->nbytes, MADV_POPULATE_READ);
     return out->address ? KVN_OK : failure->status;
 }
 
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
 {
     const int advice = arena->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
+    if (arena->fd >= 0 && arena->pages == KVN_PAGES_AUTO)
+        kvn_pages_make_huge(arena->address, arena->nbytes);
     if (madvise(arena->address, arena->nbytes, advice) == 0)
         return KVN_OK;
     int error = errno;

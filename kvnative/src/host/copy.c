@@ -4,29 +4,27 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-static const char *const STRATEGY_NAMES[KVN_NUM_STRATEGIES] = {"auto", "memcpy", "non-temporal",
-                                                               "movsb"};
-
-const char *kvn_strategy_name(kvn_strategy strategy)
-{
-    return (unsigned)strategy < KVN_NUM_STRATEGIES ? STRATEGY_NAMES[strategy] : NULL;
-}
-
 static void copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, src, nbytes); }
+static bool always(void) { return true; }
+
+#if defined(__x86_64__) || defined(__aarch64__)
+/* Bytes up to the next multiple of `line`, a power of two. */
+static size_t up_to_line(const void *dst, size_t line) { return -(uintptr_t)dst & (line - 1); }
+#endif
 
 #if defined(__x86_64__)
 
-/* Bytes up to the next multiple of a cache line: non-temporal stores must be aligned. */
-static size_t to_line(const void *dst) { return -(uintptr_t)dst & 63; }
-
-/* The three differ in width alone; a macro, because each needs its own target attribute. */
+/* The three differ in width alone; a macro, because each needs its own target attribute. Stores of
+ * this kind must be aligned. */
 #define DEFINE_NON_TEMPORAL(name, isa, vector, load, store)                                        \
     __attribute__((target(isa))) static void name(void *dst, const void *src, size_t nbytes)       \
     {                                                                                              \
         enum { STEP = 4 * sizeof(vector) };                                                        \
-        size_t head = to_line(dst);                                                                \
+        size_t head = up_to_line(dst, 64);                                                         \
         char *to = dst;                                                                            \
         const char *from = src;                                                                    \
                                                                                                    \
@@ -49,43 +47,147 @@ static size_t to_line(const void *dst) { return -(uintptr_t)dst & 63; }
         memcpy(to, from, nbytes);                                                                  \
     }
 
-DEFINE_NON_TEMPORAL(non_temporal_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
-DEFINE_NON_TEMPORAL(non_temporal_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
-DEFINE_NON_TEMPORAL(non_temporal_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+DEFINE_NON_TEMPORAL(nt_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
+DEFINE_NON_TEMPORAL(nt_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+DEFINE_NON_TEMPORAL(nt_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+
+static bool has_avx2(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2");
+}
+
+static bool has_avx512(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f");
+}
 
 static void copy_movsb(void *dst, const void *src, size_t nbytes)
 {
     __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes) : : "memory");
 }
 
-static kvn_copy best_non_temporal(void)
+void kvn_copy_fence(void) { _mm_sfence(); }
+
+#elif defined(__aarch64__)
+
+/* 64 bytes a step. The pair loads and stores hint that the data is not read again soon. */
+static void nt_ldnp(void *dst, const void *src, size_t nbytes)
 {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f"))
-        return non_temporal_avx512;
-    if (__builtin_cpu_supports("avx2"))
-        return non_temporal_avx2;
-    return non_temporal_sse2;
+    char *to = dst;
+    const char *from = src;
+    size_t head = up_to_line(dst, 64);
+
+    if (nbytes < head + 64) {
+        memcpy(dst, src, nbytes);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head, from += head, nbytes -= head;
+    for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64)
+        __asm__ volatile("ldnp q0, q1, [%1]\n\t"
+                         "ldnp q2, q3, [%1, #32]\n\t"
+                         "stnp q0, q1, [%0]\n\t"
+                         "stnp q2, q3, [%0, #32]"
+                         :
+                         : "r"(to), "r"(from)
+                         : "v0", "v1", "v2", "v3", "memory");
+    memcpy(to, from, nbytes);
 }
 
-void kvn_copy_fence(void) { _mm_sfence(); }
+/* Bytes that DC ZVA clears; 0 where the system forbids it. */
+static size_t zva_nbytes(void)
+{
+    uint64_t dczid;
+
+    __asm__("mrs %0, dczid_el0" : "=r"(dczid));
+    return dczid & 16 ? 0 : (size_t)4 << (dczid & 15);
+}
+
+/* Each line of the destination is cleared before it is written, which need not read it first. */
+static void copy_dc_zva(void *dst, const void *src, size_t nbytes)
+{
+    size_t line = zva_nbytes(), head = up_to_line(dst, line);
+    char *to = dst;
+    const char *from = src;
+
+    if (nbytes < head + line) {
+        memcpy(dst, src, nbytes);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head, from += head, nbytes -= head;
+    for (; nbytes >= line; nbytes -= line) {
+        __asm__ volatile("dc zva, %0" : : "r"(to) : "memory");
+        for (size_t i = 0; i < line; i += 16, to += 16, from += 16)
+            vst1q_u8((uint8_t *)to, vld1q_u8((const uint8_t *)from));
+    }
+    memcpy(to, from, nbytes);
+}
+
+/* In smaller lines than a vector register nothing is gained. */
+static bool has_dc_zva(void) { return zva_nbytes() >= 16; }
+
+/* STNP orders nothing by itself that a later release store would not, as plain stores do not. */
+void kvn_copy_fence(void) {}
 
 #else
 
-static void copy_movsb(void *dst, const void *src, size_t nbytes) { memcpy(dst, src, nbytes); }
-static kvn_copy best_non_temporal(void) { return copy_plain; }
 void kvn_copy_fence(void) {}
 
 #endif
 
-kvn_copy kvn_copy_function(kvn_strategy strategy)
+typedef struct row {
+    const char *name;
+    const char *needs;
+    kvn_copy copy; /* NULL: of another architecture */
+    bool (*is_here)(void);
+} row;
+
+static const row ROWS[KVN_NUM_STRATEGIES] = {
+    [KVN_COPY_MEMCPY] = {"memcpy", "nothing", copy_plain, always},
+#if defined(__x86_64__)
+    [KVN_COPY_MOVSB] = {"movsb", "an x86-64 processor", copy_movsb, always},
+    [KVN_COPY_NT_SSE2] = {"nt-sse2", "an x86-64 processor", nt_sse2, always},
+    [KVN_COPY_NT_AVX2] = {"nt-avx2", "AVX2", nt_avx2, has_avx2},
+    [KVN_COPY_NT_AVX512] = {"nt-avx512", "AVX-512", nt_avx512, has_avx512},
+#else
+    [KVN_COPY_MOVSB] = {"movsb", "an x86-64 processor", NULL, NULL},
+    [KVN_COPY_NT_SSE2] = {"nt-sse2", "an x86-64 processor", NULL, NULL},
+    [KVN_COPY_NT_AVX2] = {"nt-avx2", "an x86-64 processor", NULL, NULL},
+    [KVN_COPY_NT_AVX512] = {"nt-avx512", "an x86-64 processor", NULL, NULL},
+#endif
+#if defined(__aarch64__)
+    [KVN_COPY_NT_LDNP] = {"nt-ldnp", "an aarch64 processor", nt_ldnp, always},
+    [KVN_COPY_DC_ZVA] = {"dc-zva", "DC ZVA, which this system forbids", copy_dc_zva, has_dc_zva},
+#else
+    [KVN_COPY_NT_LDNP] = {"nt-ldnp", "an aarch64 processor", NULL, NULL},
+    [KVN_COPY_DC_ZVA] = {"dc-zva", "an aarch64 processor", NULL, NULL},
+#endif
+};
+
+const char *kvn_strategy_name(unsigned strategy)
 {
-    switch (strategy) {
-    case KVN_COPY_NON_TEMPORAL:
-        return best_non_temporal();
-    case KVN_COPY_MOVSB:
-        return copy_movsb;
-    default:
-        return copy_plain;
-    }
+    return strategy < KVN_NUM_STRATEGIES ? ROWS[strategy].name : NULL;
+}
+
+const char *kvn_strategy_needs(unsigned strategy) { return ROWS[strategy].needs; }
+
+kvn_copy kvn_copy_function(unsigned strategy)
+{
+    const row *it = &ROWS[strategy];
+
+    return it->copy && it->is_here() ? it->copy : NULL;
+}
+
+kvn_strategy kvn_widest_non_temporal(void)
+{
+    static const kvn_strategy WIDEST_FIRST[] = {KVN_COPY_NT_AVX512, KVN_COPY_NT_AVX2,
+                                                KVN_COPY_NT_SSE2};
+
+    for (unsigned i = 0; i < sizeof WIDEST_FIRST / sizeof *WIDEST_FIRST; i++)
+        if (kvn_copy_function(WIDEST_FIRST[i]))
+            return WIDEST_FIRST[i];
+    return KVN_COPY_MEMCPY;
 }

@@ -42,7 +42,8 @@ int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generati
     out->first_lease = out->next_lease = num_slots;
     out->num_slots = num_slots += num_leases;
     const int status =
-        kvn_arena_create("kvplan-generations", nbytes_of(num_slots), 1, &out->memory, failure);
+        kvn_arena_create("kvplan-generations", nbytes_of(num_slots), 1, KVN_PAGES_AUTO, -1,
+                         &out->memory, failure);
     if (status == KVN_OK) {
         out->is_own = true;
         kvn_life_begin(life_of(out));

@@ -1,6 +1,5 @@
 #include "host/host.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -11,14 +10,12 @@
 
 /* Measured: docs/adr/0002-copy-strategies.md. */
 #define INLINE_NBYTES (256u << 10) /* a worker is awake later than this is copied */
-#define NON_TEMPORAL_NBYTES (24u << 20) /* batches from this size on bypass the caches */
 #define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
 #define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */
 
 typedef struct host {
     kvn_pooled pooled;
-    kvn_copy copy[KVN_NUM_STRATEGIES]; /* indexed by strategy; AUTO is unused */
-    kvn_strategy strategy;
+    kvn_copy copy; /* NULL: as the pool is tuned */
 } host;
 
 static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes)
@@ -49,20 +46,10 @@ static int refuse(const kvn_columns *batch, uint64_t index, uint64_t moved, kvn_
     return KVN_INVALID;
 }
 
-/* A batch that outgrows the caches is better written past them; a smaller one is likely to be in
- * them, and to be read from them next. */
-static kvn_copy choose(const host *self, const kvn_piece *piece)
-{
-    if (self->strategy != KVN_COPY_AUTO)
-        return self->copy[self->strategy];
-    return self->copy[piece->batch_nbytes < NON_TEMPORAL_NBYTES ? KVN_COPY_MEMCPY
-                                                                : KVN_COPY_NON_TEMPORAL];
-}
-
 static int move(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     const host *self = context;
-    kvn_copy copy = choose(self, piece);
+    kvn_copy copy = self->copy ? self->copy : kvn_pool_copy(self->pooled.pool, piece->batch_nbytes);
     uint64_t skip = piece->skip, left = piece->nbytes;
     kvn_announcement announced;
     int status = kvn_guard_enter(self->pooled.guard, false, batch->first + piece->first, &announced,
@@ -95,22 +82,15 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable HOST_VTABLE = KVN_POOLED_VTABLE("host", destroy);
 
-kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
+kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)
 {
-    host *self;
+    host *self = calloc(1, sizeof *self);
 
-    if (!kvn_strategy_name(strategy)) {
-        errno = EINVAL;
-        return NULL;
-    }
-    self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
     kvn_pooled_init(&self->pooled, &HOST_VTABLE, pool, move);
     self->pooled.piece.descriptors = PIECE_DESCRIPTORS;
     self->pooled.inline_nbytes = INLINE_NBYTES;
-    self->strategy = strategy;
-    for (int each = KVN_COPY_AUTO; each < KVN_NUM_STRATEGIES; each++)
-        self->copy[each] = kvn_copy_function((kvn_strategy)each);
+    self->copy = copy;
     return &self->pooled.base;
 }

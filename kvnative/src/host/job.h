@@ -13,7 +13,7 @@
 
 /* Bytes. Also what an abort waits for: the piece that each thread is moving. */
 #define KVN_PIECE_MIN (64u << 10)
-#define KVN_PIECE_MAX (512u << 10) /* unless the mover asks for other pieces */
+#define KVN_PIECE_TUNED 0 /* as the pool is tuned */
 
 typedef struct kvn_pool kvn_pool;
 
@@ -42,7 +42,7 @@ typedef int (*kvn_move)(void *context, const kvn_columns *batch, const kvn_piece
 /* The most that one piece holds; both >= 1. */
 typedef struct kvn_piece_limits {
     uint64_t descriptors; /* IOV_MAX, say */
-    uint64_t nbytes;      /* at least KVN_PIECE_MIN */
+    uint64_t nbytes;      /* at least KVN_PIECE_MIN, or KVN_PIECE_TUNED */
 } kvn_piece_limits;
 
 /* What is being moved. Embed it in a request; it must stay in place until released. The fields are

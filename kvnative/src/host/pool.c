@@ -1,6 +1,8 @@
 #include "host/pool.h"
 
 #include <errno.h>
+#include <limits.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,9 +15,12 @@
 
 /* To sleep and be woken costs some 30 us (measured: docs/adr/0002-copy-strategies.md). So a waiter
  * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
- * has just moved something looks for the next job. Who has slept does not look again. */
+ * has just moved something looks for the next job. Who has slept does not look again. No worker
+ * looks where the pool has more threads than cores, for another thread needs the core; or when
+ * several looks in a row saw nothing, until a job again follows another at once. */
 #define SPIN_NS 20000
 #define LOOK_NS 50000
+#define VAIN_LOOKS 4
 
 struct kvn_pool {
     pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
@@ -28,9 +33,18 @@ struct kvn_pool {
     unsigned idle;   /* workers asleep that nobody has woken */
     unsigned waking; /* workers woken that have not arrived */
     unsigned looking; /* workers awake that look for the next job */
+    unsigned vain;   /* looks in a row that saw nothing */
+    uint64_t looks;  /* ever */
+    int64_t ended_ns; /* when a piece last came back */
+    bool may_look;   /* there is a core for each thread */
     atomic_uint calls; /* to those who look, who read it without the mutex */
     bool stopping;
     pid_t pid;
+    /* The tuning, read without the mutex. Each value stands for itself: old and new ones go together. */
+    _Atomic(kvn_copy) cached;
+    _Atomic(kvn_copy) bypassing;
+    atomic_uint_fast64_t bypass_nbytes;
+    atomic_uint_fast64_t piece_nbytes;
     pthread_t workers[];
 };
 
@@ -46,9 +60,9 @@ static void pause_cpu(void)
 #endif
 }
 
-/* How many more pieces of the next job workers may take; with the mutex held. Of a job whose
- * caller computes meanwhile they leave one place, if there are several: that core computes, and its thread
- * has a place at once when it comes to wait. */
+/* How many more pieces of the next job workers may take; with the mutex held. If there are several, they
+ * leave one place of a job whose caller waits or computes: its core is busy, and it has a
+ * place at once when it comes to wait. To wake a worker for that place would only push it aside. */
 static unsigned free_places(const kvn_pool *pool)
 {
     const kvn_job *next = next_job(pool);
@@ -56,7 +70,7 @@ static unsigned free_places(const kvn_pool *pool)
 
     if (!next || pool->moving >= pool->threads)
         return 0;
-    if (next->batch.caller == KVN_CALLER_COMPUTES && most > 1)
+    if (next->batch.caller != KVN_CALLER_RETURNS && most > 1)
         most--;
     if (workers >= most)
         return 0;
@@ -108,6 +122,7 @@ static void work_on(kvn_pool *pool, kvn_job *job)
 
     pthread_mutex_lock(&pool->mutex);
     pool->moving--;
+    pool->ended_ns = kvn_now_ns();
     job->in_motion--;
     if (status != KVN_OK) {
         kvn_job_fail(job, &piece, status, &fault);
@@ -123,6 +138,9 @@ static void look_for_work(kvn_pool *pool)
     unsigned seen = atomic_load_explicit(&pool->calls, memory_order_relaxed);
     int64_t until = kvn_now_ns() + LOOK_NS;
 
+    if (!pool->may_look || pool->vain >= VAIN_LOOKS)
+        return;
+    pool->looks++;
     pool->looking++;
     pthread_mutex_unlock(&pool->mutex);
     while (atomic_load_explicit(&pool->calls, memory_order_relaxed) == seen &&
@@ -130,6 +148,10 @@ static void look_for_work(kvn_pool *pool)
         pause_cpu();
     pthread_mutex_lock(&pool->mutex);
     pool->looking--;
+    if (atomic_load_explicit(&pool->calls, memory_order_relaxed) == seen)
+        pool->vain++;
+    else
+        pool->vain = 0;
 }
 
 static void *worker_main(void *argument)
@@ -195,8 +217,17 @@ static void init_mutex(pthread_mutex_t *mutex)
     pthread_mutexattr_destroy(&attributes);
 }
 
+/* By affinity alone: a limit of CPU time is kept by whoever says how many threads there are. */
+static unsigned usable_cores(void)
+{
+    cpu_set_t set;
+
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? (unsigned)CPU_COUNT(&set) : UINT_MAX;
+}
+
 kvn_pool *kvn_pool_create(unsigned threads)
 {
+    kvn_tuning builtin;
     kvn_pool *pool;
     int error;
 
@@ -211,7 +242,10 @@ kvn_pool *kvn_pool_create(unsigned threads)
     pthread_cond_init(&pool->work, NULL);
     kvn_list_init(&pool->queue);
     pool->threads = threads;
+    pool->may_look = threads <= usable_cores();
     pool->pid = getpid();
+    kvn_tuning_builtin(&builtin);
+    kvn_pool_tune(pool, &builtin);
     error = start_workers(pool);
     if (error) {
         kvn_pool_destroy(pool);
@@ -222,6 +256,50 @@ kvn_pool *kvn_pool_create(unsigned threads)
 }
 
 unsigned kvn_pool_threads(const kvn_pool *pool) { return pool->threads; }
+
+uint64_t kvn_pool_looks(kvn_pool *pool)
+{
+    uint64_t looks;
+
+    pthread_mutex_lock(&pool->mutex);
+    looks = pool->looks;
+    pthread_mutex_unlock(&pool->mutex);
+    return looks;
+}
+
+int64_t kvn_pool_cpu_ns(const kvn_pool *pool)
+{
+    int64_t sum = 0;
+
+    for (unsigned i = 0; i < pool->started; i++) {
+        clockid_t clock;
+        struct timespec ran;
+        if (pthread_getcpuclockid(pool->workers[i], &clock) == 0 && clock_gettime(clock, &ran) == 0)
+            sum += ran.tv_sec * INT64_C(1000000000) + ran.tv_nsec;
+    }
+    return sum;
+}
+
+void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
+{
+    atomic_store_explicit(&pool->cached, kvn_copy_function(tuning->cached), memory_order_relaxed);
+    atomic_store_explicit(&pool->bypassing, kvn_copy_function(tuning->bypassing),
+                          memory_order_relaxed);
+    atomic_store_explicit(&pool->bypass_nbytes, tuning->bypass_nbytes, memory_order_relaxed);
+    atomic_store_explicit(&pool->piece_nbytes, tuning->piece_nbytes, memory_order_relaxed);
+}
+
+/* A batch that outgrows the caches is better written past them; a smaller one is likely to be in
+ * them, and to be read from them next. */
+kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes)
+{
+    const _Atomic(kvn_copy) *copy =
+        batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)
+            ? &pool->cached
+            : &pool->bypassing;
+
+    return atomic_load_explicit(copy, memory_order_relaxed);
+}
 
 void kvn_pool_destroy(kvn_pool *pool)
 {
@@ -248,8 +326,12 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
     }
     kvn_cond_init(&job->changed);
     job->pool = pool;
+    if (job->limits.nbytes == KVN_PIECE_TUNED)
+        job->limits.nbytes = atomic_load_explicit(&pool->piece_nbytes, memory_order_relaxed);
     kvn_job_start(job, total);
     pthread_mutex_lock(&pool->mutex);
+    if (kvn_now_ns() - pool->ended_ns < LOOK_NS)
+        pool->vain = 0;
     kvn_list_push_back(&pool->queue, &job->queued);
     wake_worker(pool);
     pthread_mutex_unlock(&pool->mutex);

@@ -6,8 +6,8 @@
  *
  * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
  *   with its own job when a place is free, instead of a worker.
- * - Of a job whose caller computes meanwhile (KVN_CALLER_COMPUTES) the workers take a place less, if
- *   there are two or more: the last one is a waiter's.
+ * - Of a job whose caller waits at once, or computes meanwhile (KVN_CALLER_WAITS, _COMPUTES), the
+ *   workers take a place less, if there are two or more: the last one is the caller's.
  * - Jobs start in the order of submission; one that somebody waits for comes first.
  * - A piece is short (its backend says how long at most): aborting means claiming no more, and
  *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
@@ -17,12 +17,22 @@
 #define KVNATIVE_HOST_POOL_H
 
 #include "host/job.h"
+#include "host/tuning.h"
 
 #define KVN_MAX_THREADS 64 /* a report holds one span per thread, and the tail */
 
-/* `threads` in [1, KVN_MAX_THREADS]. NULL with errno set (EINVAL, ENOMEM, EAGAIN) on failure. */
+/* `threads` in [1, KVN_MAX_THREADS]; tuned as is built in. NULL with errno set (EINVAL, ENOMEM,
+ * EAGAIN) on failure. */
 kvn_pool *kvn_pool_create(unsigned threads);
 unsigned kvn_pool_threads(const kvn_pool *pool);
+/* How often a worker has looked for the next job before it slept. */
+uint64_t kvn_pool_looks(kvn_pool *pool);
+/* Nanoseconds that its workers have run. */
+int64_t kvn_pool_cpu_ns(const kvn_pool *pool);
+/* From now on; what is being moved may go on as before. Its strategies must be executable here. */
+void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning);
+/* How a batch of so many bytes is copied. */
+kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes);
 /* No job may be left. Joins the workers (in the process that made the pool). */
 void kvn_pool_destroy(kvn_pool *pool);
 

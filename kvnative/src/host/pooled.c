@@ -19,7 +19,7 @@ void kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_poo
     self->base.vtable = vtable;
     self->pool = pool;
     self->move = move;
-    self->piece = (kvn_piece_limits){.descriptors = UINT64_MAX, .nbytes = KVN_PIECE_MAX};
+    self->piece = (kvn_piece_limits){.descriptors = UINT64_MAX, .nbytes = KVN_PIECE_TUNED};
 }
 
 void kvn_pooled_fini(kvn_pooled *self) { kvn_guard_destroy(self->guard); }

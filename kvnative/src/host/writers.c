@@ -122,7 +122,8 @@ int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *fail
     int status = check_num_entries(num_entries, failure);
     if (status != KVN_OK)
         return status;
-    status = kvn_arena_create("kvplan-writers", table_nbytes(num_entries), 0, &out->memory, failure);
+    status = kvn_arena_create("kvplan-writers", table_nbytes(num_entries), 0, KVN_PAGES_AUTO, -1,
+                              &out->memory, failure);
     if (status != KVN_OK)
         return status;
     out->gates = mmap(NULL, out->memory.nbytes, PROT_READ | PROT_WRITE,
@@ -389,13 +390,13 @@ static int refuse(kvn_fault *fault, int status, uint64_t descriptor, int pid, co
     return status;
 }
 
-/* Puts a ticket into the entry. False: there is no place, and none becomes free. */
-static bool take_place(kvn_writer *writer, entry *it, bool by_process, kvn_announcement *out)
+/* Puts a ticket into the entry. False: there is no place, and none becomes free in so many tries. */
+static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t most_tries,
+                       kvn_announcement *out)
 {
     const uint64_t turn = atomic_fetch_add_explicit(&writer->last, 1, memory_order_relaxed) + 1;
     out->number = turn << 1 | (by_process ? BY_PROCESS : 0);
-    /* No clock: it goes on while this process is stopped. */
-    for (uint64_t tries = 0; tries < (YIELDS + NAPS) * KVN_WRITER_TICKETS; tries++) {
+    for (uint64_t tries = 0; tries < most_tries; tries++) {
         uint64_t none = 0;
         out->place = (turn + tries) % KVN_WRITER_TICKETS;
         if (atomic_load_explicit(&it->tickets[out->place], memory_order_relaxed) == 0 &&
@@ -407,6 +408,13 @@ static bool take_place(kvn_writer *writer, entry *it, bool by_process, kvn_annou
     return false;
 }
 
+/* After the ticket, which has a fence: it is seen by whoever has not yet released. */
+static bool is_stale(const kvn_guard *guard)
+{
+    return kvn_generations_first_stale(&guard->writer->generations, guard->words, guard->count) <
+           guard->count;
+}
+
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault)
 {
@@ -414,13 +422,12 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
         return KVN_OK;
     kvn_writer *writer = guard->writer;
     entry *it = taken_entry(writer);
-    if (!take_place(writer, it, by_process, out))
+    /* No clock: it goes on while this process is stopped. */
+    if (!take_place(writer, it, by_process, (YIELDS + NAPS) * KVN_WRITER_TICKETS, out))
         return refuse(fault, KVN_FAILED, descriptor, writer->pid,
                       "is being written to by as many pieces of this link as can be announced, and "
                       "none of them ends: wait for transfers before more are begun");
-    /* With the fence in there: the ticket is seen by whoever has not yet released. */
-    const bool stale = kvn_generations_first_stale(&writer->generations, guard->words,
-                                                   guard->count) < guard->count;
+    const bool stale = is_stale(guard);
     if (!stale && !atomic_load(&it->closed))
         return KVN_OK;
     kvn_guard_leave(guard, out);
@@ -429,6 +436,17 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                  : refuse(fault, KVN_PEER_GONE, descriptor, writer->pid,
                           "did not wait for this one any more when that did not run, and takes no "
                           "more of its writes: link again");
+}
+
+bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out)
+{
+    entry *it = taken_entry(guard->writer);
+    if (!take_place(guard->writer, it, false, KVN_WRITER_TICKETS - 1, out))
+        return false;
+    if (!is_stale(guard) && !atomic_load(&it->closed))
+        return true;
+    kvn_guard_leave(guard, out);
+    return false;
 }
 
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement)

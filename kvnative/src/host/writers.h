@@ -97,6 +97,9 @@ void kvn_guard_destroy(kvn_guard *guard); /* of NULL: nothing */
  * Without a guard all is well. */
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault);
+/* As kvn_guard_enter, of what is mapped here, for one who does not wait for a place: false where that
+ * would wait, or fail. */
+bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out);
 /* The piece is written. */
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement);
 

@@ -11,7 +11,11 @@ from importlib import import_module
 from pathlib import Path
 
 import kvplan
+from kvnative.cores import usable_cores
+from kvplan.status import LLMException
 
+_TRIED_NBYTES = 4 << 20
+_HUGETLB = ("Hugepagesize", "HugePages_Total", "HugePages_Free", "HugePages_Rsvd")
 _DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 5}  # at each end
 
 
@@ -28,11 +32,13 @@ def describe() -> dict[str, object]:
             "system": f"{platform.system()} {platform.release()}",
             "machine": platform.machine(),
             "libc": " ".join(platform.libc_ver()).strip(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
         },
         "native_modules": _native_modules(),
+        "copies_tuned": _tuning(),
         "user_key": _user_key(),
         "limits": _limits(),
+        "pages": _pages(),
     }
 
 
@@ -45,6 +51,27 @@ def _native_modules() -> dict[str, str]:
     folder = Path(str(kvnative.__file__)).parent
     # By the stubs, so that one which was not built is missed.
     return {it.stem: _load(f"kvnative.{it.stem}") for it in sorted(folder.glob("_*.pyi"))}
+
+
+def _tuning() -> dict[str, object]:
+    """How an engine of this environment would copy, and why so."""
+    try:
+        from kvplan.execution.tuning import choose, load_tuning, tuning_path
+
+        choice = choose()
+        found = load_tuning() if choice.source == "measured" else None
+        where = str(tuning_path())
+    except (ImportError, LLMException) as error:
+        return {"why_not": str(error)}
+    return {
+        "why_not": "",
+        **choice.tuning._asdict(),
+        "source": choice.source,
+        "note": choice.note,
+        "path": where,
+        "measured": found.measured if found else None,
+        "reasons": list(found.reasons) if found else [],
+    }
 
 
 def _user_key() -> dict[str, object]:
@@ -79,9 +106,52 @@ def _descriptors_of_a_link() -> dict[str, int]:
     with suppress(ImportError):  # native modules that do not load: `native_modules` says why
         from kvplan.transport.tcp.transport import connections_of
 
-        tcp = 5 + 2 * connections_of(len(os.sched_getaffinity(0)))
+        tcp = 5 + 2 * connections_of(usable_cores())
         return {**_DESCRIPTORS_OF_A_LINK, "tcp": tcp}
     return _DESCRIPTORS_OF_A_LINK
+
+
+def _pages() -> dict[str, object]:
+    """What pages memory here can have, and what was tried of that."""
+    meminfo = dict(line.split(":", 1) for line in _text_of("/proc/meminfo").splitlines())
+    kib = {name: int(meminfo.get(name, "0").split()[0]) for name in _HUGETLB}
+    found: dict[str, object] = {
+        "nbytes": resource.getpagesize(),
+        "hugetlb": {
+            "nbytes": kib["Hugepagesize"] << 10,
+            "total": kib["HugePages_Total"],
+            "free": kib["HugePages_Free"] - kib["HugePages_Rsvd"],
+        },
+        "shmem_enabled": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "huge": None,
+        "populates": None,
+        "numa_nodes": None,
+        "why_not": "",
+    }
+    try:
+        from kvnative._host import Arena, PageWalk, page_use
+        from kvplan.engine.numa import numa_nodes
+
+        found["numa_nodes"] = {it: len(cores) for it, cores in numa_nodes().items()}
+        with Arena(_TRIED_NBYTES, prefault=True) as arena:
+            huge = page_use(arena.address, arena.nbytes)[2]
+            found["huge"] = None if huge is None else huge == arena.nbytes
+            found["populates"] = PageWalk(arena.nbytes).advance(arena, 1.0) > 0
+    except (ImportError, OSError, MemoryError, NotImplementedError) as error:
+        found["why_not"] = str(error)
+    return found
+
+
+def _chosen(path: str) -> str:
+    """Of "always [never]" what is in brackets; empty where there is no such file."""
+    return _text_of(path).partition("[")[2].partition("]")[0]
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _number_in(path: str) -> int | None:

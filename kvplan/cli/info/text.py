@@ -13,7 +13,10 @@ Found = dict[str, Any]
 
 def render(found: Found) -> str:
     """All of it, ending with a line's end."""
-    parts = (_host, _accelerator, _ucx, _copies, _transports, _user_key, _limits, _stopped)
+    parts = (
+        _host, _accelerator, _ucx, _copies, _transports, _tuned, _user_key, _limits, _pages,
+        _stopped,
+    )  # fmt: skip
     return "\n".join(line for part in parts for line in part(found)) + "\n"
 
 
@@ -160,6 +163,31 @@ def _transports(found: Found) -> Iterator[str]:
             )
 
 
+def tuning_text(it: Found) -> str:
+    """`memcpy, from 24 MiB on nt-avx512, 2 threads`."""
+    bypass = f"{it['bypass_nbytes'] / (1 << 20):g} MiB"
+    return f"{it['cached']}, from {bypass} on {it['bypassing']}, {it['threads']} threads"
+
+
+def tuned_text(it: Found) -> str:
+    """A tuning, and where it comes from."""
+    if it["why_not"]:
+        return f"not known: {it['why_not']}"
+    how = f"measured on {it['measured'][:10]}" if it["measured"] else it["source"]
+    return f"{tuning_text(it)} ({how})"
+
+
+def _tuned(found: Found) -> Iterator[str]:
+    it = found["copies_tuned"]
+    yield ""
+    yield f"plain copies: {tuned_text(it)}"
+    if it["why_not"]:
+        return
+    yield from (_row("", reason) for reason in it["reasons"])
+    if it["note"]:
+        yield _row("not used", it["note"])
+
+
 def _user_key(found: Found) -> Iterator[str]:
     it = found["user_key"]
     yield ""
@@ -187,6 +215,23 @@ def _limits(found: Found) -> Iterator[str]:
     if scope:
         what = "only with kvplan.permit_any_peer" if scope == 1 else "not at all"
         yield _row("Yama", f"ptrace_scope {scope}: peers reach registered host memory {what}")
+
+
+def _pages(found: Found) -> Iterator[str]:
+    it = found["pages"]
+    hugetlb, nodes = it["hugetlb"], it["numa_nodes"]
+    huge = {True: "made of prefaulted memory", False: "not made now", None: "not known"}
+    yield ""
+    yield f"pages of {it['nbytes'] >> 10} KiB"
+    ahead = "peers' pages are mapped ahead" if it["populates"] else "at first use"
+    yield _row("populate", ahead if not it["why_not"] else f"FAILED: {it['why_not']}")
+    yield _row("huge", f"{huge[it['huge']]}; shmem_enabled is {it['shmem_enabled'] or 'not there'}")
+    if size := hugetlb["nbytes"]:
+        free = f"{hugetlb['free']} free of {hugetlb['total']} reserved (vm.nr_hugepages)"
+        yield _row("hugetlb", f"{free}, of {size >> 10} KiB")
+    if nodes:
+        cores = ", ".join(f"node {node}: {count} cores" for node, count in nodes.items())
+        yield _row("NUMA", cores)
 
 
 def _stopped(found: Found) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from kvplan.cli.info.text import Found, wrapped
+from kvplan.cli.info.text import Found, tuned_text, wrapped
 
 _IN_HOST: Final = ("hccl", "local", "tcp")
 _ACROSS: Final = ("hccl", "ucx", "tcp")
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(found: Found) -> Verdict:
-    """Sum up `found`: 3 to 8 lines, the first of which says whether it works."""
+    """Sum up `found`: 3 to 9 lines, the first of which says whether it works."""
     broken = {name: why for name, why in found["native_modules"].items() if why}
     usable = {it["name"]: it for it in found["transports"] if it["works"]}
     head = f"kvplan {found['kvplan']}"
@@ -44,6 +44,7 @@ def verdict(found: Found) -> Verdict:
         lines.append((wrapped("across hosts", _means(usable, _ACROSS)), ""))
     lines.append((wrapped("accelerator", _accelerator(found["accelerator"])), ""))
     lines.append((wrapped("RDMA", _rdma(found, usable)), ""))
+    lines.append((wrapped("copies", tuned_text(found["copies_tuned"])), ""))
     if it := found["stopped"]:
         text = f"{it['step']}: {it['reason']}; -v says more"
         lines.append((wrapped("NOT LOOKED AT", text), "yellow"))
@@ -86,6 +87,8 @@ def _to_do(found: Found) -> Iterator[str]:
     missing = found["ucx"].get("missing_for_rdma") or []
     if len(missing) == 1 and "RDMA device" not in missing[0]:
         yield missing[0]
+    if note := found["copies_tuned"].get("note"):
+        yield f"copies are as built in: {note}"
     for it in found["copies"]:
         if not it["works"]:
             yield f"copies between {it['local']} and {it['remote']} memory FAILED: {it['why_not']}"

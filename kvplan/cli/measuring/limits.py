@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvnative.cores import usable_cores
 from kvplan.cli.measuring.peer_process import COUNT_NBYTES
 from kvplan.cli.measuring.samples import Sample
 from kvplan.status import LLMException
@@ -39,7 +40,7 @@ def memory(nbytes: int) -> NDArray[np.uint8]:
 def copies(nbytes: int) -> Iterator[dict[int, Sample]]:
     """`memcpy` of that many bytes, by number of threads: one, and as many as there are cores."""
     source, target = memory(nbytes), memory(nbytes)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     with ThreadPoolExecutor(cores) as pool:
         yield {it: _copy(source, target, it, pool) for it in sorted({1, cores})}
 

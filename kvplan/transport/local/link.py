@@ -17,7 +17,7 @@ from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered, 
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -42,11 +42,11 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     way = "mapped arenas, process_vm"
     detects_freed: Literal["check"] = "check"
 
-    def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
+    def __init__(self, metadata: Metadata, *, populate: str) -> None:
         super().__init__(metadata)
         self._peer_pid = metadata.identity.pid
         self.is_to_self = self._peer_pid == self.pid
-        self._arenas = PeerArenas(self._peer_pid, prefault=prefault)
+        self._arenas = PeerArenas(self._peer_pid, populate=populate)
         self._can_reach_registered = False
         self._mutex = threading.RLock()  # of the writer: one for all memory that is written to
         self._writer: Writer | None = None
@@ -126,6 +126,15 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     def reading(self, pool: ThreadPool) -> Backend:
         """The backend that reads from this peer's own addresses."""
         return process_backend(pool, self._peer_pid, "get")
+
+    def prepare(self, job: Callable[[], object]) -> None:
+        """See `TransportLink.prepare`: arenas are mapped, and their pages populated."""
+        if not self.is_to_self:
+            self._arenas.prepare(job)
+
+    def mapped(self) -> list[Arena]:
+        """See `TransportLink.mapped`."""
+        return self._arenas.mapped()
 
     def unreached_from_device(self) -> LLMException:
         """Why its own addresses and a device's memory are no two sides of one transfer."""

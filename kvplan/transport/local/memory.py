@@ -6,15 +6,16 @@ import os
 import threading
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakValueDictionary
 
 from kvnative._host import Arena
 from kvplan.transport.base import BasePeerMemory, no_leases
 from kvplan.transport.local.metadata import ArenaRef, Range
+from kvplan.transport.pages import background_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Pin
     from kvnative._process import Peer
-    from kvnative._writers import Writer
+    from kvnative._writers import WriteGuard, Writer
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.transport.local.link import LocalLink
 
     Column = NDArray[np.uint64]
+
+POPULATE: Final = ("background", "now", "off")
+"""When pages of a peer's arena are mapped: those that are there, in the background; all, holes too,
+with the arena; or each at its first use."""
 
 # What this process offers, so that a link to itself finds the arena instead of mapping it again.
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
@@ -48,9 +53,10 @@ def offered(ref: ArenaRef) -> Arena | None:
 class PeerArenas:
     """The arenas of process `pid` that are mapped here, each once however many use it."""
 
-    def __init__(self, pid: int, *, prefault: bool) -> None:
+    def __init__(self, pid: int, *, populate: str) -> None:
         self._pid = pid
-        self._prefault = prefault
+        self._populate = populate
+        self._owner = object()  # of what is populated in the background, which must not hold this
         self._mutex = threading.RLock()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
         self._kept: dict[ArenaRef, Arena] = {}
@@ -68,20 +74,34 @@ class PeerArenas:
                 arena = Arena.of_peer(
                     self._pid, ref.fd, ref.inode, ref.nbytes, writable=it.writable
                 )
-                if self._prefault:
+                if self._populate == "now":
                     arena.populate()
                 self._mapped[ref] = arena
+                # Pages of hugetlbfs are all mapped with it.
+                if self._populate == "background" and arena.pages != "hugetlb" and not self._closed:
+                    background_pages().add(arena, self._owner)
             # One that is offered whole goes with its last user here. One that is offered in parts
             # stays: it is a pool, whose parts come and go while its pages are mapped once.
             if it.nbytes < ref.nbytes and not self._closed:
                 self._kept[ref] = arena
             return arena
 
+    def prepare(self, job: Callable[[], object]) -> None:
+        """Have `job`, which maps arenas, called soon where they are populated in the background."""
+        if self._populate == "background" and not self._closed:
+            background_pages().submit(job, self._owner)
+
+    def mapped(self) -> list[Arena]:
+        """Those that are mapped now."""
+        return list(self._mapped.values())
+
     def close(self) -> None:
-        """Keep nothing that is not in use; idempotent."""
+        """Keep nothing that is not in use, populate nothing more; idempotent."""
         with self._mutex:
             self._closed = True
             self._kept = {}
+        if self._populate == "background":
+            background_pages().cancel(self._owner)
 
     def _is_open(self, ref: ArenaRef) -> bool:
         try:
@@ -112,6 +132,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
         self._writer = writer  # that announces what is written; None: not writable
+        self._write_guard: WriteGuard | None = None
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
     def backend(
@@ -150,8 +171,15 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
 
     @property
     def guard(self) -> tuple[Peer, bytes] | None:
-        """What checks, without Python, that all is as it was; None: it is not mapped here."""
+        """See `PeerMemory.guard`."""
         return (self._link.process, self._words) if self._arenas else None
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """See `PeerMemory.write_guard`."""
+        if self._write_guard is None and self._writer is not None and self._arenas:
+            self._write_guard = self._writer.guarded(self._words)
+        return self._write_guard
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: each check finds one of them ended, that was so before it."""
@@ -166,6 +194,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         it._leases = leases
         it._arenas = self._arenas
         it._writer = self._writer
+        it._write_guard = None
         it._backends = {}
         return it
 

@@ -14,7 +14,7 @@ from kvplan.transport.base import BaseTransport
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.local.identity import Identity
 from kvplan.transport.local.link import LocalLink
-from kvplan.transport.local.memory import offer
+from kvplan.transport.local.memory import POPULATE, offer
 from kvplan.transport.local.metadata import (
     GenerationTableRef,
     Metadata,
@@ -29,6 +29,7 @@ from kvplan.transport.registrations import (
     RegistrationTable,
     leases_taken,
 )
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+def check_populate(name: str, value: object) -> None:
+    """Refuse what is not one of `POPULATE`: LLM_PARAM_INVALID, or TypeError."""
+    if check_type(name, value, str) not in POPULATE:
+        raise invalid(f"{name}={shown(value)} must be one of {', '.join(POPULATE)}")
 
 
 class LocalRegistration(Registration[Range]):
@@ -62,19 +69,32 @@ class LocalTransport(BaseTransport):
     name = LocalLink.transport
     reaches: frozenset[Kind] = frozenset({"host"})
 
-    def __init__(self, *, max_registrations: int = 65536, permit_any_peer: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        max_registrations: int = 65536,
+        permit_any_peer: bool = False,
+        populate: str = "background",
+    ) -> None:
         """Show this process to its peers.
 
         Args:
             max_registrations: how many there can be at once; each takes 16 bytes, as do the leases
                 that there can be besides.
             permit_any_peer: let every process of this user trace this one, as Yama demands.
+            populate: when pages of peers' arenas are mapped here. "background": those that their
+                owners have filled, soon after the arena is mapped, by a thread; "now": all of them
+                with the arena, which allocates what its owner has not touched; "off": each at its
+                first use.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24];
-                LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no descriptor is left.
+            LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24], or `populate`
+                is none of these; LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no
+                descriptor is left.
         """
         super().__init__()
+        check_populate("populate", populate)
+        self._populate = populate
         try:
             self._identity = Identity.of_self()
             self._generations = GenerationTable(max_registrations, MAX_LEASES)
@@ -191,22 +211,19 @@ class LocalTransport(BaseTransport):
         timeout_ms: float | None = None,
         session: bytes = b"",
         streams: protocol.Streams | None = None,
-        prefault: bool = False,
     ) -> LocalLink:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
         Args:
             metadata: the peer's.
             timeout_ms, session, streams: not used, since nobody is waited for.
-            prefault: map the pages of an arena with it, which costs time and page tables, instead
-                of one fault a page at first use.
 
         Raises:
             LLMException: LLM_LINK_FAILED: another host or PID namespace, exited, or the system
                 refuses access: the message says what to allow; LLM_PARAM_INVALID: bad metadata.
         """
         self._check_open()
-        return LocalLink(Metadata.from_bytes(metadata), prefault=prefault)
+        return LocalLink(Metadata.from_bytes(metadata), populate=self._populate)
 
     def close(self) -> None:
         """Deregister everything, as `deregister`, and take the generation table down; idempotent.

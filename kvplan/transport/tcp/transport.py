@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvnative._backend import NativeError
 from kvnative._tcp import TcpService, check_encryption
+from kvnative.cores import usable_cores
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import BaseTransport, link_failed
@@ -71,7 +72,7 @@ class TcpTransport(BaseTransport):
         """
         super().__init__()
         if connections is None:
-            connections = connections_of(len(os.sched_getaffinity(0)))
+            connections = connections_of(usable_cores())
         if not 1 <= check_type("connections", connections, int) <= MAX_CONNECTIONS:
             raise invalid(f"connections={connections} is out of range [1, {MAX_CONNECTIONS}]")
         self._connections = connections

@@ -1,23 +1,16 @@
-"""Operations between a cache of this process and one of a peer: pull and push."""
+"""Pulls: from a cache of a peer into one of this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.lease import BlockLease
+from kvplan.planning.blocks import are_whole, has_blocks
 from kvplan.planning.layers import ALL_LAYERS
-from kvplan.planning.planner import (
-    plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
-    plan_push_cache,
-)
+from kvplan.planning.planner import plan_pull_blocks, plan_pull_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
-from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
-from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from kvplan.execution import TransferTask
@@ -26,7 +19,7 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 
 
-class RemoteOperations(OperationRunner):
+class PullOperations(OperationRunner):
     """Each operation three times: executed, only planned, and submitted.
 
     All layers of an operation are one plan and one submission. Each may raise the following.
@@ -84,6 +77,23 @@ class RemoteOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
+        if (
+            isinstance(src, CacheIndex)
+            and type(size) is int
+            and size == -1
+            and reinterpret is False
+            and verify is False
+            and are_whole(num_tokens, coalesce, src_offset, dst_offset)
+            and timeout_ms is None
+            and notify is None
+            and notify_failure is None
+            and type(tag) is str
+            and tag == ""
+            and self._move_now(
+                "pull_cache", src, dst, (src.batch_index,), (batch_index,), ext_param
+            )
+        ):
+            return
         with Operation(
             self._running(),
             "pull_cache",
@@ -196,6 +206,19 @@ class RemoteOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
+        if (
+            src_blocks is not None
+            and are_whole(num_tokens, coalesce, src_token, dst_token)
+            and reinterpret is False
+            and verify is False
+            and timeout_ms is None
+            and notify is None
+            and notify_failure is None
+            and type(tag) is str
+            and tag == ""
+            and self._move_now("pull_blocks", src, dst, src_blocks, dst_blocks, ext_param)
+        ):
+            return
         with Operation(
             self._running(),
             "pull_blocks",
@@ -266,219 +289,6 @@ class RemoteOperations(OperationRunner):
             )  # fmt: skip
             return self._submit(operation, prepared)
 
-    def push_cache(
-        self,
-        src: Cache,
-        dst: CacheIndex | BlockLease,
-        src_batch_index: int = 0,
-        size: int = -1,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        num_tokens: int | None = None,
-        timeout_ms: float | None = None,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        verify: bool = False,
-        tag: str = "",
-    ) -> None:
-        """Push a slot of a local cache into a slot of a remote one.
-
-        Args:
-            src: the local cache; only its id matters, if it has one.
-            dst: the remote slot, or a lease of it.
-            src_batch_index: the local slot.
-            size: -1: the whole row; nothing else, as in the reference.
-            ext_param: the layers.
-            num_tokens: tokens of the row that are moved, instead of bytes; None: as `size` says.
-            timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
-            coalesce: how slices become segments.
-            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
-            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
-                succeeds when its engine has it. None: nothing is sent.
-            notify_failure: sent instead if the transfer fails and the link stands.
-            verify: read all that has moved again, and compare it with the other side: LLM_FAILED
-                names what differs. Not on devices. False: as option `kvplan.verify` says.
-            tag: what logs and recordings call the transfer, such as the id of the request: at most
-                128 printable characters.
-        """
-        with Operation(
-            self._running(),
-            "push_cache",
-            notify=notify,
-            notify_failure=notify_failure,
-            verify=verify,
-            tag=tag,
-        ) as operation:
-            while not operation.done:
-                prepared = _push_cache(
-                    operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
-                    reinterpret,
-                )  # fmt: skip
-                self._execute(operation, prepared, timeout_ms)
-
-    def plan_push_cache(
-        self,
-        src: Cache,
-        dst: CacheIndex | BlockLease,
-        src_batch_index: int = 0,
-        size: int = -1,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        num_tokens: int | None = None,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-    ) -> Plan:
-        """Plan `push_cache` with the peer's own description; nothing moves."""
-        operation = Operation(self._running(), "push_cache")
-        return _push_cache(
-            operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce, reinterpret
-        )[0]
-
-    def submit_push_cache(
-        self,
-        src: Cache,
-        dst: CacheIndex | BlockLease,
-        src_batch_index: int = 0,
-        size: int = -1,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        num_tokens: int | None = None,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        verify: bool = False,
-        tag: str = "",
-    ) -> TransferTask:
-        """Begin `push_cache` and return its task."""
-        with Operation(
-            self._running(),
-            "push_cache",
-            notify=notify,
-            notify_failure=notify_failure,
-            verify=verify,
-            tag=tag,
-        ) as operation:
-            prepared = _push_cache(
-                operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
-                reinterpret,
-            )  # fmt: skip
-            return self._submit(operation, prepared)
-
-    def push_blocks(
-        self,
-        src: Cache,
-        dst: CacheIndex | BlocksCacheKey | BlockLease,
-        src_blocks: Blocks,
-        dst_blocks: Blocks | None = None,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        num_tokens: int | None = None,
-        src_token: int = 0,
-        dst_token: int = 0,
-        timeout_ms: float | None = None,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        verify: bool = False,
-        tag: str = "",
-    ) -> None:
-        """Push blocks of a local paged cache into blocks of a remote one.
-
-        Args:
-            src: the local paged cache; only its id matters, if it has one.
-            dst: the remote paged cache; or a lease, which names blocks.
-            src_blocks: local blocks.
-            dst_blocks: remote blocks, one for each of `src_blocks`. Of a lease None: all
-                that it names.
-            ext_param: the layers.
-            num_tokens: tokens of the request that are moved; None: whole blocks. It needs a layout
-                on both sides (`kv_tensor_format`), as does anything that lies differently there.
-            src_token, dst_token: tokens of the block tables to skip, on each side.
-            timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
-            coalesce: how slices become segments.
-            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
-            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
-                succeeds when its engine has it. None: nothing is sent.
-            notify_failure: sent instead if the transfer fails and the link stands.
-            verify: read all that has moved again, and compare it with the other side: LLM_FAILED
-                names what differs. Not on devices. False: as option `kvplan.verify` says.
-            tag: what logs and recordings call the transfer, such as the id of the request: at most
-                128 printable characters.
-        """
-        with Operation(
-            self._running(),
-            "push_blocks",
-            speculative=True,
-            notify=notify,
-            notify_failure=notify_failure,
-            verify=verify,
-            tag=tag,
-        ) as operation:
-            while not operation.done:
-                prepared = _push_blocks(
-                    operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
-                    ext_param, coalesce, reinterpret,
-                )  # fmt: skip
-                self._execute(operation, prepared, timeout_ms)
-
-    def plan_push_blocks(
-        self,
-        src: Cache,
-        dst: CacheIndex | BlocksCacheKey | BlockLease,
-        src_blocks: Blocks,
-        dst_blocks: Blocks | None = None,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        num_tokens: int | None = None,
-        src_token: int = 0,
-        dst_token: int = 0,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-    ) -> Plan:
-        """Plan `push_blocks` with the peer's own description; nothing moves."""
-        operation = Operation(self._running(), "push_blocks")
-        return _push_blocks(
-            operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
-            ext_param, coalesce, reinterpret,
-        )[0]  # fmt: skip
-
-    def submit_push_blocks(
-        self,
-        src: Cache,
-        dst: CacheIndex | BlocksCacheKey | BlockLease,
-        src_blocks: Blocks,
-        dst_blocks: Blocks | None = None,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        num_tokens: int | None = None,
-        src_token: int = 0,
-        dst_token: int = 0,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        verify: bool = False,
-        tag: str = "",
-    ) -> TransferTask:
-        """Begin `push_blocks` and return its task."""
-        with Operation(
-            self._running(),
-            "push_blocks",
-            notify=notify,
-            notify_failure=notify_failure,
-            verify=verify,
-            tag=tag,
-        ) as operation:
-            prepared = _push_blocks(
-                operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
-                ext_param, coalesce, reinterpret,
-            )  # fmt: skip
-            return self._submit(operation, prepared)
-
 
 def _pull_cache(
     operation: Operation,
@@ -499,9 +309,9 @@ def _pull_cache(
         "src", src, (CacheIndex, CacheKey, BlockLease), paged=False, writable=False
     )
     whole = type(size) is int and size == -1
-    if whole and _is_whole(operation, num_tokens, ext_param, coalesce, src_offset, dst_offset):
+    if operation.moves and whole and are_whole(num_tokens, coalesce, src_offset, dst_offset):
         bound = operation.engine.transfers.rows.bind(
-            "pull_cache", "C2C", source, target, theirs, ours, (slot,), (batch_index,)
+            "pull_cache", "C2C", source, target, theirs, ours, (slot,), (batch_index,), ext_param
         )
         if bound is not None:
             return bound[0], theirs, ours, bound[1]
@@ -544,10 +354,11 @@ def _pull_blocks(
     source, slot, theirs = operation.peer(
         "src", src, kinds, paged=has_blocks(src_blocks), writable=False, table="src_blocks"
     )
-    if source.paged and _is_whole(operation, num_tokens, ext_param, coalesce, src_token, dst_token):
+    is_whole = are_whole(num_tokens, coalesce, src_token, dst_token)
+    if operation.moves and source.paged and is_whole:
         assert src_blocks is not None
         bound = operation.engine.transfers.rows.bind(
-            "pull_blocks", "B2B", source, target, theirs, ours, src_blocks, dst_blocks
+            "pull_blocks", "B2B", source, target, theirs, ours, src_blocks, dst_blocks, ext_param
         )
         if bound is not None:
             return bound[0], theirs, ours, bound[1]
@@ -565,108 +376,3 @@ def _pull_blocks(
         reinterpret=reinterpret or operation.engine.reinterpret,
     )
     return plan, theirs, ours, None
-
-
-def _push_cache(
-    operation: Operation,
-    src: Cache,
-    dst: CacheIndex | BlockLease,
-    src_batch_index: int,
-    size: int,
-    num_tokens: int | None,
-    ext_param: KvCacheExtParam,
-    coalesce: Coalesce | bool,
-    reinterpret: bool,
-) -> Prepared:
-    """A local slot into a remote one."""
-    if type(size) is not int or size != -1:
-        check_type("size", size, int)
-        raise invalid(f"size={size} must be -1: a push moves the whole row")
-    source, ours = operation.own("src", src, paged=False)
-    target, slot, theirs = operation.peer(
-        "dst", dst, (CacheIndex, BlockLease), paged=False, writable=True
-    )
-    if _is_whole(operation, num_tokens, ext_param, coalesce):
-        bound = operation.engine.transfers.rows.bind(
-            "push_cache", "C2C", source, target, ours, theirs, (src_batch_index,), (slot,)
-        )
-        if bound is not None:
-            return bound[0], ours, theirs, bound[1]
-    plan = plan_push_cache(
-        source,
-        target,
-        src_batch_index=src_batch_index,
-        dst_batch_index=slot,
-        num_tokens=num_tokens,
-        ext_param=ext_param,
-        coalesce=coalesce,
-        reinterpret=reinterpret or operation.engine.reinterpret,
-    )
-    return plan, ours, theirs, None
-
-
-def _push_blocks(
-    operation: Operation,
-    src: Cache,
-    dst: CacheIndex | BlocksCacheKey | BlockLease,
-    src_blocks: Blocks,
-    dst_blocks: Blocks | None,
-    num_tokens: int | None,
-    src_token: int,
-    dst_token: int,
-    ext_param: KvCacheExtParam,
-    coalesce: Coalesce | bool,
-    reinterpret: bool,
-) -> Prepared:
-    """Local blocks into remote ones."""
-    if not has_blocks(src_blocks):
-        raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
-    if type(dst) is BlockLease:
-        if dst_blocks is None:
-            num_tokens = dst.num_tokens("num_tokens", num_tokens, dst_token)
-        dst_blocks = dst.named("dst_blocks", dst_blocks)
-    elif dst_blocks is None:
-        raise TypeError("dst_blocks is None; it must name a block for each of src_blocks")
-    source, ours = operation.own("src", src, paged=True)
-    kinds = (CacheIndex, BlocksCacheKey, BlockLease)
-    target, _, theirs = operation.peer("dst", dst, kinds, paged=True, writable=True)
-    if _is_whole(operation, num_tokens, ext_param, coalesce, src_token, dst_token):
-        bound = operation.engine.transfers.rows.bind(
-            "push_blocks", "B2B", source, target, ours, theirs, src_blocks, dst_blocks
-        )
-        if bound is not None:
-            return bound[0], ours, theirs, bound[1]
-    plan = plan_push_blocks(
-        source,
-        target,
-        src_blocks,
-        dst_blocks,
-        num_tokens=num_tokens,
-        src_token=src_token,
-        dst_token=dst_token,
-        ext_param=ext_param,
-        coalesce=coalesce,
-        reinterpret=reinterpret or operation.engine.reinterpret,
-    )
-    return plan, ours, theirs, None
-
-
-def _is_whole(
-    operation: Operation,
-    num_tokens: int | None,
-    ext_param: KvCacheExtParam,
-    coalesce: Coalesce | bool,
-    *skipped: int,
-) -> bool:
-    """Whether rows are moved as by default: all of each, from its beginning on, of all layers."""
-    if not operation.moves or ext_param is not ALL_LAYERS or coalesce is not DEFAULT_COALESCE:
-        return False
-    for it in skipped:
-        if type(it) is not int or it != 0:
-            return False
-    return num_tokens is None
-
-
-def has_blocks(blocks: object) -> bool:
-    """Whether a block table was given; what is not a block table is the planner's to refuse."""
-    return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)

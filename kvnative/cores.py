@@ -1,0 +1,50 @@
+"""How many cores this process may use: where it may run, and what its cgroups let it have."""
+
+import os
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
+
+__all__ = ["usable_cores"]
+
+
+def usable_cores(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that it may run on, or fewer if a cgroup limits its CPU time to fewer.
+
+    Args:
+        proc, groups: where procfs and the cgroups are mounted.
+    """
+    return min([len(os.sched_getaffinity(0)), *_limits(proc, groups)])
+
+
+def _limits(proc: Path, groups: Path) -> list[int]:
+    """Whole cores that each limit on the way to the root comes to; a part of one counts as one."""
+    try:
+        rows = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    limits = []
+    for row in rows:  # hierarchy:controllers:path; of version 2, "0::/path"
+        _, _, rest = row.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = groups / controllers if controllers else groups
+        # A container may see its host's path, which is not mounted there: the root then counts.
+        place = root / path.lstrip("/")
+        while True:
+            limits += _limit_at(place)
+            if place == root or root not in place.parents:
+                break
+            place = place.parent
+    return limits
+
+
+def _limit_at(place: Path) -> list[int]:
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = (place / "cpu.max").read_text().split()
+        return [max(1, ceil(int(quota) / int(period)))]  # "max": there is none
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = ((place / f"cpu.cfs_{it}_us").read_text() for it in ("quota", "period"))
+        return [max(1, ceil(int(quota) / int(period)))] if int(quota) > 0 else []
+    return []

@@ -1,0 +1,154 @@
+#include "host/measure.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/clock.h"
+#include "host/host.h"
+
+#define LOWEST_PRIORITY 19
+#define IN_A_ROW 3
+
+typedef struct mover {
+    kvn_pool *pool;
+    kvn_backend *backend;
+} mover;
+
+typedef struct measurement {
+    const kvn_candidate *candidates;
+    unsigned count, rounds;
+    const kvn_columns *batch;
+    int64_t deadline_ns;
+    int64_t *ns;
+    int64_t wanted_ns; /* of processors, had each thread had one */
+    int64_t given_ns;
+    bool background;
+    int done; /* rounds; -1: `error` */
+    int error;
+} measurement;
+
+static bool open_mover(mover *it, const kvn_candidate *candidate)
+{
+    it->pool = kvn_pool_create(candidate->threads);
+    if (!it->pool)
+        return false;
+    kvn_pool_tune(it->pool, &candidate->tuning);
+    it->backend = kvn_host_create(it->pool, NULL);
+    return it->backend != NULL;
+}
+
+static void close_mover(mover *it)
+{
+    if (it->backend)
+        it->backend->vtable->destroy(it->backend);
+    kvn_pool_destroy(it->pool);
+}
+
+/* Nanoseconds of one copy of the batch; -1 with errno set. */
+static int64_t copy_once(const mover *it, const kvn_columns *batch)
+{
+    const kvn_backend_vtable *calls = it->backend->vtable;
+    int64_t start = kvn_now_ns();
+    kvn_request *request;
+    kvn_report report;
+
+    if (calls->submit(it->backend, batch, &request, &report) != KVN_OK) {
+        errno = ENOMEM; /* ranges of our own are not refused for another reason */
+        return -1;
+    }
+    calls->wait(it->backend, request, KVN_FOREVER, &report);
+    calls->release(it->backend, request);
+    return kvn_now_ns() - start;
+}
+
+/* That this thread and the workers have run. */
+static int64_t cpu_ns(const mover *movers, unsigned count)
+{
+    struct timespec ran = {0};
+    int64_t sum;
+
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &ran);
+    sum = ran.tv_sec * INT64_C(1000000000) + ran.tv_nsec;
+    for (unsigned i = 0; i < count; i++)
+        sum += kvn_pool_cpu_ns(movers[i].pool);
+    return sum;
+}
+
+static int measure_rounds(measurement *self, const mover *movers)
+{
+    unsigned round = 0;
+
+    for (; round < self->rounds; round++)
+        for (unsigned i = 0; i < self->count; i++) {
+            int64_t fastest = INT64_MAX;
+            for (int turn = 0; turn < IN_A_ROW; turn++) {
+                int64_t took = copy_once(&movers[i], self->batch);
+                if (took < 0)
+                    return -1;
+                if (took < fastest)
+                    fastest = took;
+                self->wanted_ns += took * self->candidates[i].threads;
+                if (kvn_now_ns() >= self->deadline_ns)
+                    return (int)round;
+            }
+            self->ns[round * self->count + i] = fastest;
+        }
+    return (int)round;
+}
+
+/* On a thread made for this: who has lowered its priority may not raise it again. */
+static void *measure_main(void *argument)
+{
+    measurement *self = argument;
+    mover *movers = calloc(self->count, sizeof *movers);
+    bool opened = movers != NULL;
+
+    if (self->background) /* of this thread, and of those that it starts; lowering is always allowed */
+        setpriority(PRIO_PROCESS, (id_t)gettid(), LOWEST_PRIORITY);
+    for (unsigned i = 0; opened && i < self->count; i++)
+        opened = open_mover(&movers[i], &self->candidates[i]);
+    if (opened) {
+        self->given_ns = -cpu_ns(movers, self->count);
+        self->done = measure_rounds(self, movers);
+        self->given_ns += cpu_ns(movers, self->count);
+    }
+    self->error = errno;
+    for (unsigned i = 0; movers && i < self->count; i++)
+        close_mover(&movers[i]);
+    free(movers);
+    return NULL;
+}
+
+int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
+                unsigned rounds, bool background, int64_t deadline_ns, int64_t *ns, double *share)
+{
+    kvn_columns whole = *batch;
+    measurement self = {
+        .candidates = candidates,
+        .count = count,
+        .rounds = rounds,
+        .batch = &whole,
+        .deadline_ns = deadline_ns,
+        .ns = ns,
+        .background = background,
+        .done = -1,
+    };
+    pthread_t thread;
+    int error;
+
+    whole.caller = KVN_CALLER_WAITS;
+    error = pthread_create(&thread, NULL, measure_main, &self);
+    if (error == 0)
+        error = pthread_join(thread, NULL);
+    if (error == 0 && self.done < 0)
+        error = self.error;
+    *share = self.wanted_ns > 0 ? (double)self.given_ns / (double)self.wanted_ns : 0;
+    if (error == 0)
+        return self.done;
+    errno = error;
+    return -1;
+}

@@ -1,0 +1,72 @@
+/* The pages behind memory: which are there, mapped here, huge; and having them so ahead of their use.
+ *
+ * A mapping of shared memory has no page-table entries at first, though another process has filled its
+ * pages: each costs a fault at its first use here. A walk populates them ahead, in short steps, and
+ * only those that are there: to populate a hole of a memfd allocates memory that its owner has not used.
+ * Or it makes huge pages of those 2 MiB of an owner's memory that are wholly there. */
+#ifndef KVN_PAGES_H
+#define KVN_PAGES_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "core/failure.h"
+
+#define KVN_HUGE_NBYTES ((uint64_t)2 << 20) /* what a huge page has, with pages of 4 KiB */
+
+typedef enum kvn_walk_kind {
+    KVN_WALK_MAP,      /* map what is there */
+    KVN_WALK_COLLAPSE, /* make huge pages of what is there */
+} kvn_walk_kind;
+
+/* How far the pages of [0, nbytes) of one mapping have come; one thread at a time advances it. */
+typedef struct kvn_walk {
+    uint64_t nbytes;
+    uint64_t chunk_nbytes; /* of a step */
+    uint64_t num_chunks;   /* the last may be shorter */
+    uint64_t next;       /* the chunk to look at next; num_chunks: the end of a pass */
+    uint64_t left;       /* chunks that are not done */
+    uint16_t *seen;      /* by chunk: pages that were there, and are done */
+    kvn_walk_kind kind;
+    atomic_bool stopped; /* by any thread: a step that is under way is the last */
+} kvn_walk;
+
+/* KVN_NO_MEMORY. */
+int kvn_walk_begin(kvn_walk *walk, uint64_t nbytes, kvn_walk_kind kind, kvn_failure *failure);
+void kvn_walk_end(kvn_walk *walk); /* idempotent */
+
+/* Goes on, where `address` is mapped, until the end of a pass, `budget_ns` have passed, or it is
+ * stopped. It sleeps half of the time, so that who transfers has the processor.
+ * `*advanced`: bytes that are done and were not. KVN_UNSUPPORTED: this kernel cannot; done then. */
+int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t *advanced,
+                     kvn_failure *failure);
+/* From the first chunk that is not done. */
+void kvn_walk_again(kvn_walk *walk);
+
+/* Pages of memory of this process, whoever made it. */
+typedef struct kvn_page_use {
+    uint64_t present; /* bytes whose pages are in memory, mapped here or not */
+    int has_mapped;   /* whether the kernel says what follows (Linux 6.7) */
+    uint64_t mapped;  /* bytes that are used here without a fault */
+    uint64_t huge;    /* of those, by huge pages */
+} kvn_page_use;
+
+/* Looks at pages that [address, address + nbytes) touches, and counts whole pages. Reads no byte of
+ * them. KVN_UNMAPPED: not mapped all through. Takes up to 30 ms for each GiB. */
+int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure);
+
+#define KVN_MAX_SAMPLED 64
+/* The NUMA nodes of pages, evenly chosen among those that are mapped here: fills `nodes`, at most
+ * KVN_MAX_SAMPLED, and returns how many; 0 where the kernel does not say. */
+int kvn_pages_nodes(uint64_t address, uint64_t nbytes, int *nodes);
+
+/* Pages of shared memory mapped at `address` come from NUMA node `node` from here on, whoever touches
+ * them first; from others where that has none left. KVN_INVALID: no such node. */
+int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_failure *failure);
+
+/* Makes as much as can be of the memory present in huge pages, which is dearer in nothing: clearing one
+ * costs less than the faults of its 512. What cannot be is left as it was. */
+void kvn_pages_make_huge(char *address, uint64_t nbytes);
+
+#endif

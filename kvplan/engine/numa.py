@@ -1,0 +1,78 @@
+"""NUMA nodes of this machine: which there are, and threads that copy on the processors of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvplan.execution import Transfers, default_transfers
+from kvplan.inspection.units import plural
+from kvplan.status import invalid
+
+MAX_NODE: Final = 1023
+"""That Linux can have."""
+
+
+def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
+    """The processors of each node that is online; empty where the kernel does not say.
+
+    Args:
+        root: of the file system that has /sys.
+    """
+    folder = root / "sys/devices/system/node"
+    try:
+        online = _numbers((folder / "online").read_text())
+        return {it: _numbers((folder / f"node{it}/cpulist").read_text()) for it in sorted(online)}
+    except (OSError, ValueError):
+        return {}
+
+
+def check_node(name: str, node: int, nodes: Mapping[int, frozenset[int]]) -> None:
+    """Refuse a node that this machine does not have: LLM_PARAM_INVALID."""
+    if node in nodes:
+        return
+    if not nodes:
+        raise invalid(f"{name}={node}: the kernel of this machine does not know of NUMA nodes")
+    low, high = min(nodes), max(nodes)
+    missing = "" if len(nodes) == high - low + 1 else f", of which {sorted(nodes)} are online"
+    raise invalid(
+        f"{name}={node} is out of range [{low}, {high}]: this machine has "
+        f"{plural(len(nodes), 'NUMA node')}{missing}"
+    )
+
+
+def transfers_on(
+    node: int | None, nodes: Mapping[int, frozenset[int]], tuning: str | None
+) -> Transfers:
+    """This process's own transfers, by threads on the processors of `node`.
+
+    Those of any processor where that is None, the only node, or without one that may be used.
+    """
+    usable = frozenset() if node is None else nodes[node] & os.sched_getaffinity(0)
+    if len(nodes) < 2 or not usable:
+        return default_transfers(tuning)
+    with _running_on(usable):  # its threads stay where the one that makes them is
+        return default_transfers(tuning, usable)
+
+
+@contextmanager
+def _running_on(processors: frozenset[int]) -> Iterator[None]:
+    """This thread, and not others of the process."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Those of a list such as "0-3,8"; a node of memory alone has none."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

@@ -1,0 +1,305 @@
+"""Measures which tuning suits this machine: a short comparison with what is built in.
+
+What is built in stays unless something else is clearly better, so that noise changes nothing. The
+decisions are made here, from times that `measure` gives; `measured_here` takes them, on threads of
+their own and without the GIL.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvnative._host import Arena
+from kvnative._lower import Descriptors
+from kvnative._tuning import Tuning, measure_copies, usable_strategies
+from kvplan.execution.tuning import Finding, load_tuning, save_tuning, tuning_path
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from kvnative._executor import ThreadPool
+
+BUDGET_MS: Final = 300
+"""What measuring takes at most, memory and threads included."""
+LARGE_TRANSFER_NBYTES: Final = 1 << 20
+"""A process that moves so much at once is worth measuring for."""
+
+_SPAN_NBYTES: Final = 32 << 20
+"""On each side: more than caches of one processor hold, and few enough for any host."""
+_BLOCK_NBYTES: Final = 32 << 10
+_SIZES: Final = tuple(mib << 20 for mib in (8, 16, 24, 32))
+_CACHED_NBYTES: Final = 4 << 20
+_PIECES_NBYTES: Final = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
+_LARGE_NBYTES: Final = 16 << 20
+_THREADS: Final = (1, 2, 4, 8, 12)
+_NEVER: Final = 1 << 62
+
+_ROUNDS: Final = 5
+_FEWEST_ROUNDS: Final = 3
+_MARGIN: Final = 0.12
+"""By how much something else must be faster: in the median of the rounds, in which both had the
+machine one right after the other, and in the best ones. Which pages a process gets makes a tenth.
+"""
+_OF_CORES: Final = 0.85
+"""What threads must have been given of the cores they wanted: below it, others have them."""
+_SHARE: Final = 0.75
+"""In how many of the rounds it must be faster at all."""
+_STEADY: Final = 1.6
+"""Rounds whose median is so many times the fastest say that others use the machine."""
+
+Measure = Callable[[Sequence[Tuning], int, int, int], tuple[list[list[int]], float]]
+"""Tunings, bytes of a transfer, rounds, and a deadline of the clock, in ns: ns of each in each
+round that is whole, and how much of the cores that it wanted it was given."""
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class _Comparison:
+    """Tunings that moved the same bytes in turns."""
+
+    def __init__(self, rounds: list[list[int]], share: float) -> None:
+        self._rounds = rounds
+        self._share = share
+
+    @property
+    def sure(self) -> bool:
+        """Whether enough was measured, and nothing else used the machine meanwhile."""
+        steady = all(
+            median(column) <= _STEADY * min(column) for column in zip(*self._rounds, strict=True)
+        )
+        return len(self._rounds) >= _FEWEST_ROUNDS and self._share >= _OF_CORES and steady
+
+    def gain(self, of: int, over: int) -> float:
+        """How much less time one takes than another: 0.1 is a tenth; 0: not clearly less."""
+        ratios = [row[of] / row[over] for row in self._rounds]
+        fastest, other = (min(row[it] for row in self._rounds) for it in (of, over))
+        gain = 1 - max(median(ratios), fastest / other)
+        wins = sum(it < 1 for it in ratios) / len(ratios)
+        return gain if gain >= _MARGIN and wins >= _SHARE else 0.0
+
+
+class _BusyError(Exception):
+    """Others used the machine: what was measured says nothing of it."""
+
+
+class _Calibration:
+    """The comparisons, one after the other; each begins with the best of those before."""
+
+    def __init__(self, builtin: Tuning, measure: Measure, began_ns: int, budget_ns: float) -> None:
+        self.tuning = builtin
+        self.reasons: list[str] = []
+        self._measure = measure
+        self._began_ns = began_ns
+        self._budget_ns = budget_ns
+
+    def settle(
+        self, title: str, field: str, others: Sequence[object], nbytes: int, until: float
+    ) -> None:
+        """Let a field have the value that is clearly the best, if there is one.
+
+        Args:
+            until: the part of the time that may be over then.
+        """
+        values = [getattr(self.tuning, field)]
+        values += [it for it in others if it not in values]
+        if len(values) == 1:
+            return
+        found = self._compare(title, field, values, nbytes, until)
+        gains = [found.gain(it, 0) for it in range(len(values))]
+        best = max(range(len(values)), key=gains.__getitem__)
+        if gains[best]:
+            text = f"{values[best]}, {gains[best]:.0%} faster than {values[0]} at {_mib(nbytes)}"
+            self.tuning = _with(self.tuning, field, values[best])
+        else:
+            text = f"{values[0]}, as built in: nothing is clearly faster"
+        self.reasons.append(f"{title}: {text}")
+
+    def find_bypass(self, begin: float, end: float) -> None:
+        """From which size on to write past the caches: as built in, unless that clearly loses."""
+        title, builtin = "past the caches from", self.tuning.bypass_nbytes
+        gains = {}  # of writing past them; below 0: of not doing so; 0: neither is clearly faster
+        done = 0
+        for nbytes in _SIZES:
+            done += nbytes
+            until = begin + (end - begin) * done / sum(_SIZES)
+            found = self._compare(title, "bypass_nbytes", [_NEVER, 0], nbytes, until)
+            gains[nbytes] = found.gain(1, 0) - found.gain(0, 1)
+        lost = [it for it, gain in gains.items() if (gain < 0 if it >= builtin else gain > 0)]
+        if not lost:
+            self.reasons.append(f"{title} {_mib(builtin)}, as built in: nothing is clearly faster")
+            return
+        kept = max((it for it, gain in gains.items() if gain < 0), default=0)
+        past = min((it for it, gain in gains.items() if gain > 0 and it > kept), default=2 * kept)
+        self.tuning = self.tuning._replace(bypass_nbytes=past)
+        most = max(abs(gains[it]) for it in lost)
+        where = ", ".join(_mib(it) for it in lost)
+        self.reasons.append(f"{title} {_mib(past)}: up to {most:.0%} faster at {where}")
+
+    def _compare(
+        self, title: str, field: str, values: Sequence[object], nbytes: int, until: float
+    ) -> _Comparison:
+        candidates = [_with(self.tuning, field, it) for it in values]
+        deadline_ns = self._began_ns + int(until * self._budget_ns)
+        found = _Comparison(*self._measure(candidates, nbytes, _ROUNDS, deadline_ns))
+        if not found.sure:
+            raise _BusyError(f"{title}: others used the machine")
+        return found
+
+
+def calibrate(
+    builtin: Tuning,
+    strategies: Sequence[str],
+    measure: Measure,
+    clock: Callable[[], int] = time.monotonic_ns,
+    budget_ms: float = BUDGET_MS,
+) -> Finding:
+    """Compare tunings with the built-in one, within the time.
+
+    Args:
+        strategies: names that this processor can execute.
+        measure: takes the times.
+        clock: nanoseconds; `measure` is given its deadlines.
+    """
+    began_ns = clock()
+    it = _Calibration(builtin, measure, began_ns, 1e6 * budget_ms)
+    past = [name for name in strategies if name.startswith("nt-")]
+    plain = [name for name in strategies if name not in past]
+    try:
+        it.settle("in the caches", "cached", plain, _CACHED_NBYTES, 0.05)
+        if past:
+            # So that these sizes are written past the caches whatever is built in.
+            it.tuning = it.tuning._replace(bypass_nbytes=0)
+            it.settle("past the caches", "bypassing", past, _LARGE_NBYTES, 0.2)
+            it.tuning = it.tuning._replace(bypass_nbytes=builtin.bypass_nbytes)
+            it.find_bypass(0.2, 0.6)
+        it.settle("at once", "piece_nbytes", _PIECES_NBYTES, _LARGE_NBYTES, 0.7)
+        fewer = [count for count in _THREADS if count < builtin.threads]
+        it.settle("threads", "threads", fewer, _LARGE_NBYTES, 0.8)
+    except _BusyError as busy:
+        return Finding(builtin, False, (f"{busy}; all is as built in",), (clock() - began_ns) / 1e6)
+    return Finding(it.tuning, True, tuple(it.reasons), (clock() - began_ns) / 1e6)
+
+
+def _with(tuning: Tuning, field: str, value: object) -> Tuning:
+    return Tuning(**{**tuning._asdict(), field: value})
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):g} MiB"
+
+
+@contextmanager
+def measured_here(*, background: bool) -> Iterator[Measure]:
+    """What takes the times on this machine, with memory of its own.
+
+    Raises:
+        OSError, MemoryError: the system has too little.
+    """
+    with Arena(2 * _SPAN_NBYTES, prefault=True) as arena:
+        rng = np.random.default_rng(0)
+        count = _SPAN_NBYTES // _BLOCK_NBYTES
+        # Random blocks, as those of a cache are.
+        dst, src = (rng.permutation(count).astype(np.uint64) * _BLOCK_NBYTES for _ in range(2))
+        dst, src = dst + np.uint64(arena.address), src + np.uint64(arena.address + _SPAN_NBYTES)
+
+        def measure(
+            tunings: Sequence[Tuning], nbytes: int, rounds: int, deadline_ns: int
+        ) -> tuple[list[list[int]], float]:
+            some = nbytes // _BLOCK_NBYTES
+            sizes = np.full(some, _BLOCK_NBYTES, dtype=np.uint64)
+            return measure_copies(
+                tunings,
+                Descriptors.from_columns(dst[:some], src[:some], sizes),
+                rounds=rounds,
+                background=background,
+                deadline_ns=deadline_ns,
+            )
+
+        yield measure
+
+
+def tune(builtin: Tuning, *, background: bool = True, budget_ms: float = BUDGET_MS) -> Finding:
+    """Measure this machine.
+
+    Args:
+        background: at the lowest priority, for a process that does something else.
+
+    Raises:
+        OSError, MemoryError: the system has too little memory, or too few threads.
+    """
+    began = time.monotonic_ns()
+    with measured_here(background=background) as measure:
+        # To give the memory back takes about half as long as to have it.
+        left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
+        found = calibrate(builtin, usable_strategies(), measure, budget_ms=left)
+    return found._replace(took_ms=(time.monotonic_ns() - began) / 1e6)
+
+
+class Calibration:
+    """Measures once, in the background, for a pool that then copies as was found.
+
+    Only where the outcome can be stored: what each process would measure again is not measured. One
+    process at a time: two would measure each other.
+    """
+
+    def __init__(self, pool: ThreadPool, find: Callable[[Tuning], Finding] = tune) -> None:
+        self._pool = pool
+        self._find = find
+        self._pid = os.getpid()
+        self._once = threading.Lock()
+
+    def start(self) -> None:
+        """Begin, if nobody has; the calling thread goes on at once."""
+        if self._pid != os.getpid() or not self._once.acquire(blocking=False):
+            return
+        # A daemon: a process that ends does not wait for it, and it keeps nothing of others'.
+        thread = threading.Thread(target=self._run, name="kvplan-tuning", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the interpreter ends, or there are too many threads
+            _LOG.info("copies are not measured: %s", error)
+
+    def _run(self) -> None:
+        try:
+            with _only_process() as is_only:
+                if not is_only:
+                    _LOG.info("copies are not measured here: another process does it now")
+                    return
+                found = load_tuning()  # another process may have come first
+                if found is None:
+                    found = self._find(self._pool.tuning)
+                    if not found.sure:  # the next process tries again
+                        _LOG.info("copies stay as built in: %s", found.reasons[0])
+                        return
+                    save_tuning(found)
+            self._pool.tune(found.tuning)
+            _LOG.info("copies are tuned in %.0f ms: %s", found.took_ms, "; ".join(found.reasons))
+        except (OSError, MemoryError, LLMException) as error:
+            _LOG.info("copies stay as built in: %s", error)
+
+
+@contextmanager
+def _only_process() -> Iterator[bool]:
+    """Whether no other process measures; until this one is through, or ends.
+
+    Raises:
+        OSError: nothing can be stored.
+    """
+    path = tuning_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("wb") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -1,0 +1,118 @@
+"""Files in the user's cache folder that hold what was measured, by kind of machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pwd
+import re
+import stat
+from pathlib import Path
+from typing import Any, Final, cast
+
+from kvplan.status import LLMException, invalid
+from kvplan.validation import check_type, shown
+
+_MAX_NBYTES: Final = 1 << 20
+_CPUINFO_NBYTES: Final = 8192
+"""The first processors: a large machine takes milliseconds to list all of them."""
+
+
+def cache_path(name: str) -> Path:
+    """Where a file is: in XDG_CACHE_HOME, or ~/.cache.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: there is neither.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(given).is_absolute():
+        return Path(given, "kvplan", name)
+    home = os.environ.get("HOME", "")
+    if not Path(home).is_absolute():
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            raise invalid(
+                f"no place for {name}: this user has no home directory; set XDG_CACHE_HOME"
+            ) from None
+    return Path(home, ".cache", "kvplan", name)
+
+
+def this_machine() -> str:
+    """What costs are stored by: `AMD EPYC 7763, 2 cores`."""
+    cores = len(os.sched_getaffinity(0))
+    return f"{model_of(cpuinfo())}, {cores} core{'' if cores == 1 else 's'}"
+
+
+def cpuinfo() -> dict[str, str]:
+    """What the kernel says of the first processor."""
+    try:
+        with Path("/proc/cpuinfo").open("rb") as file:
+            text = file.read(_CPUINFO_NBYTES).decode(errors="replace")
+    except OSError:
+        return {}
+    rows = re.findall(r"^([^:\n]*?)\s*: *(.*)$", text.partition("\n\n")[0], re.MULTILINE)
+    return dict(rows)
+
+
+def model_of(said: dict[str, str]) -> str:
+    """The name of a processor, of what `cpuinfo` returns."""
+    if name := said.get("model name"):
+        return name
+    if part := said.get("CPU part"):  # of Arm, which has no names there
+        return f"Arm {said.get('CPU implementer', '?')}/{part}"
+    return platform.machine() or "unknown processor"
+
+
+def read_machines(path: Path, version: int) -> dict[str, Any]:
+    """Return what is stored, by machine; only what is this machine's is to be looked into.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        LLMException: LLM_PARAM_INVALID: what is wrong with it.
+    """
+    # Not to wait for the writer of a FIFO that somebody has put there.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+        os.close(descriptor)
+        what = f"belongs to user {found.st_uid}" if stat.S_ISREG(found.st_mode) else "is not a file"
+        raise unreadable(path, f"it {what}")
+    with os.fdopen(descriptor, "rb") as file:
+        blob = file.read(_MAX_NBYTES + 1)
+    if len(blob) > _MAX_NBYTES:
+        raise unreadable(path, f"it has more than {_MAX_NBYTES} bytes")
+    try:
+        document = check_type("document", json.loads(blob), dict)
+        found_version = document.get("schema_version")
+        if found_version != version:
+            raise unreadable(path, f"schema_version={shown(found_version)} must be {version}")
+        return cast(dict[str, Any], check_type("machines", document.get("machines"), dict))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise unreadable(path, str(error)) from None
+
+
+def write_machines(path: Path, version: int, machines: dict[str, Any]) -> None:
+    """Replace the file in one step: who reads it meanwhile reads the old one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import tempfile  # loads much that `import kvplan` needs for nothing else
+
+    text = json.dumps({"schema_version": version, "machines": machines}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def unreadable(path: Path, why: str) -> LLMException:
+    """Why a file is not used, and what to do about it."""
+    return invalid(f"{path}: {why}; remove it, and `kvplan tune` makes another")

@@ -1,0 +1,220 @@
+"""Pages made ready ahead of their use, by one thread of the process: mapped, or made huge.
+
+A peer's arena that is mapped here has no page-table entries at first: each page, or few of them at
+a time, costs a fault at its first use. What its owner has filled is populated here, in steps of
+less than 1 ms, half of the time asleep. What its owner has not touched stays a hole: to populate it
+would allocate memory. So holes are looked at again, the less often the less was found.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import time
+from collections import deque
+from functools import cache
+from threading import Condition, RLock, Thread, current_thread
+from typing import TYPE_CHECKING, Final
+from weakref import ref
+
+from kvnative._host import PageWalk
+from kvplan.logs import Log
+from kvplan.status import LLMException
+from kvplan.transport.host_memory import memory_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvnative._host import Arena
+
+_LOG = Log("kvplan")
+_TURN_S: Final = 0.02  # of one arena, before the next has its turn
+_FIRST_WAIT_S: Final = 0.05
+_LONGEST_WAIT_S: Final = 10.0
+_SHARE_FOUND, _SHARE_IDLE = 5, 50
+"""Times as long as a pass took until the next: if that found pages, or found none."""
+_STOPPED_S: Final = 1.0
+MOST_ARENAS: Final = 256
+"""That are mapped ahead, and populated; of others that is done at the first use."""
+
+
+class _Task:
+    """The pages of one arena."""
+
+    def __init__(self, arena: Arena, owner: object, *, collapse: bool) -> None:
+        self.arena = ref(arena)  # a mapping goes with its last user, which this is not
+        self.owner = owner
+        self.nbytes = arena.nbytes
+        self.walk = PageWalk(arena.nbytes, collapse=collapse)
+        self.due = 0.0  # on the monotonic clock; inf: it is complete
+        self._wait_s = _FIRST_WAIT_S
+        self._found = 0  # bytes, in this pass
+        self._took_s = 0.0
+
+    @property
+    def is_gone(self) -> bool:
+        return self.walk.stopped or self.arena() is None
+
+    def take_turn(self) -> None:
+        """Go on for a while."""
+        if (arena := self.arena()) is None:
+            return
+        began = time.monotonic()
+        try:
+            self._found += self.walk.advance(arena, _TURN_S)
+        except (NotImplementedError, ValueError) as error:  # an older kernel; it was closed
+            _LOG.debug("pages of an arena of %d bytes are not made ready: %s", self.nbytes, error)
+            self.due = math.inf
+            return
+        now = time.monotonic()
+        self._took_s += now - began
+        if self.walk.is_pass_over:
+            self._end_pass(now)
+
+    def _end_pass(self, now: float) -> None:
+        if self.walk.is_complete:
+            self.due = math.inf
+            return
+        self._wait_s = _FIRST_WAIT_S if self._found else min(2 * self._wait_s, _LONGEST_WAIT_S)
+        share = _SHARE_FOUND if self._found else _SHARE_IDLE
+        self.due = now + max(self._wait_s, share * self._took_s)
+        self._found, self._took_s = 0, 0.0
+        self.walk.again()
+
+
+class BackgroundPages:
+    """One thread, `kvplan-pages`, as long as there is something to do.
+
+    All methods may be called from any thread, and from signal handlers.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._changed = Condition(RLock())
+        self._jobs: deque[tuple[object, Callable[[], object]]] = deque()
+        self._tasks: list[_Task] = []
+        self._thread: Thread | None = None
+        self._turn_of: object = None  # the owner of the arena that is worked on now
+        self._closed = False
+        # Page tables take 1/512 of what is mapped in pages of 4 KiB: of this, 1/1024 of the memory.
+        limit = memory_limit()
+        self._most_nbytes = math.inf if limit is None else limit.nbytes / 2
+        atexit.register(self.close)
+
+    def submit(self, job: Callable[[], object], owner: object) -> None:
+        """Have `job`, which maps arenas, called soon, unless `owner` is cancelled by then.
+
+        LLMException from it is no error, and there may be too many arenas already.
+        """
+        with self._changed:
+            self._jobs.append((owner, job))
+            self._wake()
+
+    def add(self, arena: Arena, owner: object, *, collapse: bool = False) -> None:
+        """Make the pages of `arena` ready, as far as they are there, now and later.
+
+        Too many arenas, or more than half of the machine's memory: their pages come at first use.
+
+        Args:
+            arena: not held.
+            owner: by which it is cancelled.
+            collapse: make huge pages of an arena of this process; otherwise map them.
+        """
+        with self._changed:
+            self._tasks = [it for it in self._tasks if not it.is_gone]
+            nbytes = sum(it.nbytes for it in self._tasks) + arena.nbytes
+            if len(self._tasks) >= MOST_ARENAS or nbytes > self._most_nbytes:
+                _LOG.debug(
+                    "pages of an arena of %d bytes come at their first use: with it %d arenas "
+                    "would have %d bytes, and at most %d of %.0f bytes are mapped ahead",
+                    arena.nbytes,
+                    len(self._tasks) + 1,
+                    nbytes,
+                    MOST_ARENAS,
+                    self._most_nbytes,
+                )
+                return
+            self._tasks.append(_Task(arena, owner, collapse=collapse))
+            self._wake()
+
+    def cancel(self, owner: object) -> None:
+        """Do nothing more for `owner`; on return none of its arenas is held, or looked at.
+
+        A step that is under way, of less than 1 ms, is waited for; of huge pages, of some ms.
+        """
+        with self._changed:
+            for task in self._tasks:
+                if task.owner is owner:
+                    task.walk.stop()
+            self._tasks = [it for it in self._tasks if it.owner is not owner]
+            self._jobs = deque(it for it in self._jobs if it[0] is not owner)
+            self._changed.notify_all()
+            if self._thread is not current_thread():
+                self._changed.wait_for(lambda: self._turn_of is not owner, _STOPPED_S)
+
+    def close(self) -> None:
+        """Stop, and wait for the thread; idempotent. At exit: no mapping goes before this."""
+        if os.getpid() != self._pid:
+            return  # the thread is the parent's, and so may be the lock
+        with self._changed:
+            self._closed = True
+            for task in self._tasks:
+                task.walk.stop()
+            self._tasks.clear()
+            self._jobs.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not current_thread():
+            thread.join(_STOPPED_S)
+
+    def _wake(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = Thread(target=self._run, name="kvplan-pages", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads: then pages come at first use
+                self._thread = None
+                _LOG.debug("pages are not made ready ahead of their use: %s", error)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (step := self._next()) is not None:
+            try:
+                step()
+            except LLMException as error:
+                _LOG.debug("memory of a peer is not mapped ahead of its use: %s", error)
+            except Exception:
+                _LOG.exception("pages are not made ready ahead of their use")
+
+    def _next(self) -> Callable[[], object] | None:
+        """What to do next, once that is due; None: the thread ends."""
+        with self._changed:
+            self._turn_of = None
+            self._changed.notify_all()
+            while True:
+                self._tasks = [it for it in self._tasks if not it.is_gone]
+                while self._jobs:
+                    job = self._jobs.popleft()[1]
+                    if len(self._tasks) < MOST_ARENAS:
+                        return job
+                task = min(self._tasks, key=lambda it: it.due, default=None)
+                if task is None or self._closed or task.due == math.inf:
+                    self._thread = None
+                    return None
+                now = time.monotonic()
+                if task.due <= now:
+                    task.due = now  # behind the others that are due
+                    self._turn_of = task.owner
+                    return task.take_turn
+                self._changed.wait(task.due - now)
+
+
+def background_pages() -> BackgroundPages:
+    """This process's own; a forked child has its own."""
+    return _background_pages_of(os.getpid())
+
+
+@cache
+def _background_pages_of(_pid: int) -> BackgroundPages:
+    return BackgroundPages()

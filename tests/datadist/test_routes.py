@@ -1,0 +1,436 @@
+"""Small transfers by a route: what they do and refuse is what an operation does and refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    Coalesce,
+    DataType,
+    KvCacheExtParam,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+)
+from tests.datadist.conftest import link
+from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+
+PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
+SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)
+KEY = BlocksCacheKey(1, 5)
+
+
+class Ends(NamedTuple):
+    """Two engines of this process, what the second may name, and all tensors of both."""
+
+    user: LlmDataDist
+    there: list[Any]
+    here: list[Any]
+    arrays: list[NDArray[Any]]
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    with LlmDataDist(1, LlmRole.PROMPT) as owner, LlmDataDist(2, LlmRole.DECODER) as user:
+        owner.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        user.initialize()
+        link(user, owner)
+        paged = owner.allocate_blocks_cache(PAGED, BlocksCacheKey(0, 5))
+        slots = owner.allocate_cache(SLOTS)
+        other = owner.allocate_blocks_cache(CacheDesc(2, (8, 16), DataType.DT_INT32))
+        there = [
+            KEY, BlocksCacheKey(1, 6), BlocksCacheKey(3, 5), CacheIndex(1, paged.cache_id),
+            CacheIndex(1, paged.cache_id, 1), CacheIndex(1, slots.cache_id, 2),
+            CacheIndex(1, slots.cache_id, 9), CacheIndex(1, 99), CacheIndex(1, other.cache_id),
+            CacheIndex(2, 1), None,
+        ]  # fmt: skip
+        gone = user.allocate_blocks_cache(PAGED)
+        user.deallocate_cache(gone)
+        floats = CacheDesc(4, (8, 16), DataType.DT_FLOAT)
+        mine = [
+            user.allocate_blocks_cache(PAGED), user.allocate_cache(SLOTS),
+            user.allocate_blocks_cache(floats),
+        ]  # fmt: skip
+        arrays = [array for it in mine for array in user.arrays(it)]
+        arrays += [array for it in (paged, slots, other) for array in owner.arrays(it)]
+        yield Ends(user, there, [*mine, gone, None], arrays)
+
+
+def outcome(ends: Ends, call: Callable[[], object]) -> tuple[object, ...]:
+    """What a call has done: its error, what it has written, what was counted of it."""
+    user = ends.user
+    for number, array in enumerate(ends.arrays):
+        array[:] = 1000 * number + np.arange(array.size).reshape(array.shape)
+    before, link_before = counts(user), user.links()[0]
+    try:
+        call()
+        error = ""
+    except (LLMException, TypeError, ValueError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    after, link_after = counts(user), user.links()[0]
+    written = [array.tolist() for array in ends.arrays]
+    counted = {name: count - before.get(name, 0) for name, count in after.items()}
+    over_link = (
+        link_after.operations - link_before.operations,
+        link_after.bytes_pulled - link_before.bytes_pulled,
+        link_after.bytes_pushed - link_before.bytes_pushed,
+        link_after.in_flight,
+    )
+    return error, written, {name: count for name, count in counted.items() if count}, over_link
+
+
+def counts(user: LlmDataDist) -> dict[str, int]:
+    """How many calls ended how, and how many bytes they moved, by operation."""
+    found: dict[str, int] = {}
+    for name, row in user.metrics()["operations"].items():
+        found |= {f"{name} {status}": count for status, count in row["statuses"].items()}
+        found |= {f"{name} bytes": row["nbytes"], f"{name} timed": row["seconds"]["count"]}
+    return found
+
+
+class AnyText(str):
+    """Equal to every text."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Alike:
+    """Equal to everything, and false."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "Alike()"
+
+
+numbers = st.integers(-1, 9) | st.sampled_from([True, 0.0, None, np.int64(2), 2**70])
+tables = (
+    st.lists(st.integers(0, 7), max_size=8, unique=True)
+    | st.lists(st.integers(-1, 9), max_size=5)
+    | st.lists(numbers, max_size=3)
+    | st.sampled_from([None, (1, 2), np.array([3, 1]), np.array([True]), "12", range(2)])
+)
+layers = st.sampled_from(
+    [
+        KvCacheExtParam(),
+        KvCacheExtParam(range(1), range(1)),
+        KvCacheExtParam(range(1, 2), range(1)),
+        KvCacheExtParam(range(4), None, 1),
+        KvCacheExtParam(range(3), range(3)),
+        KvCacheExtParam(range(1), range(1), True),
+        KvCacheExtParam(range(0, 1, 2), range(1)),
+        None,
+    ]
+)
+EXTRAS: dict[str, list[Any]] = {
+    "num_tokens": [None, 0, 3],
+    "coalesce": [Coalesce.SORTED, Coalesce.NONE, True, "sorted"],
+    "timeout_ms": [None, 1000, -1, "1"],
+    "tag": ["", "request 7", "\n", 0, AnyText("\n"), None],
+    "notify": [None, b"", "text", Alike()],
+    "notify_failure": [None, b"", "text", Alike()],
+    "verify": [False, True, 0, Alike()],
+    "reinterpret": [False, True, 0, Alike()],
+}
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_transfer_does_and_refuses_what_an_operation_does(
+    ends: Ends, data: st.DataObject
+) -> None:
+    """A hook makes it one: errors word for word, bytes, and what is counted."""
+    user = ends.user
+    usual = data.draw(st.booleans())
+    blocks = usual or data.draw(st.booleans())
+    there = data.draw(st.sampled_from(ends.there[:1] if usual else ends.there))
+    here = data.draw(st.sampled_from(ends.here[:1] if usual else ends.here))
+    extras: dict[str, Any] = {}
+    for name in data.draw(st.lists(st.sampled_from(sorted(EXTRAS)), max_size=1 if usual else 2)):
+        extras[name] = data.draw(st.sampled_from(EXTRAS[name]))
+    if data.draw(st.booleans()):
+        extras["ext_param"] = data.draw(layers)
+    pulls = data.draw(st.booleans())
+    for name in ("src_token", "dst_token") if blocks else ("src_offset", "dst_offset"):
+        if (blocks or pulls) and data.draw(st.integers(0, 9)) == 0:
+            extras[name] = data.draw(st.sampled_from([0, False, 1, 0.0]))
+    if blocks:
+        src_blocks, dst_blocks = data.draw(tables), data.draw(tables)
+        if data.draw(st.booleans()) and isinstance(src_blocks, list):
+            dst_blocks = src_blocks[::-1]
+        verb: Any = user.pull_blocks if pulls else user.push_blocks
+        rows = src_blocks, dst_blocks
+    else:
+        verb = user.pull_cache if pulls else user.push_cache
+        rows = data.draw(numbers), data.draw(st.sampled_from([-1, 8, -1.0]))
+    arguments = (there, here, *rows) if pulls else (here, there, *rows)
+    quick = outcome(ends, lambda: verb(*arguments, **extras))
+    remove = user.on_plan(lambda _: None)
+    try:
+        assert quick == outcome(ends, lambda: verb(*arguments, **extras))
+    finally:
+        remove()
+
+
+@pytest.mark.parametrize("name", sorted(EXTRAS))
+def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) -> None:
+    user, mine = ends.user, ends.here[0]
+    for value in EXTRAS[name]:
+        extras = {name: value}
+        for verb, first, second in (
+            (user.pull_blocks, KEY, mine),
+            (user.push_blocks, mine, KEY),
+        ):
+            call = partial(verb, first, second, [1], [2], **extras)
+            quick = outcome(ends, call)
+            remove = user.on_plan(lambda _: None)
+            try:
+                assert quick == outcome(ends, call), value
+            finally:
+                remove()
+
+
+def test_a_prepared_transfer_that_was_changed_is_looked_at_again(ends: Ends) -> None:
+    """A slot of a paged cache is refused when it is prepared; and so is it in a copy of that."""
+    user, mine, paged = ends.user, ends.here[0], ends.there[3]
+    slot = replace(paged, batch_index=1)
+    pull = replace(user.prepare_pull_blocks(paged, mine), src=slot)
+    push = replace(user.prepare_push_blocks(mine, paged), dst=slot)
+    for prepared in (pull, push):
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, "a paged cache has none"):
+            prepared.run([0], [1])
+    request: Any = CacheKey(1, 7, 5)  # of the model that KEY is of
+    user.pull_blocks(KEY, mine, [0], [1])
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "req_id=7"):
+        replace(pull, src=request).run([0], [1])
+
+
+OFFER = """
+desc = CacheDesc(4, (8, 16), DataType.DT_INT32)
+def offer(value, model=5):
+    made = datadist.allocate_blocks_cache(desc, BlocksCacheKey(0, model))
+    for array in datadist.arrays(made):
+        array[:] = value
+    return made
+cache = offer(7)
+result = cache.cache_id
+"""
+
+
+@pytest.fixture
+def theirs(peer: Peer) -> CacheIndex:
+    return CacheIndex(1, peer.run(OFFER))
+
+
+@pytest.fixture
+def mine(user: LlmDataDist) -> Cache:
+    return user.allocate_blocks_cache(PAGED)
+
+
+def test_what_is_pushed_is_announced_to_its_owner(
+    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    """After the owner has freed memory nobody writes to it."""
+    user.arrays(mine)[0][:] = 5
+    for dst in (theirs, KEY):
+        user.push_blocks(mine, dst, [1], [2])
+    assert peer.run("result = datadist.arrays(cache)[0][:, 0].tolist()") == [7, 7, 5, *[7] * 5]
+    peer.run("kept = datadist.arrays(cache)[0]", "datadist.deallocate_cache(cache)")
+    for dst in (theirs, KEY):
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            user.push_blocks(mine, dst, [1], [3])
+    assert peer.run("result = kept[:, 0].tolist()") == [7, 7, 5, *[7] * 5]
+
+
+def pulled(user: LlmDataDist, src: Any, cache: Cache, block: int = 1) -> int:
+    """The value of a block that was just pulled."""
+    user.arrays(cache)[0][block] = -1
+    user.pull_blocks(src, cache, [0], [block])
+    return int(user.arrays(cache)[0][block, 0])
+
+
+def test_what_the_peer_frees_is_not_pulled_any_more(
+    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    assert pulled(user, theirs, mine) == pulled(user, KEY, mine) == 7
+    peer.run("datadist.deallocate_cache(cache)")
+    for src in (theirs, KEY):
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            pulled(user, src, mine)
+    assert user.arrays(mine)[0][1, 0] == -1
+    peer.run("cache = offer(8)")
+    assert pulled(user, KEY, mine) == 8  # the key is another cache's by now
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        pulled(user, theirs, mine)
+
+
+def test_a_link_that_ends_has_no_route_and_a_new_one_has(
+    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    prepared = user.prepare_pull_blocks(theirs, mine)
+    prepared.run([0], [1])
+    user.unlink_clusters([1]).raise_for_status()
+    for call in (lambda: pulled(user, theirs, mine), lambda: prepared.run([0], [1])):
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK):
+            call()
+    peer.run("for array in datadist.arrays(cache): array[:] = 9")
+    user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+    assert pulled(user, theirs, mine) == 9
+    prepared.run([0], [2])
+    assert user.arrays(mine)[0][2, 0] == 9
+
+
+def test_caches_of_this_process_come_and_go(
+    machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    on_host_only(machine, "arrays are host memory")
+    assert pulled(user, theirs, mine) == 7
+    user.deallocate_cache(mine)
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_blocks(theirs, mine, [0], [1])
+    array = np.zeros((8, 16), np.int32)
+    tensors = [array, *(np.zeros((8, 16), np.int32) for _ in range(3))]
+    registered = user.register_blocks_cache(PAGED, tensors)
+    assert pulled(user, theirs, registered) == 7
+    user.unregister_cache(registered.cache_id)
+    array[:] = 3
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_blocks(theirs, registered, [0], [1])
+    assert (array == 3).all()
+
+
+def test_a_peer_that_was_killed_is_found_dead(
+    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    assert pulled(user, theirs, mine) == 7
+    peer.kill()
+    with refused(LLMStatusCode.LLM_LINK_FAILED):
+        pulled(user, theirs, mine)
+
+
+def test_nothing_is_pulled_after_finalize_or_in_a_child(
+    user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    prepared = user.prepare_pull_blocks(theirs, mine)
+    prepared.run([0], [1])
+    pid = os.fork()
+    if pid == 0:
+        try:
+            prepared.run([0], [1])
+        except LLMException as error:
+            os._exit(17 if error.status_code is LLMStatusCode.LLM_FAILED else 18)
+        os._exit(19)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+    user.finalize()
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
+        prepared.run([0], [1])
+
+
+def test_who_looks_at_transfers_sees_each(
+    user: LlmDataDist, theirs: CacheIndex, mine: Cache, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    assert pulled(user, theirs, mine) == 7
+    seen: list[int] = []
+    remove = user.on_plan(lambda it: seen.append(it.plan.nbytes))
+    pulled(user, theirs, mine)
+    remove()
+    assert seen == [4 * 64]
+    with user.record(tmp_path / "it.kvtrace"):
+        pulled(user, theirs, mine)
+    assert (tmp_path / "it.kvtrace").stat().st_size > 0
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="kvplan"):
+        pulled(user, theirs, mine)
+    assert [it for it in caplog.messages if "operation=pull_blocks" in it]
+    assert pulled(user, theirs, mine) == 7
+
+
+def test_a_route_keeps_no_memory(
+    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    """Neither of the peer, once it is known to be freed, nor of this process."""
+    on_host_only(machine, "memory of devices is not mapped")
+    other = user.allocate_blocks_cache(PAGED)
+    prepared = user.prepare_pull_blocks(theirs, mine)
+    prepared.run([0], [1])
+    before = mapped_arenas()
+    user.deallocate_cache(mine)
+    assert mapped_arenas() == before - 1
+    peer.run("datadist.deallocate_cache(cache)")
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        pulled(user, KEY, other)  # asks the peer
+    assert mapped_arenas() == before - 2
+
+
+def mapped_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:kvplan")
+
+
+def test_threads_pull_while_links_and_caches_come_and_go(
+    peer: Peer, user: LlmDataDist, theirs: CacheIndex
+) -> None:
+    """Each pull brings the peer's bytes, or raises; nothing hangs."""
+    cache = user.allocate_blocks_cache(PAGED)
+    ended = threading.Event()
+    wrong: list[object] = []
+    known = {
+        LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_FAILED,
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    }  # fmt: skip
+
+    def pull(block: int) -> None:
+        while not ended.is_set():
+            try:
+                if pulled(user, theirs, cache, block) != 7:
+                    wrong.append("another byte")
+            except LLMException as error:
+                if error.status_code not in known:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=pull, args=(block,)) for block in range(3)]
+    for it in threads:
+        it.start()
+    try:
+        for _ in range(10):
+            user.deallocate_cache(user.allocate_blocks_cache(PAGED))
+            user.unlink_clusters([1]).raise_for_status()
+            user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+    finally:
+        ended.set()
+        for it in threads:
+            it.join(30)
+    assert wrong == []
+    assert pulled(user, theirs, cache) == 7

@@ -1,0 +1,85 @@
+"""NUMA nodes: which there are, which are refused, and whose processors copy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvplan import LlmDataDist, LlmRole
+from kvplan.engine.numa import check_node, numa_nodes, transfers_on
+from kvplan.execution import default_transfers
+from kvplan.status import LLMStatusCode
+from tests.support.refusals import refused
+
+
+def machine(root: Path, online: str, cpulists: dict[int, str]) -> Path:
+    """A file system that has these nodes."""
+    folder = root / "sys/devices/system/node"
+    folder.mkdir(parents=True)
+    (folder / "online").write_text(online)
+    for node, cpulist in cpulists.items():
+        (folder / f"node{node}").mkdir()
+        (folder / f"node{node}/cpulist").write_text(cpulist)
+    return root
+
+
+def test_nodes_and_their_processors(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0-1,3\n", {0: "0-2,8\n", 1: "3\n", 3: "\n"})
+    assert numa_nodes(root) == {0: {0, 1, 2, 8}, 1: {3}, 3: set()}
+
+
+def test_a_kernel_without_numa_has_none(tmp_path: Path) -> None:
+    assert numa_nodes(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ({0: 1}, r"node=2 is out of range \[0, 0\]: this machine has 1 NUMA node \("),
+        ({0: 1, 1: 1}, r"node=2 is out of range \[0, 1\]: this machine has 2 NUMA nodes \("),
+        ({0: 1, 3: 1}, r"\[0, 3\]: this machine has 2 NUMA nodes, of which \[0, 3\] are online"),
+        ({}, r"node=2: the kernel of this machine does not know of NUMA nodes"),
+    ],
+)
+def test_a_node_that_is_not_there_is_refused(nodes: dict[int, int], why: str) -> None:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, why):
+        check_node("node", 2, {node: frozenset({0}) for node in nodes})
+
+
+def test_an_engine_refuses_it_with_the_range() -> None:
+    with LlmDataDist(1, LlmRole.MIX) as engine:
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, r"numa_node \(kvplan.numa_node\)=1023"):
+            engine.initialize({"kvplan.numa_node": "1023"})
+        assert not engine.initialized
+
+
+def copying_threads() -> dict[int, set[int]]:
+    """Of this process, and the processors that each may use."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("kvn-pool"):
+            found[int(task.name)] = os.sched_getaffinity(int(task.name))
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_copying_threads_run_on_the_processors_of_the_node() -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    nodes = {0: frozenset({first}), 1: frozenset({second})}
+    default_transfers()
+    before, own = copying_threads(), os.sched_getaffinity(0)
+    transfers = transfers_on(1, nodes, None)
+    new = {tid: cores for tid, cores in copying_threads().items() if tid not in before}
+    assert list(new.values()) == [{second}]
+    assert transfers.threads == 1
+    assert transfers_on(1, nodes, None) is transfers
+    assert os.sched_getaffinity(0) == own
+
+
+def test_where_there_is_nothing_to_choose_the_process_shares_its_threads() -> None:
+    everywhere = frozenset(os.sched_getaffinity(0))
+    assert transfers_on(None, {}, None) is default_transfers()
+    assert transfers_on(0, {0: everywhere}, None) is default_transfers()
+    assert transfers_on(1, {0: everywhere, 1: frozenset()}, None) is default_transfers()

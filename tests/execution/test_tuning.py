@@ -1,0 +1,174 @@
+"""Which tuning is chosen: options, the environment, and files that are whatever they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvnative._tuning import STRATEGIES, builtin_tuning, usable_strategies
+from kvplan import LLMException, Options
+from kvplan.execution import default_transfers
+from kvplan.execution.tuning import (
+    Finding,
+    choose,
+    load_tuning,
+    save_tuning,
+    this_processor,
+    tuning_path,
+)
+
+MINE = Finding(builtin_tuning()._replace(bypass_nbytes=9 << 20), True, ("measured",), 250.0)
+LACKING = next(it for it in STRATEGIES if it not in usable_strategies())
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVPLAN_TUNING")
+    assert tuning_path() == tmp_path / "kvplan/tuning.json"
+    return tuning_path()
+
+
+def test_what_is_stored_comes_back_and_is_used() -> None:
+    assert load_tuning() is None
+    assert choose() == (builtin_tuning(), "built in", True, "")
+    stored = save_tuning(MINE)
+    assert stored._replace(measured="") == MINE
+    assert load_tuning() == stored
+    assert choose() == (MINE.tuning, "measured", False, "")
+    assert choose("stored") == choose()
+    assert choose("builtin") == (builtin_tuning(), "built in", False, "")
+
+
+def test_the_environment_says_what_no_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tuning(MINE)
+    monkeypatch.setenv("KVPLAN_TUNING", "builtin")
+    assert choose().tuning == builtin_tuning()
+    assert choose("auto").tuning == MINE.tuning
+    monkeypatch.setenv("KVPLAN_TUNING", "")
+    assert choose().tuning == MINE.tuning
+    monkeypatch.setenv("KVPLAN_TUNING", "fast")
+    with pytest.raises(LLMException, match="KVPLAN_TUNING='fast' must be auto, stored, builtin or"):
+        choose()
+
+
+def test_nothing_is_measured_unless_asked() -> None:
+    assert choose("auto").may_measure
+    assert not choose("stored").may_measure
+    assert not choose("builtin").may_measure
+    assert not choose('{"threads": 1}').may_measure
+
+
+def test_a_tuning_that_is_given() -> None:
+    given = choose('{"threads": 3, "bypass_nbytes": 1000000, "cached": "memcpy"}')
+    expected = builtin_tuning()._replace(threads=3, bypass_nbytes=1_000_000, cached="memcpy")
+    assert given == (expected, "kvplan.tuning", False, "")
+    assert default_transfers('{"threads": 3}').threads == 3
+    assert default_transfers('{"threads": 3}') is default_transfers('{"threads": 3}')
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "Expecting property name"),
+        ('{"threads": 0}', "threads = 0: expected 1 to 64"),
+        ('{"threads": "2"}', "must be an int"),
+        ('{"speed": 1}', "'speed' must be one of threads, cached"),
+        ('{"cached": "fast"}', "'fast': expected one of 'memcpy'"),
+        (json.dumps({"bypassing": LACKING}), f"'{LACKING}' needs"),
+        ("[1]", "must be auto, stored, builtin or a JSON object"),
+        ('{"a":' * 10_000, "recursion"),
+    ],
+)
+def test_an_option_is_checked_when_it_is_given(text: str, expected: str) -> None:
+    for call in (lambda: Options(tuning=text), lambda: choose(text)):
+        with pytest.raises(LLMException) as raised:
+            call()
+        assert expected in str(raised.value)
+    with pytest.raises(TypeError, match="tuning"):
+        Options(tuning=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "Expecting value"),
+        ("\0\xff", "Expecting value"),
+        ("[]", "must be dict"),
+        ('{"schema_version": 99, "machines": {}}', "schema_version=99 must be 1"),
+        ("[" * 100_000, "recursion"),
+        ("x" * (2 << 20), "more than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_something_else_is_not_used_and_not_touched(
+    path: Path, text: str, expected: str
+) -> None:
+    path.parent.mkdir()
+    path.write_text(text, encoding="latin-1")
+    found = choose()
+    assert (found.tuning, found.may_measure) == (builtin_tuning(), False)
+    assert expected in found.note
+    assert "remove it, and `kvplan tune` makes another" in found.note
+    with pytest.raises(LLMException, match="remove it"):
+        save_tuning(MINE)
+    assert path.read_text(encoding="latin-1") == text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tuning": []},
+        {"tuning": {"threads": 1}},
+        {"tuning": {**MINE.tuning._asdict(), "threads": 10**30}},
+        {"tuning": {**MINE.tuning._asdict(), "piece_nbytes": 1}},
+        {"tuning": {**MINE.tuning._asdict(), "cached": LACKING}},
+        {"tuning": {**MINE.tuning._asdict(), "more": 1}},
+        {"reasons": [3]},
+        {"measured": None},
+        {"took_ms": "x"},
+    ],
+)
+def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, Any]) -> None:
+    save_tuning(MINE)
+    document = json.loads(path.read_text())
+    document["machines"][this_processor()].update(change)
+    path.write_text(json.dumps(document))
+    found = choose()
+    assert (found.tuning, found.may_measure) == (builtin_tuning(), False)
+    assert f"machines['{this_processor()}']" in found.note
+    save_tuning(MINE)  # only this machine's is wrong, and it is replaced
+    assert choose().tuning == MINE.tuning
+
+
+def test_other_machines_stay(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('{"schema_version": 1, "machines": {"another": {"of": "a later version"}}}')
+    assert load_tuning() is None
+    save_tuning(MINE)
+    assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
+
+
+def test_what_is_not_a_file(path: Path) -> None:
+    path.mkdir(parents=True)
+    assert "not a file" in choose().note
+    path.rmdir()
+    os.mkfifo(path)
+    assert "not a file" in choose().note
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+def test_a_file_of_another_user(path: Path) -> None:
+    save_tuning(MINE)
+    os.chown(path, 12345, 12345)
+    assert "it belongs to user 12345" in choose().note
+
+
+def test_no_place_for_a_file(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    path.parent.write_text("a file where the folder would be")
+    found = choose()
+    assert (found.tuning, found.may_measure) == (builtin_tuning(), False)
+    assert "Not a directory" in found.note

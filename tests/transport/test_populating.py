@@ -1,0 +1,231 @@
+"""Pages of peers' arenas that are mapped here are populated, as long as they are mapped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+from kvnative._host import Arena
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.local import LocalTransport
+from kvplan.transport.pages import BackgroundPages, background_pages
+from tests.support.refusals import refused
+from tests.support.smaps import num_mappings, smaps_of
+from tests.transport.owner import Owner
+
+MIB = 1 << 20
+CHUNK = 2 * MIB
+DEADLINE_S = 60.0  # only a hanging test reaches it
+
+
+def twin_of(arena: Arena) -> Arena:
+    """Mapped a second time, as a peer does."""
+    return Arena.of_peer(os.getpid(), arena.fd, arena.inode, arena.nbytes, writable=True)
+
+
+def wait_until_done() -> None:
+    """The thread ends when nothing is left to do."""
+    for thread in threading.enumerate():
+        if thread.name == "kvplan-pages":
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def pages() -> Iterator[BackgroundPages]:
+    it = BackgroundPages()
+    yield it
+    it.close()
+
+
+def test_what_is_there_is_mapped_and_the_thread_ends(pages: BackgroundPages) -> None:
+    arenas = [Arena(nbytes, prefault=True) for nbytes in (4096, 5 * CHUNK, 3 * MIB)]
+    twins = [twin_of(it) for it in arenas]
+    for it in twins:
+        pages.add(it, owner=None)
+    wait_until_done()
+    assert [smaps_of(it.address)["Rss"] for it in twins] == [4096, 5 * CHUNK, 3 * MIB]
+
+
+def test_no_thread_where_nothing_is_to_do(pages: BackgroundPages) -> None:
+    pages.cancel(object())
+    assert "kvplan-pages" not in {it.name for it in threading.enumerate()}
+
+
+def test_what_its_owner_fills_later_is_mapped_later(pages: BackgroundPages) -> None:
+    arena = Arena(2 * CHUNK)
+    twin = twin_of(arena)
+    pages.add(twin, owner=None)
+    np.frombuffer(arena, np.uint8)[:] = 1
+    wait_until_done()
+    assert smaps_of(twin.address)["Rss"] == 2 * CHUNK
+
+
+def test_when_it_is_cancelled_nothing_holds_the_mapping(pages: BackgroundPages) -> None:
+    arena = Arena(64 * CHUNK, prefault=True, pages="small")
+    for _ in range(5):
+        owner, twin = object(), twin_of(arena)
+        pages.add(twin, owner)
+        pages.cancel(owner)
+        del twin
+        assert num_mappings(arena.inode) == 1, "its owner's"
+
+
+def test_one_that_goes_is_forgotten(pages: BackgroundPages) -> None:
+    holes = Arena(CHUNK)
+    twin = twin_of(holes)
+    pages.add(twin, owner=None)
+    del twin
+    wait_until_done()
+    assert num_mappings(holes.inode) == 1
+
+
+def test_the_others_go_on_when_one_is_cancelled(pages: BackgroundPages) -> None:
+    arenas = [Arena(8 * CHUNK, prefault=True, pages="small") for _ in range(4)]
+    twins = [twin_of(it) for it in arenas]
+    owners = [object() for _ in twins]
+    for twin, owner in zip(twins, owners, strict=True):
+        pages.add(twin, owner)
+    pages.cancel(owners[0])
+    wait_until_done()
+    assert [smaps_of(it.address)["Rss"] for it in twins[1:]] == [8 * CHUNK] * 3
+
+
+def test_jobs_are_done_in_order_and_may_fail(pages: BackgroundPages) -> None:
+    done: list[int] = []
+
+    def job(number: int) -> None:
+        done.append(number)
+        if number == 1:
+            raise LLMException("the peer is gone")
+
+    for number in range(3):
+        pages.submit(lambda number=number: job(number), owner=None)  # type: ignore[misc]
+    wait_until_done()
+    assert done == [0, 1, 2]
+
+
+def test_jobs_of_one_that_is_cancelled_are_not_done(pages: BackgroundPages) -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+
+    pages.submit(first, owner=1)
+    pages.submit(lambda: done.append(2), owner=2)
+    pages.submit(lambda: done.append(3), owner=3)
+    assert begun.wait(DEADLINE_S)
+    pages.cancel(2)
+    go_on.set()
+    wait_until_done()
+    assert done == [3]
+
+
+def test_it_can_be_closed_at_any_time(pages: BackgroundPages) -> None:
+    twin = twin_of(arena := Arena(64 * CHUNK, prefault=True, pages="small"))
+    pages.add(twin, owner=None)
+    pages.close()
+    assert "kvplan-pages" not in {it.name for it in threading.enumerate()}
+    pages.close()
+    pages.add(twin, owner=None)
+    assert "kvplan-pages" not in {it.name for it in threading.enumerate()}
+    assert smaps_of(twin.address)["Rss"] <= arena.nbytes
+
+
+def test_a_forked_child_has_its_own() -> None:
+    ours = background_pages()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()  # the parent's: nothing happens
+        os._exit(0 if background_pages() is not ours else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_process_ends_while_pages_are_populated() -> None:
+    program = """
+        import os
+        from kvnative._host import Arena
+        from kvplan.transport.pages import background_pages
+        arena = Arena(512 << 20, prefault=True, pages="small")
+        twin = Arena.of_peer(os.getpid(), arena.fd, arena.inode, arena.nbytes, writable=True)
+        background_pages().add(twin, None)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FILLED = """
+    arena = transport.allocate({nbytes})
+    memoryview(arena)[:] = b"x" * {nbytes}
+    registration = transport.register(arena)
+    result = arena.address, arena.inode
+"""
+
+
+def test_a_link_populates_what_it_has_mapped(owner: Owner, transport: LocalTransport) -> None:
+    nbytes = 3 * CHUNK
+    address, inode = owner.run(FILLED.format(nbytes=nbytes))
+    with transport.connect(owner.metadata()) as link:
+        memory = link.memory([address], nbytes)
+        wait_until_done()
+        (arena,) = link.mapped()
+        assert smaps_of(arena.address)["Rss"] == nbytes
+        del arena, memory
+    assert num_mappings(inode) == 0
+
+
+def test_nothing_is_populated_where_that_is_off(owner: Owner) -> None:
+    address, _ = owner.run(FILLED.format(nbytes=CHUNK))
+    with LocalTransport(populate="off") as off, off.connect(owner.metadata()) as link:
+        memory = link.memory([address], CHUNK)
+        (arena,) = link.mapped()
+        link.prepare(lambda: pytest.fail("it is off"))
+        wait_until_done()
+        assert smaps_of(arena.address)["Rss"] == 0
+        assert memory.addresses.tolist() == [arena.address]
+
+
+def test_a_closed_link_populates_no_more(owner: Owner, transport: LocalTransport) -> None:
+    nbytes = 64 * CHUNK
+    address, inode = owner.run(FILLED.format(nbytes=nbytes))
+    link = transport.connect(owner.metadata())
+    memory = link.memory([address], nbytes)
+    link.close()
+    del memory
+    assert num_mappings(inode) == 0
+
+
+def test_a_peer_that_is_killed_meanwhile_does_no_harm(
+    owner: Owner, transport: LocalTransport
+) -> None:
+    nbytes = 128 * CHUNK
+    address, inode = owner.run(FILLED.format(nbytes=nbytes))
+    with transport.connect(owner.metadata()) as link:
+        memory = link.memory([address], nbytes)
+        owner.kill()
+        wait_until_done()  # its memory is there as long as it is mapped
+        (arena,) = link.mapped()
+        assert smaps_of(arena.address)["Rss"] == nbytes
+        with refused(LLMStatusCode.LLM_LINK_FAILED):
+            memory.check()
+        del arena, memory
+    assert num_mappings(inode) == 0
+
+
+def test_another_word_is_refused() -> None:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "populate='later' must be one of background"):
+        LocalTransport(populate="later")
