@@ -148,9 +148,16 @@ def test_without_strategies_past_the_caches() -> None:
 
 
 def test_this_machine_can_be_measured() -> None:
-    found = calibration.tune(builtin_tuning(), background=False)
+    found = calibration.tune(builtin_tuning(), background=False, crowded=lambda: False)
     assert found.tuning.cached in usable_strategies()
     assert found.reasons
+
+
+def test_a_crowded_machine_is_not_measured() -> None:
+    assert calibration.is_crowded() in (False, True)
+    found = calibration.tune(builtin_tuning(), crowded=lambda: True)
+    assert (found.tuning, found.sure) == (builtin_tuning(), False)
+    assert found.reasons == ("more threads want to run than there are cores; all is as built in",)
 
 
 @pytest.fixture
