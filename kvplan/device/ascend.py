@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from dataclasses import dataclass
@@ -91,6 +92,19 @@ def _not_there(reason: str) -> LLMException:
         f"no runtime library of Ascend (ACL) can be used: {reason}",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
+
+
+def current_device() -> int | None:
+    """The device that the calling thread has set (`aclrtSetDevice`); None: none, or no library."""
+    try:
+        library = load_library()
+    except LLMException:
+        return None
+    number = ctypes.c_int32()
+    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
+    if ctypes.CDLL(library.path).aclrtGetDevice(ctypes.byref(number)) != 0:
+        return None
+    return number.value
 
 
 class AscendDevice(Device):

@@ -77,13 +77,18 @@ class PullOperations(OperationRunner):
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
         """
-        whole = type(size) is int and size == -1 and not (reinterpret or verify)
         if (
-            whole
-            and isinstance(src, CacheIndex)
+            isinstance(src, CacheIndex)
+            and type(size) is int
+            and size == -1
+            and reinterpret is False
+            and verify is False
             and are_whole(num_tokens, coalesce, src_offset, dst_offset)
             and timeout_ms is None
-            and (notify, notify_failure, tag) == (None, None, "")
+            and notify is None
+            and notify_failure is None
+            and type(tag) is str
+            and tag == ""
             and self._move_now(
                 "pull_cache", src, dst, (src.batch_index,), (batch_index,), ext_param
             )
@@ -203,11 +208,14 @@ class PullOperations(OperationRunner):
         """
         if (
             src_blocks is not None
-            and (type(src) is BlocksCacheKey or (type(src) is CacheIndex and src.batch_index == 0))
             and are_whole(num_tokens, coalesce, src_token, dst_token)
-            and not (reinterpret or verify)
+            and reinterpret is False
+            and verify is False
             and timeout_ms is None
-            and (notify, notify_failure, tag) == (None, None, "")
+            and notify is None
+            and notify_failure is None
+            and type(tag) is str
+            and tag == ""
             and self._move_now("pull_blocks", src, dst, src_blocks, dst_blocks, ext_param)
         ):
             return

@@ -78,9 +78,13 @@ class PushOperations(OperationRunner):
             and type(size) is int
             and size == -1
             and are_whole(num_tokens, coalesce)
-            and not (reinterpret or verify)
+            and reinterpret is False
+            and verify is False
             and timeout_ms is None
-            and (notify, notify_failure, tag) == (None, None, "")
+            and notify is None
+            and notify_failure is None
+            and type(tag) is str
+            and tag == ""
             and self._move_now(
                 "push_cache", dst, src, (src_batch_index,), (dst.batch_index,), ext_param
             )
@@ -194,11 +198,14 @@ class PushOperations(OperationRunner):
         """
         if (
             dst_blocks is not None
-            and (type(dst) is BlocksCacheKey or (type(dst) is CacheIndex and dst.batch_index == 0))
             and are_whole(num_tokens, coalesce, src_token, dst_token)
-            and not (reinterpret or verify)
+            and reinterpret is False
+            and verify is False
             and timeout_ms is None
-            and (notify, notify_failure, tag) == (None, None, "")
+            and notify is None
+            and notify_failure is None
+            and type(tag) is str
+            and tag == ""
             and self._move_now("push_blocks", dst, src, src_blocks, dst_blocks, ext_param)
         ):
             return

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from kvplan.engine.registry import CacheRegistry
     from kvplan.engine.telemetry import Metrics
     from kvplan.execution import Transfers
+    from kvplan.lease import BlockLease
     from kvplan.links import Links, PeerLink
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.plan import Kind
     from kvplan.transport.protocol import PeerMemory
-    from kvplan.types import KvCacheExtParam
+    from kvplan.types import AnyCacheKey, KvCacheExtParam
 
 Verb = Literal["pull_cache", "pull_blocks", "push_cache", "push_blocks"]
 _Key = tuple[Verb, int, int | tuple[int], int, "KvCacheExtParam | None"]
@@ -73,7 +74,7 @@ class Routes:
     def move(
         self,
         verb: Verb,
-        there: CacheIndex | BlocksCacheKey,
+        there: AnyCacheKey | BlockLease,
         here: Cache,
         src_rows: Blocks,
         dst_rows: Blocks,
@@ -90,7 +91,13 @@ class Routes:
             return False
         if ext_param is not ALL_LAYERS and not are_plain(ext_param):
             return False
-        named = there.cache_id if isinstance(there, CacheIndex) else (there.model_id,)
+        named: int | tuple[int]
+        if type(there) is CacheIndex and (there.batch_index == 0 or verb not in _PAGED):
+            named = there.cache_id
+        elif type(there) is BlocksCacheKey:
+            named = (there.model_id,)
+        else:
+            return False
         layers = None if ext_param is ALL_LAYERS else ext_param
         key = verb, there.cluster_id, named, here.cache_id, layers
         known = self._known.get(key)

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
+    from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.routes import Verb
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
     from kvplan.links import PeerClaim, PeerLink
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
-    from kvplan.types import AnyCacheKey, CacheIndex, KvCacheExtParam
+    from kvplan.types import AnyCacheKey, KvCacheExtParam
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """What is executed: the plan, the memory of src and of dst, and the descriptors if it has any."""
@@ -417,7 +418,9 @@ class Operation:
                 bytes=nbytes,
             )
 
-    def _linked(self, argument: str, key: AnyCacheKey | PeerTensors | BlockLease) -> PeerLink:
+    def _linked(
+        self, argument: str, key: AnyCacheKey | PeerTensors | AddressRanges | BlockLease
+    ) -> PeerLink:
         """Return the link to the peer that `key` names, begun by one that moves."""
         engine, cluster_id = self.engine, key.cluster_id
         if cluster_id == engine.cluster_id:
@@ -562,7 +565,7 @@ class OperationRunner:
     def _move_now(
         self,
         verb: Verb,
-        there: CacheIndex | BlocksCacheKey,
+        there: AnyCacheKey | BlockLease,
         here: Cache,
         src_rows: Blocks,
         dst_rows: Blocks,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _MOST: Final = 1024
 """Pairs of memories that are remembered, with the layers that are moved between them."""
 
+_Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool]
+
 _TABLES: Final = (list, tuple, np.ndarray)
 _NONE = np.empty(0, dtype=np.uint64)
 _new = object.__new__
@@ -42,10 +44,8 @@ class _Pair(NamedTuple):
 
     src: Addresses
     dst: Addresses
-    operation: Operation
     source: Side
     target: Side
-    by_layer: bool
     rows: Rows | None  # None: the planner is always asked
     plan: dict[str, Any]  # what all plans of the pair have in common
     nbytes: int  # of a row, in all tensors that are moved
@@ -56,7 +56,7 @@ class RowRequests:
 
     def __init__(self) -> None:
         self._mutex = RLock()
-        self._pairs: dict[tuple[int, int, KvCacheExtParam | None], _Pair] = {}
+        self._pairs: dict[_Key, _Pair] = {}
 
     def bind(
         self,
@@ -123,28 +123,10 @@ class RowRequests:
         if not are_plain(ext_param):
             return None
         layers = None if ext_param is ALL_LAYERS else ext_param
-        pair = self._pairs.get((id(src.addresses), id(dst.addresses), layers))
-        if (
-            pair is None
-            or pair.source is not source
-            or pair.target is not target
-            or pair.operation != operation
-            or pair.by_layer is not by_layer
-        ):
-            pair = self._add(operation, kind, source, target, src, dst, ext_param, by_layer)
-        return pair
-
-    def _add(
-        self,
-        operation: Operation,
-        kind: Kind,
-        source: Side,
-        target: Side,
-        src: TensorMemory,
-        dst: TensorMemory,
-        ext_param: KvCacheExtParam,
-        by_layer: bool,
-    ) -> _Pair:
+        key = id(src.addresses), id(dst.addresses), operation, layers, by_layer
+        pair = self._pairs.get(key)
+        if pair is not None and pair.source is source and pair.target is target:
+            return pair
         plan = _law(operation, kind, source, target, ext_param, by_layer)
         rows = None
         common = {}
@@ -155,26 +137,26 @@ class RowRequests:
             nbytes = plan.num_tensor_pairs * source.stride
             if _fits(source, src) and _fits(target, dst) and dst.writable:
                 rows = _rows(plan, src, dst)
-        pair = _Pair(
-            src.addresses, dst.addresses, operation, source, target, by_layer, rows, common, nbytes
-        )
+        pair = _Pair(src.addresses, dst.addresses, source, target, rows, common, nbytes)
         with self._mutex:
             if len(self._pairs) >= _MOST:
                 self._pairs = {}
-            layers = None if ext_param is ALL_LAYERS else ext_param
-            self._pairs[id(src.addresses), id(dst.addresses), layers] = pair
+            self._pairs[key] = pair
         return pair
 
 
 def are_plain(layers: KvCacheExtParam) -> bool:
-    """Whether a dict can tell them from all others: to it True is 1, and to the planner not."""
+    """Whether a dict can tell them from all others.
+
+    To it True is 1, and range(0, 1, 2) is range(1), which to the planner is not so.
+    """
     if layers is ALL_LAYERS:
         return True
     if type(layers) is not KvCacheExtParam:
         return False
     ranges = layers.src_layer_range, layers.dst_layer_range
     number = layers.tensor_num_per_layer
-    return all(it is None or type(it) is range for it in ranges) and (
+    return all(it is None or (type(it) is range and it.step == 1) for it in ranges) and (
         number is None or type(number) is int
     )
 

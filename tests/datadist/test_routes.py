@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from kvplan import (
     Cache,
     CacheDesc,
     CacheIndex,
+    CacheKey,
     ClusterInfo,
     Coalesce,
     DataType,
@@ -107,6 +110,31 @@ def counts(user: LlmDataDist) -> dict[str, int]:
     return found
 
 
+class AnyText(str):
+    """Equal to every text."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Alike:
+    """Equal to everything, and false."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "Alike()"
+
+
 numbers = st.integers(-1, 9) | st.sampled_from([True, 0.0, None, np.int64(2), 2**70])
 tables = (
     st.lists(st.integers(0, 7), max_size=8, unique=True)
@@ -122,6 +150,7 @@ layers = st.sampled_from(
         KvCacheExtParam(range(4), None, 1),
         KvCacheExtParam(range(3), range(3)),
         KvCacheExtParam(range(1), range(1), True),
+        KvCacheExtParam(range(0, 1, 2), range(1)),
         None,
     ]
 )
@@ -129,10 +158,11 @@ EXTRAS: dict[str, list[Any]] = {
     "num_tokens": [None, 0, 3],
     "coalesce": [Coalesce.SORTED, Coalesce.NONE, True, "sorted"],
     "timeout_ms": [None, 1000, -1, "1"],
-    "tag": ["", "request 7", "\n", 0],
-    "notify": [None, b"", "text"],
-    "verify": [False, True],
-    "reinterpret": [False, True],
+    "tag": ["", "request 7", "\n", 0, AnyText("\n"), None],
+    "notify": [None, b"", "text", Alike()],
+    "notify_failure": [None, b"", "text", Alike()],
+    "verify": [False, True, 0, Alike()],
+    "reinterpret": [False, True, 0, Alike()],
 }
 
 
@@ -172,6 +202,39 @@ def test_a_transfer_does_and_refuses_what_an_operation_does(
         assert quick == outcome(ends, lambda: verb(*arguments, **extras))
     finally:
         remove()
+
+
+@pytest.mark.parametrize("name", sorted(EXTRAS))
+def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) -> None:
+    user, mine = ends.user, ends.here[0]
+    for value in EXTRAS[name]:
+        extras = {name: value}
+        for verb, first, second in (
+            (user.pull_blocks, KEY, mine),
+            (user.push_blocks, mine, KEY),
+        ):
+            call = partial(verb, first, second, [1], [2], **extras)
+            quick = outcome(ends, call)
+            remove = user.on_plan(lambda _: None)
+            try:
+                assert quick == outcome(ends, call), value
+            finally:
+                remove()
+
+
+def test_a_prepared_transfer_that_was_changed_is_looked_at_again(ends: Ends) -> None:
+    """A slot of a paged cache is refused when it is prepared; and so is it in a copy of that."""
+    user, mine, paged = ends.user, ends.here[0], ends.there[3]
+    slot = replace(paged, batch_index=1)
+    pull = replace(user.prepare_pull_blocks(paged, mine), src=slot)
+    push = replace(user.prepare_push_blocks(mine, paged), dst=slot)
+    for prepared in (pull, push):
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, "a paged cache has none"):
+            prepared.run([0], [1])
+    request: Any = CacheKey(1, 7, 5)  # of the model that KEY is of
+    user.pull_blocks(KEY, mine, [0], [1])
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "req_id=7"):
+        replace(pull, src=request).run([0], [1])
 
 
 OFFER = """

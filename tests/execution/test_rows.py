@@ -81,6 +81,8 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
 
 
 layers = st.sampled_from([range(1), range(1, 3), range(3), range(2, 3), range(4), None])
+ALIKE = [range(1), range(0, 1, 2), range(0, 1, 7)]
+"""Equal to Python; the planner takes the first alone."""
 
 
 @given(layers, layers, st.sampled_from([None, 1, 2, 3]), st.booleans(), st.data())
@@ -109,6 +111,19 @@ def test_some_layers_are_lowered_as_their_plan_is(
     assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
     assert bound[0].nbytes == plan.nbytes
     assert bound[0] == plan
+
+
+def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -> None:
+    (source, src), (target, dst) = cache(9, 6), cache(9, 6)
+    requests = RowRequests()
+    for _ in range(2):
+        for read in ALIKE:
+            for written in ALIKE:
+                bound = requests.bind(
+                    "push_blocks", "B2B", source, target, src, dst, [1], [2],
+                    KvCacheExtParam(read, written),
+                )  # fmt: skip
+                assert (bound is not None) is (read.step == written.step == 1)
 
 
 @given(st.dictionaries(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4), min_size=1))
