@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
@@ -227,16 +228,35 @@ def measured_here(*, background: bool) -> Iterator[Measure]:
         yield measure
 
 
-def tune(builtin: Tuning, *, background: bool = True, budget_ms: float = BUDGET_MS) -> Finding:
-    """Measure this machine.
+def is_crowded() -> bool:
+    """Whether more threads want to run, on this host, than it has cores."""
+    try:
+        running = Path("/proc/loadavg").read_text(encoding="utf-8").split()[3]
+        return int(running.partition("/")[0]) > (os.cpu_count() or 1)
+    except (OSError, ValueError, IndexError):
+        return False  # not known: measuring finds out
+
+
+def tune(
+    builtin: Tuning,
+    *,
+    background: bool = True,
+    budget_ms: float = BUDGET_MS,
+    crowded: Callable[[], bool] = is_crowded,
+) -> Finding:
+    """Measure this machine, unless it is crowded now.
 
     Args:
         background: at the lowest priority, for a process that does something else.
+        crowded: whether others would disturb it.
 
     Raises:
         OSError, MemoryError: the system has too little memory, or too few threads.
     """
     began = time.monotonic_ns()
+    if crowded():
+        reason = "more threads want to run than there are cores; all is as built in"
+        return Finding(builtin, False, (reason,), (time.monotonic_ns() - began) / 1e6)
     with measured_here(background=background) as measure:
         # To give the memory back takes about half as long as to have it.
         left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
