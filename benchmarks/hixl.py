@@ -45,7 +45,7 @@ def transfer_ratio(run: Run, name: str) -> Row:
         for nbytes in (BLOCK, SMALL):
             descs = shuffled(it, nbytes)
             call = partial(it.engine.transfer_sync, it.remote, hixl.READ, descs, TIMEOUT_MS)
-            ours, alone = run.medians(timed(call), timed(executor(it, descs)), rounds=41)
+            ours, alone = run.medians(timed(call), timed(executor(it, descs)), rounds=81)
             cases[f"{nbytes} bytes"] = ours / alone
             figures.append((ours, alone))
             if nbytes == BLOCK:
