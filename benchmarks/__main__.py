@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import (
     copying,
     engines,
+    hixl,
     latency,
     layerwise,
     leases,
@@ -32,6 +33,7 @@ TOPICS = (
     peers_memory.TOPIC,
     engines.TOPIC,
     leases.TOPIC,
+    hixl.TOPIC,
     recording.TOPIC,
     layerwise.TOPIC,
     links.TOPIC,

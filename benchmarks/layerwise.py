@@ -168,5 +168,5 @@ def layerwise_visible(run: Run, name: str) -> Row:
         f"ready() of the layers before: {1e3 * in_ready:.2f} ms in all"
     )
     # Where compute and copies share a core nothing can be hidden.
-    target = 0.15 if len(os.sched_getaffinity(0)) > 1 else None
+    target = 0.10 if len(os.sched_getaffinity(0)) > 1 else None
     return Row(name, 1e3 * visible, "ms", 1e3 * blocking, "at most", target, note)

@@ -69,9 +69,11 @@ def kvplan_connections_over_tcp(place: Place) -> list[Library]:
     return [kvplan_over_tcp(place, connections=it) for it in (1, 2, 4, 8) if it <= most]
 
 
-def kvplan_on_one_host(memory: Memory) -> Library:
+def kvplan_on_one_host(memory: Memory, **options: str) -> Library:
     """Ours, between processes that see each other's memory."""
-    return _kvplan(LOOPBACK, f"local, {memory}", {"kvplan.transport": "local"}, memory, "paged")
+    given = {f"kvplan.{name}": value for name, value in options.items()}
+    words = ", ".join(["local", memory, *(f"{key}={value}" for key, value in given.items())])
+    return _kvplan(LOOPBACK, words, {"kvplan.transport": "local", **given}, memory, "paged")
 
 
 def _kvplan(
@@ -108,7 +110,7 @@ def nixl_on_one_host() -> list[Library]:
     """NIXL's choices where all that UCX has between processes of one host is allowed."""
     return [
         _nixl(f"{_threads(thread)}, {memory} memory", {}, thread=thread, memory=memory)
-        for memory in ("ordinary", "shared")
+        for memory in ("ordinary", "huge", "shared")
         for thread in (False, True)
     ]
 

@@ -2,9 +2,16 @@
 
 from typing import Never, final
 
-from kvnative._device import Device, DeviceBuffer, DeviceError, DeviceLibrary, Pinned
+from kvnative._device import (
+    Device,
+    DeviceBuffer,
+    DeviceError,
+    DeviceLibrary,
+    HostBuffer,
+    Pinned,
+)
 
-__all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "Pinned"]
+__all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
 
 class AclError(DeviceError): ...
 

@@ -11,11 +11,11 @@ import os
 import threading
 
 from kvnative._backend import NativeError
-from kvnative._device import Device, DeviceBuffer, DeviceError, Pinned
+from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
 from kvnative.ascend_files import candidates, toolkit_version
 
 # The one module to import for Ascend devices: what they are comes along.
-__all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "Pinned"]
+__all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
 
 NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before, and kept for old links
 

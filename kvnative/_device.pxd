@@ -33,6 +33,16 @@ cdef extern from "device/device.h" nogil:
         const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure
     )
     int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failure)
+    ctypedef struct kvn_pinned:
+        uint64_t first
+        uint64_t last
+        bint is_allocated
+
+    int kvn_device_allocate_pinned(
+        kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure
+    )
+    int kvn_device_free_pinned(kvn_device *device, void *address, kvn_failure *failure)
+    bint kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out)
     int kvn_device_pin(
         kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
     )

@@ -4,10 +4,12 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_ANY_CONTIGUOUS,
     PyBUF_WRITABLE,
+    PyBuffer_FillInfo,
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
 from libc.stdint cimport int32_t, uint64_t, uintptr_t
+from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
@@ -26,7 +28,7 @@ import weakref
 
 from kvnative._backend import NativeError
 
-__all__ = ["Device", "DeviceBuffer", "DeviceError", "DeviceLibrary", "Pinned"]
+__all__ = ["Device", "DeviceBuffer", "DeviceError", "DeviceLibrary", "HostBuffer", "Pinned"]
 
 # Direction: its bit, and how many channels. One stream keeps a link to the host busy; the second is
 # for who would wait behind a large transfer.
@@ -201,6 +203,44 @@ cdef class Device:
         self.library.check(status, &failure)
         buffer.nbytes = size
         return buffer
+
+    def allocate_host(self, nbytes) -> HostBuffer:
+        """Return new memory of the host that the device's runtime has pinned, its bytes 0.
+
+        Raises:
+            ValueError: nbytes < 1.
+            DeviceError: there is no such memory.
+        """
+        cdef uint64_t size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef HostBuffer buffer
+        cdef int status
+        self.check_usable()
+        buffer = HostBuffer.__new__(HostBuffer)
+        buffer.device = self
+        with nogil:
+            status = kvn_device_allocate_pinned(&self.device, size, &buffer.start, &failure)
+            if status == KVN_OK:
+                memset(buffer.start, 0, size)
+        if status != KVN_OK:
+            buffer.start = NULL
+        self.library.check(status, &failure)
+        buffer.nbytes = size
+        return buffer
+
+    def pinned_by(self, address, nbytes) -> str:
+        """Return who has pinned host memory through this device.
+
+        Returns:
+            "runtime": all of it lies in one `HostBuffer`; "pin": in what was given to `pin`; "": it
+            does not.
+        """
+        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_pinned found
+        self.check_usable()
+        if not kvn_device_pinned_at(&self.device, start, &found) or size > found.last - start:
+            return ""
+        return "runtime" if found.is_allocated else "pin"
 
     def pin(self, address, nbytes, keep: object = None) -> Pinned:
         """Pin [address, address + nbytes) of this process until the result is closed or let go.
@@ -424,6 +464,46 @@ cdef class DeviceBuffer:
 
     def __repr__(self):
         return (f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device"
+                f" {self.device.id}>")
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class HostBuffer:
+    """Memory of the host from a device's runtime, which begins with a page.
+
+    Supports the buffer protocol, as `Arena` does; freed with the last reference to it, never in a
+    forked child.
+    """
+
+    cdef readonly Device device
+    cdef void *start
+    cdef readonly uint64_t nbytes
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a HostBuffer comes from Device.allocate_host()")
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return <uintptr_t>self.start
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.start, <Py_ssize_t>self.nbytes, False, flags)
+
+    def __buffer__(self, int flags, /):
+        """Return `memoryview(self)`: what Python 3.12 gives every type with buffers (PEP 688)."""
+        return memoryview(self)
+
+    def __dealloc__(self):
+        cdef kvn_failure ignored
+        if self.start is not NULL and self.device.library.pid == getpid():
+            with nogil:
+                kvn_device_free_pinned(&self.device.device, self.start, &ignored)
+
+    def __repr__(self):
+        return (f"<HostBuffer of {self.nbytes} bytes at {self.address:#x} for device"
                 f" {self.device.id}>")
 
 

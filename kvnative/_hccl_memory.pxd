@@ -1,5 +1,5 @@
 # Declarations of the sources behind _hccl_memory, and its classes.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvnative._acl cimport AclLibrary, kvn_acl
 from kvnative._device cimport Device, kvn_device
@@ -9,13 +9,23 @@ from kvnative._host cimport kvn_failure
 cdef extern from "hccl/library.h" nogil:
     ctypedef struct kvn_hccl:
         bint is_per_comm
+        char driver[32]
 
     int kvn_hccl_open(
         const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
         kvn_failure *failure
     )
+    void kvn_hccl_set_driver(
+        kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device
+    )
     void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
     const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
+
+
+cdef extern from "acl/ops.h" nogil:
+    int kvn_acl_try_map(
+        const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
+    )
 
 
 cdef extern from "hccl/region.h" nogil:
@@ -30,6 +40,7 @@ cdef extern from "hccl/region.h" nogil:
         kvn_hccl *hccl, const kvn_device *device, uint64_t address, uint64_t nbytes,
         bint on_device, kvn_region *out, kvn_failure *failure
     )
+    void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t *nbytes)
     int kvn_region_close(kvn_region *region, kvn_failure *failure)
 
 

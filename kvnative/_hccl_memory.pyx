@@ -17,7 +17,7 @@ import os
 import threading
 
 from kvnative._device import DeviceError
-from kvnative.ascend_files import candidates
+from kvnative.ascend_files import candidates, driver_version, max_registered
 
 __all__ = ["MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Staging"]
 
@@ -110,6 +110,10 @@ cdef class HcclLibrary:
         with nogil:
             status = kvn_hccl_open(place, &acl.library.calls, soc, &self.hccl, &failure)
         check_hccl(status, &failure)
+        driver = driver_version()
+        version = (driver or "").encode()
+        most = max_registered(driver)
+        kvn_hccl_set_driver(&self.hccl, version, most["host"], most["device"])
         kvn_hccl_path(&self.hccl, found, sizeof(found))
         self.path = os.fsdecode(<bytes>found) or file
         missing = []
@@ -118,6 +122,31 @@ cdef class HcclLibrary:
         self.missing = tuple(missing)
         with LIBRARIES_LOCK:
             return LIBRARIES.setdefault((acl.path, os.path.realpath(self.path)), self)
+
+    @property
+    def driver(self) -> str:
+        """Version of the driver (HDK), "25.5.0" say; "" where it is not known."""
+        return (<const char *>self.hccl.driver).decode(errors="replace")
+
+    def check_host(self, Device device not None, address, nbytes) -> None:
+        """Refuse pages of the host that HCCL could not map when it connects: by mapping them now.
+
+        Raises:
+            HcclError: the driver refuses, as it does where somebody has mapped one of them.
+        """
+        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        check_device(device)
+        with nogil:
+            status = kvn_acl_try_map(&device.device, start, size, &failure)
+        check_hccl(status, &failure)
+
+    def registered(self, int device_id) -> tuple[int, int]:
+        """Return the bytes of the host and of the device that are registered with a device."""
+        cdef uint64_t nbytes[2]
+        kvn_hccl_registered(&self.hccl, device_id, nbytes)
+        return nbytes[0], nbytes[1]
 
     @property
     def generation(self) -> str:

@@ -1,13 +1,28 @@
-"""Where the libraries of the Ascend toolkit lie: they are found at run time, never linked."""
+"""Where the libraries of the Ascend toolkit and its driver lie: found at run time, never linked."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["HOMES", "HOME_VARIABLES", "candidates", "homes", "toolkit_version"]
+__all__ = [
+    "DRIVER_VARIABLE",
+    "HOMES",
+    "HOME_VARIABLES",
+    "candidates",
+    "driver_folder",
+    "driver_version",
+    "homes",
+    "max_registered",
+    "toolkit_version",
+]
+
+DRIVER_VARIABLE = "KVPLAN_ASCEND_DRIVER"
+"""Environment variable: the folder of the driver, where it is not the usual one."""
+DRIVER = "/usr/local/Ascend/driver"
 
 # In the order in which they are asked: set by the toolkit's set_env.sh, or by hand.
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME")
@@ -65,6 +80,27 @@ def toolkit_version(library: str) -> str | None:
                 if version:
                     return version
     return None
+
+
+def driver_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where the driver is, or would be: its version.info, its tools."""
+    return Path(environment.get(DRIVER_VARIABLE) or DRIVER)
+
+
+def driver_version() -> str | None:
+    """Return the version of the driver (HDK), "25.5.0" say; None: it is not known here."""
+    return _version_in(driver_folder() / "version.info")
+
+
+def max_registered(hdk: str | None) -> dict[str, int]:
+    """Return the bytes of each kind that HCCL registers with an A2 or A3, as documented.
+
+    Args:
+        hdk: version of the driver, "25.5.0" say; None: not known, which is taken for a new one.
+    """
+    version = re.match(r"(\d+)\.(\d+)", hdk or "")
+    is_old = version is not None and (int(version[1]), int(version[2])) < (25, 5)
+    return {"device": 50 << 30, "host": 20 << 30 if is_old else 1 << 40}
 
 
 def _version_in(file: Path) -> str | None:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         PreparedPushCache,
         PreparedPushLayers,
     )
+    from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         HostMemory,
@@ -88,6 +89,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TRANSPORT_COSTS",
+    "AddressRanges",
     "BlockLease",
     "BlocksCacheKey",
     "Cache",
@@ -182,6 +184,7 @@ _LAZY = {
         "kvplan.engine.pools": "PoolConfig",
         "kvplan.engine.prepared": "PreparedCopyBlocks PreparedPullBlocks PreparedPullCache "
         "PreparedPushBlocks PreparedPushCache PreparedPushLayers",
+        "kvplan.engine.ranges": "AddressRanges",
         "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()

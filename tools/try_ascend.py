@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._host import Arena
+from kvnative.ascend_files import driver_version, max_registered
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -42,6 +43,8 @@ from kvplan.device.memory import DeviceMemory
 SERVER, CLIENT = 1, 2
 MODELS = {Placement.DEVICE: 1, Placement.HOST: 2}  # the model_id of each cache's key
 TIMEOUT_MS = 60_000
+GIB = 1 << 30
+REST_NBYTES = 1 << 28  # what an engine registers besides: staging memory, its tables
 
 
 def main() -> int:
@@ -55,18 +58,39 @@ def main() -> int:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--local-comm-res", default="", help="JSON, see llm.LocalCommRes")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=256, help="of each tensor; half of them move")
+    parser.add_argument(
+        "--blocks", type=int, default=1024, help="of each tensor; half of them move"
+    )
     parser.add_argument("--block-kib", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.what != "copies" and not arguments.address:
         parser.error(f"{arguments.what} needs an address")
+    if reason := too_much(arguments):
+        parser.error(reason)
     return RUNS[arguments.what](arguments)
 
 
 def described(arguments: argparse.Namespace, placement: Placement) -> CacheDesc:
     shape = arguments.blocks, arguments.block_kib * 1024
     return CacheDesc(2 * arguments.layers, shape, DataType.DT_UINT8, placement)
+
+
+def too_much(arguments: argparse.Namespace) -> str | None:
+    """Why HCCL will not register so much, which would show only when it connects."""
+    hdk = driver_version()
+    limits = max_registered(hdk)
+    nbytes = described(arguments, Placement.DEVICE).nbytes
+    for kind, most in limits.items():
+        if nbytes + REST_NBYTES > most and arguments.what != "copies":
+            blocks = arguments.blocks * (most - REST_NBYTES) // nbytes
+            return (
+                f"--layers {arguments.layers} --blocks {arguments.blocks} --block-kib "
+                f"{arguments.block_kib} are {nbytes / GIB:.1f} GiB of {kind} memory; with HDK "
+                f"{hdk or 'of unknown version'} HCCL registers {most >> 30} GiB: give at most "
+                f"--blocks {blocks}"
+            )
+    return None
 
 
 def scattered(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:

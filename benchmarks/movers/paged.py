@@ -70,6 +70,13 @@ def ordinary_pool() -> OnePool:
     return pool_at(mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
+def huge_pool() -> OnePool:
+    """The same in huge pages, where the system has any."""
+    memory = mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return pool_at(memory)
+
+
 def shared_pool() -> OnePool:
     """Memory that other processes can map: what a library that is good at it may make use of."""
     return pool_at(mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_SHARED))
@@ -77,6 +84,7 @@ def shared_pool() -> OnePool:
 
 POOLS: dict[str, Callable[[], OnePool]] = {
     "ordinary": ordinary_pool,
+    "huge": huge_pool,
     "shared": shared_pool,
 }
 

@@ -101,6 +101,8 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtSetDevice, (int32_t device))                                                 \
     X(aclError, aclrtGetCurrentContext, (aclrtContext *context))                                  \
     X(aclError, aclrtSetCurrentContext, (aclrtContext context))                                   \
+    X(aclError, aclrtCreateContext, (aclrtContext *context, int32_t device))                      \
+    X(aclError, aclrtDestroyContext, (aclrtContext context))                                      \
     X(aclError, aclrtCreateStream, (aclrtStream *stream))                                         \
     X(aclError, aclrtDestroyStream, (aclrtStream stream)) /* waits for its work */                \
     X(aclError, aclrtDestroyStreamForce, (aclrtStream stream))                                    \
@@ -110,7 +112,7 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtDestroyEvent, (aclrtEvent event))                                            \
     X(aclError, aclrtRecordEvent, (aclrtEvent event, aclrtStream stream))                         \
     X(aclError, aclrtStreamWaitEvent, (aclrtStream stream, aclrtEvent event))                     \
-    X(aclError, aclrtMalloc, (void **address, size_t nbytes, int policy))                         \
+    X(aclError, aclrtMallocAlign32, (void **address, size_t nbytes, int policy))                  \
     X(aclError, aclrtFree, (void *address))                                                       \
     X(aclError, aclrtMallocHost, (void **address, size_t nbytes))                                 \
     X(aclError, aclrtFreeHost, (void *address))                                                   \

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from kvnative.ascend_files import driver_version
 from kvplan.device.device import Device
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -93,6 +95,19 @@ def _not_there(reason: str) -> LLMException:
     )
 
 
+def current_device() -> int | None:
+    """The device that the calling thread has set (`aclrtSetDevice`); None: none, or no library."""
+    try:
+        library = load_library()
+    except LLMException:
+        return None
+    number = ctypes.c_int32()
+    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
+    if ctypes.CDLL(library.path).aclrtGetDevice(ctypes.byref(number)) != 0:
+        return None
+    return number.value
+
+
 class AscendDevice(Device):
     """An Ascend device of this process, as long as one engine uses it.
 
@@ -104,10 +119,17 @@ class AscendDevice(Device):
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
+
+    Attributes:
+        notes_pins: whether memory that is pinned is only noted, and not mapped for the device, as
+            from CANN 8.5 on. What is mapped cannot be mapped again, as HCCL does with memory of
+            the host.
     """
 
     def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
-        super().__init__(device_id, library or load_library())
+        library = library or load_library()
+        super().__init__(device_id, library)
+        self.notes_pins = "aclrtHostRegisterV2" not in library.missing
 
     @property
     def product(self) -> Product | None:
@@ -117,4 +139,5 @@ class AscendDevice(Device):
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         product = self.product
-        return {**super().describe(), "product": None if product is None else product.name}
+        name = None if product is None else product.name
+        return {**super().describe(), "product": name, "driver": driver_version()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # What another accelerator's library offers, too; see `kvnative._acl`.
     from kvnative._acl import AclLibrary as NativeLibrary
     from kvnative._acl import Device as NativeDevice
-    from kvnative._acl import DeviceBuffer, Pinned
+    from kvnative._acl import DeviceBuffer, HostBuffer, Pinned
     from kvnative._backend import Backend
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
@@ -105,6 +105,21 @@ class Device:
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
         return buffer
+
+    def allocate_host(self, nbytes: int) -> HostBuffer:
+        """New zeroed memory of the host from the runtime; it goes with its last reference.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; what its library says.
+        """
+        try:
+            return self.native.allocate_host(nbytes)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        except NativeError as error:
+            raise device_error(
+                error, f"{nbytes} bytes of host memory for device {self.id}"
+            ) from error
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
         """Let the device reach host memory by itself, until nobody holds the result, or `close`.

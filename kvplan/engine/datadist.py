@@ -16,6 +16,7 @@ from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.prepared import PrepareOperations
+from kvplan.engine.ranges import RangeOperations
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
@@ -36,6 +37,7 @@ class LlmDataDist(
     PrepareOperations,
     GroupOperations,
     GatherOperations,
+    RangeOperations,
     LeaseOperations,
     CacheOperations,
     NotificationOperations,

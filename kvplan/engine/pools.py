@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvnative._host import Arena
+from kvnative._device import DeviceBuffer
 from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -22,11 +22,12 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvnative._acl import DeviceBuffer
+    from kvnative._device import HostBuffer
+    from kvnative._host import Arena
     from kvplan.device.device import Device, PinnedMemory
     from kvplan.transport.protocol import Registrable, Transport
 
-    Allocation = Arena | DeviceBuffer
+    Allocation = Arena | DeviceBuffer | HostBuffer
     """What was allocated in one piece: it goes with its last user."""
 
 _LOG = Log("kvplan")
@@ -99,9 +100,9 @@ class Span:
 
     def view(self, nbytes: int) -> Registrable:
         """The first `nbytes` bytes, as transports register them."""
-        if isinstance(self.allocation, Arena):
-            return memoryview(self.allocation)[self._offset : self._offset + nbytes]
-        return DeviceRange(self.address, nbytes, self.allocation)
+        if isinstance(self.allocation, DeviceBuffer):
+            return DeviceRange(self.address, nbytes, self.allocation)
+        return memoryview(self.allocation)[self._offset : self._offset + nbytes]
 
     def __del__(self) -> None:
         # No lock: the garbage collector may come here from a thread that holds the pool's.
@@ -220,6 +221,7 @@ class Pools:
         numa_node: int | None = None,
     ) -> None:
         self._device = device
+        self._maps_host = any(it.maps_host for it in transports)
         self._collapse = pages == "collapse"
         self._new_arena = partial(
             new_arena,
@@ -268,6 +270,8 @@ class Pools:
         device = self._device
         if device is not None and placement is Placement.DEVICE:
             return device.allocate(nbytes), device, None
+        if device is not None and self._maps_host:
+            return device.allocate_host(nbytes), None, None
         arena = self._new_arena(nbytes)
         if self._collapse:
             background_pages().add(arena, self, collapse=True)

@@ -24,6 +24,7 @@ from kvplan.engine.entry import (
 from kvplan.engine.memory import CacheMemory, memory_of_span, memory_of_tensors, offered_ranges
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
+from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.registrations import offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
@@ -87,6 +88,7 @@ class CacheRegistry:
         # Those that live by their id. `get` reads it without the lock.
         self._entries: dict[int, CacheEntry] = {}
         self._keys = KeyIndex()
+        self._by_address: AddressIndex[CacheEntry] | None = None  # None: they have changed
 
     def allocate(self, desc: CacheDesc, *, paged: bool, keys: Sequence[AnyKey] = ()) -> CacheEntry:
         """Make a cache in memory of the engine: of the placement's pool, else an arena of its own.
@@ -172,6 +174,7 @@ class CacheRegistry:
                 )
             if self._entries.pop(cache_id, None) is None:
                 return
+            self._by_address = None
             if entry.paged:
                 self._keys.unbind(cache_id)
             unused = self._pop_unused(cache_id)
@@ -189,6 +192,7 @@ class CacheRegistry:
         with self._mutex:
             there = self._entry_of(cache_id, owned=False) is not None
             if there and self._entries.pop(cache_id, None) is not None:
+                self._by_address = None
                 self._keys.unbind(cache_id)
                 self._pending.add([self._held.pop(cache_id)])
             ended = self._pending.of(cache_id)  # it was renewed perhaps, or somebody is at it
@@ -213,6 +217,7 @@ class CacheRegistry:
                     self._held[cache_id] = now
                     if cache_id in self._entries:
                         self._entries[cache_id] = now.entry
+                        self._by_address = None
                 ended.append(before if lives else now)
             self._pending.add(ended)
         self._pending.end(ended)
@@ -270,6 +275,19 @@ class CacheRegistry:
     def living(self) -> dict[int, CacheEntry]:
         """The caches that were not freed, by id; always the same dict, to be read only."""
         return self._entries
+
+    def address_index(self) -> AddressIndex[CacheEntry]:
+        """The caches that live by their id, by addresses."""
+        index = self._by_address
+        if index is None:
+            with self._mutex:
+                extents = [
+                    Extent(address, entry.cache.cache_desc.tensor_nbytes, entry, tensor)
+                    for entry in tuple(self._entries.values())
+                    for tensor, address in enumerate(entry.cache.tensor_addrs)
+                ]
+                index = self._by_address = AddressIndex("this engine", extents)
+        return index
 
     def entries(self) -> list[tuple[CacheEntry, bool]]:
         """All caches that live, in the order of ids, and whether each still does by its id."""
@@ -359,6 +377,7 @@ class CacheRegistry:
             held = list(self._held.values())
             self._held.clear()
             self._entries.clear()
+            self._by_address = None
             self._keys = KeyIndex()
         end_all(held)
         self.pools.close()
@@ -406,6 +425,7 @@ class CacheRegistry:
                 self._keys.bind(cache_id, keys, num_tensors=desc.num_tensors, consumable=owned)
                 self._held[cache_id] = HeldCache(entry, offered)
                 self._entries[cache_id] = entry
+                self._by_address = None
                 undo.pop_all()
         self._on_change()
         return entry

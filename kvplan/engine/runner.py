@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
+    from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.routes import Verb
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
     from kvplan.links import PeerClaim, PeerLink
@@ -417,7 +418,9 @@ class Operation:
                 bytes=nbytes,
             )
 
-    def _linked(self, argument: str, key: AnyCacheKey | PeerTensors | BlockLease) -> PeerLink:
+    def _linked(
+        self, argument: str, key: AnyCacheKey | PeerTensors | AddressRanges | BlockLease
+    ) -> PeerLink:
         """Return the link to the peer that `key` names, begun by one that moves."""
         engine, cluster_id = self.engine, key.cluster_id
         if cluster_id == engine.cluster_id:

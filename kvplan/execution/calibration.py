@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
@@ -39,7 +40,7 @@ _BLOCK_NBYTES: Final = 32 << 10
 _SIZES: Final = tuple(mib << 20 for mib in (8, 16, 24, 32))
 _CACHED_NBYTES: Final = 4 << 20
 _PIECES_NBYTES: Final = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
-_PIECES_AT_NBYTES: Final = 16 << 20
+_LARGE_NBYTES: Final = 16 << 20
 _THREADS: Final = (1, 2, 4, 8, 12)
 _NEVER: Final = 1 << 62
 
@@ -172,17 +173,18 @@ def calibrate(
     began_ns = clock()
     it = _Calibration(builtin, measure, began_ns, 1e6 * budget_ms)
     past = [name for name in strategies if name.startswith("nt-")]
+    plain = [name for name in strategies if name not in past]
     try:
-        it.settle("in the caches", "cached", [*{*strategies} - {*past}], _CACHED_NBYTES, 0.05)
+        it.settle("in the caches", "cached", plain, _CACHED_NBYTES, 0.05)
         if past:
             # So that these sizes are written past the caches whatever is built in.
             it.tuning = it.tuning._replace(bypass_nbytes=0)
-            it.settle("past the caches", "bypassing", past, max(_SIZES), 0.3)
+            it.settle("past the caches", "bypassing", past, _LARGE_NBYTES, 0.2)
             it.tuning = it.tuning._replace(bypass_nbytes=builtin.bypass_nbytes)
-            it.find_bypass(0.3, 0.65)
-        it.settle("at once", "piece_nbytes", _PIECES_NBYTES, _PIECES_AT_NBYTES, 0.75)
+            it.find_bypass(0.2, 0.6)
+        it.settle("at once", "piece_nbytes", _PIECES_NBYTES, _LARGE_NBYTES, 0.7)
         fewer = [count for count in _THREADS if count < builtin.threads]
-        it.settle("threads", "threads", fewer, max(_SIZES), 0.9)
+        it.settle("threads", "threads", fewer, _LARGE_NBYTES, 0.8)
     except _BusyError as busy:
         return Finding(builtin, False, (f"{busy}; all is as built in",), (clock() - began_ns) / 1e6)
     return Finding(it.tuning, True, tuple(it.reasons), (clock() - began_ns) / 1e6)
@@ -226,18 +228,38 @@ def measured_here(*, background: bool) -> Iterator[Measure]:
         yield measure
 
 
-def tune(builtin: Tuning, *, background: bool = True, budget_ms: float = BUDGET_MS) -> Finding:
-    """Measure this machine.
+def is_crowded() -> bool:
+    """Whether more threads want to run, on this host, than it has cores."""
+    try:
+        running = Path("/proc/loadavg").read_text(encoding="utf-8").split()[3]
+        return int(running.partition("/")[0]) > (os.cpu_count() or 1)
+    except (OSError, ValueError, IndexError):
+        return False  # not known: measuring finds out
+
+
+def tune(
+    builtin: Tuning,
+    *,
+    background: bool = True,
+    budget_ms: float = BUDGET_MS,
+    crowded: Callable[[], bool] = is_crowded,
+) -> Finding:
+    """Measure this machine, unless it is crowded now.
 
     Args:
         background: at the lowest priority, for a process that does something else.
+        crowded: whether others would disturb it.
 
     Raises:
         OSError, MemoryError: the system has too little memory, or too few threads.
     """
     began = time.monotonic_ns()
+    if crowded():
+        reason = "more threads want to run than there are cores; all is as built in"
+        return Finding(builtin, False, (reason,), (time.monotonic_ns() - began) / 1e6)
     with measured_here(background=background) as measure:
-        left = budget_ms - (time.monotonic_ns() - began) / 1e6
+        # To give the memory back takes about half as long as to have it.
+        left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
         found = calibrate(builtin, usable_strategies(), measure, budget_ms=left)
     return found._replace(took_ms=(time.monotonic_ns() - began) / 1e6)
 

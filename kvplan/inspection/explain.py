@@ -79,7 +79,9 @@ def explain_lines(
 
 def _num_rows(plan: Plan) -> int:
     """How many rows are written, as far as the plan knows."""
-    return plan.num_slices if plan.tables is None else len(plan.tables.dst)
+    if plan.tables is not None:
+        return len(plan.tables.dst)
+    return 1 if plan.kind == "C2C" else plan.num_slices  # of one slot ranges may be moved
 
 
 def _header(plan: Plan) -> list[str]:

@@ -290,7 +290,8 @@ def _summary(plan: Plan) -> str:
     if tables is not None:
         count = len(np.unique(tables.src)) if plan.local == "both" else len(tables.src)
     src = plural(count, plan.src.row) + of_src
-    dst = plural(plan.num_slices if tables is None else len(tables.dst), plan.dst.row) + of_dst
+    written = 1 if plan.kind == "C2C" else plan.num_slices
+    dst = plural(written if tables is None else len(tables.dst), plan.dst.row) + of_dst
     rows = f"{src} into {dst}"
     if tokens is not None:
         rows = f"{plural(tokens, 'token')}, {rows}"

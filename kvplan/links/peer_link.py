@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvplan.control.messages import Table
     from kvplan.execution.memory import TensorMemory
     from kvplan.lease import BlockLease
+    from kvplan.links.address_index import AddressIndex
     from kvplan.links.published_table import Publisher
     from kvplan.links.renewals import Renewals
     from kvplan.transport.protocol import PeerMemory, Streams, TransportLink
@@ -149,6 +150,21 @@ class PeerLink(LinkLifecycle):
     def caches(self) -> tuple[PeerCache, ...]:
         """All that the peer offers, as far as it has been published."""
         return self._table.caches()
+
+    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
+        """All that the peer offers, by addresses.
+
+        Args:
+            writable: of those that may be written, to write: then it must not have freed them.
+            ask: ask the peer first.
+
+        Raises:
+            LLMException: as `cache`.
+        """
+        link = self.transport_link
+        if ask or (writable and (link is None or link.detects_freed == "after")):
+            self.sync()
+        return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
         """Whether the peer may have freed it, and its key is another cache's, without our knowing.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvplan.control.messages import ShardEntry, Table, TableEntry
 from kvplan.layout import Shard
+from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc, Placement
@@ -129,6 +130,8 @@ class PeerTable:
         self.by_id: dict[int, PeerCache] = {}
         self.by_model: dict[int, PeerCache] = {}
         self._nbytes = 0  # of all that are offered
+        # By whether they can be written: of which version of the table, and what it was made into.
+        self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
     def apply(self, table: Table) -> list[int]:
         """Apply a message of the peer; returns the ids of caches that were changed or removed.
@@ -152,11 +155,28 @@ class PeerTable:
                 f"{MAX_CACHES} of {MAX_NBYTES} can be"
             )
         self.version = table.version
+        self._indices.clear()
         return removed + [cache.cache_id for cache in added]
 
     def caches(self) -> tuple[PeerCache, ...]:
         """All that are offered."""
         return tuple(self.by_id.values())
+
+    def address_index(self, *, writable: bool) -> AddressIndex[PeerCache]:
+        """All that are offered, by addresses; those that can be written alone if `writable`."""
+        version = self.version  # first: what changes meanwhile makes it another's
+        held = self._indices.get(writable)
+        if held is not None and held[0] == version:
+            return held[1]
+        extents = (
+            Extent(address, it.desc.tensor_nbytes, it, tensor)
+            for it in self.caches()
+            if it.writable or not writable
+            for tensor, address in enumerate(it.addresses)
+        )
+        index = AddressIndex(f"cluster {self._cluster_id}", extents)
+        self._indices[writable] = version, index
+        return index
 
     def __len__(self) -> int:
         return len(self.by_id)

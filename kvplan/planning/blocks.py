@@ -16,6 +16,9 @@ from kvplan.status import LLMException, invalid
 Blocks = Sequence[int] | NDArray[np.integer]
 Indices = NDArray[np.int64]
 
+_MANY = 512
+"""Blocks from which on another way of sorting is worth its calls."""
+
 _TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
@@ -121,6 +124,13 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
     """
     if np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1:
         return src_table, dst_table
+    if len(src_table) >= _MANY and count <= 1 << 16:
+        # NumPy sorts 16 bits by radix, in a fifth of the time; stable, so only the order of equal
+        # sources is not yet that of their destinations.
+        order = np.argsort(src_table.astype(np.uint16), kind="stable")
+        src, dst = src_table[order], dst_table[order]
+        if np.count_nonzero(src[1:] == src[:-1]) == 0:
+            return src, dst
     if count > 2**31:
         order = np.lexsort((dst_table, src_table))
         return src_table[order], dst_table[order]

@@ -17,7 +17,8 @@ USAGE: Final = """\
 usage: python [OPTION OF PYTHON]... -m kvplan.run [--several-engines] PROGRAM [ARGUMENT]...
 
 Run a Python program, as it is, with kvplan's llm_datadist: `import llm_datadist` and every path
-below it give kvplan's, also in the Python processes that the program starts.
+below it give kvplan's, also in the Python processes that the program starts. So does `import hixl`
+where no other hixl is installed.
 
 PROGRAM is what python takes: a script, a folder or archive with a __main__.py, -m MODULE,
 -c COMMAND, or - for what comes by standard input.

@@ -55,6 +55,7 @@ class BaseTransport(ABC):
     """A `Transport` as far as it is the same for all; the methods of the protocol are theirs."""
 
     name: ClassVar[str]
+    maps_host = False
 
     def __init__(self) -> None:
         self._pid = os.getpid()

@@ -89,10 +89,16 @@ class Transport(Protocol):
     Attributes:
         name: by which two processes agree on a transport, such as "local".
         reaches: the kinds of memory that can be registered with it.
+        maps_host: whether it maps memory of the host for a device, in which that can be mapped
+            once: it is best if the device's own runtime allocates that, and nobody else pins it.
     """
 
     @property
     def name(self) -> str:
+        """See above."""
+
+    @property
+    def maps_host(self) -> bool:
         """See above."""
 
     @property

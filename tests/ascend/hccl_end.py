@@ -21,6 +21,7 @@ from tests.ascend.simulator import HOME, Controls
 from tests.support.peer import described
 
 UNTOUCHED = 0xA5
+NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 
 
 REPORTED = ("status", "code", "failed", "message", "bytes_done", "unconfirmed")
@@ -68,6 +69,21 @@ class Memory:
         return bytes(content)
 
 
+class Reserved(Memory):
+    """The same, of any size: nothing is written to it."""
+
+    def __init__(self, end: End, kind: str, nbytes: int) -> None:
+        self.kind, self.nbytes, self._device = kind, nbytes, end.device
+        if kind == "device":
+            self.owner = end.device.allocate(nbytes)
+            self.address = self.owner.address
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+            self.array = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+            self.address = self.array.ctypes.data
+            self.owner = end.device.pin(self.address, nbytes)
+
+
 class End:
     """A device of this process, and what was made on it; the test knows each by a name."""
 
@@ -95,6 +111,12 @@ class End:
 
     def memory(self, kind: str, nbytes: int) -> int:
         made = Memory(self, kind, nbytes)
+        self.memories[made.address] = made
+        return made.address
+
+    def reserve(self, kind: str, nbytes: int) -> int:
+        """Address space of a kind that is never touched: it costs no memory."""
+        made = Reserved(self, kind, nbytes)
         self.memories[made.address] = made
         return made.address
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -25,6 +26,13 @@ SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
 PULL = plan_pull_blocks(DESC, DESC, SRC, DST)
 PUSH = plan_push_blocks(DESC, DESC, SRC, DST)
 DEADLINE_S = 20.0
+
+
+def on_a_host_of_its_own(device_id: int) -> str:
+    """llm.LocalCommRes of a device that is connected to others by RDMA."""
+    device = {"device_id": str(device_id), "device_ip": f"10.1.0.{device_id + 1}"}
+    servers = [{"server_id": f"10.0.0.{device_id + 1}", "device": [device]}]
+    return json.dumps({"version": "1.0", "status": "completed", "server_list": servers})
 
 
 class Side:

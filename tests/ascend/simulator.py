@@ -44,6 +44,10 @@ class Log:
         """Forget what was called so far."""
         self._from = len(_whole(self._path.read_bytes())) if self._path.exists() else 0
 
+    def rewind(self) -> None:
+        """Look at all that was ever called."""
+        self._from = 0
+
     def calls(self, *names: str, pid: int | None = None) -> list[Call]:
         """Return the calls of these names, or all; of one process, or all."""
         if not self._path.exists():
@@ -85,9 +89,13 @@ class Controls:
         return view
 
     def left(self) -> dict[str, int]:
-        """Return what has not been given back, by kind."""
+        """Return what has not been given back, by kind; less contexts, which devices have."""
         left: dict[str, int] = json.loads(self._core.kvsim_leaks())
-        return {kind: count for kind, count in left.items() if count}
+        return {kind: count for kind, count in left.items() if count and kind != "contexts"}
+
+    def contexts(self) -> int:
+        """Return how many there are besides the primary ones."""
+        return int(json.loads(self._core.kvsim_leaks())["contexts"])
 
     def add_fault(self, *specifications: str) -> None:
         """Let calls of this process fail, see `kvsim_fault_add`."""

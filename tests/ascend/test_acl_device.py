@@ -140,8 +140,15 @@ def test_memory_of_the_device(device: Device, simulator: Controls) -> None:
     assert device.memory()[0] == free
 
 
+def test_whole_huge_pages_take_no_more_than_their_size(device: Device) -> None:
+    """With aclrtMalloc there would be 32 bytes, and so a page, more of each."""
+    free, _ = device.memory()
+    buffers = [device.allocate(2 << 20), device.allocate(8 << 20)]
+    assert free - device.memory()[0] == sum(it.nbytes for it in buffers)
+
+
 def test_errors_of_memory(device: Device) -> None:
-    with pytest.raises(AclError, match=r"^aclrtMalloc: 207001") as caught:
+    with pytest.raises(AclError, match=r"^aclrtMallocAlign32: 207001") as caught:
         device.allocate(1 << 50)
     assert caught.value.status == KVN_NO_DEVICE_MEMORY
     with pytest.raises(ValueError, match="nbytes is 0; it must be at least 1"):

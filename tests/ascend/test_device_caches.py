@@ -21,11 +21,11 @@ POOL = 1 << 16
 def test_a_pool_is_one_allocation_on_the_device(simulator: Controls, sim_log: Log) -> None:
     with engine_on(simulator, mem_pool_config=PoolConfig(POOL, page_shift=12)) as datadist:
         assert simulator.left()["device_bytes"] == POOL
-        assert sim_log.counts("aclrtMalloc") == {"aclrtMalloc": 1}
+        assert sim_log.counts("aclrtMallocAlign32") == {"aclrtMallocAlign32": 1}
         caches = [datadist.allocate_cache(DEVICE) for _ in range(3)]
         first = min(it.tensor_addrs[0] for it in caches)
         assert all(first <= it < first + POOL for each in caches for it in each.tensor_addrs)
-        assert sim_log.counts("aclrtMalloc") == {"aclrtMalloc": 1}
+        assert sim_log.counts("aclrtMallocAlign32") == {"aclrtMallocAlign32": 1}
         with refused("LLM_OUT_OF_MEMORY", "of the pool's 65536"):
             datadist.allocate_cache(CacheDesc(1, (1, POOL), DataType.DT_INT8))
         datadist.deallocate_cache(caches.pop())
@@ -75,11 +75,11 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 def test_a_device_that_is_full(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
-        simulator.add_fault("aclrtMalloc:1=207001")
+        simulator.add_fault("aclrtMallocAlign32:1=207001")
         with refused("LLM_DEVICE_OUT_OF_MEMORY", "of device 3, which has .* bytes free.*207001"):
             datadist.allocate_cache(DEVICE)
         assert datadist.allocate_cache(DEVICE).cache_id == 2
-    simulator.add_fault("aclrtMalloc:1=207018")
+    simulator.add_fault("aclrtMallocAlign32:1=207018")
     with (
         refused("LLM_DEVICE_OUT_OF_MEMORY", "device 3"),
         engine_on(simulator, mem_pool_config=PoolConfig(POOL)),

@@ -138,7 +138,7 @@ def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
     "call",
     [
         "aclrtCreateStream",
-        "aclrtMalloc",
+        "aclrtMallocAlign32",
         "aclrtMallocHost",
         "aclrtCreateEventExWithFlag",
         "HcclRegisterGlobalMem",

@@ -36,20 +36,34 @@ def pages(number: int) -> int:
     return int(np.frombuffer(HELD[-1], np.uint8).ctypes.data)
 
 
-def registration_error(side: Side, start: int, nbytes: int) -> str:
-    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as caught:
-        side.transport.register((start, nbytes))
-    return str(caught.value)
-
-
-def test_what_goes_beyond_a_page_that_is_pinned_is_refused_and_links_are_made(
-    sides: tuple[Side, Side],
-) -> None:
+def test_what_shares_pages_is_reached_in_parts(sides: tuple[Side, Side]) -> None:
+    """HCCL maps whole pages: each is one region's, and so of the registration that came first."""
     one, two = sides
     at = pages(4)
-    one.transport.register((at + PAGE + 64, 100))
-    for start, nbytes in ((64, PAGE), (PAGE + 1000, PAGE), (64, 3 * PAGE)):
-        assert "shares a page with other memory" in registration_error(one, at + start, nbytes)
+    first = one.transport.register((at + PAGE + 64, 100))
+    both = one.transport.register((at + 64, 2 * PAGE))
+    assert [it.nbytes for it in first.range.regions] == [PAGE]
+    assert [(it.address - at, it.nbytes) for it in both.range.regions] == [
+        (0, PAGE),
+        (PAGE, PAGE),
+        (2 * PAGE, PAGE),
+    ]
+    assert both.range.region_of(at + PAGE + 64, 200) is not None
+    assert both.range.region_of(at + PAGE - 64, 200) is None
+    link_both(one, two)
+
+
+def test_memory_that_the_program_has_mapped_is_refused_by_itself(
+    simulator: Controls, sides: tuple[Side, Side]
+) -> None:
+    """HCCL would be refused it when the link is made, and with it all else."""
+    one, two = sides
+    at = pages(1)
+    simulator.add_fault("aclrtHostRegister:1=507899")
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
+        one.transport.register((at + 64, 100))
+    assert f"cannot map [{at:#x}, {at + PAGE:#x})" in str(error.value)
+    assert "is mapped already" in str(error.value)
     link_both(one, two)
 
 

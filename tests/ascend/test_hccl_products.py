@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 A2, A3, A950 = "Ascend910B3", "Ascend910_9391", "Ascend950PR"
 
 
-def on(soc: str, variant: str, folder: Path) -> dict[str, Any]:
+def on(soc: str, variant: str, folder: Path, **settings: str) -> dict[str, Any]:
     environment = {
         **os.environ,
+        **settings,
         "KVSIM_SOC": soc,
         "KVSIM_DIR": str(folder),
         "KVSIM_LOG": str(folder / "log"),
@@ -36,6 +37,14 @@ def on(soc: str, variant: str, folder: Path) -> dict[str, Any]:
     )
     report: dict[str, Any] = json.loads(process.stdout)
     return report
+
+
+def test_an_a3_outside_of_a_super_pod(tmp_path: Path) -> None:
+    """Its numbers are negative then, which no rank table has."""
+    report = on(A3, "8.5", tmp_path, KVSIM_SUPER_POD_ID="-1")
+    assert (report["product"], report["version"]) == ("A3", "1.0")
+    assert report["pulled"]
+    assert report["pushed"]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.hccl.addresses import DeviceAddress, device_ip_of, table_of, why_not
+from kvplan import LLMStatusCode
+from kvplan.transport.hccl.addresses import DeviceAddress, table_of, why_not
 from kvplan.transport.wire import Document
 from tests.support.refusals import refused
 
@@ -225,16 +224,3 @@ def test_one_host_in_two_pods_is_refused() -> None:
     here = DeviceAddress("1.2", "a", "0", super_device_id="1", super_pod_id="0")
     there = DeviceAddress("1.2", "a", "1", super_device_id="2", super_pod_id="1")
     assert "two super pods" in (why_not(here, there) or "")
-
-
-def test_the_ports_address_is_read_from_the_file(tmp_path: Path) -> None:
-    conf = tmp_path / "hccn.conf"
-    conf.write_text("netmask_1=255.255.0.0\naddress_1=10.1.0.1\naddress_10 = fe80::1\n")
-    where = {"KVPLAN_HCCN_CONF": str(conf)}
-    assert device_ip_of(1, where) == "10.1.0.1"
-    assert device_ip_of(10, where) == "fe80::1"
-    assert device_ip_of(2, where) is None
-    assert device_ip_of(1, {"KVPLAN_HCCN_CONF": str(tmp_path / "none")}) is None
-    conf.write_text("address_1=10.1\n")
-    with pytest.raises(LLMException, match=r"address_1 is '10\.1'; it must be an IP address"):
-        device_ip_of(1, where)

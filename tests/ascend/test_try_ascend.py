@@ -97,3 +97,24 @@ def test_a_copy_that_fails_is_reported(environment: dict[str, str]) -> None:
     code, _, errors = outcome(environment, "copies")
     assert code == 1
     assert "507013" in errors
+
+
+def test_more_than_hccl_registers_is_refused_at_once(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """What docs/ascend.md once asked for: 61 GiB of each kind."""
+    (tmp_path / "version.info").write_text("Version=25.2.0\n")
+    environment["KVPLAN_ASCEND_DRIVER"] = str(tmp_path)
+    much = ("--layers", "61", "--blocks", "4096", "--block-kib", "128")
+    less = ("--layers", "48", "--blocks", "8192", "--block-kib", "32")
+    for given, kind, most in ((much, "device", 50), (less, "host", 20)):
+        done = subprocess.run(
+            [*command("serve", "127.0.0.1:0"), *given],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"GiB of {kind} memory; with HDK 25.2.0 HCCL registers {most} GiB" in done.stderr

@@ -100,6 +100,7 @@ static int run(void *argument, sim_stream *stream) {
             is_stale(&copy->source, copy->source_address, copy->nbytes)) {
             return SIM_DMA;
         }
+        sim_linger_check(copy->target.view, copy->nbytes, "copied to");
         if (sim_stream_copy(stream, copy->target.view, copy->source.view, copy->nbytes) ||
             (work->count > 1 && sim_stream_stopped(stream))) {
             return 0;
@@ -132,6 +133,7 @@ void acl_copies_now(acl_copy *copies, size_t count) {
     sim_settings settings = sim_settings_now();
     uint64_t nbytes = 0;
     for (size_t i = 0; i < count; i++) {
+        sim_linger_check(copies[i].target.view, copies[i].nbytes, "copied to");
         memmove(copies[i].target.view, copies[i].source.view, copies[i].nbytes);
         nbytes += copies[i].nbytes;
         acl_copy_release(&copies[i]);

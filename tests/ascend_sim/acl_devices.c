@@ -201,7 +201,7 @@ ACL aclrtGetDeviceInfo(uint32_t device, int32_t attribute, int64_t *value) {
     } ROWS[] = {
         {401, 0, 0},                                                   /* SMP_ID */
         {402, 0, physical},                                            /* PHY_CHIP_ID */
-        {403, 1, settings.server_id * settings.num_devices + physical}, /* SUPER_POD_DEVICE_ID */
+        {403, 1, settings.super_pod_id < 0 ? -1 : settings.server_id * settings.num_devices + physical},
         {404, 1, settings.server_id},                                  /* SUPER_POD_SERVER_ID */
         {405, 1, settings.super_pod_id},                               /* SUPER_POD_ID */
         {407, 0, 1},                                                   /* MAINBOARD_ID */

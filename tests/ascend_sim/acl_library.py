@@ -33,6 +33,7 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
     "aclrtSetDevice": [_int32],
     "aclrtGetDeviceInfo": [_uint32, _int32, _out],
     "aclrtMalloc": [_out, _size, _int32],
+    "aclrtMallocAlign32": [_out, _size, _int32],
     "aclrtMallocHost": [_out, _size],
     "aclrtFree": [_pointer],
     "aclrtFreeHost": [_pointer],

@@ -14,13 +14,11 @@ ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attri
 ACL aclrtGetMemInfo(int32_t attribute, size_t *available, size_t *total);
 
 #define ID(handle) ((unsigned long long)(uintptr_t)(handle))
-#define PAGE 4096
-
 static int check_size(uint64_t nbytes) {
     return nbytes ? 0 : sim_error(SIM_INVALID, "size=0: at least 1");
 }
 
-static int allocate(const char *name, void **out, size_t nbytes, int32_t policy) {
+static int allocate(const char *name, void **out, size_t nbytes, int32_t policy, int padding) {
     sim_call call;
     uint64_t address = 0;
     int device;
@@ -32,7 +30,8 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy)
         code = sim_error(SIM_INVALID, "policy=0x%x", (unsigned)policy);
     }
     code = code ? code : sim_memory_allocate_in(SIM_MEMORY_DEVICE, device, nbytes,
-                                                  (policy & 7) == 1 || (policy & 7) == 4, &address);
+                                                  (policy & 7) == 1 || (policy & 7) == 4,
+                                                  (uint64_t)padding, &address);
     if (!code) {
         *out = (void *)(uintptr_t)address;
     }
@@ -40,12 +39,13 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy)
                      (unsigned long long)address, device);
 }
 
+/* 32 bytes more than were asked for: of whole pages, a page more. */
 ACL aclrtMalloc(void **out, size_t nbytes, int32_t policy) {
-    return allocate(__func__, out, nbytes, policy);
+    return allocate(__func__, out, nbytes, policy, 32);
 }
 
 ACL aclrtMallocAlign32(void **out, size_t nbytes, int32_t policy) {
-    return allocate(__func__, out, nbytes, policy);
+    return allocate(__func__, out, nbytes, policy, 0);
 }
 
 static int release(const char *name, void *pointer, sim_memory_kind kind) {
@@ -75,11 +75,13 @@ ACL aclrtMallocHost(void **out, size_t nbytes) {
                      (unsigned long long)address);
 }
 
-static int pin(int device, void *pointer, uint64_t nbytes) {
-    if ((uintptr_t)pointer % PAGE) {
-        return sim_error(SIM_UNALIGNED, "%p is not aligned to %d", pointer, PAGE);
+static int pin(int device, void *pointer, uint64_t nbytes, int mapped) {
+    uint64_t page = sim_settings_now().page_bytes;
+    if ((uintptr_t)pointer % page) {
+        return sim_error(SIM_UNALIGNED, "%p is not aligned to %llu", pointer,
+                         (unsigned long long)page);
     }
-    int code = sim_memory_register(device, (uint64_t)(uintptr_t)pointer, nbytes);
+    int code = sim_memory_register(device, (uint64_t)(uintptr_t)pointer, nbytes, mapped);
     /* The code of its own is younger. */
     return code == SIM_ALREADY_REGISTERED && KVSIM_CANN < 805 ? SIM_PARAM : code;
 }
@@ -98,9 +100,9 @@ ACL aclrtHostRegister(void *pointer, uint64_t nbytes, int32_t type, void **devic
     if (!code && type) {
         code = sim_error(SIM_UNSUPPORTED, "type=%d: only ACL_HOST_REGISTER_MAPPED", type);
     }
-    code = code ? code : pin(device, pointer, nbytes);
+    code = code ? code : pin(device, pointer, nbytes, 1);
     if (!code) {
-        *device_pointer = (void *)(uintptr_t)sim_space_take(nbytes, PAGE);
+        *device_pointer = (void *)(uintptr_t)sim_space_take(nbytes, 4096);
     }
     return sim_leave(&call, code, "\"address\":%llu,\"bytes\":%llu", ID(pointer),
                      (unsigned long long)nbytes);
@@ -134,7 +136,8 @@ ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attri
                                                                          : ACL_AT_HOST;
         *attributes = (acl_pointer_attributes){
             .location = {place.device < 0 ? 0 : (uint32_t)place.device, type},
-            .page_size = place.side == ACL_DEVICE_SIDE ? (uint32_t)place.memory->page : PAGE,
+            .page_size = place.side == ACL_DEVICE_SIDE ? (uint32_t)place.memory->page
+                                                                : (uint32_t)sim_settings_now().page_bytes,
         };
         acl_place_release(&place);
     }
@@ -174,7 +177,7 @@ ACL aclrtHostRegisterV2(void *pointer, uint64_t nbytes, uint32_t flags) {
     if (!code && (!nbytes || !flags || (flags & ~(MAPPED | PINNED)))) {
         code = sim_error(SIM_PARAM, "size=%llu, flag=0x%x", (unsigned long long)nbytes, flags);
     }
-    code = code ? code : pin(device, pointer, nbytes);
+    code = code ? code : pin(device, pointer, nbytes, (flags & MAPPED) != 0);
     return sim_leave(&call, code, "\"address\":%llu,\"bytes\":%llu,\"flags\":%u", ID(pointer),
                      (unsigned long long)nbytes, flags);
 }

@@ -87,6 +87,19 @@ def build(variant: str = "8.5") -> Path:
     return home
 
 
+@functools.cache
+def build_large_pages() -> Path:
+    """Builds what a process preloads to have pages of 64 KiB; returns its path."""
+    ROOT.mkdir(parents=True, exist_ok=True)
+    source = HERE / "large_pages.c"
+    made = ROOT / f"large_pages-{_digest([source])[:16]}.so"
+    if not made.exists():
+        partial = made.with_suffix(f".{os.getpid()}")
+        _run("gcc", *CFLAGS, "-shared", str(source), "-o", str(partial))
+        partial.replace(made)
+    return made
+
+
 def _fingerprint(variant: Variant) -> str:
     return _digest(sorted([*HERE.glob("*.[ch]"), HERE / "build.py"]), *variant.defines)
 

@@ -24,6 +24,7 @@ enum {
     SIM_NO_RESOURCE = 207005,
     SIM_NO_STREAM = 207008,
     SIM_DMA = 507013,
+    SIM_DRIVER = 507899,
     SIM_STREAM_TIMEOUT = 507046,
     SIM_EVENT_TIMEOUT = 507047,
     SIM_ALREADY_REGISTERED = 507910,
@@ -66,6 +67,12 @@ SIM_API int sim_context_get(void **handle);
 /* With the lock: the thread's context, NULL where it has none. */
 sim_context *sim_context_current(void);
 int sim_context_device(const sim_context *context);
+/* With the lock: the context stops on failure, and with what it has failed since (0: it has not). */
+typedef struct {
+    int stops;
+    int code;
+} sim_context_failure;
+sim_context_failure *sim_context_failure_of(const sim_context *context);
 /* With the lock: where its default stream is kept. */
 sim_stream **sim_context_default_stream(sim_context *context);
 /* Waits for all streams of the thread's context. */
@@ -77,7 +84,7 @@ SIM_API int sim_peer_access(int device, int peer, int change);
 SIM_API int sim_stream_create(uint32_t flags, void **handle);
 SIM_API int sim_stream_destroy(void *handle, int force);
 SIM_API int sim_stream_abort(sim_stream *stream);
-/* Once for a stream; to stop is for all streams of its context. */
+/* Once for a stream; to stop is for all streams of its context, and from its first error none goes on. */
 SIM_API int sim_stream_set_failure_mode(sim_stream *stream, int stops);
 /* 1 all is done, 0 not yet, or an error of the work. */
 SIM_API int sim_stream_is_idle(sim_stream *stream, int *idle);

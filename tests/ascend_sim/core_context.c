@@ -9,6 +9,7 @@ struct sim_context {
     int device;
     int uses; /* of the primary context: aclrtSetDevice less aclrtResetDevice; else 0 */
     sim_stream *default_stream;
+    sim_context_failure *failure;
     sim_context *next;
 };
 
@@ -35,10 +36,12 @@ static sim_context *find(const void *handle) {
 
 static sim_context *make(int device) {
     sim_context *context = calloc(1, sizeof *context);
-    if (!context) {
+    sim_context_failure *failure = calloc(1, sizeof *failure);
+    if (!context || !failure) {
         sim_die("no host memory");
     }
-    *context = (sim_context){.handle = sim_handle_new(), .device = device, .next = contexts};
+    *context = (sim_context){
+        .handle = sim_handle_new(), .device = device, .failure = failure, .next = contexts};
     contexts = context;
     return context;
 }
@@ -52,11 +55,13 @@ static void destroy(sim_context *context, int force) {
     *link = context->next;
     sim_unlock();
     sim_streams_destroy(context, force);
+    free(context->failure);
     free(context);
     sim_lock();
 }
 
 sim_context *sim_context_current(void) { return current ? find(current) : NULL; }
+sim_context_failure *sim_context_failure_of(const sim_context *context) { return context->failure; }
 int sim_context_device(const sim_context *context) { return context->device; }
 sim_stream **sim_context_default_stream(sim_context *context) { return &context->default_stream; }
 

@@ -89,14 +89,14 @@ static sim_memory *make_bytes(sim_memory_kind kind, int device, uint64_t nbytes)
 }
 
 int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address) {
-    return sim_memory_allocate_in(kind, device, nbytes, 0, address);
+    return sim_memory_allocate_in(kind, device, nbytes, 0, 0, address);
 }
 
 int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
-                           uint64_t *address) {
+                           uint64_t padding, uint64_t *address) {
     int on_device = kind == SIM_MEMORY_DEVICE;
     uint64_t page = on_device && (huge || nbytes >= HUGE_PAGE / 2) ? HUGE_PAGE : PAGE;
-    uint64_t counted = round_up(nbytes, PAGE);
+    uint64_t counted = round_up(nbytes + padding, page);
     sim_settings settings = sim_settings_now();
     uint64_t used;
     if (nbytes > (uint64_t)1 << 46 ||
@@ -115,6 +115,7 @@ int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, in
                          (unsigned long long)nbytes);
     }
     memory->page = page;
+    memory->counted = counted;
     pthread_mutex_lock(&mutex);
     insert(memory);
     pthread_mutex_unlock(&mutex);
@@ -122,13 +123,36 @@ int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, in
     return 0;
 }
 
-int sim_memory_register(int device, uint64_t address, uint64_t nbytes) {
+static int check_whole_pages(uint64_t address, uint64_t nbytes) {
+    uint64_t page = sim_settings_now().page_bytes;
+    if (address % page || nbytes % page) {
+        return sim_error(SIM_DRIVER, "[0x%llx, +%llu) is not whole pages of %llu",
+                         (unsigned long long)address, (unsigned long long)nbytes,
+                         (unsigned long long)page);
+    }
+    return 0;
+}
+
+static sim_memory *new_registered(int device, uint64_t address, uint64_t nbytes, int mapped) {
+    sim_memory *memory = calloc(1, sizeof *memory);
+    if (!memory) {
+        sim_die("no host memory");
+    }
+    *memory = (sim_memory){.kind = SIM_MEMORY_REGISTERED, .device = device, .address = address,
+                           .nbytes = nbytes, .view = (unsigned char *)(uintptr_t)address, .fd = -1,
+                           .mapped = mapped};
+    return memory;
+}
+
+int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped) {
     if (sim_is_device_space(address, nbytes)) {
         return sim_error(SIM_PARAM, "0x%llx is a device address", (unsigned long long)address);
     }
-    sim_memory *memory = calloc(1, sizeof *memory);
-    *memory = (sim_memory){.kind = SIM_MEMORY_REGISTERED, .device = device, .address = address,
-                           .nbytes = nbytes, .view = (unsigned char *)(uintptr_t)address, .fd = -1};
+    int code = mapped ? check_whole_pages(address, nbytes) : 0;
+    if (code) {
+        return code;
+    }
+    sim_memory *memory = new_registered(device, address, nbytes, mapped);
     pthread_mutex_lock(&mutex);
     int taken = overlaps(first_behind(address), address, nbytes);
     if (!taken) {
@@ -141,6 +165,93 @@ int sim_memory_register(int device, uint64_t address, uint64_t nbytes) {
                          (unsigned long long)address, (unsigned long long)nbytes);
     }
     return 0;
+}
+
+/* ---- what HCCL has mapped ---- */
+
+typedef struct host_map {
+    int device;
+    uint64_t address;
+    uint64_t nbytes;
+    unsigned references;
+    int is_alone; /* the memory was nobody's before: it is known by this mapping */
+    struct host_map *next;
+} host_map;
+
+static host_map *maps;
+
+/* With mutex: the mapping that has all of the range; NULL, with *overlaps: one has a part. */
+static host_map **find_map(int device, uint64_t address, uint64_t nbytes, int *is_partial) {
+    *is_partial = 0;
+    for (host_map **at = &maps; *at; at = &(*at)->next) {
+        host_map *map = *at;
+        if (map->device != device || map->address >= address + nbytes ||
+            address >= map->address + map->nbytes) {
+            continue;
+        }
+        if (map->address <= address && address + nbytes <= map->address + map->nbytes) {
+            return at;
+        }
+        *is_partial = 1;
+    }
+    return NULL;
+}
+
+/* With mutex. Whether the driver has no mapping there, and there is one memory or none. */
+static int can_map(uint64_t address, uint64_t nbytes, int *is_alone) {
+    size_t index = first_behind(address);
+    *is_alone = !overlaps(index, address, nbytes);
+    if (*is_alone) {
+        return 1;
+    }
+    sim_memory *memory = memories[index];
+    uint64_t page = sim_settings_now().page_bytes;
+    return memory->kind != SIM_MEMORY_DEVICE && !memory->mapped && memory->address <= address &&
+           address + nbytes <= memory->address + round_up(memory->nbytes, page);
+}
+
+int sim_host_map(int device, uint64_t address, uint64_t nbytes) {
+    int is_partial;
+    int is_alone;
+    int code = check_whole_pages(address, nbytes);
+    if (code) {
+        return code;
+    }
+    pthread_mutex_lock(&mutex);
+    host_map **known = find_map(device, address, nbytes, &is_partial);
+    if (known) {
+        (*known)->references++;
+    } else if (is_partial || !can_map(address, nbytes, &is_alone)) {
+        code = SIM_DRIVER;
+    } else {
+        host_map *map = calloc(1, sizeof *map);
+        *map = (host_map){device, address, nbytes, 1, is_alone, maps};
+        maps = map;
+        if (is_alone) {
+            insert(new_registered(device, address, nbytes, 1));
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+    return code ? sim_error(code, "[0x%llx, +%llu) overlaps what is mapped for device %d",
+                            (unsigned long long)address, (unsigned long long)nbytes, device)
+                : 0;
+}
+
+void sim_host_unmap(int device, uint64_t address, uint64_t nbytes) {
+    int is_partial;
+    uint64_t alone = 0;
+    pthread_mutex_lock(&mutex);
+    host_map **at = find_map(device, address, nbytes, &is_partial);
+    if (at && !--(*at)->references) {
+        host_map *map = *at;
+        *at = map->next;
+        alone = map->is_alone ? map->address : 0;
+        free(map);
+    }
+    pthread_mutex_unlock(&mutex);
+    if (alone) {
+        sim_memory_free(SIM_MEMORY_REGISTERED, alone);
+    }
 }
 
 static void remove_at(size_t index) {
@@ -160,8 +271,9 @@ int sim_memory_free(sim_memory_kind kind, uint64_t address) {
     }
     remove_at(index);
     pthread_mutex_unlock(&mutex);
+    sim_linger_check(memory->view, memory->nbytes, "freed");
     if (kind == SIM_MEMORY_DEVICE) {
-        sim_hbm_change(memory->device, -(int64_t)round_up(memory->nbytes, PAGE), 0, NULL);
+        sim_hbm_change(memory->device, -(int64_t)memory->counted, 0, NULL);
     }
     sim_memory_release(memory);
     return 0;

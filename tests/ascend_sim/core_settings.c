@@ -14,7 +14,7 @@ static int parse(const char *text, int64_t *value) {
     char *end;
     errno = 0;
     *value = strtoll(text, &end, 10);
-    return errno || end == text || *end || *value < 0 ? -1 : 0;
+    return errno || end == text || *end ? -1 : 0;
 }
 
 static int set_soc(const char *soc) {
@@ -67,6 +67,9 @@ static int set_directory(const char *path) {
 }
 
 static int set_number(const char *name, int64_t value) {
+    if (value < 0 && strcmp(name, "super_pod_id")) {
+        return -1; /* outside of a super pod its number is negative */
+    }
     if (!strcmp(name, "devices")) {
         return set_devices(value);
     } else if (!strcmp(name, "hbm_bytes")) {
@@ -79,10 +82,22 @@ static int set_number(const char *name, int64_t value) {
         settings.seed = (uint64_t)value;
     } else if (!strcmp(name, "retry_us")) {
         settings.retry_us = value;
+    } else if (!strcmp(name, "notify_us")) {
+        settings.notify_us = value;
     } else if (!strcmp(name, "server_id")) {
         settings.server_id = value;
     } else if (!strcmp(name, "super_pod_id")) {
         settings.super_pod_id = value;
+    } else if (!strcmp(name, "hdk")) {
+        settings.hdk = value;
+    } else if (!strcmp(name, "tls")) {
+        settings.tls = value;
+    } else if (!strcmp(name, "max_links")) {
+        settings.max_links = value;
+    } else if (!strcmp(name, "page_bytes")) {
+        settings.page_bytes = (uint64_t)value;
+    } else if (!strcmp(name, "page_table_bytes")) {
+        settings.page_table_bytes = (uint64_t)value;
     } else {
         return -1;
     }
@@ -103,6 +118,11 @@ int kvsim_set(const char *name, const char *value) {
         status = set_soc(value);
     } else if (!strcmp(name, "dir")) {
         status = set_directory(value);
+    } else if (!strcmp(name, "device_ips")) {
+        status = strlen(value) < sizeof settings.device_ips ? 0 : -1;
+        if (!status) {
+            strcpy(settings.device_ips, value);
+        }
     } else {
         status = parse(value, &number) ? -1 : set_number(name, number);
     }
@@ -127,8 +147,15 @@ __attribute__((constructor)) static void read_environment(void) {
         {"bandwidth", "KVSIM_BANDWIDTH", "0"},
         {"seed", "KVSIM_SEED", "1"},
         {"retry_us", "KVSIM_RETRY_US", "200000"},
+        {"notify_us", "KVSIM_NOTIFY_US", "1836000000"},
         {"server_id", "KVSIM_SERVER_ID", "0"},
         {"super_pod_id", "KVSIM_SUPER_POD_ID", "0"},
+        {"hdk", "KVSIM_HDK", "2505"},
+        {"device_ips", "KVSIM_DEVICE_IPS", ""},
+        {"tls", "KVSIM_TLS", "0"},
+        {"max_links", "KVSIM_MAX_LINKS", "512"},
+        {"page_bytes", "KVSIM_PAGE_BYTES", "4096"},
+        {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
         {"dir", "KVSIM_DIR", ""},
         {"log", "KVSIM_LOG", ""},
         {"faults", "KVSIM_FAULTS", ""},

@@ -20,7 +20,8 @@ static sim_stream *make(sim_context *context, int is_default) {
         return NULL;
     }
     *stream = (sim_stream){.handle = sim_handle_new(), .context = context, .references = 1,
-                           .device = sim_context_device(context), .is_default = is_default};
+                           .device = sim_context_device(context), .is_default = is_default,
+                           .failure = sim_context_failure_of(context)};
     sim_condition_init(&stream->changed);
     sigset_t all, before;
     sigfillset(&all);
@@ -125,8 +126,8 @@ int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_work work
     int code = 0;
     if (stream->is_stopping || stream->is_ending) {
         code = sim_error(SIM_STREAM_ABORT, "the stream is being aborted or destroyed");
-    } else if (stream->stop_on_failure && stream->error) {
-        code = sim_error(stream->error, "the stream has failed and stops on failure");
+    } else if (stream->failure->code) {
+        code = sim_error(stream->failure->code, "the context has failed and stops on failure");
     } else {
         if (stream->last) {
             stream->last->next = operation;
@@ -144,10 +145,10 @@ int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_work work
     return code;
 }
 
-/* With the lock. The first error since the last wait; a stream that stops on failure keeps it. */
+/* With the lock. The first error since the last wait; a context that stops on failure keeps it. */
 static int take_error(sim_stream *stream) {
-    int code = stream->error;
-    stream->error = stream->stop_on_failure ? code : 0;
+    int code = stream->failure->code ? stream->failure->code : stream->error;
+    stream->error = 0;
     return code ? sim_error(code, "work on stream %p failed", stream->handle) : 0;
 }
 
@@ -215,11 +216,25 @@ int sim_stream_set_failure_mode(sim_stream *stream, int stops) {
     sim_lock();
     int code = stream->has_failure_mode ? sim_error(SIM_PARAM, "the mode was set before") : 0;
     stream->has_failure_mode = 1;
-    for (sim_stream *other = streams; other && !code; other = other->next) {
-        other->stop_on_failure |= stops && other->context == stream->context;
-    }
+    stream->failure->stops |= stops && !code;
     sim_unlock();
     return code;
+}
+
+void sim_context_stop(sim_stream *failed, int code) {
+    sim_operation *dropped[MAX_STREAMS];
+    int num_dropped = 0;
+    failed->failure->code = failed->failure->code ? failed->failure->code : code;
+    for (sim_stream *stream = streams; stream; stream = stream->next) {
+        if (stream->context == failed->context) {
+            dropped[num_dropped++] = sim_stream_empty(stream);
+        }
+    }
+    sim_unlock();
+    for (int i = 0; i < num_dropped; i++) {
+        sim_operations_dispose(dropped[i]);
+    }
+    sim_lock();
 }
 
 /* With the lock, which it gives up: returns when no operation runs or waits. */

@@ -31,7 +31,7 @@ struct sim_stream {
     int is_ending;
     int error; /* first since the last wait */
     int has_failure_mode;
-    int stop_on_failure;
+    sim_context_failure *failure; /* of its context */
     struct sim_stream *next;
 };
 
@@ -40,5 +40,7 @@ void *sim_stream_thread(void *stream);
 /* Takes all that waits out of the queue; the caller disposes of it without the lock. */
 sim_operation *sim_stream_empty(sim_stream *stream);
 void sim_operations_dispose(sim_operation *first);
+/* With the lock, which it gives up: nothing goes on in a context that stops on failure. */
+void sim_context_stop(sim_stream *failed, int code);
 
 #endif

@@ -69,7 +69,7 @@ int sim_stream_copy(sim_stream *stream, void *target, const void *source, uint64
     return 0;
 }
 
-static int64_t duration_us(uint64_t nbytes) {
+int64_t sim_duration_us(uint64_t nbytes) {
     sim_settings settings = sim_settings_now();
     if (!nbytes) {
         return 0; /* markers */
@@ -80,7 +80,7 @@ static int64_t duration_us(uint64_t nbytes) {
 
 /* Without the lock. The code that a synchronization shows. */
 static int perform(sim_stream *stream, sim_operation *operation) {
-    int64_t duration = duration_us(operation->nbytes);
+    int64_t duration = sim_duration_us(operation->nbytes);
     if (operation->fault.kind == SIM_FAULT_HANG) {
         duration = -1;
     }
@@ -132,11 +132,8 @@ static void run_first(sim_stream *stream) {
     stream->num_done++;
     if (code && !stream->is_stopping) {
         stream->error = stream->error ? stream->error : code;
-        if (stream->stop_on_failure) {
-            sim_operation *dropped = sim_stream_empty(stream);
-            sim_unlock();
-            sim_operations_dispose(dropped);
-            sim_lock();
+        if (stream->failure->stops) {
+            sim_context_stop(stream, code);
         }
     }
     pthread_cond_broadcast(&sim_progress);

@@ -18,6 +18,9 @@ typedef struct {
 typedef struct {
     comm *comm;
     int is_put, is_over;
+    int unfolds;       /* AICPU does it: an abort does not end what has begun */
+    int is_cut;        /* by an abort */
+    uint32_t num_done; /* pieces, before that */
     hccl_settings settings;
     int64_t retry_us;
     uint32_t num_pieces;
@@ -87,18 +90,68 @@ static int run(void *argument, sim_stream *stream)
 {
     batch *b = argument;
     int code = 0;
-    for (uint32_t i = 0; i < b->num_pieces && !code && !sim_stream_stopped(stream); i++)
+    if (b->unfolds && sim_duration_us(b->nbytes))
+        sim_note("unfolds", "\"name\":\"%s\"", b->comm->name); /* slowly */
+    if (b->unfolds && sim_stream_pause(stream, sim_duration_us(b->nbytes))) {
+        b->is_cut = 1;
+        return 0;
+    }
+    for (uint32_t i = 0; i < b->num_pieces && !code && !b->is_cut; i++) {
         code = copy_piece(b, &b->pieces[i], stream);
+        b->num_done++;
+        b->is_cut = sim_stream_stopped(stream) && b->num_done < b->num_pieces;
+    }
+    if (b->is_cut && b->unfolds)
+        return 0;
     if (code)
         sim_note("transfer failed", "\"name\":\"%s\",\"code\":%d", b->comm->name, code);
     end(b); /* before whoever synchronizes goes on, and perhaps destroys */
     return code;
 }
 
+/* What is left, late in the time that AICPU may take for it. */
+static void *finish_late(void *argument)
+{
+    batch *b = argument;
+    hccl_wait_until(b->comm->lingers_until - b->settings.unfold_us / 4);
+    for (uint32_t i = b->num_done; i < b->num_pieces; i++) {
+        const piece *p = &b->pieces[i];
+        if (peer_is_alive(b->comm->peer))
+            peer_copy(&p->at, p->remote, p->local, p->nbytes, b->is_put);
+    }
+    pthread_mutex_lock(&hccl_mutex);
+    b->comm->lingering--;
+    pthread_cond_broadcast(&hccl_changed);
+    pthread_mutex_unlock(&hccl_mutex);
+    free(b);
+    return NULL;
+}
+
+static void linger(batch *b)
+{
+    const int64_t until = hccl_now_us() + b->settings.unfold_us;
+    pthread_t thread;
+    for (uint32_t i = b->num_done; i < b->num_pieces; i++)
+        sim_linger(b->pieces[i].local, b->pieces[i].nbytes, until);
+    pthread_mutex_lock(&hccl_mutex);
+    b->comm->lingering++;
+    b->comm->lingers_until = until;
+    pthread_mutex_unlock(&hccl_mutex);
+    sim_note("goes on", "\"name\":\"%s\"", b->comm->name);
+    end(b);
+    if (pthread_create(&thread, NULL, finish_late, b) == 0)
+        pthread_detach(thread);
+}
+
 static void dispose(void *argument)
 {
-    end(argument);
-    free(argument);
+    batch *b = argument;
+    if (b->is_cut && b->unfolds) {
+        linger(b);
+        return;
+    }
+    end(b);
+    free(b);
 }
 
 /* ---- checks ---- */
@@ -137,6 +190,7 @@ static HcclResult check_desc(hccl_call *call, comm *c, const HcclOneSideOpDesc *
         return hccl_refuse(call, outside, "descriptor %u: local [%#llx, +%llu) is %s", i,
                            (unsigned long long)local, (unsigned long long)nbytes,
                            mine ? "freed or deregistered since" : "in no region of the communicator");
+    sim_linger_check(mine->memory->view + (local - mine->memory->address), nbytes, "transferred");
     *out = (piece){.local = mine->memory->view + (local - mine->memory->address), .remote = remote,
                    .nbytes = nbytes, .place = mine->range.place, .at = *theirs};
     return HCCL_SUCCESS;
@@ -220,7 +274,9 @@ static HcclResult issue(hccl_call *call, const request *r, char *name, batch **o
     if (!b)
         return hccl_refuse(call, HCCL_E_MEMORY, "no memory");
     *b = (batch){.comm = c, .is_put = r->is_put, .settings = hccl_settings_now(),
-                 .retry_us = sim_settings_now().retry_us};
+                 .retry_us = nic_is_hccs(c) ? sim_settings_now().notify_us
+                                            : sim_settings_now().retry_us};
+    b->unfolds = c->product == SIM_A3 || b->settings.aicpu;
     code = gather(call, r, c, b);
     if (!code)
         code = cut(call, b, fault);
@@ -243,7 +299,8 @@ static HcclResult transfer(hccl_call *call, const request *r, uint64_t *nbytes, 
     pthread_mutex_unlock(&hccl_mutex);
     if (b) {
         *nbytes = b->nbytes;
-        const int refused = sim_stream_enqueue(stream, &fault, run, dispose, b, *nbytes);
+        const uint64_t waited = b->unfolds ? 0 : *nbytes; /* else it waits when it has begun */
+        const int refused = sim_stream_enqueue(stream, &fault, run, dispose, b, waited);
         if (refused && !code)
             code = hccl_refuse(call, HCCL_E_RUNTIME, "the stream refuses: %d", refused);
     }

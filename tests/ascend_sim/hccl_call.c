@@ -20,7 +20,7 @@ static pthread_mutex_t settings_mutex = PTHREAD_MUTEX_INITIALIZER;
 static int settings_read;
 static setting settings[] = {
     {"remote_code", 507057, 1}, {"stale_code", 507899, 0}, {"connect_timeout_ms", 120000, 1},
-    {"init_us", 200, 0},        {"aicpu", 0, 0},
+    {"init_us", 200, 0},        {"aicpu", 0, 0},          {"unfold_us", 100000, 0},
 };
 #define NUM_SETTINGS (sizeof settings / sizeof *settings)
 
@@ -60,7 +60,7 @@ hccl_settings hccl_settings_now(void)
     pthread_mutex_lock(&settings_mutex);
     read_environment_locked();
     const hccl_settings now = {settings[0].value, settings[1].value, settings[2].value,
-                               settings[3].value, settings[4].value};
+                               settings[3].value, settings[4].value, settings[5].value};
     pthread_mutex_unlock(&settings_mutex);
     return now;
 }

@@ -120,6 +120,12 @@ static HcclResult check_place(hccl_call *call, const rank_table *table, uint32_t
 
 static HcclResult add_locked(hccl_call *call, comm *made)
 {
+    int64_t count = 0;
+    for (comm *c = comms; c; c = c->next)
+        count += c->device == made->device;
+    if (count >= sim_settings_now().max_links)
+        return hccl_refuse(call, HCCL_E_ROCE_CONNECT, "no queue pair: %lld communicators of device %d",
+                           (long long)count, made->device);
     for (comm *c = comms; c; c = c->next)
         if (c->device == made->device && strcmp(c->name, made->name) == 0)
             return hccl_refuse(call, HCCL_E_PARA, "device %d has a communicator %s", made->device,
@@ -142,6 +148,8 @@ static HcclResult make(hccl_call *call, const char *text, uint32_t rank, const v
         return hccl_refuse(call, HCCL_E_PTR, "%s is NULL",
                            !text ? "rankTable" : !config ? "config" : "comm");
     HcclResult code = config_check(call, config, checked);
+    if (!code)
+        code = nic_check_environment(call);
     if (code)
         return code;
     comm *made = calloc(1, sizeof *made);
@@ -233,6 +241,7 @@ static void drop(comm *c)
     }
     for (size_t i = 0; i < c->num_remotes; i++)
         remote_close(&c->remotes[i]);
+    nic_close(c);
     peer_close(c->peer);
     free(c->locals);
     free(c->remotes);
@@ -253,6 +262,12 @@ static HcclResult destroy(hccl_call *call, HcclComm handle, char *name)
     drain(c);
     if (comm_find(call, handle, &c))
         return HCCL_E_PARA; /* another thread was quicker */
+    if (hccl_now_us() < c->lingers_until) {
+        sim_note("violation", "\"what\":\"destroyed while AICPU goes on\",\"name\":\"%s\"", name);
+        return hccl_refuse(call, HCCL_E_INTERNAL, "AICPU still uses %s", name);
+    }
+    while (c->lingering) /* its time is over, but the simulator has not come to it */
+        pthread_cond_wait(&hccl_changed, &hccl_mutex);
     if (is_in_use(c)) {
         sim_note("violation", "\"what\":\"destroyed while in use\",\"name\":\"%s\"", name);
         return hccl_refuse(call, HCCL_E_INTERNAL, "%s has %u transfers under way%s", name,

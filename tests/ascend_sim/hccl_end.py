@@ -90,13 +90,15 @@ class End:
 
     # Memory.
 
-    def allocate(self, nbytes: int, kind: int = DEVICE, device: int | None = None) -> int:
+    def allocate(
+        self, nbytes: int, kind: int = DEVICE, device: int | None = None, mapped: bool = False
+    ) -> int:
         address = c_uint64()
         owner = self.device if device is None else device
         if kind == REGISTERED:
             self.buffers.append(ctypes.create_string_buffer(nbytes + 4096))
             address.value = -(-ctypes.addressof(self.buffers[-1]) // 4096) * 4096
-            code = self.core.sim_memory_register(owner, address, c_uint64(nbytes))
+            code = self.core.sim_memory_register(owner, address, c_uint64(nbytes), mapped)
         else:
             code = self.core.sim_memory_allocate(kind, owner, c_uint64(nbytes), byref(address))
         if code:

@@ -26,7 +26,7 @@ typedef struct {
     uint64_t magic;
     uint64_t table_hash;
     char name[128];
-    uint32_t rank, kind, product, num_regions;
+    uint32_t rank, kind, product, num_regions, tls;
     int32_t pid, board_fd;
     uint64_t board_bytes;
 } hello;
@@ -69,6 +69,8 @@ static HcclResult compare(hccl_call *call, const hello *mine, const hello *their
         return hccl_refuse(call, HCCL_E_PARA, "the rank tables of the two ends differ");
     if (theirs->product != mine->product)
         return hccl_refuse(call, HCCL_E_PARA, "the products of the two ends differ");
+    if (theirs->tls != mine->tls)
+        return hccl_refuse(call, HCCL_E_TIMEOUT, "no connection in time");
     if (theirs->kind != mine->kind)
         return hccl_refuse(call, HCCL_E_PARA, "one end prepares, the other exchanges descriptors");
     return HCCL_SUCCESS;
@@ -118,7 +120,7 @@ HcclResult peer_meet(hccl_call *call, const comm *c, meet_kind kind, const wire_
 {
     const sim_settings settings = sim_settings_now();
     hello me = {.magic = HELLO_MAGIC, .table_hash = c->table.hash, .rank = c->rank, .kind = kind,
-                .product = c->product, .num_regions = num_mine, .pid = getpid(),
+                .product = c->product, .tls = !nic_is_hccs(c) && settings.tls >> c->device & 1, .num_regions = num_mine, .pid = getpid(),
                 .board_fd = board_fd(), .board_bytes = 1 << 17};
     memcpy(me.name, c->name, sizeof me.name);
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* where Yama restricts process_vm_* */

@@ -113,17 +113,6 @@ static HcclResult begin(hccl_call *call, HcclComm handle, const HcclPrepareConfi
     return HCCL_SUCCESS;
 }
 
-/* Devices of a host (A2) or super pod (A3) share memory over HCCS; others use RDMA. */
-static int is_hccs(const comm *c)
-{
-    const table_rank *ranks = c->table.ranks;
-    const char *rdma = getenv("HCCL_INTRA_ROCE_ENABLE");
-    if (rdma && strcmp(rdma, "1") == 0)
-        return 0;
-    return c->product == SIM_A3 ? strcmp(ranks[0].super_pod_id, ranks[1].super_pod_id) == 0
-                                : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
-}
-
 static HcclResult check_pages(hccl_call *call, const region *r, const sim_memory *memory)
 {
     const uint64_t page = memory->page;
@@ -133,14 +122,48 @@ static HcclResult check_pages(hccl_call *call, const region *r, const sim_memory
                        "needs", (unsigned long long)r->address, (unsigned long long)page);
 }
 
+/* The vendor's maxima of what a device registers, and what its page tables hold. */
+static HcclResult check_totals(hccl_call *call, const comm *c)
+{
+    const sim_settings settings = sim_settings_now();
+    const uint64_t most_host = settings.hdk < 2505 ? UINT64_C(20) << 30 : UINT64_C(1) << 40;
+    uint64_t device = 0, host = 0;
+    for (size_t i = 0; i < c->num_locals; i++)
+        *(c->locals[i].of->type == HCCL_MEM_DEVICE ? &device : &host) += c->locals[i].of->nbytes;
+    if (device > UINT64_C(50) << 30 || host > most_host)
+        return hccl_refuse(call, HCCL_E_NETWORK, "ra reg global mr fail: %llu bytes of the device, "
+                           "%llu of the host", (unsigned long long)device, (unsigned long long)host);
+    if (host > settings.page_table_bytes)
+        return hccl_refuse(call, HCCL_E_RUNTIME, "aclrtHostRegister failed, ret[507899]");
+    return HCCL_SUCCESS;
+}
+
+/* Memory of the host: HCCL maps it itself, once, until it is deregistered. */
+static HcclResult map_host(hccl_call *call, region *r)
+{
+    if (r->type != HCCL_MEM_HOST || r->mapped)
+        return HCCL_SUCCESS;
+    const int code = sim_host_map(r->device, r->address, r->nbytes);
+    if (code)
+        return hccl_refuse(call, HCCL_E_RUNTIME, "aclrtHostRegister of [%#llx, +%llu) failed, ret[%d]",
+                           (unsigned long long)r->address, (unsigned long long)r->nbytes, code);
+    r->mapped = 1;
+    return HCCL_SUCCESS;
+}
+
 /* What the other end is told: over HCCS nothing of the host's. */
 static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
 {
-    const int shared = is_hccs(c);
+    const int shared = nic_is_hccs(c);
+    const HcclResult refused = check_totals(call, c);
+    if (refused)
+        return refused;
     for (size_t i = 0; i < c->num_locals; i++) {
         local_region *local = &c->locals[i];
-        const region *r = local->of;
-        HcclResult code = region_resolve(call, c->device, r, &local->memory);
+        region *r = local->of;
+        HcclResult code = map_host(call, r);
+        if (!code)
+            code = region_resolve(call, c->device, r, &local->memory);
         if (!code && shared && r->type == HCCL_MEM_DEVICE)
             code = check_pages(call, r, local->memory);
         if (code)
@@ -171,7 +194,11 @@ static HcclResult meet(hccl_call *call, comm *c, int64_t deadline_us)
     HcclResult code;
     if (!told)
         return hccl_refuse(call, HCCL_E_MEMORY, "no memory");
-    code = resolve_locals(call, c, told, &num_told);
+    pthread_mutex_lock(&hccl_mutex);
+    code = nic_open(call, c);
+    pthread_mutex_unlock(&hccl_mutex);
+    if (!code)
+        code = resolve_locals(call, c, told, &num_told);
     if (!code)
         code = peer_meet(call, c, MEET_PREPARE, told, num_told, deadline_us, &c->peer,
                          &regions, &num_regions);
@@ -190,6 +217,7 @@ static void undo(comm *c)
     for (size_t i = 0; i < c->num_remotes; i++)
         remote_close(&c->remotes[i]);
     c->num_remotes = 0;
+    nic_close(c);
     peer_close(c->peer);
     c->peer = NULL;
 }

@@ -90,10 +90,12 @@ void region_drop(region *r)
     sim_memory *memory = sim_find_pages(r->address, r->nbytes);
     if (memory)
         sim_memory_release(memory);
-    else
+    else if (r->type == HCCL_MEM_DEVICE || r->mapped) /* else nobody knows it */
         sim_note("violation", "\"what\":\"memory was freed before it was deregistered\","
                               "\"address\":%llu,\"nbytes\":%llu",
                  (unsigned long long)r->address, (unsigned long long)r->nbytes);
+    if (r->mapped)
+        sim_host_unmap(r->device, r->address, r->nbytes);
     free(r);
     sim_count(SIM_COUNT_REGIONS, -1);
 }

@@ -19,7 +19,8 @@ typedef struct {
     int64_t stale_code;         /* ... when it has deregistered the memory, 507899; 0: not noticed */
     int64_t connect_timeout_ms; /* of a timeout of 0, 120,000 */
     int64_t init_us;            /* how long an initialization takes, 200 */
-    int64_t aicpu;              /* 1: a batch is checked as a whole before any of it starts, 0 */
+    int64_t aicpu;              /* 1: as on A3, a batch is checked as a whole before any of it starts, 0 */
+    int64_t unfold_us;          /* what goes on after an abort on A3, or with aicpu: 100,000 */
 } hccl_settings;
 
 hccl_settings hccl_settings_now(void);
@@ -77,6 +78,7 @@ typedef struct region {
     uint64_t address, nbytes;
     int32_t type;
     board_place place;
+    int mapped;    /* memory of the host, by the first prepare until it is deregistered */
     unsigned uses; /* communicators that it is bound to, or registrations of the same range */
 } region;
 
@@ -105,6 +107,7 @@ HcclResult region_check(hccl_call *call, const HcclMem *memory);
 /* ---- communicators ---- */
 
 typedef struct peer peer; /* the other end, once connected */
+typedef struct nic nic;   /* the network port of a device, which a process listens at */
 
 typedef struct comm {
     struct comm *next;
@@ -119,9 +122,12 @@ typedef struct comm {
     remote_region *remotes;
     size_t num_remotes;
     peer *peer;
+    nic *nic; /* of RDMA, once it is prepared */
     int prepared;
     int busy;              /* a blocking call is under way */
     unsigned transfers;    /* queued and not over */
+    unsigned lingering;    /* aborted, and not over */
+    int64_t lingers_until; /* of the last abort */
     HcclResult async_error;
 } comm;
 
@@ -163,6 +169,13 @@ int peer_open(const peer *p, const wire_region *range, int *fd);
 int peer_copy(const remote_region *from_or_to, uint64_t address, void *local, uint64_t nbytes,
               int is_put);
 void peer_close(peer *p);
+
+/* hccl_nic.c. With RDMA between the two, what the network port of this end's device refuses. */
+int nic_is_hccs(const comm *c);
+HcclResult nic_open(hccl_call *call, comm *c);
+void nic_close(comm *c);
+/* At the beginning of an initialization: variables of the environment that exclude each other. */
+HcclResult nic_check_environment(hccl_call *call);
 
 /* hccl_wire.c: sockets with a deadline. */
 int wire_meet(const char *name, uint32_t rank, const char *directory, int64_t deadline_us);

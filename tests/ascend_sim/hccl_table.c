@@ -102,7 +102,7 @@ static int is_address(const char *text)
 static int read_device(reader *r, const json *device, const char *server_id)
 {
     table_rank rank = {.super_device_id = UINT32_MAX};
-    uint32_t rank_id, port;
+    uint32_t rank_id;
     strcpy(rank.server_id, server_id);
     if (check_keys(r, device, "a device",
                    r->version == 12
@@ -115,7 +115,7 @@ static int read_device(reader *r, const json *device, const char *server_id)
     if (*rank.device_ip && !is_address(rank.device_ip))
         return fail(r, "\"device_ip\" is \"%s\"; it must be an IP address", rank.device_ip);
     if (json_member(device, "device_port") &&
-        (read_count(r, device, "device_port", 65535, &port) || !port))
+        (read_count(r, device, "device_port", 65535, &rank.device_port) || !rank.device_port))
         return *r->error ? -1 : fail(r, "\"device_port\" is 0");
     if (r->version == 12 &&
         read_count(r, device, "super_device_id", UINT32_MAX - 1, &rank.super_device_id))
@@ -215,6 +215,8 @@ static int check_ranks(reader *r)
                     first->server_id);
     if (!*first->device_ip != !*second->device_ip)
         return fail(r, "\"device_ip\" is given for one rank and not for the other");
+    if (*first->device_ip && !strchr(first->device_ip, ':') != !strchr(second->device_ip, ':'))
+        return fail(r, "\"device_ip\" is of IPv4 for one rank and of IPv6 for the other");
     if (*first->device_ip && strcmp(first->device_ip, second->device_ip) == 0)
         return fail(r, "\"device_ip\" \"%s\" twice", first->device_ip);
     if (!*first->device_ip && !same_server && !same_pod)

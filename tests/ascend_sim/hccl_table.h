@@ -13,6 +13,7 @@ typedef struct {
     char super_pod_id[65];
     char device_ip[46];
     uint32_t device_id; /* physical */
+    uint32_t device_port; /* 0: not given */
     uint32_t super_device_id;
 } table_rank;
 

@@ -28,9 +28,16 @@ typedef struct {
     int64_t latency_us;        /* KVSIM_LATENCY_US of each operation, 0 */
     uint64_t bandwidth;        /* KVSIM_BANDWIDTH of a stream in bytes a second, 0: no limit */
     uint64_t seed;             /* KVSIM_SEED of the order inside a batch, 1 */
-    int64_t retry_us;          /* KVSIM_RETRY_US until a dead peer is an error, 200,000 */
+    int64_t retry_us;          /* KVSIM_RETRY_US until a dead peer is an error over RDMA, 200,000 */
+    int64_t notify_us;         /* KVSIM_NOTIFY_US the same over HCCS: 1,836 s, as long as HCCL waits */
     int64_t server_id;         /* KVSIM_SERVER_ID: aclrtGetDeviceInfo, 0 */
     int64_t super_pod_id;      /* KVSIM_SUPER_POD_ID: aclrtGetDeviceInfo, 0 */
+    int64_t hdk;               /* KVSIM_HDK, the driver: 2505 for 25.5 */
+    uint64_t page_bytes;       /* KVSIM_PAGE_BYTES of the host's pages, 4096 */
+    uint64_t page_table_bytes; /* KVSIM_PAGE_TABLE_BYTES of host memory that page tables hold, 1 TiB */
+    char device_ips[400];      /* KVSIM_DEVICE_IPS of the devices, by physical number, commas between; any */
+    int64_t tls;               /* KVSIM_TLS: a bit for each device whose connections are encrypted, 0 */
+    int64_t max_links;         /* KVSIM_MAX_LINKS of a device in a process: queue pairs, 512 */
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;
 
@@ -95,9 +102,11 @@ typedef struct {
     int device;          /* that owns it; of host memory: current when it was made */
     uint64_t address;    /* as the program knows it */
     uint64_t nbytes;
+    uint64_t counted;    /* bytes of the device that it takes */
     uint64_t page;       /* size of its pages; what is shared or registered may fill the last one */
     unsigned char *view; /* where the bytes can be read and written */
     int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
+    int mapped;          /* REGISTERED: for the device (MAPPED), which the driver does once */
     uint64_t serial;     /* never twice in a process: tells an allocation from a later one */
     unsigned references; /* of the core's own, like the next */
     int keep_view;
@@ -115,17 +124,28 @@ SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
 SIM_API int sim_overlaps_memory(uint64_t address, uint64_t nbytes);
 /* Allocation and registration, with ACL codes. */
 SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address);
-/* `huge`: in huge pages however small, as of device memory more than half of one is anyway. */
+/* `huge`: in huge pages however small, as of device memory more than half of one is anyway. `padding`: bytes
+ * that the runtime adds. */
 SIM_API int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
-                                   uint64_t *address);
+                                   uint64_t padding, uint64_t *address);
 SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
-SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes);
+/* mapped: into the device's address space; whole pages, and no byte of it twice. Else only noted. */
+SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped);
+/* What HCCL does with host memory that it registers: maps it, unless it has mapped all of it already. Of
+ * memory that aclrtHostRegister has mapped the driver refuses that. */
+SIM_API int sim_host_map(int device, uint64_t address, uint64_t nbytes);
+SIM_API void sim_host_unmap(int device, uint64_t address, uint64_t nbytes);
 /* Gives back what a device holds (its reset). */
 SIM_API void sim_memory_free_device(int device);
 /* Bytes allocated on the device, by this process, or by all where KVSIM_DIR is given. */
 SIM_API uint64_t sim_memory_used(int device);
 /* Where a test can read and write a device or pinned address; NULL for any other. */
 SIM_API void *kvsim_host_view(uint64_t address);
+
+/* Memory that work uses until that time though its stream was aborted: whoever uses or frees it before is
+ * noted as a violation. By `view`, as the same bytes have several addresses. */
+SIM_API void sim_linger(const void *view, uint64_t nbytes, int64_t until_us);
+SIM_API void sim_linger_check(const void *view, uint64_t nbytes, const char *what);
 
 /* ---- devices and contexts: one context is current in a thread ---- */
 
@@ -155,6 +175,8 @@ SIM_API int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_w
 SIM_API int sim_stream_stopped(sim_stream *stream);
 /* On the stream's thread: waits, -1 for ever. Whether an abort ended it early. */
 SIM_API int sim_stream_pause(sim_stream *stream, int64_t microseconds);
+/* How long work on so many bytes takes, by the settings. */
+SIM_API int64_t sim_duration_us(uint64_t nbytes);
 /* On the stream's thread: copies in pieces. Whether an abort ended it early. */
 SIM_API int sim_stream_copy(sim_stream *stream, void *target, const void *source, uint64_t nbytes);
 /* Waits for all that was queued. timeout_ms -1: for ever. 0, 507046 when the time is over, 107023

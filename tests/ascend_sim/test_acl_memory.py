@@ -96,7 +96,7 @@ def test_memory_of_a_device_ends() -> None:
         acl.ok("aclrtSetDevice", 0)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         out = ctypes.byref(ctypes.c_void_p())
-        first = acl.made("aclrtMalloc", 2 << 20, 0)
+        first = acl.made("aclrtMallocAlign32", 2 << 20, 0)  # aclrtMalloc takes another page
         acl.ok("aclrtGetMemInfo", 1, ctypes.byref(free), ctypes.byref(total))
         refused = acl.aclrtMalloc(out, 3 << 20, 0)
         message = acl.message()
@@ -119,15 +119,15 @@ def test_processes_share_the_memory_of_a_device(tmp_path: Path) -> None:
         from tests.ascend_sim.acl_library import in_process
         acl.aclInit(None)
         acl.ok("aclrtSetDevice", 0)
-        acl.made("aclrtMalloc", 3 << 20, 0)
+        acl.made("aclrtMallocAlign32", 2 << 20, 0)
         other = '''
         acl.aclInit(None)
         acl.ok("aclrtSetDevice", 0)
         out = ctypes.byref(ctypes.c_void_p())
-        answer([acl.aclrtMalloc(out, 2 << 20, 0), acl.aclrtMalloc(out, 1 << 20, 0)])
+        answer([acl.aclrtMalloc(out, 2 << 20, 0), acl.aclrtMallocAlign32(out, 2 << 20, 0)])
         '''
         first = in_process(other)
-        answer([first, acl.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 1 << 20, 0)])
+        answer([first, acl.aclrtMallocAlign32(ctypes.byref(ctypes.c_void_p()), 2 << 20, 0)])
     """
     settings = {"dir": tmp_path, "hbm_bytes": 4 << 20}
     assert in_process(program, **settings) == [[NO_MEMORY, 0], 0]

@@ -69,7 +69,7 @@ GOOD = {
             server("b", device("0", "1")),
         ]
     ),
-    "IPv6": table().replace("10.1.0.1", "fe80::1"),
+    "IPv6": table().replace("10.1.0.", "fe80::"),
     "spaces and escapes": table().replace(",", " ,\n").replace('"a"', '"\\u0061"'),
 }
 

@@ -111,6 +111,18 @@ def test_prepare_takes_memory(ends: Ends, kind: int) -> None:
     ends.connect(kind=kind)
 
 
+def test_prepare_maps_whole_pages_of_the_host_once(ends: Ends) -> None:
+    ends.init()
+    mapped = ends[0].allocate(NBYTES, REGISTERED, None, True)
+    pinned = ends[0].allocate(NBYTES, PINNED)
+    for address, nbytes in ((mapped, NBYTES), (pinned, NBYTES - 64), (pinned + 64, 4096)):
+        _, handle = ends[0].register(address, nbytes, PINNED)
+        assert ends[0].bind(ends.comms[0], handle) == 0
+        assert ends[0].prepare(ends.comms[0], 1) == RUNTIME
+        assert ends[0].unbind(ends.comms[0], handle) == 0
+        assert ends[0].deregister(handle) == 0
+
+
 def test_prepare_looks_at_memory(ends: Ends) -> None:
     """The kind of memory is not looked at before."""
     ends.init()

@@ -197,7 +197,12 @@ class TestBrokenLibraries:
 class TestSimulatedDevices:
     def test_of_cann_8_5(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
-        it = simulated(KVSIM_LOG=str(log), KVSIM_HBM_BYTES=str(32 * GIB))
+        (tmp_path / "version.info").write_text("Version=25.5.0\n")
+        it = simulated(
+            KVSIM_LOG=str(log),
+            KVSIM_HBM_BYTES=str(32 * GIB),
+            KVPLAN_ASCEND_DRIVER=str(tmp_path),
+        )
         accelerator = it["accelerator"]
         assert accelerator["library"] == str(build() / "lib64/libacl_rt.so")
         assert (accelerator["version"], accelerator["missing"]) == ("8.5.0", [])
@@ -207,6 +212,7 @@ class TestSimulatedDevices:
         for device in accelerator["devices"]:
             assert (device["product"], device["max_batch"]) == ("A2", 256)
             assert device["free_bytes"] <= device["total_bytes"] == 32 * GIB
+            assert device["driver"] == "25.5.0"
         assert set(ways(it, "hccl").values()) == {"direct"}
         assert ways(it, "local") == {
             ("host", "host"): "direct",

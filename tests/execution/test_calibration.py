@@ -148,9 +148,16 @@ def test_without_strategies_past_the_caches() -> None:
 
 
 def test_this_machine_can_be_measured() -> None:
-    found = calibration.tune(builtin_tuning(), background=False)
+    found = calibration.tune(builtin_tuning(), background=False, crowded=lambda: False)
     assert found.tuning.cached in usable_strategies()
     assert found.reasons
+
+
+def test_a_crowded_machine_is_not_measured() -> None:
+    assert calibration.is_crowded() in (False, True)
+    found = calibration.tune(builtin_tuning(), crowded=lambda: True)
+    assert (found.tuning, found.sure) == (builtin_tuning(), False)
+    assert found.reasons == ("more threads want to run than there are cores; all is as built in",)
 
 
 @pytest.fixture
@@ -171,7 +178,6 @@ blocks = range(int(sys.argv[1]))
 kvplan.execute(kvplan.plan_pull_blocks(desc, desc, blocks, blocks), [src], [dst])
 assert (dst[: len(blocks)] == 7).all()
 measuring = [it for it in threading.enumerate() if it.name == "kvplan-tuning"]
-print(len(measuring))
 if sys.argv[2] == "wait":
     for it in measuring:
         it.join()
@@ -187,7 +193,7 @@ elif sys.argv[2] == "fork":
 
 
 def background(blocks: int, then: str, **environment: str) -> str:
-    """A process that moves so many MiB, and what it says; "1" of a thread that measures."""
+    """A process that moves so many MiB, and what it says."""
     done = subprocess.run(
         [sys.executable, "-c", BACKGROUND, str(blocks), then],
         capture_output=True,
@@ -200,11 +206,14 @@ def background(blocks: int, then: str, **environment: str) -> str:
 
 
 def test_a_process_measures_after_its_first_large_transfer_and_stores_it(cache: Path) -> None:
-    assert background(1, "wait").split()[0] == "0"  # 1 MiB is not more than 1 MiB
+    begun = cache / "tuning.lock"
+    assert background(1, "wait") == "True\n"  # 1 MiB is not more than 1 MiB
     assert not cache.exists()
-    assert background(2, "wait").split() == ["1", "True"]
+    assert background(2, "wait") == "True\n"
     found = load_tuning()  # None: others used the machine, and the next process tries again
-    assert background(2, "wait").split()[0] == ("1" if found is None else "0")
+    begun.unlink()
+    assert background(2, "wait") == "True\n"
+    assert begun.exists() == (found is None)
 
 
 def test_what_is_not_sure_is_not_stored(cache: Path) -> None:
@@ -223,14 +232,16 @@ def test_what_is_not_sure_is_not_stored(cache: Path) -> None:
 
 @pytest.mark.parametrize("tuning", ["stored", "builtin", '{"threads": 1}'])
 def test_no_process_measures_that_was_told_so(cache: Path, tuning: str) -> None:
-    assert background(2, "exit", KVPLAN_TUNING=tuning) == "0\n"
+    assert background(2, "wait", KVPLAN_TUNING=tuning).count("\n") == 1
     assert not cache.exists()
 
 
 @pytest.mark.parametrize("then", ["exit", "fork"])
 def test_a_process_that_ends_or_forks_meanwhile(cache: Path, then: str) -> None:
+    if then == "fork" and "address" in os.environ.get("KVPLAN_SANITIZE", ""):
+        pytest.skip("AddressSanitizer's allocator may be locked in the child, by another thread")
     for _ in range(3):
-        assert background(2, then) in ("0\n", "1\n")
+        assert background(2, then) == ""
 
 
 def test_one_process_measures_at_a_time(cache: Path) -> None:
@@ -259,5 +270,5 @@ def test_one_process_measures_at_a_time(cache: Path) -> None:
 
 def test_nothing_is_measured_that_cannot_be_stored(tmp_path: Path) -> None:
     (tmp_path / "kvplan/tuning.lock").mkdir(parents=True)
-    assert background(2, "wait", XDG_CACHE_HOME=str(tmp_path)).endswith("True\n")
+    assert background(2, "wait", XDG_CACHE_HOME=str(tmp_path)) == "True\n"
     assert [it.name for it in (tmp_path / "kvplan").iterdir()] == ["tuning.lock"]

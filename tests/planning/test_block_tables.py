@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import CacheDesc, DataType, LLMException, Plan, plan_pull_blocks
+from kvplan.planning.blocks import sorted_pairs
 
 DESC = CacheDesc(2, (8, 4), DataType.DT_INT8)
 
@@ -192,3 +193,14 @@ def test_an_empty_source_table_means_a_slot() -> None:
     slots = CacheDesc(2, (3, 8), DataType.DT_INT8)
     for nothing in (None, (), [], np.empty(0, dtype=int), np.empty(0)):
         assert plan_pull_blocks(slots, DESC, nothing, [3, 1]).kind == "C2B"
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 511, 512, 4000])
+@pytest.mark.parametrize("count", [4096, 1 << 16, (1 << 16) + 1, 1 << 33])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_pairs_are_in_order_however_they_are_sorted(blocks: int, count: int, repeats: bool) -> None:
+    rng = np.random.default_rng(blocks)
+    src = rng.integers(0, count // 8 if repeats else count, blocks)
+    dst = rng.permutation(blocks).astype(np.int64)
+    found = sorted_pairs(src, dst, count)
+    assert [*zip(*found, strict=True)] == sorted(zip(src, dst, strict=True))

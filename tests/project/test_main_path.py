@@ -125,13 +125,11 @@ def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], nam
 
 
 def test_small_transfers_take_a_route(operations: dict[str, Callable[[], object]]) -> None:
-    """No operation is begun for it, and what it calls fits on a page."""
+    """No operation is begun for them."""
     for name in ("pull_blocks", "push_blocks", "pull_cache", "push_cache", "many"):
-        operations[name]()
         functions = [it.function for it in calls_of(operations[name])]
         assert "Routes.move" in functions
         assert "Operation.__init__" not in functions
-        assert len(functions) <= 10, functions
 
 
 def test_each_level_has_the_same_verb(operations: dict[str, Callable[[], object]]) -> None:

@@ -1,6 +1,7 @@
 #include "acl/ops.h"
 
 #include <string.h>
+#include <unistd.h>
 
 static int ended(const kvn_device *device, const char *call, int code, kvn_failure *failure)
 {
@@ -24,11 +25,20 @@ static void *get_context(const kvn_device *device)
     return NULL;
 }
 
-static int set_device(const kvn_device *device, void **context, kvn_failure *failure)
+/* Of our own: torch_npu has the primary one stop on failure, with all streams in it. That one stays, too, as
+ * HCCL has it set in its threads, and others may reset the device as often as they have set it. */
+static int open_context(const kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
-    if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK)
+    if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK ||
+        CALL(device, failure, aclrtGetCurrentContext, primary) != KVN_OK)
         return failure->status;
-    return context ? CALL(device, failure, aclrtGetCurrentContext, context) : KVN_OK;
+    return CALL(device, failure, aclrtCreateContext, context, device->id);
+}
+
+static void close_context(const kvn_device *device, void *context)
+{
+    if (kvn_acl_of(device)->aclrtDestroyContext(context) != KVN_ACL_OK)
+        kvn_acl_forget(kvn_acl_of(device));
 }
 
 static int set_context(const kvn_device *device, void *context, kvn_failure *failure)
@@ -38,9 +48,10 @@ static int set_context(const kvn_device *device, void *context, kvn_failure *fai
 
 /* ---- memory ---- */
 
+/* aclrtMalloc adds 32 bytes, which of whole huge pages take one more. */
 static int allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
 {
-    return CALL(device, failure, aclrtMalloc, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
+    return CALL(device, failure, aclrtMallocAlign32, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
 }
 
 static int free_device(const kvn_device *device, void *address, kvn_failure *failure)
@@ -58,15 +69,42 @@ static int free_host(const kvn_device *device, void *address, kvn_failure *failu
     return CALL(device, failure, aclrtFreeHost, address);
 }
 
-static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+/* The driver maps whole pages. */
+static uint64_t whole_pages(uint64_t nbytes)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+
+    return (nbytes + page - 1) / page * page;
+}
+
+static int map(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
 {
     void *on_device = NULL;
 
+    return CALL(device, failure, aclrtHostRegister, address, whole_pages(nbytes),
+                KVN_ACL_HOST_REGISTER_MAPPED, &on_device);
+}
+
+int kvn_acl_try_map(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    void *previous;
+    int status;
+
+    if (kvn_device_enter(device, &previous, failure) != KVN_OK)
+        return failure->status;
+    status = map(device, pointer(address), nbytes, failure);
+    if (status == KVN_OK)
+        status = CALL(device, failure, aclrtHostUnregister, pointer(address));
+    kvn_device_leave(device, previous);
+    return status;
+}
+
+static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+{
     if (kvn_acl_of(device)->aclrtHostRegisterV2)
-        return CALL(device, failure, aclrtHostRegisterV2, address, nbytes,
+        return CALL(device, failure, aclrtHostRegisterV2, address, whole_pages(nbytes),
                     KVN_ACL_HOST_REGISTER_PINNED);
-    return CALL(device, failure, aclrtHostRegister, address, nbytes, KVN_ACL_HOST_REGISTER_MAPPED,
-                &on_device);
+    return map(device, address, nbytes, failure);
 }
 
 /* HCCL registers host memory for itself too, and takes our registration away with its own. */
@@ -205,7 +243,8 @@ const kvn_device_ops kvn_acl_ops = {
     .runtime = "the Ascend runtime",
     .aborted_code = KVN_ACL_STREAM_ABORTED,
     .max_batch = KVN_ACL_MAX_BATCH,
-    .set_device = set_device,
+    .open_context = open_context,
+    .close_context = close_context,
     .get_context = get_context,
     .set_context = set_context,
     .allocate = allocate,

@@ -114,14 +114,14 @@ static kvn_channel_job *take(kvn_channel *channel)
     return job;
 }
 
-/* The device of this thread, and the first stream. */
+/* The context of this thread, and the first stream. */
 static void start(kvn_channel *channel)
 {
     const kvn_device *device = channel->device;
     kvn_channel_fault fault;
 
     kvn_channel_fault_begin(&fault);
-    if (device->ops->set_device(device, NULL, &fault.why) == KVN_OK)
+    if (device->ops->set_context(device, device->context, &fault.why) == KVN_OK)
         kvn_channel_ready(channel, &fault);
     pthread_mutex_lock(&channel->mutex);
     channel->refused = fault.why;

@@ -1,4 +1,4 @@
-/* A channel: one stream of a device and one thread of ours, which has the device set and alone
+/* A channel: one stream of a device and one thread of ours, which has the context set and alone
  * touches the stream; and a queue of jobs that the thread runs one after another. So nobody has to
  * poll for a transfer to advance, and a stream that hangs holds up no thread of the caller's.
  *
@@ -33,7 +33,7 @@ typedef struct kvn_channel_job {
     void (*run)(struct kvn_channel_job *job, kvn_channel *channel);
 } kvn_channel_job;
 
-/* Starts the thread, sets the device there and makes the stream. The device outlives the channel. */
+/* Starts the thread, sets the context there and makes the stream. The device outlives the channel. */
 int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure);
 /* No job is left. Ends the thread and destroys the stream; in a forked child it only forgets. */
 void kvn_channel_destroy(kvn_channel *channel);

@@ -20,11 +20,13 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
     out->id = id;
     out->pid = getpid();
     previous = ops->get_context(out);
-    status = ops->set_device(out, &out->context, failure);
+    status = ops->open_context(out, &out->context, &out->primary, failure);
     kvn_device_leave(out, previous);
     if (status != KVN_OK)
         return status;
     error = pthread_mutex_init(&out->mutex, NULL);
+    if (error)
+        ops->close_context(out, out->context);
     if (error)
         return kvn_fail(failure, KVN_NO_MEMORY, error, "no mutex for device %d: %s", (int)id,
                         strerror(error));
@@ -34,6 +36,7 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
 
 void kvn_device_close(kvn_device *device)
 {
+    device->ops->close_context(device, device->context);
     free(device->pinned);
     pthread_mutex_destroy(&device->mutex);
 }
@@ -62,6 +65,8 @@ void kvn_device_leave(const kvn_device *device, void *previous)
 {
     kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
 
+    if (!previous)
+        previous = device->primary;
     if (previous && previous != device->context)
         device->ops->set_context(device, previous, &ignored);
 }
@@ -193,6 +198,39 @@ static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
     RETURN_CALL(device, failure, unpin, address);
 }
 
+int kvn_device_allocate_pinned(kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint64_t rounded = (nbytes + page - 1) / page * page;
+    kvn_failure ignored;
+    uint64_t first;
+    int status;
+
+    if (nbytes == 0 || rounded < nbytes)
+        return kvn_fail(failure, KVN_INVALID, 0, "nbytes is %" PRIu64 "; it must be at least 1, and less than "
+                        "2**64 - %" PRIu64, nbytes, page);
+    if (kvn_device_allocate_host(device, rounded, out, failure) != KVN_OK)
+        return failure->status;
+    first = (uintptr_t)*out;
+    if (first % page) {
+        status = kvn_fail(failure, KVN_FAILED, 0, "%s allocates host memory at 0x%" PRIx64
+                          ", which is no page", device->ops->runtime, first);
+    } else {
+        pthread_mutex_lock(&device->mutex);
+        status = note_pinned(device, (kvn_pinned){first, first + rounded, true}, failure);
+        pthread_mutex_unlock(&device->mutex);
+    }
+    if (status != KVN_OK)
+        kvn_device_free_host(device, *out, &ignored);
+    return status;
+}
+
+int kvn_device_free_pinned(kvn_device *device, void *address, kvn_failure *failure)
+{
+    forget_pinned(device, (uintptr_t)address);
+    return kvn_device_free_host(device, address, failure);
+}
+
 int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -210,7 +248,7 @@ int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_fa
                         "nbytes is %" PRIu64 "; it must be at least 1, and the range end below 2**64",
                         nbytes);
     pthread_mutex_lock(&device->mutex);
-    status = note_pinned(device, (kvn_pinned){address, last}, failure);
+    status = note_pinned(device, (kvn_pinned){address, last, false}, failure);
     pthread_mutex_unlock(&device->mutex);
     if (status != KVN_OK)
         return status;

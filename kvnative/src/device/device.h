@@ -1,5 +1,5 @@
 /* One accelerator, whatever its kind: its memory, and the host memory that is pinned for it. Every thread
- * that calls the runtime must have a context: threads of ours set the device once, calls on threads of others
+ * that calls the runtime must have a context: threads of ours set that once, calls on threads of others
  * go between enter and leave, which put back what was current (a framework in the same process has
  * contexts of its own). */
 #ifndef KVN_DEVICE_DEVICE_H
@@ -16,6 +16,7 @@
 typedef struct kvn_pinned {
     uint64_t first;
     uint64_t last;
+    bool is_allocated; /* by the runtime, which has pinned it; else by kvn_device_pin */
 } kvn_pinned;
 
 /* One per device id and process; it must stay in place. */
@@ -24,7 +25,8 @@ struct kvn_device {
     const void *runtime; /* what the ops are called with: theirs to know */
     int32_t id;
     pid_t pid;                /* of the process that opened it: no other may use it */
-    void *context;            /* the device's primary one; never destroyed by us */
+    void *context;            /* that we work in */
+    void *primary;            /* the device's: never destroyed by us */
     atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
     pthread_mutex_t mutex;    /* guards what follows */
     char fallback[256];       /* why not all batch copies are used; "" while they are */
@@ -32,7 +34,7 @@ struct kvn_device {
     size_t num_pinned;
 };
 
-/* The device's primary context. The runtime is initialized, and outlives the device. */
+/* The runtime is initialized, and outlives the device. */
 int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
                     kvn_failure *failure);
 /* Nothing of it is in use. The device itself is not reset: others in the process may use it. */
@@ -42,7 +44,7 @@ int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
 
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */
 int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure);
-/* Puts back the context that was current, if there was one. */
+/* Puts back the context that was current, or the primary one if there was none. */
 void kvn_device_leave(const kvn_device *device, void *previous);
 
 /* ---- from any thread; each enters and leaves. As the rows of kvn_device_ops ---- */
@@ -53,6 +55,9 @@ int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failur
 int kvn_device_allocate_host(const kvn_device *device, uint64_t nbytes, void **out,
                              kvn_failure *failure);
 int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *failure);
+/* Whole pages of host memory that the runtime allocates and pins; known as pinned until they are freed. */
+int kvn_device_allocate_pinned(kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
+int kvn_device_free_pinned(kvn_device *device, void *address, kvn_failure *failure);
 /* Pins host memory of others, so that copies need no help of the processor. */
 int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
 int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure);
@@ -68,7 +73,7 @@ int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *tot
 
 /* ---- for the backends that copy ---- */
 
-/* The range pinned by kvn_device_pin that holds `address`; false where there is none. */
+/* The range that is known to be pinned and holds `address`; false where there is none. */
 bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out);
 /* From now on without batch copies; the reason of the latest step down is kept. */
 void kvn_device_fall_back(kvn_device *device, const char *why);

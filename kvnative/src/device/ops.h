@@ -48,8 +48,12 @@ typedef struct kvn_device_ops {
 
     /* ---- contexts; on any thread ---- */
 
-    /* Makes the device's primary context current on this thread; *context (unless NULL) is then that one. */
-    int (*set_device)(const kvn_device *device, void **context, kvn_failure *failure);
+    /* A context to work in: one of our own where an error of a stream would be that of all streams of its
+     * context, as a framework in the same process has one too. *primary is what threads have current that had
+     * none before a call of ours: others go on in them. On return either may be current. */
+    int (*open_context)(const kvn_device *device, void **context, void **primary, kvn_failure *failure);
+    /* What was made in it is gone. */
+    void (*close_context)(const kvn_device *device, void *context);
     /* The context that is current on this thread; NULL when there is none, which is not a failure. */
     void *(*get_context)(const kvn_device *device);
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);

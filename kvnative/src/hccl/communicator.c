@@ -323,6 +323,11 @@ void kvn_communicator_end(kvn_communicator *self)
     pthread_mutex_unlock(&self->mutex);
 }
 
+uint32_t kvn_communicator_unfold_ms(const kvn_communicator *self)
+{
+    return self->connection.hccl->unfold_ms;
+}
+
 void kvn_communicator_disturb(kvn_communicator *self) { atomic_store(&self->disturbed, true); }
 
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,

@@ -70,6 +70,8 @@ int kvn_communicator_why_halted(kvn_communicator *self, kvn_failure *failure);
 int kvn_communicator_begin(kvn_communicator *self, kvn_failure *failure);
 void kvn_communicator_end(kvn_communicator *self);
 void kvn_communicator_disturb(kvn_communicator *self);
+/* How long operations may go on after their stream was aborted. */
+uint32_t kvn_communicator_unfold_ms(const kvn_communicator *self);
 /* One HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
                            uint32_t count, kvn_failure *failure);

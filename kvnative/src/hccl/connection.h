@@ -48,7 +48,7 @@ int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *fai
 /* Unbinds and destroys what there is; the first failure is kept if `failure` holds none (KVN_OK). */
 void kvn_connection_close(kvn_connection *self, kvn_failure *failure);
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room);
-/* On a thread that has the device set. */
+/* On a thread that has the context set. */
 int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
                          uint32_t count, kvn_stream stream, kvn_failure *failure);
 bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);

@@ -1,6 +1,7 @@
 #include "hccl/library.h"
 
 #include <dlfcn.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
@@ -60,6 +61,14 @@ static const char *first_missing(const kvn_hccl *hccl, size_t first, size_t last
     return NULL;
 }
 
+/* Other products do so where a variable of HCCL's asks for it. */
+static bool unfolds(const char *soc_name)
+{
+    const char *mode = getenv("HCCL_OP_EXPANSION_MODE");
+    return (soc_name && strncmp(soc_name, "Ascend910_93", strlen("Ascend910_93")) == 0) ||
+           (mode && strcmp(mode, "AI_CPU") == 0);
+}
+
 /* Products of the 950 generation refuse memory that is registered once, though their library has
  * the calls. */
 static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *failure)
@@ -93,9 +102,17 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
         look_up(out, &optional[i]);
     if (choose_generation(out, soc_name, failure) != KVN_OK)
         return failure->status;
+    out->unfold_ms = unfolds(soc_name) ? KVN_HCCL_UNFOLD_MS : 0;
     pthread_mutex_init(&out->init, NULL);
     pthread_mutex_init(&out->registry, NULL);
     return KVN_OK;
+}
+
+void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device)
+{
+    snprintf(hccl->driver, sizeof hccl->driver, "%s", version);
+    hccl->most[0] = most_host;
+    hccl->most[1] = most_device;
 }
 
 void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)

@@ -9,6 +9,9 @@
 #include "acl/library.h"
 #include "kvnative/hccl.h"
 
+/* A3 leaves operations to its AICPU, which goes on with those that it has unfolded when their stream is
+ * aborted: so long, by the vendor's own engine. */
+#define KVN_HCCL_UNFOLD_MS 100
 /* Most ranges that a process registers, and that are bound to a communicator: HCCL's own limits. */
 #define KVN_HCCL_MAX_REGIONS 256
 
@@ -42,6 +45,9 @@ typedef struct kvn_hccl {
     const kvn_acl *acl;   /* for the vendor's texts, which HCCL leaves there */
     void *file;           /* dlopen's handle */
     bool is_per_comm;     /* memory is registered with each communicator */
+    uint32_t unfold_ms;   /* that operations may go on after their stream was aborted */
+    char driver[32];      /* version of the HDK, "25.5.0" say; "" when it is not known */
+    uint64_t most[2];     /* bytes that are registered with a device: [0] of the host's memory, [1] its own */
     pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
     pthread_mutex_t registry; /* guards the list below and how often each region is bound */
     kvn_region *regions;  /* those that are not closed */
@@ -52,6 +58,8 @@ typedef struct kvn_hccl {
  * register memory. */
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure);
+/* The driver's version, "" when it is not known, and what it lets HCCL register. Before other calls. */
+void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device);
 /* The file that it was found in. */
 void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room);
 /* Name of the n-th optional call that the library lacks; NULL when there are no more. */

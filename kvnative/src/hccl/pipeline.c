@@ -226,7 +226,7 @@ int kvn_transfer_staged(kvn_transfer_context *t)
         /* Operations use the set's slots, and events of the set's stream may never happen now:
          * they are stopped before the set is given to others. */
         kvn_channel_fault_begin(&ignored);
-        kvn_channel_synchronize(t->channel, &KVN_ALWAYS, &ignored);
+        kvn_transfer_stop(t, &ignored);
     }
     is_clean = !kvn_channel_also_uses(t->channel, NULL) && status == KVN_OK;
     kvn_staging_release(staging, p.set, is_clean);

@@ -53,6 +53,39 @@ static int check_number(const kvn_region *region, kvn_failure *failure)
                     "one, too): use pools, or register larger ranges", count);
 }
 
+/* Under the registry's mutex. */
+static uint64_t count_registered(const kvn_hccl *hccl, int32_t device_id, bool on_device)
+{
+    uint64_t total = 0;
+    for (const kvn_region *it = hccl->regions; it; it = it->next)
+        if (it->device->id == device_id && it->on_device == on_device)
+            total += it->nbytes;
+    return total;
+}
+
+void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t nbytes[2])
+{
+    pthread_mutex_lock(&hccl->registry);
+    for (int on_device = 0; on_device < 2; on_device++)
+        nbytes[on_device] = count_registered(hccl, device_id, on_device);
+    pthread_mutex_unlock(&hccl->registry);
+}
+
+/* Under the registry's mutex. Beyond this a connection cannot be prepared, with an error that says nothing. */
+static int check_total(const kvn_region *region, kvn_failure *failure)
+{
+    const kvn_hccl *hccl = region->hccl;
+    const uint64_t most = hccl->most[region->on_device];
+    const uint64_t total =
+        region->nbytes + count_registered(hccl, region->device->id, region->on_device);
+    if (total <= most || hccl->is_per_comm)
+        return KVN_OK;
+    return kvn_fail(failure, region->on_device ? KVN_NO_DEVICE_MEMORY : KVN_NO_MEMORY, 0,
+                    "%" PRIu64 " bytes of %s memory would be registered with HCCL on device %d, which takes "
+                    "%" PRIu64 " GiB with HDK %s", total, kind(region), (int)region->device->id,
+                    most >> 30, *hccl->driver ? hccl->driver : "of unknown version");
+}
+
 /* Into the list, unless there is no room for it. */
 static int enlist(kvn_region *region, kvn_failure *failure)
 {
@@ -61,6 +94,8 @@ static int enlist(kvn_region *region, kvn_failure *failure)
     status = check_overlap(region, failure);
     if (status == KVN_OK)
         status = check_number(region, failure);
+    if (status == KVN_OK)
+        status = check_total(region, failure);
     if (status == KVN_OK) {
         region->next = region->hccl->regions;
         region->hccl->regions = region;

@@ -24,6 +24,8 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
                     bool on_device, kvn_region *out, kvn_failure *failure);
 /* KVN_INVALID while it is bound; idempotent. When HCCL refuses, the region counts as closed. */
 int kvn_region_close(kvn_region *region, kvn_failure *failure);
+/* Bytes of each kind that are registered with a device: [0] of the host's memory, [1] of its own. */
+void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t nbytes[2]);
 /* One more communicator uses it; KVN_INVALID when it is closed. */
 int kvn_region_retain(kvn_region *region, kvn_failure *failure);
 void kvn_region_release(kvn_region *region);

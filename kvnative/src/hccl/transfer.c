@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define SLICE_MS 10
 /* An operation of RDMA takes less than 2 GiB. */
@@ -69,6 +70,7 @@ int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_f
     int status;
     if (kvn_is_halted(&t->halt))
         return KVN_CANCELLED;
+    t->has_issued = true;
     status = kvn_communicator_issue(t->communicator, t->transfer->is_put, rows, count, &t->fault->why);
     if (status != KVN_OK)
         name_descriptors(t, fragments, count);
@@ -82,15 +84,41 @@ int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code)
 
 /* ---- waiting ---- */
 
+/* After an abort: operations may go on though their stream is empty, and touch memory that is others' as soon
+ * as this transfer is over. */
+static void let_unfold(kvn_transfer_context *t)
+{
+    const uint32_t ms = kvn_communicator_unfold_ms(t->communicator);
+    struct timespec left = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000L};
+    while (t->has_issued && nanosleep(&left, &left) != 0 && errno == EINTR)
+        ;
+    t->has_issued = false;
+}
+
+int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault)
+{
+    const int status = kvn_channel_synchronize(t->channel, &KVN_ALWAYS, fault);
+    let_unfold(t);
+    return status;
+}
+
+/* What is on the stream has ended: with it, or by somebody's abort. */
+static int ended(kvn_transfer_context *t, int status, const kvn_channel_fault *fault)
+{
+    if (status < 0 && fault->why.code == KVN_ACL_STREAM_ABORTED)
+        let_unfold(t);
+    return status;
+}
+
 int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault)
 {
     int status = KVN_PENDING;
     while (status == KVN_PENDING) {
         if (kvn_is_halted(&t->halt))
-            return kvn_channel_synchronize(t->channel, &KVN_ALWAYS, fault);
+            return kvn_transfer_stop(t, fault);
         status = kvn_channel_poll(t->channel, SLICE_MS, fault);
     }
-    return status;
+    return ended(t, status, fault);
 }
 
 /* A stream goes on after an operation that failed, and so its events happen all the same. Of a peer
@@ -118,7 +146,7 @@ int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_strea
         kvn_acl_forget(t->acl);
         if (kvn_is_halted(&t->halt))
             return KVN_CANCELLED;
-        status = kvn_channel_poll(t->channel, 1, t->fault);
+        status = ended(t, kvn_channel_poll(t->channel, 1, t->fault), t->fault);
         if (status >= 0 && other)
             status = t->device->ops->wait_stream(t->device, other, 1, &t->fault->why);
         if (status < 0)

@@ -75,6 +75,7 @@ typedef struct kvn_transfer_context {
     kvn_halt halt;
     kvn_channel_fault *fault;
     bool is_untouched; /* it failed before HCCL had to do with that */
+    bool has_issued;   /* operations, which have not been waited for */
 } kvn_transfer_context;
 
 /* Bytes that one operation moves: (a piece of) a descriptor. */
@@ -99,8 +100,10 @@ int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code);
  * the communicator's stream or `other` (NULL: none) has failed, on which the event may wait. */
 int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other);
 /* Blocks until all on the communicator's stream is through. KVN_CANCELLED when halted: the stream was
- * aborted. */
+ * aborted. No byte moves on return, whatever it is. */
 int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
+/* Aborts the communicator's stream; no byte moves on return. */
+int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault);
 
 /* Issues the reading of the guards' words, to be compared after the stream was waited for. */
 int kvn_transfer_read_guards(kvn_transfer_context *t);

@@ -67,6 +67,7 @@ def _device(it: Found) -> str:
     parts = [
         f"{it['soc']} ({product}), physical {it['physical_id']}",
         f"{_gib(it['free_bytes'])} of {_gib(it['total_bytes'])} GiB free",
+        f"HDK {it['driver'] or 'of unknown version'}",
     ]
     if address := it.get("address"):
         ip = address["device_ip"] or "no address: peers on this host only"

@@ -31,13 +31,18 @@ class Hook:
         return None
 
 
-def install() -> MetaPathFinder:
-    """Call kvplan's own `install`, and return its finder."""
+def find_kvplan() -> None:
+    """Let kvplan be imported, also where it is not installed."""
     try:
         import kvplan  # noqa: F401 - is it there?
     except ModuleNotFoundError:
         # It runs from a source tree, in which the program was not started.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
+
+
+def install() -> MetaPathFinder:
+    """Call kvplan's own `install`, and return its finder."""
+    find_kvplan()
     from kvplan.llm_datadist import installation
 
     installation.install(quiet=True)  # the launcher has reported it

@@ -6,7 +6,6 @@ Both ends compute that alike, byte for byte. It is not the one that a user gives
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import link_failed
+from kvplan.transport.hccl.hccn import device_ip_of, is_address
 from kvplan.transport.wire import Document
 
 if TYPE_CHECKING:
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 VERSIONS: Final = ("1.0", "1.2")
 """Of rank tables: of A2, and of A3, which knows super pods."""
 
-HCCN_CONF: Final = "/etc/hccn.conf"
-HCCN_CONF_VARIABLE: Final = "KVPLAN_HCCN_CONF"
-"""Names another file in its place, for containers that do not have it."""
-
 _GIVEN: Final = Document("local_comm_res (llm.LocalCommRes)", 1 << 20)
 _MAX_NAME: Final = 64
+_ROCE: Final = "HCCL_INTRA_ROCE_ENABLE"
 _SUPER: Final = ("super_device_id", "super_pod_id")
 _SUPER_DEVICE_ID: Final = 403  # of aclrtGetDeviceInfo
 _SUPER_POD_ID: Final = 405
@@ -132,6 +129,8 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     if pod is None or number is None:
         name = "super_pod_id" if pod is None else "super_device_id"
         raise _unknown(name, "this CANN does not say it (8.5 and later do)")
+    if pod < 0 or number < 0:
+        return found  # it is in no super pod
     return DeviceAddress(
         "1.2",
         found.server_id,
@@ -147,25 +146,6 @@ def _unknown(field: str, why: str) -> LLMException:
         f"{field} of this device is not known: {why}; give llm.LocalCommRes",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
-
-
-def device_ip_of(physical_id: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The address of a device's network port that /etc/hccn.conf has; None: it has none.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: what is there is no address.
-    """
-    path = Path(environment.get(HCCN_CONF_VARIABLE) or HCCN_CONF)
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        key, _, value = line.partition("=")
-        if key.strip() == f"address_{physical_id}":
-            document = Document(str(path), 1 << 20)
-            return document.text(key.strip(), value.strip(), _is_address, "an IP address")
-    return None
 
 
 def check_version(document: Document, path: str, value: object) -> str:
@@ -185,7 +165,7 @@ def _checked(
     rules = {
         "server_id": lambda where, it: _name(document, where, it),
         "device_id": lambda where, it: _digits(document, where, it, 2**31 - 1),
-        "device_ip": lambda where, it: document.text(where, it, _is_address, "an IP address"),
+        "device_ip": lambda where, it: document.text(where, it, is_address, "an IP address"),
         "device_port": lambda where, it: _digits(document, where, it, 65535, low=1),
         "super_device_id": lambda where, it: _digits(document, where, it, 2**32 - 1),
         "super_pod_id": lambda where, it: _name(document, where, it),
@@ -236,14 +216,6 @@ def _digits(document: Document, path: str, value: object, high: int, low: int = 
         ),
         f'a whole number in ["{low}", "{high}"], as text',
     )
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +286,14 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
         if it.device_ip is None and needs_ip:
             return (
                 f"device_ip of {whose} device {it.device_id} is not known, which two hosts need: "
-                f"have address_{it.device_id}=<ip> in /etc/hccn.conf, or give llm.LocalCommRes"
+                f"have address_{it.device_id}=<ip> in /etc/hccn.conf, or hccn_tool in the PATH, or "
+                "give llm.LocalCommRes"
             )
+    if None not in (here.device_ip, there.device_ip) and _is_ipv6(here) is not _is_ipv6(there):
+        return (
+            f"device_ip {here.device_ip} and {there.device_ip} are of two families: HCCL connects "
+            "devices of one"
+        )
     if here.device_ip is not None and here.device_ip == there.device_ip:
         return f"both ends have the same device_ip, {here.device_ip}; each device has its own"
     return None
@@ -325,14 +303,34 @@ def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) ->
     """Whether HCCL takes HCCS between the two, as it decides from their rank table; else RDMA."""
     if _is_rdma_wanted():
         return False
-    if product is A3:
+    if product is A3 and None not in (here.super_pod_id, there.super_pod_id):
         return here.super_pod_id == there.super_pod_id
-    return product is A2 and here.server_id == there.server_id
+    return product in (A2, A3) and here.server_id == there.server_id
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse variables with which HCCL makes no communicator at all.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: HCCL_INTRA_PCIE_ENABLE and HCCL_INTRA_ROCE_ENABLE
+            exclude each other.
+    """
+    pcie, roce = (environment.get(it) for it in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
+    if (pcie, roce) in (("1", "1"), ("0", None), (None, "0")):
+        raise LLMException(
+            f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and {_ROCE} is {roce or 'not set'}, "
+            "which HCCL refuses: set 0 and 1 for RDMA inside a host, neither for HCCS",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
 
 
 def _is_rdma_wanted() -> bool:
     """HCCL's own variable: RDMA inside a host, too. Both ends must have it alike."""
-    return os.environ.get("HCCL_INTRA_ROCE_ENABLE") == "1"
+    return os.environ.get(_ROCE) == "1"
+
+
+def _is_ipv6(it: DeviceAddress) -> bool:
+    return ":" in (it.device_ip or "")
 
 
 def _order(it: DeviceAddress) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from kvnative._backend import NativeError
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.base import link_failed
+from kvplan.transport.hccl.advice import advice
 from kvplan.transport.hccl.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Connections:
         try:
             communicator, newest = self._hccl.open(self._table, name, is_hccs=self.is_hccs)
         except NativeError as error:
-            raise link_failed(f"HCCL communicator {name}: {error}") from error
+            raise self._not_made(generation, error) from error
         try:
             metadata = replace(self._own_metadata(), newest=newest).to_bytes()
             with self._mutex:
@@ -152,7 +153,7 @@ class Connections:
             if not isinstance(error, NativeError):
                 raise
             self._check_wanted(generation)  # else that is the reason
-            raise link_failed(f"HCCL communicator {self._name(generation)}: {error}") from error
+            raise self._not_made(generation, error) from error
         finally:
             with self._mutex:
                 self._making.discard(generation)
@@ -291,6 +292,18 @@ class Connections:
         message = "the link is not connected" if why is None else why.args[0]
         status = LLMStatusCode.LLM_NOT_YET_LINK if why is None else why.status_code
         return LLMException(message, status_code=status)
+
+    def _not_made(self, generation: int, error: NativeError) -> LLMException:
+        hccl, address = self._hccl, self._own_metadata().device
+        hint = advice(
+            getattr(error, "code", 0),
+            hccl.library,
+            hccl.device.id,
+            address,
+            is_hccs=self.is_hccs,
+            num_open=hccl.num_open,
+        )
+        return link_failed(f"HCCL communicator {self._name(generation)}: {error}{hint}")
 
     def _name(self, generation: int) -> str:
         instances = sorted((self._own_metadata().instance, self._peer.instance))

@@ -14,17 +14,17 @@ from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging
 from kvnative._lower import Descriptors
 from kvplan.device.device import device_error
 from kvplan.logs import Log
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.hccl.metadata import WORD_NBYTES
-from kvplan.transport.hccl.regions import Pinning, Regions
+from kvplan.transport.hccl.regions import Regions
 from kvplan.transport.hccl.registrations import whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvnative._hccl import HcclLibrary
-    from kvplan.device.ascend import Product
-    from kvplan.device.device import Device, PinnedMemory
+    from kvplan.device.ascend import AscendDevice, Product
+    from kvplan.device.device import PinnedMemory
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
     from kvplan.transport.hccl.registrations import GenerationTable
@@ -93,7 +93,7 @@ class HcclDevice:
     def __init__(
         self,
         library: HcclLibrary,
-        device: Device,
+        device: AscendDevice,
         product: Product,
         generations: GenerationTable,
         staging: Staging | None,
@@ -108,7 +108,6 @@ class HcclDevice:
         self.staging = staging
         self.background = background
         self.regions = Regions(self._make_region)
-        self._pinning = Pinning(device)
         self._traffic_class = traffic_class
         self._service_level = service_level
         address, nbytes = whole_pages(device, generations.ref.address, generations.nbytes)
@@ -174,6 +173,12 @@ class HcclDevice:
             if communicator.state == "closed":
                 self._open.discard(communicator)
         self._finish()
+
+    @property
+    def num_open(self) -> int:
+        """Connections that are not taken down."""
+        with self._mutex:
+            return len(self._open)
 
     def read_tickets(self, communicator: Communicator, address: int) -> list[int] | None:
         """The words of a peer's tickets; None: they cannot be read now."""
@@ -243,6 +248,30 @@ class HcclDevice:
     def _warn(self, error: NativeError) -> None:
         _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
+    def _pin(self, address: int, nbytes: int) -> tuple[PinnedMemory, ...]:
+        """Pin whole pages of the host, as far as HCCL does not: it maps them when it connects.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: HCCL could not, with which all that is bound to
+                the connection would fail; and why.
+        """
+        native, notes = self.device.native, self.device.notes_pins
+        whose = native.pinned_by(address, nbytes)
+        if whose == "runtime" or (whose and notes):
+            return ()
+        try:
+            self.library.check_host(native, address, nbytes)
+            if not notes or native.locate(address)[0] == "host":
+                return ()
+            return (self.device.pin(address, nbytes),)
+        except (NativeError, LLMException) as error:
+            raise LLMException(
+                "HCCL maps host memory for its device, and cannot map "
+                f"[{address:#x}, {address + nbytes:#x}): {error}. Memory that was registered with "
+                "ACL (aclrtHostRegister) is mapped already",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from error
+
     def _make_region(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
     ) -> tuple[Region, tuple[PinnedMemory, ...]]:
@@ -254,7 +283,7 @@ class HcclDevice:
             )
         native = self.device.native
         try:
-            pinned = () if on_device else self._pinning.pin(address, nbytes)
+            pinned = () if on_device else self._pin(address, nbytes)
             region = Region(
                 self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
             )

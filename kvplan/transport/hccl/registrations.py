@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvnative._hccl import NUM_TICKETS, Tickets
@@ -248,10 +250,9 @@ class Registrations:
 
     def _cover(self, found: _Found) -> tuple[HeldRegion, ...]:
         address, nbytes, on_device, keep, whole = found
-        if on_device:
-            device = self._hccl.device
-            address, nbytes = whole_pages(device, address, nbytes)
-            whole = whole and whole_pages(device, *whole)
+        pages = partial(whole_pages, self._hccl.device if on_device else None)
+        address, nbytes = pages(address, nbytes)
+        whole = whole and pages(*whole)
         regions = self._hccl.regions.cover(
             address, nbytes, on_device=on_device, owner=keep, whole=whole
         )
@@ -274,11 +275,12 @@ class Registrations:
         self._hccl.regions.release(regions, self._hccl.forget)
 
 
-def whole_pages(device: Device, address: int, nbytes: int) -> tuple[int, int]:
-    """The pages of a device that [address, address + nbytes) lies in: (address, nbytes).
+def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
+    """The pages of a device or the host that a range lies in: (address, nbytes).
 
-    HCCS shares memory by the page. Of one that is refused no connection could be made at all.
+    HCCS shares memory by the page, and the host's is mapped by the page. Of one region that is
+    refused no connection could be made at all.
     """
-    page = device.native.page_nbytes(address) or 1
+    page = mmap.PAGESIZE if device is None else device.native.page_nbytes(address) or 1
     start = address - address % page
     return start, -((start - address - nbytes) // page) * page

@@ -14,7 +14,13 @@ from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.announced import Writers, tag_of
 from kvplan.transport.base import BaseTransport, link_failed
-from kvplan.transport.hccl.addresses import device_address, is_over_hccs, table_of, why_not
+from kvplan.transport.hccl.addresses import (
+    check_environment,
+    device_address,
+    is_over_hccs,
+    table_of,
+    why_not,
+)
 from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
@@ -71,14 +77,16 @@ class HcclTransport(BaseTransport):
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: a device that does not transfer one-sided, no
-                HCCL, or an address that is not known; LLM_PARAM_INVALID: `local_comm_res`;
-                LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
+                HCCL, an address that is not known, or variables that HCCL refuses;
+                LLM_PARAM_INVALID: `local_comm_res`; LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
         """
         super().__init__()
         self._product = _product_of(device)
+        check_environment()
         self._address = device_address(device, local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
+        self.maps_host = "host" in self.reaches and not device.notes_pins
         self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
         self._links: set[Connections] = set()
         tag = tag_of(self._instance)

@@ -1,0 +1,276 @@
+"""Transfers that a caller lists by addresses: read from its objects, put in order, compared."""
+
+from cpython.buffer cimport PyBuffer_Release
+from libc.stddef cimport size_t
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport free, malloc
+
+from kvnative._crossing cimport acquire_uint64
+
+import operator
+
+import numpy
+
+__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap",
+           "locate"]
+
+cdef extern from "core/ranges.h" nogil:
+    const size_t KVN_NO_OVERLAP
+    ctypedef struct kvn_ranges:
+        uint64_t *groups
+        uint64_t *src
+        uint64_t *dst
+        uint64_t *nbytes
+    size_t kvn_ranges_scratch(size_t count)
+    size_t kvn_ranges_arrange(const kvn_ranges *from_, size_t count, kvn_ranges *to,
+                              uint64_t *scratch)
+    size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t count,
+                              uint64_t *scratch, size_t *other)
+    size_t kvn_ranges_locate(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces,
+                             const uint64_t *starts, const uint64_t *nbytes, size_t count,
+                             uint64_t *found, int *passes)
+
+
+cdef uint64_t as_uint64(str name, value) except? 0:
+    cdef object number
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be int") from None
+    if not 0 <= number < 1 << 64:
+        raise TypeError(f"{name}={number} is out of range [0, 2**64)")
+    return number
+
+
+cdef class TransferOpDesc:
+    """A copy between memory of this process and of a peer, by addresses.
+
+    Args:
+        local_addr: of the first byte here.
+        remote_addr: of the first byte in the peer.
+        len: how many bytes.
+
+    Raises:
+        TypeError: one of them, here or when it is set, is no int in [0, 2**64).
+    """
+    # Native, as a transfer has thousands: to read three attributes of a Python object takes as
+    # long as to copy 2 KiB.
+    cdef uint64_t local_, remote_, nbytes_
+
+    def __init__(self, local_addr, remote_addr, len):
+        self.local_ = as_uint64("local_addr", local_addr)
+        self.remote_ = as_uint64("remote_addr", remote_addr)
+        self.nbytes_ = as_uint64("len", len)
+
+    @property
+    def local_addr(self):
+        """Address of the first byte here."""
+        return self.local_
+
+    @local_addr.setter
+    def local_addr(self, value):
+        self.local_ = as_uint64("local_addr", value)
+
+    @property
+    def remote_addr(self):
+        """Address of the first byte in the peer."""
+        return self.remote_
+
+    @remote_addr.setter
+    def remote_addr(self, value):
+        self.remote_ = as_uint64("remote_addr", value)
+
+    @property
+    def len(self):
+        """How many bytes."""
+        return self.nbytes_
+
+    @len.setter
+    def len(self, value):
+        self.nbytes_ = as_uint64("len", value)
+
+    def __reduce__(self):
+        return TransferOpDesc, (self.local_, self.remote_, self.nbytes_)
+
+    def __repr__(self):
+        return (f"TransferOpDesc(local_addr={self.local_:#x}, remote_addr={self.remote_:#x},"
+                f" len={self.nbytes_})")
+
+
+def address_columns(op_descs):
+    """The attributes of a list or tuple of TransferOpDesc, as three fresh uint64 columns.
+
+    Returns:
+        Local addresses, remote addresses, bytes.
+
+    Raises:
+        TypeError: no list or tuple, or an element that is no TransferOpDesc; names it.
+    """
+    cdef Py_ssize_t i = 0
+    cdef Py_ssize_t count
+    cdef TransferOpDesc it
+    cdef Py_buffer local, remote, nbytes
+    if not isinstance(op_descs, (list, tuple)):
+        raise TypeError(f"op_descs is a {type(op_descs).__name__}; it must be a list of"
+                        " TransferOpDesc")
+    # A tuple of its own: what is set meanwhile does not change how many there are.
+    cdef tuple given = tuple(op_descs)
+    count = len(given)
+    columns = [numpy.empty(count, numpy.uint64) for _ in range(3)]
+    acquire_uint64(&local, columns[0], "local")
+    acquire_uint64(&remote, columns[1], "remote")
+    acquire_uint64(&nbytes, columns[2], "nbytes")
+    try:
+        for one in given:
+            if not isinstance(one, TransferOpDesc):
+                raise TypeError(f"op_descs[{i}] is a {type(one).__name__}; it must be a"
+                                " TransferOpDesc")
+            it = <TransferOpDesc>one
+            (<uint64_t *>local.buf)[i] = it.local_
+            (<uint64_t *>remote.buf)[i] = it.remote_
+            (<uint64_t *>nbytes.buf)[i] = it.nbytes_
+            i += 1
+    finally:
+        PyBuffer_Release(&local)
+        PyBuffer_Release(&remote)
+        PyBuffer_Release(&nbytes)
+    return tuple(columns)
+
+
+cdef uint64_t *scratch_for(size_t count) except NULL:
+    cdef uint64_t *scratch = <uint64_t *>malloc((kvn_ranges_scratch(count) + 1) * sizeof(uint64_t))
+    if scratch is NULL:
+        raise MemoryError(f"no memory to sort {count} ranges in")
+    return scratch
+
+
+def arrange(src, dst, nbytes, groups=None):
+    """Order copies by group and source address, and merge those that go on on both sides.
+
+    Args:
+        src, dst, nbytes: contiguous uint64 columns of one length: addresses, and bytes of each.
+        groups: the same, a number for each, across which nothing is merged; None: all are of one.
+
+    Returns:
+        Fresh columns: src, dst, nbytes, groups (None if none were given).
+
+    Raises:
+        TypeError, ValueError: not such columns.
+        MemoryError: no memory to sort in.
+    """
+    cdef Py_buffer columns[8]
+    cdef kvn_ranges from_, to
+    cdef int held = 0
+    cdef int given = 3 if groups is None else 4
+    cdef size_t count, left
+    cdef uint64_t *scratch
+    names = ("src", "dst", "nbytes", "groups")
+    sources = (src, dst, nbytes, groups)
+    try:
+        while held < given:
+            acquire_uint64(&columns[held], sources[held], names[held])
+            held += 1
+            if columns[held - 1].shape[0] != columns[0].shape[0]:
+                raise ValueError(f"{names[held - 1]}: expected {columns[0].shape[0]} items, as in"
+                                 f" src, got {columns[held - 1].shape[0]}")
+        count = columns[0].shape[0]
+        made = [numpy.empty(count, numpy.uint64) for _ in range(given)]
+        for it in made:
+            acquire_uint64(&columns[held], it, "out")
+            held += 1
+        from_.src = <uint64_t *>columns[0].buf
+        from_.dst = <uint64_t *>columns[1].buf
+        from_.nbytes = <uint64_t *>columns[2].buf
+        from_.groups = NULL if given == 3 else <uint64_t *>columns[3].buf
+        to.src = <uint64_t *>columns[given].buf
+        to.dst = <uint64_t *>columns[given + 1].buf
+        to.nbytes = <uint64_t *>columns[given + 2].buf
+        to.groups = NULL if given == 3 else <uint64_t *>columns[given + 3].buf
+        scratch = scratch_for(count)
+        with nogil:
+            left = kvn_ranges_arrange(&from_, count, &to, scratch)
+        free(scratch)
+    finally:
+        while held > 0:
+            held -= 1
+            PyBuffer_Release(&columns[held])
+    if left < count:
+        made = [it[:left] for it in made]
+    return (*made, None) if given == 3 else tuple(made)
+
+
+def first_overlap(starts, nbytes):
+    """The indices of two ranges that share a byte, or None; each is of 1 byte at least.
+
+    Args:
+        starts, nbytes: contiguous uint64 columns of one length; no range passes 2**64.
+
+    Raises:
+        TypeError, ValueError: not such columns.
+        MemoryError: no memory to sort in.
+    """
+    cdef Py_buffer firsts, lengths
+    cdef size_t first, second = 0
+    cdef uint64_t *scratch
+    acquire_uint64(&firsts, starts, "starts")
+    try:
+        acquire_uint64(&lengths, nbytes, "nbytes")
+        try:
+            if lengths.shape[0] != firsts.shape[0]:
+                raise ValueError(f"nbytes: expected {firsts.shape[0]} items, as in starts,"
+                                 f" got {lengths.shape[0]}")
+            scratch = scratch_for(firsts.shape[0])
+            with nogil:
+                first = kvn_ranges_overlap(<const uint64_t *>firsts.buf,
+                                           <const uint64_t *>lengths.buf, firsts.shape[0],
+                                           scratch, &second)
+            free(scratch)
+        finally:
+            PyBuffer_Release(&lengths)
+    finally:
+        PyBuffer_Release(&firsts)
+    return None if first == KVN_NO_OVERLAP else (first, second)
+
+
+def locate(firsts, lasts, starts, nbytes):
+    """Find the pieces of memory that ranges begin in.
+
+    Args:
+        firsts, lasts: contiguous uint64 columns: first and last byte of pieces that are ascending
+            and apart.
+        starts, nbytes: the same of one length; each range is of 1 byte at least.
+
+    Returns:
+        The position of the piece of each range, a fresh column; the first range that begins in
+        none, -1 if there is no such one; whether one of those before it passes its piece's end.
+
+    Raises:
+        TypeError, ValueError: not such columns.
+    """
+    cdef Py_buffer columns[5]
+    cdef int held = 0
+    cdef int passes = 0
+    cdef size_t done
+    names = ("firsts", "lasts", "starts", "nbytes", "out")
+    out = numpy.empty(len(starts), numpy.uint64)
+    try:
+        for it in (firsts, lasts, starts, nbytes, out):
+            acquire_uint64(&columns[held], it, names[held])
+            held += 1
+        if columns[0].shape[0] != columns[1].shape[0]:
+            raise ValueError(f"lasts: expected {columns[0].shape[0]} items, as in firsts,"
+                             f" got {columns[1].shape[0]}")
+        if columns[2].shape[0] != columns[3].shape[0]:
+            raise ValueError(f"nbytes: expected {columns[2].shape[0]} items, as in starts,"
+                             f" got {columns[3].shape[0]}")
+        with nogil:
+            done = kvn_ranges_locate(<const uint64_t *>columns[0].buf,
+                                     <const uint64_t *>columns[1].buf, columns[0].shape[0],
+                                     <const uint64_t *>columns[2].buf,
+                                     <const uint64_t *>columns[3].buf, columns[2].shape[0],
+                                     <uint64_t *>columns[4].buf, &passes)
+        return out, (-1 if done == <size_t>columns[2].shape[0] else done), bool(passes)
+    finally:
+        while held > 0:
+            held -= 1
+            PyBuffer_Release(&columns[held])

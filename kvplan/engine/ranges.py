@@ -1,0 +1,328 @@
+"""Transfers between registered memory that is named by addresses, at both ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvnative._lower import Descriptors
+from kvnative._ranges import arrange, first_overlap
+from kvplan.engine.groups import joined
+from kvplan.engine.runner import Operation, OperationRunner
+from kvplan.execution.overlaps import check_order_free
+from kvplan.links.address_index import check_ranges
+from kvplan.planning.ranges import RangePart, RangePlan, span_text
+from kvplan.planning.side import Side
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import CacheDesc
+from kvplan.validation import UINT64_MAX, check_width, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from kvplan.engine.entry import CacheEntry
+    from kvplan.execution import TensorMemory, TransferTask
+    from kvplan.links import PeerLink
+    from kvplan.links.address_index import AddressIndex, Cut, Extent
+    from kvplan.links.peer_table import PeerCache
+    from kvplan.planning.groups import AnyPlan
+
+    Column = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AddressRanges:
+    """Bytes that a transfer moves, by their addresses here and in a peer.
+
+    Each range must lie in registered memory at both ends; it may pass from one registration into
+    another that lies behind it without a gap.
+
+    Args:
+        cluster_id: of the peer.
+        local: an address here for each range.
+        remote: the same in the peer.
+        nbytes: of each range.
+
+    Raises:
+        TypeError: not whole numbers.
+        ValueError: a number outside uint64.
+        LLMException: LLM_PARAM_INVALID: no range, columns of unequal length, a range of no bytes,
+            at address 0, or past 2**64.
+    """
+
+    cluster_id: int
+    local: Column
+    remote: Column
+    nbytes: Column
+
+    def __init__(
+        self, cluster_id: int, local: ArrayLike, remote: ArrayLike, nbytes: ArrayLike
+    ) -> None:
+        check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        columns = {
+            name: _column(name, it)
+            for name, it in (("local", local), ("remote", remote), ("nbytes", nbytes))
+        }
+        lengths = {name: len(it) for name, it in columns.items()}
+        if len(set(lengths.values())) > 1 or not lengths["nbytes"]:
+            raise invalid(f"ranges: {lengths} must be of one length, of at least 1")
+        for name in ("local", "remote"):
+            check_ranges(columns[name], columns["nbytes"], name)
+        for name, it in (("cluster_id", cluster_id), *columns.items()):
+            object.__setattr__(self, name, it)
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+class RangeOperations(OperationRunner):
+    """Pulls and pushes of ranges of addresses: executed, planned, submitted.
+
+    What each may raise, besides `PullOperations`: LLM_PARAM_INVALID: two ranges write the same
+    byte; LLM_KV_CACHE_NOT_EXIST: a byte that is not registered here, or not there; the message
+    names it and what is registered nearest; LLM_FEATURE_NOT_ENABLED: ranges in host memory and on
+    the device.
+    """
+
+    def pull_ranges(
+        self, ranges: AddressRanges, *, timeout_ms: float | None = None, tag: str = ""
+    ) -> None:
+        """Copy ranges of a peer's registered memory into registered memory of this process.
+
+        Args:
+            ranges: which.
+            timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
+            tag: what logs and recordings call the transfer.
+        """
+        self._move(ranges, timeout_ms, tag, pulls=True)
+
+    def push_ranges(
+        self, ranges: AddressRanges, *, timeout_ms: float | None = None, tag: str = ""
+    ) -> None:
+        """Copy ranges of this process's registered memory into a peer's. Arguments as of a pull."""
+        self._move(ranges, timeout_ms, tag, pulls=False)
+
+    def plan_pull_ranges(self, ranges: AddressRanges) -> RangePlan:
+        """Plan `pull_ranges`; nothing moves."""
+        return RangeOperation(self._running(), "pull_ranges").prepare(ranges, pulls=True)[0]
+
+    def plan_push_ranges(self, ranges: AddressRanges) -> RangePlan:
+        """Plan `push_ranges`; nothing moves."""
+        return RangeOperation(self._running(), "push_ranges").prepare(ranges, pulls=False)[0]
+
+    def submit_pull_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
+        """Begin `pull_ranges` and return its task."""
+        with RangeOperation(self._running(), "pull_ranges", tag=tag) as operation:
+            return self._submit(operation, operation.prepare(ranges, pulls=True))
+
+    def submit_push_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
+        """Begin `push_ranges` and return its task."""
+        with RangeOperation(self._running(), "push_ranges", tag=tag) as operation:
+            return self._submit(operation, operation.prepare(ranges, pulls=False))
+
+    def _move(
+        self, ranges: AddressRanges, timeout_ms: float | None, tag: str, *, pulls: bool
+    ) -> None:
+        name = "pull_ranges" if pulls else "push_ranges"
+        # What the peer had registered at an address when it last said so is taken for granted: the
+        # transfer says if that is gone, and then the peer is asked.
+        with RangeOperation(self._running(), name, speculative=True, tag=tag) as operation:
+            try:
+                while not operation.done:
+                    operation.speculated = not operation.retried
+                    self._execute(operation, operation.prepare(ranges, pulls=pulls), timeout_ms)
+            except LLMException as error:
+                if not (more := unconfirmed_text(operation.plan, error)):
+                    raise
+                raise LLMException(
+                    f"{error.args[0]}{more}",
+                    status_code=error.status_code,
+                    origin=error.origin,
+                    unconfirmed=error.unconfirmed,
+                ) from None
+
+
+class _Found(NamedTuple):
+    """Ranges, each in one tensor of a cache here and in one of the peer's."""
+
+    own: AddressIndex[CacheEntry]
+    peer: AddressIndex[PeerCache]
+    own_extents: Column
+    peer_extents: Column
+    local: Column
+    remote: Column
+    nbytes: Column
+
+
+class RangeOperation(Operation):
+    """An operation on ranges of addresses."""
+
+    __slots__ = ()
+
+    def prepare(
+        self, ranges: AddressRanges, *, pulls: bool
+    ) -> tuple[RangePlan, TensorMemory, TensorMemory, Descriptors]:
+        """Find what holds the ranges, put them in order and bind them."""
+        if not isinstance(ranges, AddressRanges):
+            raise TypeError(f"ranges={shown(ranges)} must be AddressRanges")
+        link = self._linked("ranges", ranges)
+        found = self._locate(link, ranges, pulls)
+        pairs = _pairs(found)
+        source, target = (found.remote, found.local) if pulls else (found.local, found.remote)
+        src, dst, nbytes, groups = arrange(source, target, found.nbytes, pairs)
+        if (clash := first_overlap(dst, nbytes)) is not None:
+            first, second = (span_text(int(dst[it]), int(nbytes[it])) for it in sorted(clash))
+            side = "local" if pulls else "remote"
+            raise invalid(f"{side} ranges {first} and {second} overlap: both are written")
+        own, peer, firsts = _parts(found, groups)
+        self.cache_id = own[0].cache.cache.cache_id
+        ours = joined([it.cache.memory for it in own])
+        theirs = link.joined_memory([it.cache for it in peer], writable=not pulls)
+        if pulls and not ours.writable:
+            raise invalid(
+                "local ranges are to be written, and their memory is registered read-only"
+            )
+        bounds = [*firsts, len(nbytes)]
+        made = partial(
+            _made_parts,
+            pulls,
+            [
+                (it.cache.cache.cache_desc, it.cache.cache.cache_id, it.tensor, it.address)
+                for it in own
+            ],
+            [(it.cache.desc, it.cache.cache_id, it.tensor, it.address) for it in peer],
+            (str(link), link.side(peer[0].cache).way),
+            bounds,
+            len(found.nbytes),
+            pairs,
+        )
+        plan = RangePlan.of(pulls, src, dst, nbytes, len(own), made)
+        reached = _as_reached(src if pulls else dst, theirs, peer, bounds)
+        read, written = (reached, dst) if pulls else (src, reached)
+        descriptors = Descriptors.from_columns(written, read, nbytes)
+        if theirs.in_process:
+            check_order_free(plan, descriptors, one_space=True)
+        return (plan, theirs, ours, descriptors) if pulls else (plan, ours, theirs, descriptors)
+
+    def _locate(self, link: PeerLink, ranges: AddressRanges, pulls: bool) -> _Found:
+        own = self.engine.registry.address_index()
+        here = own.cut("local", ranges.local, ranges.remote, ranges.nbytes)
+        peer = link.address_index(writable=not pulls, ask=self.retried)
+        try:
+            there = _cut_remote(peer, ranges, here)
+        except LLMException as error:
+            if self.retried or error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+                raise
+            peer = link.address_index(writable=not pulls, ask=True)
+            there = _cut_remote(peer, ranges, here)
+        if len(there.nbytes) != len(here.nbytes):  # cut further: of which extent is each now?
+            here = own.cut("local", there.others, there.starts, there.nbytes)
+        return _Found(
+            own, peer, here.extents, there.extents, there.others, there.starts, there.nbytes
+        )
+
+
+def unconfirmed_text(plan: AnyPlan | None, error: LLMException) -> str:
+    """What to add to the message of a transfer that failed: the first range that may be missing."""
+    if not isinstance(plan, RangePlan) or not error.unconfirmed:
+        return ""
+    return f"; the first that is not confirmed: {plan.range_text(error.unconfirmed[0][0])}"
+
+
+def _cut_remote(peer: AddressIndex[PeerCache], ranges: AddressRanges, here: Cut) -> Cut:
+    if len(here.nbytes) != len(ranges.nbytes):  # what it refuses it calls by the caller's numbers
+        peer.cut("remote", ranges.remote, ranges.local, ranges.nbytes)
+    return peer.cut("remote", here.others, here.starts, here.nbytes)
+
+
+def _pairs(found: _Found) -> Column | None:
+    """A number for the pair of extents of each range; None: all are of one pair."""
+    own, peer = found.own_extents, found.peer_extents
+    if (own == own[0]).all() and (peer == peer[0]).all():
+        return None
+    return own * np.uint64(len(found.peer.extents)) + peer
+
+
+def _parts(
+    found: _Found, groups: Column | None
+) -> tuple[list[Extent[CacheEntry]], list[Extent[PeerCache]], list[int]]:
+    """The extents of each pair, in order, and where its ranges begin."""
+    if groups is None:
+        firsts = [0]
+        numbers = [(int(found.own_extents[0]), int(found.peer_extents[0]))]
+    else:
+        firsts = [0, *(np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist()]
+        numbers = [divmod(int(groups[it]), len(found.peer.extents)) for it in firsts]
+    return (
+        [found.own.extents[own] for own, _ in numbers],
+        [found.peer.extents[peer] for _, peer in numbers],
+        firsts,
+    )
+
+
+def _as_reached(
+    addresses: Column, memory: TensorMemory, peer: Sequence[Extent[PeerCache]], bounds: list[int]
+) -> Column:
+    """Addresses of the peer as the backend reaches them: those of its mapping, perhaps."""
+    reached = addresses
+    first = 0
+    for i, extent in enumerate(peer):
+        base = int(memory.addresses[first + extent.tensor])
+        if base != extent.address:
+            if reached is addresses:
+                reached = addresses.copy()
+            part = slice(bounds[i], bounds[i + 1])
+            reached[part] = addresses[part] - np.uint64(extent.address) + np.uint64(base)
+        first += len(extent.cache.addresses)
+    return reached
+
+
+_Place = tuple[CacheDesc, int, int, int]
+"""A tensor: description and id of its cache, its number, its address. It keeps no memory."""
+
+
+def _made_parts(
+    pulls: bool,
+    own: Sequence[_Place],
+    peer: Sequence[_Place],
+    link: tuple[str, str],  # whom with, and how it is reached
+    bounds: Sequence[int],
+    count: int,  # of ranges, before they were merged
+    pairs: Column | None,  # and of each the pair, where there are several
+) -> list[RangePart]:
+    """The parts of a plan, when somebody looks at it."""
+    counts = [count] if pairs is None else np.unique(pairs, return_counts=True)[1].tolist()
+    parts = []
+    for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
+        here = _side(*mine[:2], f"memory {mine[1]}")
+        there = _side(*its[:2], f"memory {its[1]} of {link[0]}", link[1])
+        (src, dst), (a, b) = ((there, here), (its, mine)) if pulls else ((here, there), (mine, its))
+        parts.append(
+            RangePart(src, dst, a[2], b[2], a[3], b[3], bounds[i], bounds[i + 1], counts[i])
+        )
+    return parts
+
+
+def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
+    """A cache as rows of bytes: one, which is all of each tensor."""
+    return Side(
+        desc.num_tensors, 1, desc.tensor_nbytes, False, desc.placement,
+        name=name, way=way, cache_id=cache_id,
+    )  # fmt: skip
+
+
+def _column(name: str, values: Any) -> Column:
+    given = np.asarray(values)
+    if given.dtype == np.uint64 and given.ndim == 1 and given.flags.c_contiguous:
+        return given
+    if given.ndim != 1:
+        raise TypeError(f"{name}={shown(values)} must be a sequence of int")
+    return np.array(
+        [check_width(f"{name}[{i}]", it, 0, UINT64_MAX) for i, it in enumerate(list(values))],
+        dtype=np.uint64,
+    )

@@ -1,0 +1,277 @@
+"""Connections with remote engines, by their names; and the messages that come over them.
+
+The original has a connection for each direction; the engine below has one link for both. So an end
+that finds the link made tells the other that it uses it too, and the link is ended by the end that
+disconnects last.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from threading import RLock
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+from kvplan.control.endpoint import Endpoint
+from kvplan.hixl.options import cluster_id_of, peer_endpoint
+from kvplan.hixl.values import NotifyDesc
+from kvplan.links import ClusterInfo, LinkState
+from kvplan.links.values import cluster_here
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+if TYPE_CHECKING:
+    from kvplan.engine.datadist import LlmDataDist
+    from kvplan.links import PeerLink
+
+_log = Log("kvplan.hixl")
+
+_MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
+_HEAD: Final = struct.Struct("<cH")  # kind, bytes of the name
+_MESSAGE, _USES, _LEAVES = b"N", b"U", b"L"
+_ATTEMPTS: Final = 3  # to find a link that its peer does not end at the same time
+_NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
+
+
+class _Connection(NamedTuple):
+    """A remote engine that was connected by this end, and over which link."""
+
+    cluster_id: int
+    link: ref[PeerLink]
+
+    def is_replaced(self, datadist: LlmDataDist) -> bool:
+        """Whether the link ended, and the peer has made another one since, for itself."""
+        now = datadist._running().links.peers.get(self.cluster_id)
+        return now is not None and now is not self.link()
+
+
+class Connections:
+    """Which remote engines this one is connected with.
+
+    Args:
+        datadist: the engine below.
+    """
+
+    def __init__(self, datadist: LlmDataDist) -> None:
+        self._datadist = datadist
+        self._mutex = RLock()
+        self._busy: dict[str, RLock] = {}  # of each remote engine: one call at a time
+        self._connected: dict[str, _Connection] = {}  # by each name that was used
+        self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
+        self._messages: list[NotifyDesc] = []
+
+    def cluster_of(self, remote_engine: str) -> int:
+        """The cluster id of a connected engine; whether the link stands, a transfer finds out.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK: it is not connected; LLM_PARAM_INVALID: it is no name.
+        """
+        found = self._connected.get(remote_engine)
+        if found is None:
+            found = self._connected.get(str(peer_endpoint(remote_engine)))
+        if found is None or found.is_replaced(self._datadist):
+            raise _not_connected(remote_engine)
+        return found.cluster_id
+
+    def stands(self, remote_engine: str) -> bool:
+        """Whether it is connected, and its link is up."""
+        try:
+            return self._link(self.cluster_of(remote_engine)).state is LinkState.LINKED
+        except LLMException:
+            return False
+
+    def connect(self, remote_engine: str, timeout_ms: int) -> None:
+        """Connect with an engine that listens.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is no name, or this engine's own; LLM_ALREADY_LINK;
+                LLM_TIMEOUT; LLM_FAILED: why not.
+        """
+        endpoint = peer_endpoint(remote_engine)
+        started = time.monotonic()
+        with self._one_call(str(endpoint)):
+            if self.stands(remote_engine):
+                raise LLMException(
+                    f"{remote_engine} is connected already",
+                    status_code=LLMStatusCode.LLM_ALREADY_LINK,
+                )
+            try:
+                self._connect(remote_engine, str(endpoint), started + timeout_ms / 1000)
+            except LLMException as error:
+                raise _not_made(error, started, timeout_ms) from None
+
+    def _connect(self, remote_engine: str, address: str, deadline: float) -> None:
+        cluster_id = cluster_id_of(Endpoint.parse(address))
+        for attempt in range(_ATTEMPTS):
+            try:
+                made = self._linked(cluster_id, address, deadline)
+            except LLMException as error:
+                # Who listens at all addresses of its host, say, is known to itself by another name.
+                if (here := cluster_here(error)) is None:
+                    raise
+                cluster_id = here
+                made = self._linked(cluster_id, address, deadline)
+            try:
+                link = self._link(cluster_id)
+                self._add(remote_engine, address, link)
+                if made and link.phase:  # of a handshake that this end has begun
+                    return
+                self._datadist.notify(cluster_id, _USES, timeout_ms=_left_ms(deadline))
+                if link.state is LinkState.LINKED:
+                    return
+            except LLMException as error:
+                if error.status_code is LLMStatusCode.LLM_ALREADY_LINK:
+                    raise
+                self._forget(cluster_id)
+                # The peer has just ended the link that it had made: then this end makes one.
+                if attempt + 1 == _ATTEMPTS or time.monotonic() >= deadline:
+                    raise
+        raise _not_connected(remote_engine)
+
+    def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
+        """End a connection; on return nothing moves over it for this end.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK: there is none; LLM_TIMEOUT: transfers of the peer over
+                it go on, and it stays; or it has ended here, and the peer has not confirmed that.
+        """
+        with self._one_call(str(peer_endpoint(remote_engine))):
+            cluster_id = self.cluster_of(remote_engine)
+            self.receive()  # whether the peer uses it
+            try:
+                link = self._link(cluster_id)
+                if link.state is LinkState.LINKED and self._used_by_peer(link):
+                    self._datadist.notify(cluster_id, _LEAVES, timeout_ms=timeout_ms)
+                else:
+                    self._datadist.unlink_clusters(
+                        [cluster_id], timeout_ms=timeout_ms
+                    ).raise_for_status()
+            except LLMException as error:
+                code = error.status_code
+                if code is LLMStatusCode.LLM_LINK_BUSY:
+                    raise LLMException(
+                        error.args[0], status_code=LLMStatusCode.LLM_TIMEOUT
+                    ) from None
+                self._forget(cluster_id)
+                if code is LLMStatusCode.LLM_UNLINK_FAILED:
+                    raise LLMException(
+                        error.args[0], status_code=LLMStatusCode.LLM_TIMEOUT
+                    ) from None
+                if code not in (_NOT_LINKED, LLMStatusCode.LLM_LINK_FAILED):
+                    raise
+                _log.info("disconnect: %s had gone already: %s", remote_engine, error)
+            else:
+                self._forget(cluster_id)
+
+    def notify(self, remote_engine: str, message: NotifyDesc, timeout_ms: int) -> None:
+        """Send a message; on return the remote engine has it.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is too long; LLM_NOT_YET_LINK; LLM_LINK_BUSY: it has
+                too many that were not read; LLM_TIMEOUT.
+        """
+        name, text = message.name.encode(), message.notify_msg.encode()
+        for what, data in (("name", name), ("notify_msg", text)):
+            if len(data) > _MAX_TEXT:
+                raise invalid(f"{what} has {len(data)} bytes; at most {_MAX_TEXT} can be sent")
+        frame = _HEAD.pack(_MESSAGE, len(name)) + name + text
+        self._datadist.notify(self.cluster_of(remote_engine), frame, timeout_ms=timeout_ms)
+
+    def take_messages(self) -> list[NotifyDesc]:
+        """All that have arrived and were not taken before."""
+        with self._mutex:
+            self.receive()
+            taken, self._messages = self._messages, []
+        return taken
+
+    def receive(self) -> None:
+        """Look at what peers have sent."""
+        with self._mutex:
+            for cluster_id, data in self._datadist.notifications():
+                if data in (_USES, _LEAVES):
+                    try:
+                        self._peer_uses[self._link(cluster_id)] = data == _USES
+                    except LLMException:
+                        continue  # it has gone, and what it used with it
+                elif (message := _message(data)) is not None:
+                    self._messages.append(message)
+                else:
+                    _log.warning(
+                        "cluster %d has sent %d bytes that are no notification of hixl",
+                        cluster_id,
+                        len(data),
+                    )
+
+    def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
+        """Link with a cluster; returns whether this call has made the link."""
+        cluster = ClusterInfo(cluster_id, address)
+        results = self._datadist.link_clusters([cluster], _left_ms(deadline))
+        if results.status is LLMStatusCode.LLM_ALREADY_LINK:
+            return False
+        results.raise_for_status()
+        return True
+
+    def _link(self, cluster_id: int) -> PeerLink:
+        return self._datadist._running().links.get(cluster_id)
+
+    def _used_by_peer(self, link: PeerLink) -> bool:
+        """Whether the peer uses it: one that made it does until it says otherwise."""
+        return self._peer_uses.get(link, not link.phase)
+
+    def _add(self, remote_engine: str, address: str, link: PeerLink) -> None:
+        """Know a connection by its names.
+
+        Raises:
+            LLMException: LLM_ALREADY_LINK: this link had another name before.
+        """
+        connection = _Connection(link.cluster_id, ref(link))
+        with self._mutex:
+            known = connection in self._connected.values()
+            self._connected[remote_engine] = self._connected[address] = connection
+        if known:
+            raise LLMException(
+                f"{remote_engine} is connected already, by another name",
+                status_code=LLMStatusCode.LLM_ALREADY_LINK,
+            )
+
+    def _forget(self, cluster_id: int) -> None:
+        with self._mutex:
+            self._connected = {
+                name: it for name, it in self._connected.items() if it.cluster_id != cluster_id
+            }
+
+    def _one_call(self, key: str) -> RLock:
+        with self._mutex:
+            return self._busy.setdefault(key, RLock())
+
+
+def _left_ms(deadline: float) -> int:
+    return max(1, int((deadline - time.monotonic()) * 1000))
+
+
+def _message(data: bytes) -> NotifyDesc | None:
+    if len(data) < _HEAD.size:
+        return None
+    kind, length = _HEAD.unpack_from(data)
+    body = data[_HEAD.size :]
+    if kind != _MESSAGE or length > len(body):
+        return None
+    try:
+        return NotifyDesc(body[:length].decode(), body[length:].decode())
+    except UnicodeDecodeError:
+        return None
+
+
+def _not_connected(remote_engine: str) -> LLMException:
+    return LLMException(f"{remote_engine} is not connected", status_code=_NOT_LINKED)
+
+
+def _not_made(error: LLMException, started: float, timeout_ms: int) -> LLMException:
+    """Why there is no connection: what took all of the time is a timeout, else it is a failure."""
+    code = error.status_code
+    # Busy: the link before this one is just being ended.
+    if code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_LINK_BUSY, _NOT_LINKED):
+        late = (time.monotonic() - started) * 1000 >= timeout_ms
+        code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED
+    return LLMException(error.args[0], status_code=code)

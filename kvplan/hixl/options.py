@@ -1,0 +1,157 @@
+"""What a `Hixl` is initialized with: names of engines, and options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvplan.control.endpoint import Endpoint
+from kvplan.device.ascend import current_device
+from kvplan.engine.option_rows import OPTION_GLOBAL_RESOURCE_CONFIG, SPELLINGS
+from kvplan.engine.options import Options
+from kvplan.hixl.values import (
+    OPTION_AUTO_CONNECT,
+    OPTION_BUFFER_POOL,
+    OPTION_ENABLE_USE_FABRIC_MEM,
+    OPTION_LOCAL_COMM_RES,
+    OPTION_RDMA_SERVICE_LEVEL,
+    OPTION_RDMA_TRAFFIC_CLASS,
+)
+from kvplan.hixl.values import OPTION_GLOBAL_RESOURCE_CONFIG as OPTION_RESOURCES
+from kvplan.logs import Log
+from kvplan.status import invalid
+from kvplan.validation import shown
+
+_log = Log("kvplan.hixl")
+
+_THREADS: Final = 2
+_CAPACITY: Final = 128
+
+# Options of the original that the engine has, under its own names.
+_SAME: Final = {
+    OPTION_RDMA_TRAFFIC_CLASS: "llm.RdmaTrafficClass",
+    OPTION_RDMA_SERVICE_LEVEL: "llm.RdmaServiceLevel",
+    OPTION_LOCAL_COMM_RES: "llm.LocalCommRes",
+    OPTION_RESOURCES: OPTION_GLOBAL_RESOURCE_CONFIG,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a `Hixl` works.
+
+    Attributes:
+        name: of the engine, as it was given.
+        cluster_id: of the engine below: all who know the name of one that listens know it.
+        engine: options of the engine below.
+        auto_connect: whether a transfer connects.
+        threads: of asynchronous connects.
+        capacity: how many of them may wait.
+    """
+
+    name: str
+    cluster_id: int
+    engine: Options
+    auto_connect: bool
+    threads: int
+    capacity: int
+
+
+def read(local_engine: str, options: Mapping[str, str]) -> Settings:
+    """Return what the arguments of `Hixl.initialize` mean.
+
+    Raises:
+        LLMException, ValueError: LLM_PARAM_INVALID: no such name, or an impossible option.
+    """
+    listen = own_endpoint(local_engine)
+    texts: dict[str, str] = {}
+    for key, text in options.items():
+        bare = key.removeprefix("adxl.")
+        if bare in _SAME:
+            texts[_SAME[bare]] = text
+        elif bare in (OPTION_AUTO_CONNECT, OPTION_ENABLE_USE_FABRIC_MEM):
+            if text not in ("0", "1"):
+                raise invalid(f'{key}={shown(text)} must be "0" or "1"')
+        elif bare == OPTION_BUFFER_POOL:
+            _check_buffer_pool(key, text)
+        elif key in SPELLINGS:
+            texts[key] = text
+        else:
+            _log.warning("option %s=%s is not known, and ignored", shown(key), shown(text))
+    if options.get(OPTION_ENABLE_USE_FABRIC_MEM) == "1":
+        _log.warning(
+            "option EnableUseFabricMem=1 is ignored: there is no fabric memory here; bytes move as "
+            "they would without it"
+        )
+    engine = Options.of(texts)
+    if listen is not None:
+        engine = replace(engine, listen_ip_info=str(listen))
+    if "device_id" not in {SPELLINGS[key].field for key in texts} and engine.accelerator != "none":
+        # As in the original: the device that the program has set before.
+        engine = replace(engine, device_id=current_device() or 0)
+    resources = engine.global_resource_config
+    return Settings(
+        name=local_engine,
+        cluster_id=secrets.randbits(64) if listen is None else cluster_id_of(listen),
+        engine=engine,
+        auto_connect=options.get(OPTION_AUTO_CONNECT) == "1",
+        threads=_number(resources, "connect_pool.thread_num", _THREADS),
+        capacity=_number(resources, "connect_pool.task_queue_capacity", _CAPACITY),
+    )
+
+
+def own_endpoint(local_engine: str) -> Endpoint | None:
+    """Where an engine of this name listens; None: nowhere, as it has no port, or one below 1.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it is no name of an engine.
+    """
+    host, port = _split(local_engine, "local_engine")
+    if port is None or port < 1:
+        Endpoint.parse(f"{host}:0")
+        return None
+    return Endpoint.parse(f"{host}:{port}")
+
+
+def peer_endpoint(remote_engine: str) -> Endpoint:
+    """Where a remote engine of this name listens.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it is no name of an engine, or of one that does not listen.
+    """
+    host, port = _split(remote_engine, "remote_engine")
+    if port is None or port < 1:
+        raise invalid(f"remote_engine={shown(remote_engine)} has no port: it listens nowhere")
+    return Endpoint.parse(f"{host}:{port}")
+
+
+def cluster_id_of(endpoint: Endpoint) -> int:
+    """The id of the engine that listens there: whoever knows its name knows that."""
+    digest = hashlib.blake2b(f"hixl {endpoint}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _split(name: str, argument: str) -> tuple[str, int | None]:
+    found = re.fullmatch(r"(\[[^\]\s]+\]|[^\[\]:\s]+)(?::(-?[0-9]{1,9}))?", name)
+    if found is None:
+        raise invalid(
+            f"{argument}={shown(name)} must be 'host:port', 'host', '[ipv6]:port' or '[ipv6]'"
+        )
+    host, port = found.groups()
+    return host, None if port is None else int(port)
+
+
+def _check_buffer_pool(key: str, text: str) -> None:
+    """Staging memory of the original, which stages what is small; what is needed is made here."""
+    if text and not re.fullmatch(r"[0-9]{1,6}:[0-9]{1,6}", text):
+        raise invalid(f'{key}={shown(text)} must be "number:size in MB", such as "4:8" or "0:0"')
+
+
+def _number(resources: str, name: str, default: int) -> int:
+    """A number of the global resource config, or its digits; the options have checked it."""
+    return int((json.loads(resources) if resources else {}).get(name, default))

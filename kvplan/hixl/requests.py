@@ -1,0 +1,172 @@
+"""Transfers in flight: requests that were submitted and not asked for yet, and what memory is used.
+
+A transfer touches memory of this process by its addresses. So memory is given back to the program
+only when no transfer touches it any more: those submitted are stopped, and calls are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Condition, RLock
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvplan.engine.ranges import unconfirmed_text
+from kvplan.hixl.values import (
+    NOT_CONNECTED,
+    SUCCESS,
+    TIMEOUT,
+    GetTransferStatusArgs,
+    TransferOp,
+    TransferResult,
+    TransferStatus,
+    status_of,
+)
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+if TYPE_CHECKING:
+    from kvplan.engine.ranges import AddressRanges
+    from kvplan.execution import TransferTask
+
+_log = Log("kvplan.hixl")
+
+MAX_REQUESTS: Final = 1 << 16
+"""Requests that may wait to be asked for."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Request:
+    task: TransferTask
+    ranges: AddressRanges
+    remote_engine: str
+    op: TransferOp
+    user_data: Any
+
+
+class Requests:
+    """What is in flight over one `Hixl`; may be used from several threads."""
+
+    def __init__(self) -> None:
+        self._mutex = RLock()
+        self._ended = Condition(self._mutex)
+        self._last = 0
+        self._requests: dict[int, _Request] = {}  # in the order in which they were submitted
+        self._calls: dict[object, AddressRanges] = {}  # that a thread is in
+
+    @contextmanager
+    def call(self, ranges: AddressRanges) -> Iterator[None]:
+        """The calling thread transfers these inside."""
+        token = object()
+        self._calls[token] = ranges
+        try:
+            yield
+        finally:
+            with self._ended:
+                del self._calls[token]
+                self._ended.notify_all()
+
+    def check_room(self) -> None:
+        """Refuse another request: LLM_LINK_BUSY: too many were not asked for."""
+        if len(self._requests) >= MAX_REQUESTS:
+            raise LLMException(
+                f"{MAX_REQUESTS} requests wait to be asked for by get_transfer_status",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+
+    def add(
+        self,
+        task: TransferTask,
+        ranges: AddressRanges,
+        remote_engine: str,
+        op: TransferOp,
+        user_data: Any,
+    ) -> int:
+        """Return the number of a request that was submitted."""
+        with self._mutex:
+            self._last += 1
+            self._requests[self._last] = _Request(task, ranges, remote_engine, op, user_data)
+            return self._last
+
+    def status(self, number: int) -> tuple[int, TransferStatus]:
+        """How far a request is; one that has ended is forgotten.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: there is none of that number (any more).
+        """
+        with self._mutex:
+            request = self._requests.get(number)
+            if request is None:
+                raise invalid(f"req_id={number} is no request, or its end was told before")
+            if not request.task.done:
+                return SUCCESS, TransferStatus.WAITING
+            del self._requests[number]
+        return _outcome(number, request)
+
+    def all(self, args: GetTransferStatusArgs) -> list[TransferResult]:
+        """How far the requests are, those submitted first; those that have ended are forgotten."""
+        told: list[TransferResult] = []
+        with self._mutex:
+            for number, request in tuple(self._requests.items()):
+                if len(told) >= args.max_query_count:
+                    break
+                if not request.task.done:
+                    if not args.skip_waiting:
+                        waiting = TransferStatus.WAITING
+                        told.append(TransferResult.of(number, request.user_data, waiting))
+                    continue
+                del self._requests[number]
+                _, status = _outcome(number, request)
+                told.append(TransferResult.of(number, request.user_data, status))
+        return told
+
+    def stop_peer(self, cluster_id: int, reason: str) -> None:
+        """Stop the requests with a peer, by whatever name it was called."""
+        for request in self._now():
+            if request.ranges.cluster_id == cluster_id:
+                request.task.cancel(LLMException(reason))
+
+    def leave(self, address: int, nbytes: int) -> None:
+        """Return when no transfer touches this memory any more: it was deregistered."""
+        reason = LLMException(
+            f"stopped, as local memory [{address:#x}, {address + nbytes:#x}) was deregistered"
+        )
+        for request in self._now():
+            if not request.task.done and _touches(request.ranges, address, nbytes):
+                request.task.cancel(reason)
+        with self._ended:
+            mine = [it for it, on in self._calls.items() if _touches(on, address, nbytes)]
+            self._ended.wait_for(lambda: not any(it in self._calls for it in mine))
+
+    def _now(self) -> list[_Request]:
+        with self._mutex:
+            return list(self._requests.values())
+
+
+def _touches(ranges: AddressRanges, address: int, nbytes: int) -> bool:
+    last, lasts = np.uint64(address + nbytes - 1), ranges.local + (ranges.nbytes - np.uint64(1))
+    return bool(((ranges.local <= last) & (lasts >= np.uint64(address))).any())
+
+
+def _outcome(number: int, request: _Request) -> tuple[int, TransferStatus]:
+    """How a request has ended; why it failed is logged."""
+    try:
+        request.task.wait()
+    except LLMException as error:
+        status = status_of(error)
+        _log.warning(
+            "request %d, %s of %s: %s%s",
+            number,
+            request.op.name,
+            request.remote_engine,
+            error,
+            unconfirmed_text(request.task.plan, error),
+        )
+        if status == TIMEOUT:
+            return SUCCESS, TransferStatus.TIMEOUT
+        lost = status == NOT_CONNECTED
+        return (NOT_CONNECTED if lost else SUCCESS), TransferStatus.FAILED
+    return SUCCESS, TransferStatus.COMPLETED

@@ -1,0 +1,178 @@
+"""Which cache holds a byte: caches found by addresses, and ranges cut where they pass from one on.
+
+Ranges may pass from a cache into one that lies behind it without a gap, as a program that has
+registered its memory piece by piece expects. Where caches overlap, the one that reaches furthest
+is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvnative._ranges import locate
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.uint64]
+
+_Cache = TypeVar("_Cache")
+
+
+class Extent(NamedTuple, Generic[_Cache]):
+    """Memory [address, address + nbytes) that a tensor of a cache fills."""
+
+    address: int
+    nbytes: int
+    cache: _Cache
+    tensor: int
+
+
+class Cut(NamedTuple):
+    """Ranges, each of which lies in one extent.
+
+    Attributes:
+        extents: the number of the extent of each.
+        starts: where each begins.
+        others: where it begins at the other side of the transfer.
+        nbytes: of each.
+    """
+
+    extents: Column
+    starts: Column
+    others: Column
+    nbytes: Column
+
+
+class AddressIndex(Generic[_Cache]):
+    """The memory of some caches, in the order of addresses.
+
+    Args:
+        who: whose caches, for messages: "this engine".
+        extents: their tensors; those of no bytes hold nothing.
+
+    Attributes:
+        extents: those that hold bytes.
+    """
+
+    def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
+        self._who = who
+        self.extents = sorted((it for it in extents if it.nbytes), key=lambda it: it[:2])
+        firsts, lasts, owners = _apart(self.extents)
+        self._firsts = np.array(firsts, dtype=np.uint64)
+        # Last bytes, not ends: memory may end at 2**64.
+        self._lasts = np.array(lasts, dtype=np.uint64)
+        # None: each piece is the extent of its number, as where none overlap.
+        self._owners = (
+            None if owners == list(range(len(self.extents))) else np.array(owners, dtype=np.uint64)
+        )
+
+    def cut(self, side: str, starts: Column, others: Column, nbytes: Column) -> Cut:
+        """Find the extents of ranges, cutting those that pass from one into the next.
+
+        Args:
+            side: what messages call the ranges: "local".
+            starts, nbytes: of each; no range is empty or passes 2**64.
+            others: where each begins at the other side of the transfer, cut likewise.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: a byte of a range is in none.
+        """
+        given = starts, nbytes
+        pieces: list[Cut] = []
+        numbers = None  # of the ranges that are left, of all; None: all of them
+        while True:
+            found, missing, passes = locate(self._firsts, self._lasts, starts, nbytes)
+            if missing >= 0:
+                number = missing if numbers is None else int(numbers[missing])
+                start, size = (int(it[number]) for it in given)
+                which = f"{side} range {number}, [{start:#x}, {start + size:#x})"
+                raise self._missing(which, int(starts[missing]))
+            extents = found if self._owners is None else self._owners[found]
+            if not passes:
+                pieces.append(Cut(extents, starts, others, nbytes))
+                break
+            taken = np.minimum(nbytes, self._lasts[found] - starts + np.uint64(1))
+            pieces.append(Cut(extents, starts, others, taken))
+            left = np.flatnonzero(taken < nbytes)
+            numbers = left if numbers is None else numbers[left]
+            starts, others = starts[left] + taken[left], others[left] + taken[left]
+            nbytes = nbytes[left] - taken[left]
+        if len(pieces) == 1:
+            return pieces[0]
+        return Cut(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+    def _missing(self, which: str, missing: int) -> LLMException:
+        text = f"{which}: the byte at {missing:#x} is in no memory that {self._who}"
+        if not self.extents:
+            return _not_exist(f"{text} has registered: there is none")
+        nearest = min(self.extents, key=lambda it: _distance(it, missing))
+        start, end = nearest.address, nearest.address + nearest.nbytes
+        away = _distance(nearest, missing)
+        where = "above the end" if missing >= end else "below the beginning"
+        return _not_exist(
+            f"{text} has registered; the nearest is [{start:#x}, {end:#x}), and the byte is {away} "
+            f"bytes {where} of it"
+        )
+
+
+def check_ranges(starts: Column, nbytes: Column, side: str) -> None:
+    """Refuse ranges of no bytes, at address 0, or past 2**64: LLM_PARAM_INVALID."""
+    bad = (nbytes == 0) | (starts == 0) | (starts + (nbytes - np.uint64(1)) < starts)
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise invalid(
+            f"{side} range {i} has address {int(starts[i]):#x} and {int(nbytes[i])} bytes; a range "
+            "has at least 1 byte, does not begin at 0, and ends by 2**64"
+        )
+
+
+def _distance(extent: Extent[_Cache], address: int) -> int:
+    """Bytes from an extent to an address outside of it."""
+    return max(extent.address - address, address - (extent.address + extent.nbytes - 1), 0)
+
+
+def _not_exist(message: str) -> LLMException:
+    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[int]]:
+    """The first byte, last byte and extent of pieces that do not overlap, ascending."""
+    firsts: list[int] = []
+    lasts: list[int] = []
+    owners: list[int] = []
+    reaching: list[tuple[int, int]] = []  # -last and number of those that have begun: furthest 1st
+
+    def until(end: int | None) -> None:
+        """Add pieces up to `end`, of the extents that have begun; None: to the end of all."""
+        while reaching and (end is None or position < end):
+            last, number = -reaching[0][0], reaching[0][1]
+            if last < position:
+                heappop(reaching)
+                continue
+            stop = last if end is None else min(last, end - 1)
+            if owners and owners[-1] == number and lasts[-1] == position - 1:
+                lasts[-1] = stop
+            else:
+                firsts.append(position)
+                lasts.append(stop)
+                owners.append(number)
+            advance(stop + 1)
+
+    position = 0
+
+    def advance(to: int) -> None:
+        nonlocal position
+        position = to
+
+    for number, it in enumerate(extents):
+        until(it.address)
+        advance(it.address)
+        heappush(reaching, (-(it.address + it.nbytes - 1), number))
+    until(None)
+    return firsts, lasts, owners

@@ -1,0 +1,66 @@
+"""HCCL waits half an hour (1,836 s) for a dead peer over HCCS: deadlines and heartbeats end it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvnative._backend import KVN_PEER_GONE, KVN_TIMEOUT
+from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LLMStatusCode
+from tests.ascend.hccl_ends import A2, A3, Ends, Product, rank_table, two_ends
+from tests.ascend.simulator import Controls
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+
+NBYTES = 1 << 20
+HEARTBEAT = {"kvplan.heartbeat_interval_ms": "50", "kvplan.heartbeat_timeout_ms": "1000"}
+
+
+def end_alone(ends: Ends, name: str, address: int) -> None:
+    """What is left of the one that lives."""
+    ends[0].close(name)
+    ends[0].deregister(address)
+    ends[0].free(address)
+    assert ends[0].left() == {}
+
+
+@pytest.mark.parametrize("product", [A2, A3], ids=["A2", "A3"])
+@pytest.mark.parametrize("direction", ["get", "put"])
+@pytest.mark.parametrize("how", ["deadline", "given up"])
+def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str, how: str) -> None:
+    with two_ends(tmp_path, product) as ends:
+        ends.table = rank_table(product.table_version, num_hosts=1)
+        connection = ends.connect(NBYTES)
+        ends[1].peer.kill()
+        connection.begin(direction, connection.rows([64] * 1000))
+        if how == "deadline":
+            assert connection.wait(100).status == KVN_TIMEOUT
+        else:  # as a link does once its heartbeat is missed
+            ends[0].cancel(connection.name, "cluster 1 does not answer")
+            report = connection.wait(None)
+            assert (report.status, report.message) == (KVN_PEER_GONE, "cluster 1 does not answer")
+        assert ends[0].async_error(connection.name)[0] == 0  # HCCL knows of nothing yet
+        end_alone(ends, connection.name, connection.addresses[0])
+
+
+def test_a_peer_that_is_silent_is_given_up_by_its_heartbeat(
+    simulator: Controls, make_engine: MakeEngine, peer: Peer
+) -> None:
+    """Nobody closes its connections, as when its host is gone."""
+    blocks = list(range(0, 600, 2))
+    desc = CacheDesc(2, (600, 16), DataType.DT_INT32)
+    peer.run("cache = datadist.allocate_blocks_cache(CacheDesc(2, (600, 16), DataType.DT_INT32))")
+    user = make_engine(2, **HEARTBEAT)
+    cache = user.allocate_blocks_cache(desc)
+    user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+    user.push_blocks(cache, CacheIndex(1, 1), [1], [1])
+    simulator.add_fault("HcclBatchPut:1=hang")
+    task = user.submit_push_blocks(cache, CacheIndex(1, 1), blocks, blocks)
+    peer.stop()
+    try:
+        with refused(LLMStatusCode.LLM_LINK_FAILED):
+            task.wait()
+    finally:
+        peer.resume()

@@ -1,0 +1,100 @@
+"""How much HCCL takes in all: refused before anything is registered, with the driver's version."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvplan import LLMStatusCode
+from tests.ascend.hccl_end import NORESERVE
+from tests.ascend.hccl_ends import A2, Ends, two_ends
+from tests.ascend.hccl_side import link_both, on_a_host_of_its_own
+from tests.ascend.hccl_sides import MakeSide
+from tests.ascend.simulator import Controls
+from tests.support.peer import RemoteError
+from tests.support.refusals import refused
+
+GIB = 1 << 30
+
+
+def driver(folder: Path, version: str) -> Path:
+    """A folder like that of the installed driver."""
+    (folder / "version.info").write_text(f"Version={version}\nascendhal_version=7.35.23\n")
+    return folder
+
+
+def error_of_region(ends: Ends, address: int) -> str:
+    with pytest.raises(RemoteError) as failure:
+        ends[0].region(address)
+    return str(failure.value.message)
+
+
+def take_back(ends: Ends, *addresses: int) -> None:
+    for it in addresses:
+        ends[0].deregister(it)
+        ends[0].free(it)
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("25.2.0", True), ("25.5.0", False)])
+def test_host_memory_by_the_driver(tmp_path: Path, version: str, is_old: bool) -> None:
+    hdk = "".join(it.zfill(2) for it in version.split(".")[:2])
+    variables = {"KVSIM_HDK": hdk, "KVPLAN_ASCEND_DRIVER": driver(tmp_path, version)}
+    with two_ends(tmp_path, A2, **variables) as ends:
+        name = ends.open()
+        addresses = [ends[0].reserve("pinned", 10 * GIB) for _ in range(3)]
+        for it in addresses[:2]:
+            ends[0].region(it)
+        if is_old:
+            message = error_of_region(ends, addresses[2])
+            assert f"{30 * GIB} bytes of host memory" in message
+            assert "20 GiB" in message
+            assert "HDK 25.2.0" in message
+            ends[0].free(addresses.pop())
+        else:
+            ends[0].region(addresses[2])
+        ends[0].bind(name, *addresses)
+        ends.at_once("prepare", name)
+        for end in ends.both:
+            end.close(name)
+        take_back(ends, *addresses)
+
+
+def test_device_memory(tmp_path: Path) -> None:
+    variables = {"KVPLAN_ASCEND_DRIVER": tmp_path / "none"}
+    with two_ends(tmp_path, A2, **variables) as ends:
+        name = ends.open()
+        addresses = [ends[0].reserve("device", 25 * GIB) for _ in range(2)]
+        ends[0].region(addresses[0])
+        message = error_of_region(ends, addresses[1])  # the connection has some, too
+        assert "bytes of device memory" in message
+        assert "50 GiB" in message
+        assert "HDK of unknown version" in message
+        ends[0].free(addresses.pop())
+        ends[0].bind(name, *addresses)
+        ends.at_once("prepare", name)
+        for end in ends.both:
+            end.close(name)
+        take_back(ends, *addresses)
+
+
+@pytest.mark.parametrize("setting", ["hdk", "page_table_bytes"])
+def test_a_link_that_fails_for_its_memory_says_how_much_there_is(
+    simulator: Controls, make_side: MakeSide, setting: str
+) -> None:
+    """The version of the driver is not known here; HCCL's own text says nothing of totals."""
+    one, two = (make_side(it, local_comm_res=on_a_host_of_its_own(it)) for it in range(2))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    owner = np.frombuffer(mmap.mmap(-1, 21 * GIB, flags=flags), np.uint8)
+    one.transport.register((owner.ctypes.data, owner.nbytes))
+    simulator.set(setting, {"hdk": 2502, "page_table_bytes": 4 * GIB}[setting])
+    try:
+        with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
+            link_both(one, two, timeout_ms=1000)  # the other end waits as long
+    finally:
+        simulator.set(setting, {"hdk": 2505, "page_table_bytes": 1 << 40}[setting])
+    assert f"{21 << 10} MiB of the host are to be registered, with HDK of unknown" in str(
+        error.value
+    )

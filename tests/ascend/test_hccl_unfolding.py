@@ -1,0 +1,80 @@
+"""A3: AICPU goes on for a while with what it has unfolded, though its stream was aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
+from tests.ascend.hccl_ends import A3, Connection, Ends, two_ends
+
+NBYTES = 1 << 20
+SIZES = [4096] * 8
+SLOW_US = 400_000
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    """Each operation takes long: all are cut short."""
+    with two_ends(tmp_path, A3) as ends:
+        yield ends
+        assert [end.left() for end in ends.both] == [{}, {}]
+    ends.log.rewind()
+    assert ends.log.calls("goes on")  # the simulator has done so
+    assert ends.log.calls("violation") == []
+
+
+def begin_slowly(connection: Connection, direction: str, rows: Any, **options: Any) -> None:
+    """Return once AICPU has begun with a batch, for which it takes long."""
+    connection.ends[0].set("latency_us", SLOW_US)
+    connection.start(direction, rows, **options)
+    while not connection.ends.log.calls("unfolds"):
+        pass
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+def test_no_byte_moves_once_the_deadline_is_reported(ends: Ends, direction: str) -> None:
+    connection = ends.connect(NBYTES)
+    target = 0 if direction == "get" else 1
+    ends[1 - target].write(connection.addresses[1 - target], 0, bytes(NBYTES))
+    begin_slowly(connection, direction, connection.rows(SIZES))
+    assert connection.wait(timeout_ms=1).status == KVN_TIMEOUT
+    seen = ends[target].read(connection.addresses[target])
+    ends[0].set("latency_us", 0)
+    ends[0].close(connection.name)  # at once: HCCL would pull the rug from under it
+    assert ends[target].read(connection.addresses[target]) == seen
+    ends[1].close(connection.name)
+    for end, address in zip(ends.both, connection.addresses, strict=True):
+        end.deregister(address)
+        end.free(address)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "peer given up"])
+def test_a_communicator_that_is_closed_while_it_transfers(ends: Ends, how: str) -> None:
+    connection = ends.connect(NBYTES)
+    begin_slowly(connection, "put", connection.rows(SIZES))
+    if how == "cancelled":
+        report = ends[0].cancel_task(connection.name)
+        assert report["status"] == KVN_CANCELLED
+    else:
+        ends[0].cancel(connection.name, "the peer is gone")
+        assert connection.wait().status == KVN_PEER_GONE
+    ends[0].set("latency_us", 0)
+    connection.close()
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+def test_staging_memory_is_not_used_again_before(ends: Ends, direction: str) -> None:
+    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1})
+    local = ends[0].memory("pinned", NBYTES)
+    options = {"staging": connection.name, "local": "host"}
+    rows = connection.rows(SIZES, local)
+    begin_slowly(connection, direction, rows, **options)
+    assert ends[0].cancel_task(connection.name)["status"] == KVN_CANCELLED
+    ends[0].set("latency_us", 0)
+    assert connection.transfer(direction, rows, **options).status == KVN_OK
+    ends[0].free(local)
+    connection.close()

@@ -1,0 +1,35 @@
+/* Memory in use by what an abort did not end: AICPU goes on with what it has unfolded. */
+#include "core.h"
+#include "core_log.h"
+
+#define NUM_ROWS 1024
+
+typedef struct {
+    const unsigned char *view;
+    uint64_t nbytes;
+    int64_t until_us;
+} row;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static row rows[NUM_ROWS]; /* in turn: those of longest ago are over */
+static unsigned next_row;
+
+void sim_linger(const void *view, uint64_t nbytes, int64_t until_us) {
+    pthread_mutex_lock(&mutex);
+    rows[next_row++ % NUM_ROWS] = (row){view, nbytes, until_us};
+    pthread_mutex_unlock(&mutex);
+}
+
+void sim_linger_check(const void *view, uint64_t nbytes, const char *what) {
+    const unsigned char *start = view;
+    int64_t now = sim_now_us();
+    int found = 0;
+    pthread_mutex_lock(&mutex);
+    for (row *it = rows; it < rows + NUM_ROWS && !found; it++) {
+        found = now < it->until_us && start < it->view + it->nbytes && it->view < start + nbytes;
+    }
+    pthread_mutex_unlock(&mutex);
+    if (found) {
+        sim_note("violation", "\"what\":\"%s, while aborted work still uses the memory\"", what);
+    }
+}

@@ -1,0 +1,138 @@
+"""Pulls and pushes of ranges of addresses, between caches of any kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvplan import AddressRanges, CacheDesc, ClusterInfo, DataType, LlmDataDist, Placement
+from kvplan.recording import read
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+
+DESC = CacheDesc(3, (4, 256), DataType.DT_UINT8)
+SIZE = 1024
+
+
+@pytest.fixture
+def there(peer: Peer) -> tuple[int, ...]:
+    """Addresses of the tensors of a paged cache of the peer, in memory of its engine."""
+    return tuple(
+        peer.run(
+            """
+            cache = datadist.allocate_blocks_cache(desc)
+            for number, tensor in enumerate(datadist.arrays(cache)):
+                tensor[:] = np.arange(1024, dtype=np.uint8).reshape(4, 256) + number
+            result = cache.tensor_addrs
+            """,
+            desc=DESC,
+        )
+    )
+
+
+def tensor(number: int) -> np.ndarray:
+    return np.arange(SIZE).astype(np.uint8) + np.uint8(number)
+
+
+@pytest.mark.over_tcp
+@pytest.mark.over_hccl
+def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) -> None:
+    """Of allocated caches too, whose memory has other addresses where the peer maps it."""
+    cache = user.allocate_cache(DESC)
+    here = cache.tensor_addrs
+    ranges = AddressRanges(
+        1,
+        [here[1] + 5, here[0], here[2] + 100, here[1] + 205],
+        [there[0] + 7, there[2] + 1000, there[1], there[0] + 207],
+        [200, 24, 300, 30],
+    )
+    plan = user.plan_pull_ranges(ranges)
+    assert (plan.num_descriptors, plan.nbytes) == (3, 554)
+    user.pull_ranges(ranges)
+    expected = np.zeros((3, SIZE), np.uint8)
+    expected[1, 5:235] = tensor(0)[7:237]
+    expected[0, :24] = tensor(2)[1000:]
+    expected[2, 100:400] = tensor(1)[:300]
+    found = np.stack(user.read_cache(cache)).reshape(3, SIZE)
+    np.testing.assert_array_equal(found, expected)
+
+    back = AddressRanges(1, [here[1] + 5], [there[2]], [230])
+    user.submit_push_ranges(back).wait(30_000)
+    pushed = peer.run("result = datadist.read_cache(cache)[2].reshape(-1)")
+    assert pushed[:230].tolist() == tensor(0)[7:237].tolist()
+    assert pushed[230:].tolist() == tensor(2)[230:].tolist()
+
+
+def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
+    cache = user.allocate_cache(DESC)
+    (here, *_) = cache.tensor_addrs
+    with refused("LLM_NOT_YET_LINK"):
+        user.pull_ranges(AddressRanges(7, [here], [there[0]], [1]))
+    with refused("LLM_PARAM_INVALID", "own cluster"):
+        user.pull_ranges(AddressRanges(2, [here], [there[0]], [1]))
+    with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has registered; the nearest is"):
+        user.pull_ranges(AddressRanges(1, [here - 1], [there[0]], [1]))
+    with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 1 has registered; the nearest is"):
+        user.push_ranges(AddressRanges(1, [here], [there[0] - 1], [1]))
+    with refused("LLM_PARAM_INVALID", "overlap: both are written"):
+        user.push_ranges(AddressRanges(1, [here, here], [there[0], there[0] + 9], [10, 10]))
+    with pytest.raises(TypeError, match="AddressRanges"):
+        user.pull_ranges([here])  # type: ignore[arg-type]
+    for columns in (([1], [1], []), ([], [], []), ([1], [1], [0]), ([0], [1], [1])):
+        with refused("LLM_PARAM_INVALID"):
+            AddressRanges(1, *columns)
+    with pytest.raises(TypeError):
+        AddressRanges(1, [1.5], [1], [1])
+    with pytest.raises(ValueError, match="remote"):
+        AddressRanges(1, [1], [-1], [1])
+
+
+def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
+    """What is registered read-only is read, at both ends, and not written."""
+    on_host_only(machine, "a device address has no flag that says read-only")
+    array = np.zeros(SIZE, np.uint8)
+    array.flags.writeable = False
+    desc = CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST)
+    user.register_cache(desc, [array])
+    there = peer.run(
+        """
+        array = np.ones(1024, np.uint8)
+        array.flags.writeable = False
+        datadist.register_cache(desc, [array])
+        result = array.ctypes.data
+        """,
+        desc=desc,
+    )
+    own = user.allocate_cache(desc)
+    into = AddressRanges(1, [array.ctypes.data], [there], [10])
+    with refused("LLM_PARAM_INVALID", "read-only"):
+        user.pull_ranges(into)
+    with refused("LLM_KV_CACHE_NOT_EXIST"):
+        user.push_ranges(into)
+    user.pull_ranges(AddressRanges(1, own.tensor_addrs, [there], [10]))
+    assert user.arrays(own)[0].reshape(-1)[:11].tolist() == [1] * 10 + [0]
+
+
+def test_they_are_recorded(user: LlmDataDist, there: tuple[int, ...], tmp_path: Path) -> None:
+    cache = user.allocate_cache(DESC)
+    ranges = AddressRanges(1, cache.tensor_addrs, there, [100] * 3)
+    with user.record(tmp_path / "it.kvrec"):
+        user.pull_ranges(ranges, tag="a request")
+    (transfer,) = read(tmp_path / "it.kvrec").transfers
+    assert (transfer.operation, transfer.tag, transfer.nbytes) == ("pull_ranges", "a request", 300)
+    assert transfer.plan == user.plan_pull_ranges(ranges)
+
+
+def test_they_are_read_again_where_the_options_say_so(
+    make_engine: MakeEngine, peer: Peer, there: tuple[int, ...], machine: Machine
+) -> None:
+    on_host_only(machine, "what a device has moved is not compared")
+    user = make_engine(2, **{"kvplan.verify": "all"})
+    user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
+    cache = user.allocate_cache(DESC)
+    user.pull_ranges(AddressRanges(1, cache.tensor_addrs, there, [100] * 3))
+    assert user.arrays(cache)[2].reshape(-1)[:100].tolist() == tensor(2)[:100].tolist()

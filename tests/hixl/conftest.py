@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvplan import Transfers, hixl
+from tests.ascend.fixtures import sim_folder, simulator
+from tests.faults.gate import Gate
+from tests.hixl.peer import Peer
+from tests.hixl.places import Memory, Place, registered
+from tests.support.places import parametrize
+
+MakeEngine = Callable[..., hixl.Hixl]
+MakePeer = Callable[[], Peer]
+__all__ = ["sim_folder", "simulator"]  # fixtures
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, "place", ["host"])
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    """Where the engines of this process are, and how they reach others."""
+    if request.param == "ascend":
+        request.getfixturevalue("simulator")
+    return Place(request.param, 2)
+
+
+@pytest.fixture
+def make_engine(place: Place) -> Iterator[MakeEngine]:
+    """Makes initialized engines in this process, and finalizes them."""
+    with ExitStack() as held:
+
+        def make(
+            name: str = "127.0.0.1", transfers: Transfers | None = None, **options: str
+        ) -> hixl.Hixl:
+            engine = hixl.Hixl(transfers=transfers)
+            held.callback(engine.finalize)
+            assert engine.initialize(name, place.options | options) == hixl.SUCCESS
+            return engine
+
+        yield make
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> hixl.Hixl:
+    """One that listens nowhere, and is not connected."""
+    return make_engine()
+
+
+@pytest.fixture
+def make_peer(place: Place) -> Iterator[MakePeer]:
+    """Makes engines that listen, each in a process of its own."""
+    made: list[Peer] = []
+
+    def make() -> Peer:
+        made.append(Peer(place.name))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        if not peer.dead:
+            peer.resume()
+            peer.end()
+        peer.close()
+
+
+@pytest.fixture
+def peer(make_peer: MakePeer) -> Peer:
+    return make_peer()
+
+
+@pytest.fixture
+def memory(engine: hixl.Hixl, place: Place) -> Memory:
+    """Of the engine."""
+    return registered(engine, place)
+
+
+@pytest.fixture
+def connected(engine: hixl.Hixl, peer: Peer) -> hixl.Hixl:
+    """The engine, connected with the peer."""
+    assert engine.connect(peer.name, 10_000) == hixl.SUCCESS
+    return engine
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def gated(make_engine: MakeEngine, gate: Gate) -> Iterator[hixl.Hixl]:
+    """An engine whose transfers stand still after their first descriptor."""
+    with Transfers(1, wrap=gate.wrap) as transfers:
+        engine = make_engine(transfers=transfers)
+        yield engine
+        gate.open()
+        engine.finalize()

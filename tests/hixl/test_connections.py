@@ -1,0 +1,321 @@
+"""Connecting and disconnecting, at once and in the background; and messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvplan import hixl
+from kvplan.hixl import AsyncConnectStatus, TransferOpDesc
+from tests.hixl.conftest import MakeEngine, MakePeer
+from tests.hixl.peer import Peer
+from tests.hixl.places import Memory, Place, free_name, pattern, registered
+
+LONG_MS = 30_000
+CONNECTED, NOT_CONNECT = AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT
+
+
+def one_range(memory: Memory, peer: Peer) -> list[TransferOpDesc]:
+    return [TransferOpDesc(memory.address, peer.address, 4096)]
+
+
+@pytest.mark.over_tcp
+def test_connect_transfer_disconnect(engine: hixl.Hixl, memory: Memory, peer: Peer) -> None:
+    moved = one_range(memory, peer)
+    peer.fill(1)
+    assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+    assert engine.transfer_async(peer.name, hixl.READ, moved) == (hixl.NOT_CONNECTED, 0)
+    assert engine.disconnect(peer.name) == hixl.NOT_CONNECTED
+    for _ in range(3):
+        assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert engine.connect(peer.name, LONG_MS) == hixl.ALREADY_CONNECTED
+        memory.array[:] = 0
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+        assert memory.array[:4096].tobytes() == pattern(seed=1)[:4096].tobytes()
+        assert engine.disconnect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert engine.disconnect(peer.name, LONG_MS) == hixl.NOT_CONNECTED
+        assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+
+
+def test_each_end_has_a_connection_of_its_own(make_engine: MakeEngine, place: Place) -> None:
+    """Of two that connect with each other, one that disconnects takes nothing from the other."""
+    names = [free_name(), free_name()]
+    engines = [make_engine(it) for it in names]
+    memories = [registered(it, place) for it in engines]
+
+    def moves(i: int) -> int:
+        moved = [TransferOpDesc(memories[i].address, memories[1 - i].address, 100)]
+        return engines[i].transfer_sync(names[1 - i], hixl.READ, moved, LONG_MS)
+
+    for first in (0, 1):
+        second = 1 - first
+        assert engines[first].connect(names[second], LONG_MS) == hixl.SUCCESS
+        assert moves(second) == hixl.NOT_CONNECTED
+        assert engines[second].connect(names[first], LONG_MS) == hixl.SUCCESS
+        for leaves, stays in ((first, second), (second, first)):
+            assert engines[leaves].disconnect(names[stays], LONG_MS) == hixl.SUCCESS
+            assert (moves(leaves), moves(stays)) == (hixl.NOT_CONNECTED, hixl.SUCCESS)
+            assert engines[leaves].connect(names[stays], LONG_MS) == hixl.SUCCESS
+            assert (moves(leaves), moves(stays)) == (hixl.SUCCESS, hixl.SUCCESS)
+        for it in (0, 1):
+            assert engines[it].disconnect(names[1 - it], LONG_MS) == hixl.SUCCESS
+        assert not any(it.datadist.links() for it in engines)
+
+
+def test_both_connect_at_once(make_engine: MakeEngine) -> None:
+    names = [free_name(), free_name()]
+    engines = [make_engine(it) for it in names]
+    found: list[int] = []
+    begin = threading.Barrier(2)
+
+    def connect(i: int) -> None:
+        begin.wait()
+        found.append(engines[i].connect(names[1 - i], LONG_MS))
+
+    for _ in range(5):
+        found.clear()
+        threads = [threading.Thread(target=connect, args=(it,)) for it in (0, 1)]
+        for it in threads:
+            it.start()
+        for it in threads:
+            it.join()
+        assert found == [hixl.SUCCESS, hixl.SUCCESS]
+        for i in (0, 1):
+            assert engines[i].disconnect(names[1 - i], LONG_MS) == hixl.SUCCESS
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_names_of_engines(make_engine: MakeEngine, place: Place, host: str) -> None:
+    """IPv6; no port; a host name where the engine knows itself by an address."""
+    name = free_name(host)
+    owner = make_engine(name)
+    client = make_engine(name.rpartition(":")[0])
+    assert client.datadist.listen_address is None
+    theirs, mine = registered(owner, place), registered(client, place)
+    moved = [TransferOpDesc(mine.address, theirs.address, 100)]
+    if host == "127.0.0.1":
+        other = f"localhost:{name.rpartition(':')[2]}"
+        assert client.connect(other, LONG_MS) == hixl.SUCCESS
+        assert client.transfer_sync(other, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+        assert client.transfer_sync(name, hixl.READ, moved) == hixl.NOT_CONNECTED
+        assert client.connect(name, LONG_MS) == hixl.ALREADY_CONNECTED
+    else:
+        assert client.connect(name, LONG_MS) == hixl.SUCCESS
+    assert client.transfer_sync(name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+    assert client.disconnect(name, LONG_MS) == hixl.SUCCESS
+
+
+def test_an_engine_with_port_0_or_below_does_not_listen(place: Place) -> None:
+    for name in ("127.0.0.1:0", "127.0.0.1:-1", "[::1]", "127.0.0.1"):
+        engine = hixl.Hixl()
+        assert engine.initialize(name, place.options) == hixl.SUCCESS
+        assert engine.datadist.listen_address is None
+        engine.finalize()
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("127.0.0.1", hixl.PARAM_INVALID),
+        ("127.0.0.1:0", hixl.PARAM_INVALID),
+        ("[::1:5", hixl.PARAM_INVALID),
+        ("127.0.0.1:99999", hixl.PARAM_INVALID),
+        ("", hixl.PARAM_INVALID),
+    ],
+)
+def test_names_that_cannot_be(engine: hixl.Hixl, name: str, status: int) -> None:
+    assert engine.connect(name) == status
+    assert engine.connect_async(name) == status
+    assert engine.disconnect(name) == status
+    assert engine.transfer_sync(name, hixl.READ, [TransferOpDesc(1, 1, 1)]) == status
+    assert engine.get_async_connect_status(name) == (status, NOT_CONNECT)
+
+
+def test_nobody_listens(engine: hixl.Hixl) -> None:
+    assert engine.connect(free_name(), LONG_MS) == hixl.FAILED
+
+
+def test_a_peer_that_does_not_answer_is_a_timeout(engine: hixl.Hixl, peer: Peer) -> None:
+    peer.stop()
+    assert engine.connect(peer.name, 300) == hixl.TIMEOUT
+    peer.resume()
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+
+
+def test_its_own_name_is_refused(make_engine: MakeEngine) -> None:
+    name = free_name()
+    engine = make_engine(name)
+    assert engine.connect(name) == hixl.PARAM_INVALID
+    assert engine.connect(name.replace("127.0.0.1", "localhost")) == hixl.PARAM_INVALID
+
+
+def test_a_port_that_is_taken(make_engine: MakeEngine) -> None:
+    name = free_name()
+    make_engine(name)
+    assert hixl.Hixl().initialize(name) == hixl.FAILED
+
+
+@pytest.mark.over_tcp
+def test_with_auto_connect_a_transfer_connects(
+    make_engine: MakeEngine, place: Place, make_peer: MakePeer
+) -> None:
+    engine = make_engine(**{hixl.OPTION_AUTO_CONNECT: "1"})
+    memory = registered(engine, place)
+    for submit in (False, True):
+        peer = make_peer()
+        peer.fill(2)
+        moved = one_range(memory, peer)
+        if submit:
+            status, request = engine.transfer_async(peer.name, hixl.READ, moved)
+            while engine.get_transfer_status(request)[1] == hixl.TransferStatus.WAITING:
+                pass
+        else:
+            status = engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS)
+        assert status == hixl.SUCCESS
+        assert memory.array[:4096].tobytes() == pattern(seed=2)[:4096].tobytes()
+        assert engine.connect(peer.name) == hixl.ALREADY_CONNECTED
+    assert engine.transfer_sync(free_name(), hixl.READ, moved) == hixl.FAILED
+
+
+class TestInTheBackground:
+    def states(self, engine: hixl.Hixl, name: str) -> Iterator[AsyncConnectStatus]:
+        while True:
+            status, state = engine.get_async_connect_status(name)
+            assert status == hixl.SUCCESS
+            yield state
+
+    def until(self, engine: hixl.Hixl, name: str, wanted: AsyncConnectStatus) -> list[int]:
+        seen: list[int] = []
+        for state in self.states(engine, name):
+            if not seen or seen[-1] != state:
+                seen.append(state)
+            if state == wanted:
+                return seen
+        raise AssertionError
+
+    def test_it_comes_and_goes(self, engine: hixl.Hixl, memory: Memory, peer: Peer) -> None:
+        assert engine.get_async_connect_status(peer.name) == (hixl.SUCCESS, NOT_CONNECT)
+        assert engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
+        assert engine.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
+        seen = self.until(engine, peer.name, CONNECTED)
+        assert set(seen[:-1]) <= {hixl.CONNECT_PENDING, hixl.CONNECTING}
+        moved = one_range(memory, peer)
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+        both = {peer.name: CONNECTED}
+        assert engine.get_all_async_connect_status() == (hixl.SUCCESS, both)
+        assert engine.disconnect_async(peer.name, LONG_MS) == hixl.SUCCESS
+        seen = self.until(engine, peer.name, NOT_CONNECT)
+        assert set(seen[:-1]) <= {hixl.DISCONNECT_PENDING, hixl.DISCONNECTING}
+        assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+
+    def test_what_fails(self, engine: hixl.Hixl) -> None:
+        name = free_name()
+        assert engine.connect_async(name, LONG_MS) == hixl.SUCCESS
+        self.until(engine, name, AsyncConnectStatus.CONNECT_FAILED)
+        assert engine.connect_async(name, 0) == hixl.PARAM_INVALID
+
+    def test_tasks_of_one_engine_run_in_order(self, engine: hixl.Hixl, peer: Peer) -> None:
+        for _ in range(5):
+            assert engine.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
+            assert engine.disconnect_async(peer.name, LONG_MS) == hixl.SUCCESS
+        assert engine.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
+        self.until(engine, peer.name, CONNECTED)
+        assert engine.connect(peer.name) == hixl.ALREADY_CONNECTED
+
+    def test_so_many_may_wait(self, make_engine: MakeEngine, make_peer: MakePeer) -> None:
+        config = '{"connect_pool.thread_num": "1", "connect_pool.task_queue_capacity": "2"}'
+        engine = make_engine(**{hixl.OPTION_GLOBAL_RESOURCE_CONFIG: config})
+        first, other = make_peer(), make_peer()
+        first.stop()
+        assert engine.connect_async(first.name, LONG_MS) == hixl.SUCCESS
+        self.until(engine, first.name, AsyncConnectStatus.CONNECTING)
+        assert engine.connect_async(other.name, LONG_MS) == hixl.SUCCESS
+        assert engine.disconnect_async(other.name, LONG_MS) == hixl.SUCCESS
+        assert engine.connect_async(other.name, LONG_MS) == hixl.RESOURCE_EXHAUSTED
+        assert engine.get_async_connect_status(other.name)[1] == hixl.DISCONNECT_PENDING
+        first.resume()
+        self.until(engine, first.name, CONNECTED)
+        self.until(engine, other.name, NOT_CONNECT)
+
+    def test_finalize_ends_them(self, place: Place, peer: Peer) -> None:
+        engine = hixl.Hixl()
+        assert engine.initialize("127.0.0.1", place.options) == hixl.SUCCESS
+        peer.stop()
+        assert engine.connect_async(peer.name, 600_000) == hixl.SUCCESS
+        assert engine.connect_async(peer.name, 600_000) == hixl.SUCCESS
+        self.until(engine, peer.name, AsyncConnectStatus.CONNECT_PENDING)
+        engine.finalize()
+        peer.resume()
+
+
+@pytest.mark.over_tcp
+class TestMessages:
+    def test_they_arrive_once_in_order(self, connected: hixl.Hixl, peer: Peer) -> None:
+        sent = [("", ""), ("name", "message"), ("é" * 512, "x" * 1024)]
+        for name, text in sent:
+            message = hixl.NotifyDesc(name, text)
+            assert connected.send_notify(peer.name, message, LONG_MS) == hixl.SUCCESS
+        take = """
+            status, messages = engine.get_notifies()
+            result = status, [(it.name, it.notify_msg) for it in messages]
+        """
+        assert peer.run(take) == (hixl.SUCCESS, sent)
+        assert peer.run(take) == (hixl.SUCCESS, [])
+
+    def test_what_is_refused(self, connected: hixl.Hixl, peer: Peer) -> None:
+        long = hixl.NotifyDesc("é" * 513, "")
+        assert connected.send_notify(peer.name, long) == hixl.PARAM_INVALID
+        assert connected.send_notify(peer.name, hixl.NotifyDesc("", "x" * 1025)) == 103900
+        message = hixl.NotifyDesc("a", "b")
+        assert connected.send_notify(peer.name, message, 0) == hixl.PARAM_INVALID
+        assert connected.send_notify(free_name(), message) == hixl.NOT_CONNECTED
+
+    def test_at_most_4096_wait(self, connected: hixl.Hixl, peer: Peer) -> None:
+        message = hixl.NotifyDesc("a", "b")
+        for _ in range(4096):
+            assert connected.send_notify(peer.name, message, LONG_MS) == hixl.SUCCESS
+        assert connected.send_notify(peer.name, message, LONG_MS) == hixl.RESOURCE_EXHAUSTED
+        assert peer.run("result = len(engine.get_notifies()[1])") == 4096
+        assert connected.send_notify(peer.name, message, LONG_MS) == hixl.SUCCESS
+
+
+def test_what_the_peer_connects_is_not_this_ends(make_engine: MakeEngine, place: Place) -> None:
+    """A connection that has ended does not come back when the peer connects with this end."""
+    names = [free_name(), free_name()]
+    owner, user = (make_engine(it) for it in names)
+    theirs, mine = registered(owner, place), registered(user, place)
+    moved = [TransferOpDesc(mine.address, theirs.address, 100)]
+    assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
+    owner.finalize()
+    assert owner.initialize(names[0]) == hixl.SUCCESS
+    theirs = registered(owner, place)
+    assert owner.connect(names[1], LONG_MS) == hixl.SUCCESS
+    assert user.transfer_sync(names[0], hixl.READ, moved) == hixl.NOT_CONNECTED
+    assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
+    assert owner.disconnect(names[1], LONG_MS) == hixl.SUCCESS
+    moved = [TransferOpDesc(mine.address, theirs.address, 100)]
+    assert user.transfer_sync(names[0], hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+
+
+def test_connecting_while_the_peer_disconnects(make_engine: MakeEngine) -> None:
+    """Whatever the order: who was told of a success has a connection."""
+    names = [free_name(), free_name()]
+    owner, user = (make_engine(it) for it in names)
+    message = hixl.NotifyDesc("a", "b")
+    for _ in range(20):
+        assert owner.connect(names[1], LONG_MS) == hixl.SUCCESS
+        ended: list[int] = []
+        thread = threading.Thread(
+            target=lambda to: to.append(owner.disconnect(names[1], LONG_MS)), args=(ended,)
+        )
+        thread.start()
+        connected = user.connect(names[0], LONG_MS)
+        thread.join()
+        assert (connected, ended) == (hixl.SUCCESS, [hixl.SUCCESS])
+        # The peer may not have known it in time: then it has ended for both, and is made again.
+        if user.send_notify(names[0], message, LONG_MS) == hixl.NOT_CONNECTED:
+            assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
+        assert user.disconnect(names[0], LONG_MS) == hixl.SUCCESS
+        owner.get_notifies()

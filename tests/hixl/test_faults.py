@@ -1,0 +1,392 @@
+"""Peers that die or stop, memory that goes, engines that end: what is returned is what happened."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvplan import LinkState, hixl
+from kvplan.hixl import TransferOp, TransferOpDesc, TransferStatus
+from tests.faults.gate import Gate
+from tests.hixl.conftest import MakeEngine, MakePeer
+from tests.hixl.peer import Peer
+from tests.hixl.places import MIB, Memory, Place, pattern, registered
+
+LONG_MS = 30_000
+HALF = MIB // 2
+BLOCK = 16 << 10
+ops = pytest.mark.parametrize("op", [hixl.READ, hixl.WRITE])
+
+
+def free_pages(address: int, nbytes: int) -> None:
+    """Nothing is there any more. The addresses stay taken: else a thread's stack may come there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(address, nbytes, 0) == 0
+
+
+FREE = """
+    import ctypes
+    libc = ctypes.CDLL(None)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(memory.address, len(memory.array), 0) == 0
+"""
+
+
+def blocks(memory: Memory, peer: Peer, count: int = 8) -> list[TransferOpDesc]:
+    """Of which none can be merged with another."""
+    order = range(count)
+    return [
+        TransferOpDesc(memory.address + i * BLOCK, peer.address + (count - 1 - i) * BLOCK, BLOCK)
+        for i in order
+    ]
+
+
+def ended(engine: hixl.Hixl, request: int) -> tuple[int, TransferStatus]:
+    while (told := engine.get_transfer_status(request))[1] == TransferStatus.WAITING:
+        pass
+    return told
+
+
+def skipping() -> hixl.GetTransferStatusArgs:
+    return hixl.GetTransferStatusArgs(skip_waiting=True)
+
+
+def until_broken(engine: hixl.Hixl) -> None:
+    while any(it.state is LinkState.LINKED for it in engine.datadist.links()):
+        pass
+
+
+def in_thread(call: Callable[[], int]) -> tuple[threading.Thread, list[int]]:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    return thread, found
+
+
+class TestKilled:
+    """The peer ends by SIGKILL, at each step of a program."""
+
+    @pytest.mark.over_tcp
+    def test_before_and_after_connecting(
+        self, engine: hixl.Hixl, memory: Memory, make_peer: MakePeer
+    ) -> None:
+        peer = make_peer()
+        peer.kill()
+        assert engine.connect(peer.name, LONG_MS) == hixl.FAILED
+        peer = make_peer()
+        assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        peer.kill()
+        moved = blocks(memory, peer)
+        for op in (hixl.READ, hixl.WRITE):
+            assert engine.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.NOT_CONNECTED
+        assert engine.transfer_async(peer.name, hixl.READ, moved) == (hixl.NOT_CONNECTED, 0)
+        message = hixl.NotifyDesc("a", "b")
+        assert engine.send_notify(peer.name, message, LONG_MS) == hixl.NOT_CONNECTED
+        assert not memory.array.any()
+        assert engine.disconnect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert engine.disconnect(peer.name, LONG_MS) == hixl.NOT_CONNECTED
+
+    @pytest.mark.over_tcp
+    @pytest.mark.over_hccl
+    @ops
+    def test_during_a_call(
+        self,
+        gated: hixl.Hixl,
+        place: Place,
+        peer: Peer,
+        gate: Gate,
+        op: TransferOp,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        memory = registered(gated, place)
+        assert gated.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        call, found = in_thread(
+            lambda: gated.transfer_sync(peer.name, op, blocks(memory, peer), LONG_MS)
+        )
+        gate.wait()
+        peer.kill()
+        until_broken(gated)
+        with caplog.at_level(logging.WARNING, "kvplan.hixl"):
+            gate.open()
+            call.join()
+        assert found == [hixl.NOT_CONNECTED]
+        (said,) = [it.getMessage() for it in caplog.records if it.name == "kvplan.hixl"]
+        assert peer.name in said
+        assert "not confirmed: local [0x" in said
+
+    @pytest.mark.over_tcp(only=True)
+    @ops
+    def test_during_requests(
+        self, connected: hixl.Hixl, memory: Memory, peer: Peer, op: TransferOp
+    ) -> None:
+        peer.stop()  # so that none of them ends
+        status, request = connected.transfer_async(peer.name, op, blocks(memory, peer))
+        assert status == hixl.SUCCESS
+        assert connected.get_transfer_status(request) == (hixl.SUCCESS, TransferStatus.WAITING)
+        assert connected.get_all_transfer_status(skipping())[1] == []
+        ((waiting),) = connected.get_all_transfer_status()[1]
+        assert (waiting.req, waiting.status) == (request, TransferStatus.WAITING)
+        peer.kill()
+        assert ended(connected, request) == (hixl.NOT_CONNECTED, TransferStatus.FAILED)
+        assert connected.get_transfer_status(request)[0] == hixl.PARAM_INVALID
+
+    def test_while_it_is_connected(self, engine: hixl.Hixl, peer: Peer) -> None:
+        peer.stop()
+        call, found = in_thread(lambda: engine.connect(peer.name, LONG_MS))
+        while not engine.datadist.links():
+            assert call.is_alive()
+        peer.kill()
+        call.join()
+        assert found == [hixl.FAILED]
+
+    @pytest.mark.over_tcp
+    def test_while_it_is_disconnected(self, connected: hixl.Hixl, peer: Peer) -> None:
+        peer.stop()
+        call, found = in_thread(lambda: connected.disconnect(peer.name, LONG_MS))
+        while any(it.state is LinkState.LINKED for it in connected.datadist.links()):
+            assert call.is_alive()
+        peer.kill()
+        call.join()
+        assert found == [hixl.SUCCESS]
+        assert connected.disconnect(peer.name, LONG_MS) == hixl.NOT_CONNECTED
+
+    @pytest.mark.over_tcp(only=True)
+    def test_while_it_is_sent_a_message(self, connected: hixl.Hixl, peer: Peer) -> None:
+        peer.stop()
+        message = hixl.NotifyDesc("a", "b")
+        call, found = in_thread(lambda: connected.send_notify(peer.name, message, LONG_MS))
+        while not any(it.in_flight for it in connected.datadist.links()):
+            assert call.is_alive()
+        peer.kill()
+        call.join()
+        assert found == [hixl.NOT_CONNECTED]
+
+    def test_one_of_its_name_comes_again(
+        self, engine: hixl.Hixl, memory: Memory, peer: Peer, make_peer: MakePeer
+    ) -> None:
+        assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        peer.kill()
+        other = make_peer()
+        other.run(
+            """
+            engine.finalize()
+            engine = hixl.Hixl()
+            assert engine.initialize(name, place.options) == hixl.SUCCESS
+            memory = registered(engine, place)
+            """,
+            name=peer.name,
+        )
+        other.fill(3)
+        address = other.run("result = memory.address")
+        moved = [TransferOpDesc(memory.address, address, MIB)]
+        assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+        assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+        np.testing.assert_array_equal(memory.array, pattern(seed=3))
+
+    def test_with_auto_connect_it_is_connected_again(
+        self, make_engine: MakeEngine, place: Place, make_peer: MakePeer
+    ) -> None:
+        engine = make_engine(AutoConnect="1")
+        memory = registered(engine, place)
+        peer = make_peer()
+        moved = blocks(memory, peer)
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+        peer.run("engine.finalize()")
+        until_broken(engine)
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.FAILED
+        address = peer.run(
+            """
+            engine = hixl.Hixl()
+            assert engine.initialize(name, place.options) == hixl.SUCCESS
+            memory = registered(engine, place)
+            result = memory.address
+            """
+        )
+        moved = [TransferOpDesc(memory.address, address, MIB)]
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+
+
+@pytest.mark.over_tcp(only=True)
+@ops
+def test_a_peer_that_stops_is_a_timeout_and_nothing_moves_after_it(
+    connected: hixl.Hixl, memory: Memory, peer: Peer, op: TransferOp
+) -> None:
+    moved = blocks(memory, peer)
+    assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
+    peer.fill(4)
+    peer.stop()
+    status = connected.transfer_sync(peer.name, op, moved, 200)
+    assert status == hixl.TIMEOUT
+    before = memory.array.copy()
+    peer.resume()
+    peer.run("pass")
+    np.testing.assert_array_equal(memory.array, before)
+
+
+@pytest.mark.over_tcp
+class TestMemoryThatGoes:
+    @ops
+    def test_deregistered_there_and_registered_again(
+        self, connected: hixl.Hixl, memory: Memory, peer: Peer, op: TransferOp
+    ) -> None:
+        moved = blocks(memory, peer)
+        assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
+        peer.run("assert engine.deregister_mem(memory.handle) == hixl.SUCCESS")
+        assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.PARAM_INVALID
+        assert connected.transfer_async(peer.name, op, moved) == (hixl.PARAM_INVALID, 0)
+        peer.run(
+            """
+            desc = hixl.MemDesc(memory.address, len(memory.array))
+            assert engine.register_mem(desc, place.mem_type)[0] == hixl.SUCCESS
+            """
+        )
+        assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
+
+    @pytest.mark.parametrize("there", [True, False])
+    @ops
+    def test_freed_without_a_word(
+        self,
+        connected: hixl.Hixl,
+        memory: Memory,
+        peer: Peer,
+        there: bool,
+        op: TransferOp,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        moved = blocks(memory, peer)
+        assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
+        if there:
+            peer.run(FREE)
+        else:
+            free_pages(memory.address, MIB)
+        with caplog.at_level(logging.WARNING, "kvplan.hixl"):
+            status = connected.transfer_sync(peer.name, op, moved, LONG_MS)
+            assert status in (hixl.FAILED, hixl.NOT_CONNECTED), status
+            submitted, request = connected.transfer_async(peer.name, op, moved)
+            if submitted == hixl.SUCCESS:
+                assert ended(connected, request)[1] == TransferStatus.FAILED
+        said = [it.getMessage() for it in caplog.records if it.name == "kvplan.hixl"]
+        assert any("not confirmed: local [0x" in it for it in said), said
+
+    @ops
+    def test_deregistered_there_during_a_call(
+        self, gated: hixl.Hixl, place: Place, peer: Peer, gate: Gate, op: TransferOp
+    ) -> None:
+        memory = registered(gated, place)
+        assert gated.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        call, found = in_thread(
+            lambda: gated.transfer_sync(peer.name, op, blocks(memory, peer), LONG_MS)
+        )
+        gate.wait()
+        peer.run("assert engine.deregister_mem(memory.handle) == hixl.SUCCESS")
+        gate.open()
+        call.join()
+        assert found == [hixl.PARAM_INVALID]  # it was asked again: there is no such memory
+
+    def test_a_call_in_another_thread_is_waited_for(
+        self, gated: hixl.Hixl, place: Place, peer: Peer, gate: Gate
+    ) -> None:
+        memory = registered(gated, place)
+        peer.fill(6)
+        assert gated.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        moved = blocks(memory, peer)
+        call, status = in_thread(lambda: gated.transfer_sync(peer.name, hixl.READ, moved, LONG_MS))
+        gate.wait()
+        ending, found = in_thread(lambda: gated.deregister_mem(memory.handle))
+        while gated.datadist.caches():
+            pass
+        assert found == []  # the call has not ended
+        gate.open()
+        ending.join()
+        call.join()
+        assert (status, found) == ([hixl.SUCCESS], [hixl.SUCCESS])
+
+
+@pytest.mark.over_tcp(only=True)
+class TestRequestsThatAreStopped:
+    """The peer has stopped, so none ends by itself."""
+
+    @pytest.fixture
+    def request_of(self, connected: hixl.Hixl, memory: Memory, peer: Peer) -> int:
+        peer.fill(7)
+        peer.stop()
+        status, request = connected.transfer_async(peer.name, hixl.READ, blocks(memory, peer))
+        assert status == hixl.SUCCESS
+        return request
+
+    @pytest.fixture
+    def unchanged(self, memory: Memory, peer: Peer) -> Callable[[], None]:
+        """From when it is given on, whatever the peer does, no byte is written."""
+
+        def check() -> None:
+            before = memory.array.copy()
+            peer.resume()
+            peer.run("pass")
+            np.testing.assert_array_equal(memory.array, before)
+
+        return check
+
+    def test_by_finalize(
+        self, connected: hixl.Hixl, request_of: int, unchanged: Callable[[], None]
+    ) -> None:
+        connected.finalize()
+        unchanged()
+        assert connected.get_transfer_status(request_of) == (hixl.FAILED, TransferStatus.FAILED)
+
+    def test_by_disconnect(
+        self,
+        connected: hixl.Hixl,
+        memory: Memory,
+        peer: Peer,
+        request_of: int,
+        unchanged: Callable[[], None],
+    ) -> None:
+        assert connected.disconnect(peer.name, 200) == hixl.TIMEOUT
+        assert connected.get_transfer_status(request_of) == (hixl.SUCCESS, TransferStatus.FAILED)
+        unchanged()
+        moved = blocks(memory, peer)
+        assert connected.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+        assert connected.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert connected.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+
+    def test_by_deregistering_here(
+        self,
+        connected: hixl.Hixl,
+        memory: Memory,
+        place: Place,
+        peer: Peer,
+        request_of: int,
+        unchanged: Callable[[], None],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        other = registered(connected, place)
+        status, unlike = connected.transfer_async(peer.name, hixl.READ, blocks(other, peer))
+        assert status == hixl.SUCCESS
+        assert connected.deregister_mem(memory.handle) == hixl.SUCCESS
+        with caplog.at_level(logging.WARNING, "kvplan.hixl"):
+            told = connected.get_transfer_status(request_of)
+        assert told == (hixl.SUCCESS, TransferStatus.FAILED)
+        assert f"local memory [{memory.address:#x}, " in caplog.text
+        unchanged()
+        assert ended(connected, unlike) == (hixl.SUCCESS, TransferStatus.COMPLETED)
+        moved = blocks(memory, peer)
+        assert connected.transfer_sync(peer.name, hixl.READ, moved) == hixl.PARAM_INVALID
+        assert connected.deregister_mem(memory.handle) == hixl.SUCCESS
+
+
+def test_in_a_forked_child_calls_fail(connected: hixl.Hixl, memory: Memory, peer: Peer) -> None:
+    moved = blocks(memory, peer)
+    child = os.fork()
+    if child == 0:
+        status = connected.transfer_sync(peer.name, hixl.READ, moved)
+        os._exit(0 if status == hixl.FAILED else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert connected.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS

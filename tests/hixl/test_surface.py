@@ -1,0 +1,208 @@
+"""Names, numbers and types, as programs of hixl use them; and calls before `initialize`."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import hixl
+from tests.hixl.places import Memory, free_name
+
+NUMBERS = {
+    "SUCCESS": 0,
+    "PARAM_INVALID": 103900,
+    "TIMEOUT": 103901,
+    "NOT_CONNECTED": 103902,
+    "ALREADY_CONNECTED": 103903,
+    "NOTIFY_FAILED": 103904,
+    "UNSUPPORTED": 103905,
+    "FAILED": 503900,
+    "RESOURCE_EXHAUSTED": 203900,
+    "FEATURE_NOT_SUPPORTED": 0,
+    "FEATURE_SUPPORTED": 1,
+    "OPTION_ENABLE_USE_FABRIC_MEM": "EnableUseFabricMem",
+    "OPTION_RDMA_TRAFFIC_CLASS": "RdmaTrafficClass",
+    "OPTION_RDMA_SERVICE_LEVEL": "RdmaServiceLevel",
+    "OPTION_BUFFER_POOL": "BufferPool",
+    "OPTION_GLOBAL_RESOURCE_CONFIG": "GlobalResourceConfig",
+    "OPTION_AUTO_CONNECT": "AutoConnect",
+    "OPTION_LOCAL_COMM_RES": "LocalCommRes",
+}
+ENUMS = {
+    "MemType": "MEM_DEVICE MEM_HOST",
+    "TransferOp": "READ WRITE",
+    "AsyncConnectStatus": "NOT_CONNECT CONNECT_PENDING CONNECTING CONNECTED CONNECT_FAILED "
+    "DISCONNECT_PENDING DISCONNECTING",
+    "FeatureType": "AUTO_CONNECT CLIENT_SERVER_COMM",
+    "TransferStatus": "WAITING COMPLETED TIMEOUT FAILED",
+}
+VALUES = {
+    "GetTransferStatusArgs",
+    "Hixl",
+    "MemDesc",
+    "NotifyDesc",
+    "TransferArgs",
+    "TransferOpDesc",
+    "TransferResult",
+    "get_capability",
+}
+
+
+def test_constants() -> None:
+    assert {name: getattr(hixl, name) for name in NUMBERS} == NUMBERS
+
+
+def test_enums_and_which_are_exported() -> None:
+    exported: set[str] = set()
+    for name, members in ENUMS.items():
+        kind = getattr(hixl, name)
+        assert [it.name for it in kind] == members.split()
+        if name != "TransferStatus":
+            exported |= set(members.split())
+            assert all(getattr(hixl, it.name) is it for it in kind)
+    assert not hasattr(hixl, "WAITING")
+    assert (hixl.TIMEOUT, hixl.FAILED) == (103901, 503900)  # not those of TransferStatus
+    assert set(hixl.__all__) == exported | set(ENUMS) | set(NUMBERS) | VALUES
+
+
+def test_values_can_be_set_and_are_checked() -> None:
+    args, query, result = (
+        hixl.TransferArgs(),
+        hixl.GetTransferStatusArgs(),
+        hixl.TransferResult(),
+    )
+    assert (query.max_query_count, query.skip_waiting) == (2**32 - 1, False)
+    assert hixl.GetTransferStatusArgs(3, True).max_query_count == 3
+    settings: list[tuple[Any, str, Any, Any]] = [
+        (hixl.MemDesc(addr=1, len=2), "addr", 2**64 - 1, -1),
+        (hixl.MemDesc(1, 2), "len", np.uint64(7), 1.5),
+        (hixl.TransferOpDesc(local_addr=1, remote_addr=2, len=3), "local_addr", 9, "9"),
+        (hixl.TransferOpDesc(1, 2, 3), "remote_addr", 9, 2**64),
+        (hixl.TransferOpDesc(1, 2, 3), "len", 9, None),
+        (hixl.NotifyDesc(name="a", notify_msg="b"), "name", "c", b"c"),
+        (hixl.NotifyDesc("a", "b"), "notify_msg", "c", 1),
+        (query, "max_query_count", 0, 2**32),
+        (query, "skip_waiting", True, 1),
+        (result, "req", 5, "5"),
+    ]
+    for it, name, good, bad in settings:
+        setattr(it, name, good)
+        assert getattr(it, name) == good
+        with pytest.raises(TypeError, match=name):
+            setattr(it, name, bad)
+        assert getattr(it, name) == good
+        assert f"{name}=" in repr(it)
+    for holder in (args, result):
+        assert holder.user_data == 0
+        holder.user_data = 77
+        assert holder.user_data == 77
+    with pytest.raises(AttributeError):
+        result.status = hixl.TransferStatus.FAILED  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        args.nothing = 1  # type: ignore[attr-defined]
+    desc = pickle.loads(pickle.dumps(hixl.TransferOpDesc(1, 2, 3)))
+    assert (desc.local_addr, desc.remote_addr, desc.len) == (1, 2, 3)
+
+
+def test_capabilities() -> None:
+    for it in hixl.FeatureType:
+        assert hixl.get_capability(it) == (hixl.SUCCESS, hixl.FEATURE_SUPPORTED)
+    with pytest.raises(TypeError):
+        hixl.get_capability(0)  # type: ignore[arg-type]
+
+
+NAME = "127.0.0.1:9"
+ONE = [hixl.TransferOpDesc(1, 2, 3)]
+NOTIFY = hixl.NotifyDesc("a", "b")
+STATES = hixl.AsyncConnectStatus
+CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "register_mem": ((hixl.MemDesc(1, 2), hixl.MEM_HOST), (hixl.FAILED, 0)),
+    "deregister_mem": ((1,), hixl.FAILED),
+    "connect": ((NAME,), hixl.FAILED),
+    "disconnect": ((NAME, 10), hixl.FAILED),
+    "connect_async": ((NAME, 10), hixl.FAILED),
+    "disconnect_async": ((NAME,), hixl.FAILED),
+    "get_async_connect_status": ((NAME,), (hixl.FAILED, STATES.NOT_CONNECT)),
+    "get_all_async_connect_status": ((), (hixl.FAILED, {})),
+    "transfer_sync": ((NAME, hixl.READ, ONE, 10), hixl.FAILED),
+    "transfer_async": ((NAME, hixl.WRITE, ONE), (hixl.FAILED, 0)),
+    "get_transfer_status": ((1,), (hixl.FAILED, hixl.TransferStatus.FAILED)),
+    "get_all_transfer_status": ((hixl.GetTransferStatusArgs(),), (hixl.FAILED, [])),
+    "send_notify": ((NAME, NOTIFY, 10), hixl.FAILED),
+    "get_notifies": ((), (hixl.FAILED, [])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_an_engine_that_is_not_initialized(engine: hixl.Hixl, name: str) -> None:
+    arguments, expected = CALLS[name]
+    assert getattr(hixl.Hixl(), name)(*arguments) == expected
+    engine.finalize()
+    engine.finalize()  # a second time: nothing
+    assert getattr(engine, name)(*arguments) == expected
+
+
+def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
+    for name, (arguments, _) in CALLS.items():
+        for position in range(len(arguments)):
+            wrong = list(arguments)
+            wrong[position] = object()
+            for it in (engine, hixl.Hixl()):
+                with pytest.raises(TypeError):
+                    getattr(it, name)(*wrong)
+    assert engine.connect(free_name(), np.int64(500)) == hixl.FAILED  # NumPy's numbers are numbers
+    assert engine.deregister_mem(np.uint64(9)) == hixl.SUCCESS
+    for options in ({"a": 1}, {1: "a"}, []):
+        with pytest.raises(TypeError):
+            hixl.Hixl().initialize("127.0.0.1", options)  # type: ignore[arg-type]
+    for descs in (None, [None], {}, ONE[0]):
+        with pytest.raises(TypeError, match="op_descs"):
+            engine.transfer_sync(NAME, hixl.READ, descs)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        engine.transfer_sync(NAME, 0, ONE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"RdmaTrafficClass": "132", "adxl.RdmaServiceLevel": "4", "BufferPool": "4:8"}, 0),
+        ({"EnableUseFabricMem": "1", "AutoConnect": "0", "LocalCommRes": "", "unknown": "x"}, 0),
+        ({"GlobalResourceConfig": '{"connect_pool.thread_num": "3"}'}, 0),
+        ({"RdmaTrafficClass": "133"}, hixl.PARAM_INVALID),
+        ({"AutoConnect": "yes"}, hixl.PARAM_INVALID),
+        ({"BufferPool": "4"}, hixl.PARAM_INVALID),
+        ({"GlobalResourceConfig": '{"connect_pool.thread_num": 0}'}, hixl.PARAM_INVALID),
+        ({"kvplan.transport": "nothing"}, hixl.PARAM_INVALID),
+    ],
+)
+def test_options(options: dict[str, str], status: int) -> None:
+    engine = hixl.Hixl()
+    assert engine.initialize("127.0.0.1", options) == status
+    engine.finalize()
+
+
+def test_initialize_again(memory: Memory, engine: hixl.Hixl) -> None:
+    """A second time is a success, and changes nothing; after `finalize` it begins anew."""
+    assert engine.initialize("nonsense:::", {}) == hixl.SUCCESS
+    assert engine.register_mem(hixl.MemDesc(memory.address, len(memory.array)), hixl.MEM_HOST) == (
+        hixl.SUCCESS,
+        memory.handle,
+    )
+    engine.finalize()
+    name = free_name()
+    assert engine.initialize(name) == hixl.SUCCESS
+    assert engine.datadist.listen_address == name
+    assert engine.datadist.caches() == []
+
+
+def test_memory_that_cannot_be_registered(engine: hixl.Hixl, memory: Memory) -> None:
+    for address, nbytes in ((0, 8), (memory.address, 0), (4096, 4096), (2**64 - 8, 16)):
+        desc = hixl.MemDesc(address, nbytes)
+        assert engine.register_mem(desc, hixl.MEM_HOST) == (hixl.PARAM_INVALID, 0)
+    there = hixl.MemDesc(memory.address, 8)
+    assert engine.register_mem(there, hixl.MEM_DEVICE) == (hixl.UNSUPPORTED, 0)  # no device here
+    assert engine.deregister_mem(0) == hixl.PARAM_INVALID
+    assert engine.deregister_mem(4711) == hixl.SUCCESS

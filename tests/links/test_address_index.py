@@ -1,0 +1,64 @@
+"""Caches found by addresses: against a search byte by byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan.links.address_index import AddressIndex, Extent, check_ranges
+from tests.support.refusals import refused
+
+extents = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 25)), max_size=7)
+ranges = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 40)), min_size=1, max_size=8)
+
+
+def column(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.uint64)
+
+
+@given(extents=extents, ranges=ranges)
+def test_ranges_are_cut_where_they_pass_from_one_to_the_next(
+    extents: list[tuple[int, int]], ranges: list[tuple[int, int]]
+) -> None:
+    index = AddressIndex("it", [Extent(a, n, i, 0) for i, (a, n) in enumerate(extents)])
+    held = {byte for a, n in extents for byte in range(a, a + n)}
+    starts, nbytes = (column(*it) for it in zip(*ranges, strict=True))
+    missing = [byte for a, n in ranges for byte in range(a, a + n) if byte not in held]
+    if missing:
+        with refused("LLM_KV_CACHE_NOT_EXIST", r"side range \d, \[0x"):
+            index.cut("side", starts, starts + np.uint64(1000), nbytes)
+        return
+    cut = index.cut("side", starts, starts + np.uint64(1000), nbytes)
+    assert (cut.others - cut.starts == 1000).all()
+    found = sorted(
+        (byte, index.extents[int(number)].cache)
+        for number, start, size in zip(cut.extents, cut.starts, cut.nbytes, strict=True)
+        for byte in range(int(start), int(start + size))
+    )
+    assert [byte for byte, _ in found] == sorted(b for a, n in ranges for b in range(a, a + n))
+    for byte, i in found:
+        reaching = [a + n for a, n in extents if a <= byte < a + n]
+        assert extents[i][0] <= byte < sum(extents[i])
+        assert sum(extents[i]) == max(reaching)
+
+
+def test_the_end_of_the_address_space() -> None:
+    index = AddressIndex("it", [Extent(2**64 - 8, 8, "last", 0)])
+    last = column(2**64 - 8)
+    assert index.cut("side", last, last, column(8)).nbytes.tolist() == [8]
+
+
+@pytest.mark.parametrize(("address", "where"), [(90, "10 bytes below"), (150, "1 bytes above")])
+def test_the_nearest_is_named(address: int, where: str) -> None:
+    index = AddressIndex("it", [Extent(100, 50, "a", 0), Extent(1000, 50, "b", 0)])
+    with refused("LLM_KV_CACHE_NOT_EXIST", rf"\[0x64, 0x96\), and the byte is {where}"):
+        index.cut("side", column(address), column(1), column(5))
+
+
+def test_ranges_that_cannot_be() -> None:
+    for start, nbytes in ((0, 1), (5, 0), (2**64 - 1, 2)):
+        with refused("LLM_PARAM_INVALID", "side range 1"):
+            check_ranges(column(1, start), column(1, nbytes), "side")
+    check_ranges(column(2**64 - 1), column(1), "side")
