@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections import deque
-from functools import cache
 from threading import Condition, RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Final
 from weakref import ref
@@ -61,13 +60,13 @@ class _Task:
         if (arena := self.arena()) is None:
             return
         began = time.monotonic()
+        self.due = math.inf  # not again, should it fail in whatever way
         try:
             self._found += self.walk.advance(arena, _TURN_S)
         except (NotImplementedError, ValueError) as error:  # an older kernel; it was closed
             _LOG.debug("pages of an arena of %d bytes are not made ready: %s", self.nbytes, error)
-            self.due = math.inf
             return
-        now = time.monotonic()
+        self.due = now = time.monotonic()  # behind the others that are due
         self._took_s += now - began
         if self.walk.is_pass_over:
             self._end_pass(now)
@@ -95,7 +94,7 @@ class BackgroundPages:
         self._jobs: deque[tuple[object, Callable[[], object]]] = deque()
         self._tasks: list[_Task] = []
         self._thread: Thread | None = None
-        self._turn_of: object = None  # the owner of the arena that is worked on now
+        self._turn_of: object = None  # the owner of the job, or arena, that is worked on now
         self._closed = False
         # Page tables take 1/512 of what is mapped in pages of 4 KiB: of this, 1/1024 of the memory.
         limit = memory_limit()
@@ -141,7 +140,8 @@ class BackgroundPages:
     def cancel(self, owner: object) -> None:
         """Do nothing more for `owner`; on return none of its arenas is held, or looked at.
 
-        A step that is under way, of less than 1 ms, is waited for; of huge pages, of some ms.
+        A job or step that is under way, of less than 1 ms, is waited for; of huge pages, of some
+        ms.
         """
         with self._changed:
             for task in self._tasks:
@@ -186,6 +186,7 @@ class BackgroundPages:
                 _LOG.debug("memory of a peer is not mapped ahead of its use: %s", error)
             except Exception:
                 _LOG.exception("pages are not made ready ahead of their use")
+            step = None  # a job holds its link
 
     def _next(self) -> Callable[[], object] | None:
         """What to do next, once that is due; None: the thread ends."""
@@ -194,9 +195,10 @@ class BackgroundPages:
             self._changed.notify_all()
             while True:
                 self._tasks = [it for it in self._tasks if not it.is_gone]
-                while self._jobs:
-                    job = self._jobs.popleft()[1]
+                while self._jobs and not self._closed:
+                    owner, job = self._jobs.popleft()
                     if len(self._tasks) < MOST_ARENAS:
+                        self._turn_of = owner
                         return job
                 task = min(self._tasks, key=lambda it: it.due, default=None)
                 if task is None or self._closed or task.due == math.inf:
@@ -204,7 +206,6 @@ class BackgroundPages:
                     return None
                 now = time.monotonic()
                 if task.due <= now:
-                    task.due = now  # behind the others that are due
                     self._turn_of = task.owner
                     return task.take_turn
                 self._changed.wait(task.due - now)
@@ -212,9 +213,9 @@ class BackgroundPages:
 
 def background_pages() -> BackgroundPages:
     """This process's own; a forked child has its own."""
-    return _background_pages_of(os.getpid())
+    pid = os.getpid()
+    # Of several that threads make at once, one is used; no lock, which a child may inherit held.
+    return _OF_PROCESS.get(pid) or _OF_PROCESS.setdefault(pid, BackgroundPages())
 
 
-@cache
-def _background_pages_of(_pid: int) -> BackgroundPages:
-    return BackgroundPages()
+_OF_PROCESS: Final[dict[int, BackgroundPages]] = {}
