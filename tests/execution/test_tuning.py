@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ def test_a_file_that_is_something_else_is_not_used_and_not_touched(
         {"reasons": [3]},
         {"measured": None},
         {"took_ms": "x"},
+        {"took_ms": math.nan},
+        {"took_ms": math.inf},
+        {"reasons": ["\x1b[2J"]},
+        {"reasons": ["\ud800"]},
+        {"measured": "2026-01-01\x1b]0;title\x07"},
     ],
 )
 def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, Any]) -> None:
