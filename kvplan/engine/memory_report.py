@@ -34,7 +34,8 @@ class PageUse:
         mapped: bytes that this process uses without a fault; None: not known before Linux 6.7.
         huge: bytes of those by huge pages; None likewise.
         page_nbytes: of the smallest pages there are here: 4096, mostly.
-        nodes: pages of up to 64 chosen evenly, as far as they are mapped here, by NUMA node.
+        nodes: how many pages are of which NUMA node: of up to 64 in each of some ranges of it,
+            chosen evenly, as far as they are mapped here.
         is_exact: whether all of it was looked at; otherwise even parts of it were, and the bytes
             are what these come to.
     """

@@ -46,14 +46,17 @@ class _Task:
         self.owner = owner
         self.nbytes = arena.nbytes
         self.walk = PageWalk(arena.nbytes, collapse=collapse)
+        self._collapse = collapse
         self.due = 0.0  # on the monotonic clock; inf: it is complete
         self._wait_s = _FIRST_WAIT_S
         self._found = 0  # bytes, in this pass
         self._took_s = 0.0
 
     @property
-    def is_gone(self) -> bool:
-        return self.walk.stopped or self.arena() is None
+    def is_over(self) -> bool:
+        """Nothing is left to do, and it takes no page tables that others could have."""
+        done = self._collapse and self.walk.is_complete
+        return done or self.walk.stopped or self.arena() is None
 
     def take_turn(self) -> None:
         """Go on for a while."""
@@ -121,7 +124,7 @@ class BackgroundPages:
             collapse: make huge pages of an arena of this process; otherwise map them.
         """
         with self._changed:
-            self._tasks = [it for it in self._tasks if not it.is_gone]
+            self._tasks = [it for it in self._tasks if not it.is_over]
             nbytes = sum(it.nbytes for it in self._tasks) + arena.nbytes
             if len(self._tasks) >= MOST_ARENAS or nbytes > self._most_nbytes:
                 _LOG.debug(
@@ -194,7 +197,7 @@ class BackgroundPages:
             self._turn_of = None
             self._changed.notify_all()
             while True:
-                self._tasks = [it for it in self._tasks if not it.is_gone]
+                self._tasks = [it for it in self._tasks if not it.is_over]
                 while self._jobs and not self._closed:
                     owner, job = self._jobs.popleft()
                     if len(self._tasks) < MOST_ARENAS:

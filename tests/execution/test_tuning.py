@@ -158,6 +158,21 @@ def test_other_machines_stay(path: Path) -> None:
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
 
 
+def test_what_others_stored_too_deep_to_be_written_again_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    for depth in range(300, 1000, 10):
+        deep = "[" * depth + "]" * depth
+        text = f'{{"schema_version": 1, "machines": {{"another": {deep}}}}}'
+        path.write_text(text)
+        try:
+            save_tuning(MINE)
+        except LLMException as error:
+            assert "recursion" in str(error)
+            assert path.read_text() == text
+            return
+    pytest.fail("all of it was written")
+
+
 def test_what_is_not_a_file(path: Path) -> None:
     path.mkdir(parents=True)
     assert "not a file" in choose().note

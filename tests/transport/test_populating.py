@@ -21,7 +21,7 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import PeerArenas, offer
 from kvplan.transport.local.metadata import Range
-from kvplan.transport.pages import BackgroundPages, background_pages
+from kvplan.transport.pages import MOST_ARENAS, BackgroundPages, background_pages
 from tests.support.refusals import refused
 from tests.support.smaps import num_mappings, smaps_of
 from tests.transport.owner import Owner
@@ -192,6 +192,16 @@ def test_what_fails_in_another_way_is_given_up(
     wait_until_done()
     assert smaps_of(twin.address)["Rss"] == arena.nbytes
     assert len([it for it in caplog.records if it.exc_info]) == 1
+
+
+def test_many_whose_huge_pages_are_made_leave_room_for_others(
+    pages: BackgroundPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvplan")
+    arenas = [Arena(4096) for _ in range(MOST_ARENAS + 1)]  # too small for one: all is done
+    for it in arenas:
+        pages.add(it, owner=None, collapse=True)
+    assert not [it for it in caplog.messages if "at their first use" in it]
 
 
 def test_there_is_one_of_a_process_whoever_asks_first() -> None:
