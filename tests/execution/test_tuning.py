@@ -160,7 +160,7 @@ def test_other_machines_stay(path: Path) -> None:
 
 def test_what_others_stored_too_deep_to_be_written_again_is_refused(path: Path) -> None:
     path.parent.mkdir()
-    for depth in range(300, 1000, 10):
+    for depth in range(300, 20_000, 50):  # Python 3.12 reads deeper than it writes
         deep = "[" * depth + "]" * depth
         text = f'{{"schema_version": 1, "machines": {{"another": {deep}}}}}'
         path.write_text(text)
