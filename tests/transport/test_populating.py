@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from textwrap import dedent
-
 from weakref import ref
 
 import numpy as np
