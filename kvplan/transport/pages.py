@@ -13,8 +13,9 @@ import math
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from threading import Condition, RLock, Thread, current_thread
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from weakref import ref
 
 from kvnative._host import PageWalk
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvnative._host import Arena
 
+_Item = TypeVar("_Item")
 _LOG = Log("kvplan")
 _TURN_S: Final = 0.02  # of one arena, before the next has its turn
 _FIRST_WAIT_S: Final = 0.05
@@ -124,7 +126,7 @@ class BackgroundPages:
             collapse: make huge pages of an arena of this process; otherwise map them.
         """
         with self._changed:
-            self._tasks = [it for it in self._tasks if not it.is_over]
+            _discard(self._tasks, lambda it: it.is_over)
             nbytes = sum(it.nbytes for it in self._tasks) + arena.nbytes
             if len(self._tasks) >= MOST_ARENAS or nbytes > self._most_nbytes:
                 _LOG.debug(
@@ -147,11 +149,11 @@ class BackgroundPages:
         ms.
         """
         with self._changed:
-            for task in self._tasks:
+            for task in list(self._tasks):
                 if task.owner is owner:
                     task.walk.stop()
-            self._tasks = [it for it in self._tasks if it.owner is not owner]
-            self._jobs = deque(it for it in self._jobs if it[0] is not owner)
+            _discard(self._tasks, lambda it: it.owner is owner)
+            _discard(self._jobs, lambda it: it[0] is owner)
             self._changed.notify_all()
             if self._thread is not current_thread():
                 self._changed.wait_for(lambda: self._turn_of is not owner, _STOPPED_S)
@@ -197,7 +199,7 @@ class BackgroundPages:
             self._turn_of = None
             self._changed.notify_all()
             while True:
-                self._tasks = [it for it in self._tasks if not it.is_over]
+                _discard(self._tasks, lambda it: it.is_over)
                 while self._jobs and not self._closed:
                     owner, job = self._jobs.popleft()
                     if len(self._tasks) < MOST_ARENAS:
@@ -212,6 +214,14 @@ class BackgroundPages:
                     self._turn_of = task.owner
                     return task.take_turn
                 self._changed.wait(task.due - now)
+
+
+def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool]) -> None:
+    """Remove these in place: a signal handler that comes meanwhile may add and remove others."""
+    for it in list(items):
+        if is_one(it):
+            with suppress(ValueError):
+                items.remove(it)
 
 
 def background_pages() -> BackgroundPages:

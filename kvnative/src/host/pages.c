@@ -13,14 +13,6 @@
 
 #include "core/clock.h"
 
-#ifndef MADV_POPULATE_READ /* Linux 5.14 */
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
-#ifndef MADV_COLLAPSE /* Linux 6.1 */
-#define MADV_COLLAPSE 25
-#endif
-
 #define STEP_NBYTES ((uint64_t)512 << 10) /* populated in some 50 us */
 #define NAP_NS 50000
 #define MPOL_PREFERRED 1
