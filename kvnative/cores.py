@@ -30,6 +30,8 @@ def _limits(proc: Path, groups: Path) -> list[int]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = groups / controllers if controllers else groups
+        if controllers and not root.exists():  # there is a link by the name of each controller
+            root = groups / "cpu"
         # A container may see its host's path, which is not mounted there: the root then counts.
         place = root / path.lstrip("/")
         while True:

@@ -98,10 +98,14 @@ def write_machines(path: Path, version: int, machines: dict[str, Any]) -> None:
 
     Raises:
         OSError: it cannot be written.
+        LLMException: LLM_PARAM_INVALID: what others have stored is too deep.
     """
     import tempfile  # loads much that `import kvplan` needs for nothing else
 
-    text = json.dumps({"schema_version": version, "machines": machines}, indent=1)
+    try:
+        text = json.dumps({"schema_version": version, "machines": machines}, indent=1)
+    except RecursionError as error:  # reading takes less of the stack
+        raise unreadable(path, str(error)) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

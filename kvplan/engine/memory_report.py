@@ -34,7 +34,8 @@ class PageUse:
         mapped: bytes that this process uses without a fault; None: not known before Linux 6.7.
         huge: bytes of those by huge pages; None likewise.
         page_nbytes: of the smallest pages there are here: 4096, mostly.
-        nodes: pages of up to 64 chosen evenly, as far as they are mapped here, by NUMA node.
+        nodes: how many pages are of which NUMA node: of up to 64 in each of some ranges of it,
+            chosen evenly, as far as they are mapped here.
         is_exact: whether all of it was looked at; otherwise even parts of it were, and the bytes
             are what these come to.
     """
@@ -181,15 +182,19 @@ def _use_of(ranges: list[tuple[int, int]], share: float) -> PageUse | None:
 
 
 def _parts(ranges: Iterable[tuple[int, int]], share: float) -> Iterator[tuple[int, int]]:
-    """All of `ranges`, or windows of them that are about `share` of it."""
+    """All of `ranges`, or windows of them that are about `share` of it, and at least one."""
+    due: float = _WINDOW  # bytes
     for start, size in ranges:
-        if share == 1.0 or size <= _WINDOW:
+        if share == 1.0:
             yield start, size
             continue
-        count = max(1, int(size * share) // _WINDOW)
+        due += size * share
+        window = min(size, _WINDOW)
+        count = min(int(due // window), size // window)
+        due -= count * window
         for i in range(count):
-            offset = (size - _WINDOW) * i // count
-            yield start + offset // mmap.PAGESIZE * mmap.PAGESIZE, _WINDOW
+            offset = (size - window) * i // count
+            yield start + offset // mmap.PAGESIZE * mmap.PAGESIZE, window
 
 
 def _cells(use: PageUse | None) -> tuple[str, ...]:

@@ -268,13 +268,15 @@ class Calibration:
     """Measures once, in the background, for a pool that then copies as was found.
 
     Only where the outcome can be stored: what each process would measure again is not measured. One
-    process at a time: two would measure each other.
+    pool at a time, of this process and others: two would measure each other. On the processors that
+    the thread which made this may use, as the pool's threads do.
     """
 
     def __init__(self, pool: ThreadPool, find: Callable[[Tuning], Finding] = tune) -> None:
         self._pool = pool
         self._find = find
         self._pid = os.getpid()
+        self._processors = os.sched_getaffinity(0)
         self._once = threading.Lock()
 
     def start(self) -> None:
@@ -290,7 +292,8 @@ class Calibration:
 
     def _run(self) -> None:
         try:
-            with _only_process() as is_only:
+            os.sched_setaffinity(0, self._processors)  # of this thread, and of those it starts
+            with _only_one() as is_only:
                 if not is_only:
                     _LOG.info("copies are not measured here: another process does it now")
                     return
@@ -307,19 +310,39 @@ class Calibration:
             _LOG.info("copies stay as built in: %s", error)
 
 
+_MEASURING: Final = threading.Lock()
+"""In a child that is forked meanwhile it stays locked: that copies as is built in."""
+_PATIENCE_S: Final = 10.0
+
+
 @contextmanager
-def _only_process() -> Iterator[bool]:
-    """Whether no other process measures; until this one is through, or ends.
+def _only_one() -> Iterator[bool]:
+    """Whether nobody else measures: those of this process come later, other processes do not.
 
     Raises:
         OSError: nothing can be stored.
     """
     path = tuning_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("wb") as file:
+    if not _MEASURING.acquire(timeout=_PATIENCE_S):
+        yield False
+        return
+    try:
+        # No link is followed, no FIFO waited for, and nothing is emptied, whoever has put it there.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+            yield _is_locked(descriptor)
+        finally:
+            os.close(descriptor)
+    finally:
+        _MEASURING.release()
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether it is now, by this process, until the descriptor is closed."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -7,6 +7,7 @@ and names of strategies: checked when it is read, and never more than a tuning.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from contextlib import suppress
@@ -166,14 +167,18 @@ def _finding_of(document: Any) -> Finding:
     found = check_type("machine", document, dict)
     tuning = Tuning(**check_type("tuning", found["tuning"], dict))
     check_tuning(tuning)
-    reasons = check_type("reasons", found["reasons"], list)
-    return Finding(
-        tuning,
-        True,
-        tuple(check_type("reasons[]", it, str) for it in reasons),
-        float(check_type("took_ms", found["took_ms"], float)),
-        check_type("measured", found["measured"], str),
-    )
+    reasons = [_line("reasons[]", it) for it in check_type("reasons", found["reasons"], list)]
+    took_ms = float(check_type("took_ms", found["took_ms"], float))
+    if not math.isfinite(took_ms):
+        raise ValueError(f"took_ms={took_ms} must be finite")
+    return Finding(tuning, True, tuple(reasons), took_ms, _line("measured", found["measured"]))
+
+
+def _line(name: str, value: object) -> str:
+    """A line of text, which can be shown: no control characters of terminals, no surrogates."""
+    if not check_type(name, value, str).isprintable():
+        raise ValueError(f"{name}={shown(value)} must be printable")
+    return str(value)
 
 
 def save_tuning(found: Finding) -> Finding:

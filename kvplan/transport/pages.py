@@ -13,9 +13,9 @@ import math
 import os
 import time
 from collections import deque
-from functools import cache
+from contextlib import suppress
 from threading import Condition, RLock, Thread, current_thread
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from weakref import ref
 
 from kvnative._host import PageWalk
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvnative._host import Arena
 
+_Item = TypeVar("_Item")
 _LOG = Log("kvplan")
 _TURN_S: Final = 0.02  # of one arena, before the next has its turn
 _FIRST_WAIT_S: Final = 0.05
@@ -47,27 +48,30 @@ class _Task:
         self.owner = owner
         self.nbytes = arena.nbytes
         self.walk = PageWalk(arena.nbytes, collapse=collapse)
+        self._collapse = collapse
         self.due = 0.0  # on the monotonic clock; inf: it is complete
         self._wait_s = _FIRST_WAIT_S
         self._found = 0  # bytes, in this pass
         self._took_s = 0.0
 
     @property
-    def is_gone(self) -> bool:
-        return self.walk.stopped or self.arena() is None
+    def is_over(self) -> bool:
+        """Nothing is left to do, and it takes no page tables that others could have."""
+        done = self._collapse and self.walk.is_complete
+        return done or self.walk.stopped or self.arena() is None
 
     def take_turn(self) -> None:
         """Go on for a while."""
         if (arena := self.arena()) is None:
             return
         began = time.monotonic()
+        self.due = math.inf  # not again, should it fail in whatever way
         try:
             self._found += self.walk.advance(arena, _TURN_S)
         except (NotImplementedError, ValueError) as error:  # an older kernel; it was closed
             _LOG.debug("pages of an arena of %d bytes are not made ready: %s", self.nbytes, error)
-            self.due = math.inf
             return
-        now = time.monotonic()
+        self.due = now = time.monotonic()  # behind the others that are due
         self._took_s += now - began
         if self.walk.is_pass_over:
             self._end_pass(now)
@@ -95,7 +99,7 @@ class BackgroundPages:
         self._jobs: deque[tuple[object, Callable[[], object]]] = deque()
         self._tasks: list[_Task] = []
         self._thread: Thread | None = None
-        self._turn_of: object = None  # the owner of the arena that is worked on now
+        self._turn_of: object = None  # the owner of the job, or arena, that is worked on now
         self._closed = False
         # Page tables take 1/512 of what is mapped in pages of 4 KiB: of this, 1/1024 of the memory.
         limit = memory_limit()
@@ -122,7 +126,7 @@ class BackgroundPages:
             collapse: make huge pages of an arena of this process; otherwise map them.
         """
         with self._changed:
-            self._tasks = [it for it in self._tasks if not it.is_gone]
+            _discard(self._tasks, lambda it: it.is_over)
             nbytes = sum(it.nbytes for it in self._tasks) + arena.nbytes
             if len(self._tasks) >= MOST_ARENAS or nbytes > self._most_nbytes:
                 _LOG.debug(
@@ -141,14 +145,15 @@ class BackgroundPages:
     def cancel(self, owner: object) -> None:
         """Do nothing more for `owner`; on return none of its arenas is held, or looked at.
 
-        A step that is under way, of less than 1 ms, is waited for; of huge pages, of some ms.
+        A job or step that is under way, of less than 1 ms, is waited for; of huge pages, of some
+        ms.
         """
         with self._changed:
-            for task in self._tasks:
+            for task in list(self._tasks):
                 if task.owner is owner:
                     task.walk.stop()
-            self._tasks = [it for it in self._tasks if it.owner is not owner]
-            self._jobs = deque(it for it in self._jobs if it[0] is not owner)
+            _discard(self._tasks, lambda it: it.owner is owner)
+            _discard(self._jobs, lambda it: it[0] is owner)
             self._changed.notify_all()
             if self._thread is not current_thread():
                 self._changed.wait_for(lambda: self._turn_of is not owner, _STOPPED_S)
@@ -186,6 +191,7 @@ class BackgroundPages:
                 _LOG.debug("memory of a peer is not mapped ahead of its use: %s", error)
             except Exception:
                 _LOG.exception("pages are not made ready ahead of their use")
+            step = None  # a job holds its link
 
     def _next(self) -> Callable[[], object] | None:
         """What to do next, once that is due; None: the thread ends."""
@@ -193,10 +199,11 @@ class BackgroundPages:
             self._turn_of = None
             self._changed.notify_all()
             while True:
-                self._tasks = [it for it in self._tasks if not it.is_gone]
-                while self._jobs:
-                    job = self._jobs.popleft()[1]
+                _discard(self._tasks, lambda it: it.is_over)
+                while self._jobs and not self._closed:
+                    owner, job = self._jobs.popleft()
                     if len(self._tasks) < MOST_ARENAS:
+                        self._turn_of = owner
                         return job
                 task = min(self._tasks, key=lambda it: it.due, default=None)
                 if task is None or self._closed or task.due == math.inf:
@@ -204,17 +211,24 @@ class BackgroundPages:
                     return None
                 now = time.monotonic()
                 if task.due <= now:
-                    task.due = now  # behind the others that are due
                     self._turn_of = task.owner
                     return task.take_turn
                 self._changed.wait(task.due - now)
 
 
+def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool]) -> None:
+    """Remove these in place: a signal handler that comes meanwhile may add and remove others."""
+    for it in list(items):
+        if is_one(it):
+            with suppress(ValueError):
+                items.remove(it)
+
+
 def background_pages() -> BackgroundPages:
     """This process's own; a forked child has its own."""
-    return _background_pages_of(os.getpid())
+    pid = os.getpid()
+    # Of several that threads make at once, one is used; no lock, which a child may inherit held.
+    return _OF_PROCESS.get(pid) or _OF_PROCESS.setdefault(pid, BackgroundPages())
 
 
-@cache
-def _background_pages_of(_pid: int) -> BackgroundPages:
-    return BackgroundPages()
+_OF_PROCESS: Final[dict[int, BackgroundPages]] = {}

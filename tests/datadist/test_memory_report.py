@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan.engine.memory_report import _parts
 from kvplan.status import LLMStatusCode
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
@@ -17,6 +18,7 @@ from tests.support.smaps import num_mappings, smaps_of
 
 DESC = CacheDesc(4, (64, 32768), DataType.DT_UINT8)  # 8 MiB
 DEADLINE_S = 60.0
+MIB = 1 << 20
 FILLED = """
     theirs = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))
     for tensor in datadist.arrays(theirs): tensor[:] = 7
@@ -185,6 +187,17 @@ def test_of_much_memory_even_parts_are_looked_at(engine: LlmDataDist) -> None:
     assert not found.use.is_exact
     assert 0 < found.use.resident < 256 << 20
     assert "~" in str(engine.memory_report())
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(4000, MIB), (3000, 3 * MIB), (3, 4 << 30)])
+def test_the_parts_come_to_their_share_however_small_the_ranges(count: int, nbytes: int) -> None:
+    ranges = [(2 * nbytes * it, nbytes) for it in range(count)]
+    parts = list(_parts(ranges, 0.125))
+    assert abs(sum(size for _, size in parts) - count * nbytes / 8) <= 4 * MIB
+    assert parts[0][0] == 0
+    assert parts[-1][0] >= ranges[-1][0] - 64 * nbytes, "evenly"
+    for start, size in parts:
+        assert any(at <= start <= start + size <= at + nbytes for at, nbytes in ranges)
 
 
 def test_it_needs_an_engine() -> None:

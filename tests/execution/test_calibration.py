@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -250,8 +251,8 @@ def test_one_process_measures_at_a_time(cache: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys\nfrom kvplan.execution.calibration import _only_process\n"
-            "with _only_process() as only: print(only, flush=True); sys.stdin.read()",
+            "import sys\nfrom kvplan.execution.calibration import _only_one\n"
+            "with _only_one() as only: print(only, flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -266,6 +267,79 @@ def test_one_process_measures_at_a_time(cache: Path) -> None:
     save_tuning(Finding(before._replace(bypass_nbytes=5 * MIB), True, ("made up",), 1.0))
     Calibration(pool)._run()
     assert pool.tuning.bypass_nbytes == 5 * MIB
+
+
+def sure(builtin: Tuning) -> Finding:
+    return Finding(builtin._replace(bypass_nbytes=7 * MIB), True, ("made up",), 1.0)
+
+
+def wait_until_measured() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvplan-tuning":
+            thread.join()
+
+
+def test_one_pool_of_a_process_measures_and_the_others_use_it(cache: Path) -> None:
+    begun, go_on, found = threading.Event(), threading.Event(), []
+
+    def find(builtin: Tuning) -> Finding:
+        found.append(builtin)
+        begun.set()
+        assert go_on.wait(60)
+        return sure(builtin)
+
+    pools = [ThreadPool(), ThreadPool()]
+    Calibration(pools[0], find).start()
+    assert begun.wait(60)
+    Calibration(pools[1], find).start()
+    go_on.set()
+    wait_until_measured()
+    assert len(found) == 1
+    assert [it.tuning.bypass_nbytes for it in pools] == [7 * MIB] * 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_it_measures_where_the_threads_of_its_pool_run(cache: Path) -> None:
+    """Else what fewer threads do would be stored for all of the processors."""
+    own, seen = os.sched_getaffinity(0), []
+
+    def find(builtin: Tuning) -> Finding:
+        seen.append(os.sched_getaffinity(0))
+        return sure(builtin)
+
+    one = {min(own)}
+    os.sched_setaffinity(0, one)
+    try:
+        of_a_node = Calibration(ThreadPool(), find)
+    finally:
+        os.sched_setaffinity(0, own)
+    of_a_node.start()
+    wait_until_measured()
+    assert seen == [one]
+    assert load_tuning() is None
+    os.sched_setaffinity(0, one)
+    try:
+        assert load_tuning() is not None
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+@pytest.mark.parametrize("what", ["symlink", "fifo", "dangling"])
+def test_what_is_no_lock_file_is_neither_followed_nor_waited_for(cache: Path, what: str) -> None:
+    cache.mkdir()
+    precious, lock = cache / "precious", cache / "tuning.lock"
+    if what == "fifo":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(precious)
+    if what == "symlink":
+        precious.write_text("of somebody")
+    pool = ThreadPool()
+    Calibration(pool, sure).start()
+    wait_until_measured()
+    assert (what == "fifo") == (pool.tuning != builtin_tuning())
+    assert precious.exists() == (what == "symlink")
+    assert what != "symlink" or precious.read_text() == "of somebody"
 
 
 def test_nothing_is_measured_that_cannot_be_stored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ def test_a_file_that_is_something_else_is_not_used_and_not_touched(
         {"reasons": [3]},
         {"measured": None},
         {"took_ms": "x"},
+        {"took_ms": math.nan},
+        {"took_ms": math.inf},
+        {"reasons": ["\x1b[2J"]},
+        {"reasons": ["\ud800"]},
+        {"measured": "2026-01-01\x1b]0;title\x07"},
     ],
 )
 def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, Any]) -> None:
@@ -150,6 +156,21 @@ def test_other_machines_stay(path: Path) -> None:
     assert load_tuning() is None
     save_tuning(MINE)
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
+
+
+def store_beside_ever_deeper_ones(path: Path) -> None:
+    for depth in range(300, 20_000, 50):
+        deep = "[" * depth + "]" * depth
+        path.write_text(f'{{"schema_version": 1, "machines": {{"another": {deep}}}}}')
+        save_tuning(MINE)
+
+
+def test_what_is_too_deep_to_be_written_again_is_refused(path: Path) -> None:
+    """Python 3.12 reads deeper than it writes."""
+    path.parent.mkdir()
+    with pytest.raises(LLMException, match="recursion"):
+        store_beside_ever_deeper_ones(path)
+    assert "another" in path.read_text()
 
 
 def test_what_is_not_a_file(path: Path) -> None:

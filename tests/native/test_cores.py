@@ -53,6 +53,16 @@ def test_a_limit_of_the_own_group(groups: Groups, limit: str, cores: int) -> Non
     assert groups.cores() == cores
 
 
+def test_version_1_where_the_folder_is_not_named_as_the_kernel_names_the_hierarchy(
+    groups: Groups,
+) -> None:
+    """Linux 3.10 says cpuacct,cpu; the folder is cpu,cpuacct, and there is a link for each."""
+    groups.belongs("4:cpuacct,cpu:/pod")
+    groups.write("cpu/pod/cpu.cfs_quota_us", "100000\n")
+    groups.write("cpu/pod/cpu.cfs_period_us", "100000\n")
+    assert groups.cores() == 1
+
+
 def test_a_part_of_a_core_counts_as_one(groups: Groups) -> None:
     groups.belongs("0::/")
     groups.write("cpu.max", "150000 100000\n")

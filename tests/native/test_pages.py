@@ -239,6 +239,13 @@ class TestLooking:
         with pytest.raises(ValueError, match="is not mapped all through"):
             page_use(address, CHUNK)
 
+    @pytest.mark.parametrize(
+        ("address", "nbytes"), [(2**64 - 1, 2), (2**64 - 4096, 4096), (4096, 2**64 - 1)]
+    )
+    def test_what_reaches_beyond_all_addresses_is_refused(self, address: int, nbytes: int) -> None:
+        with pytest.raises(ValueError, match="is not mapped all through"):
+            page_use(address, nbytes)
+
     def test_nodes_are_of_pages_that_are_mapped(self) -> None:
         arena = Arena(CHUNK)
         assert page_nodes(arena.address, CHUNK) == []

@@ -6,8 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from textwrap import dedent
+from types import FrameType
+from typing import TYPE_CHECKING
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -15,10 +21,15 @@ import pytest
 from kvnative._host import Arena
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.pages import BackgroundPages, background_pages
+from kvplan.transport.local.memory import PeerArenas, offer
+from kvplan.transport.local.metadata import Range
+from kvplan.transport.pages import MOST_ARENAS, BackgroundPages, background_pages
 from tests.support.refusals import refused
 from tests.support.smaps import num_mappings, smaps_of
 from tests.transport.owner import Owner
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
@@ -127,6 +138,153 @@ def test_jobs_of_one_that_is_cancelled_are_not_done(pages: BackgroundPages) -> N
     go_on.set()
     wait_until_done()
     assert done == [3]
+
+
+def test_a_job_that_is_being_done_is_waited_for(pages: BackgroundPages) -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def job() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        done.append(1)
+
+    pages.submit(job, owner=1)
+    assert begun.wait(DEADLINE_S)
+    releasing = threading.Timer(0.05, go_on.set)
+    releasing.start()
+    pages.cancel(1)
+    assert done == [1]
+    releasing.join()
+
+
+def test_a_signal_handler_may_come_at_any_line(pages: BackgroundPages) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[object] = []
+    twin = twin_of(arena := Arena(CHUNK, prefault=True, pages="small"))
+    handled: list[Arena] = []
+    before = sys.gettrace()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+
+    def handler(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        sys.settrace(None)
+        here = frame.f_code.co_filename == BackgroundPages.cancel.__code__.co_filename
+        if here and len(handled) < MOST_ARENAS // 4:  # with more, jobs are not done
+            pages.submit(partial(done.append, len(handled)), owner=4)
+            handled.append(twin_of(arena))
+            pages.add(handled[-1], owner=4)
+        sys.settrace(handler)
+        return handler
+
+    pages.submit(first, owner=None)
+    assert begun.wait(DEADLINE_S)
+    for owner in (1, 2, 1, 3):
+        pages.submit(lambda owner=owner: done.append(f"of {owner}"), owner)  # type: ignore[misc]
+        pages.add(twin, owner)
+    sys.settrace(handler)
+    try:
+        pages.cancel(1)
+        pages.add(twin, 5)
+    finally:
+        sys.settrace(before)
+    go_on.set()
+    wait_until_done()
+    assert len(handled) > 5
+    assert done == ["of 2", "of 3", *range(len(handled))]
+    assert {smaps_of(it.address)["Rss"] for it in handled} == {CHUNK}
+
+
+def test_a_job_that_is_done_is_not_held(pages: BackgroundPages) -> None:
+    """It holds its link: that shall not wait for what is due next, which may take 10 s."""
+
+    class Job:
+        def __call__(self) -> None:
+            pass
+
+    gone = threading.Event()
+    job = Job()
+    watch = ref(job, lambda _: gone.set())
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+
+    pages.submit(first, owner=None)
+    assert begun.wait(DEADLINE_S)
+    twin = twin_of(arena := Arena(CHUNK))  # holes, so that the thread waits
+    pages.add(twin, owner=None)
+    pages._tasks[0].due = time.monotonic() + DEADLINE_S
+    pages.submit(job, owner=None)
+    del job
+    go_on.set()
+    assert gone.wait(DEADLINE_S / 2), watch
+    del twin, arena
+
+
+def test_what_fails_in_another_way_is_given_up(
+    pages: BackgroundPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoArena:
+        nbytes = CHUNK
+
+    wrong, twin = NoArena(), twin_of(arena := Arena(CHUNK, prefault=True))
+    pages.add(wrong, owner=None)  # type: ignore[arg-type]
+    pages.add(twin, owner=None)
+    wait_until_done()
+    assert smaps_of(twin.address)["Rss"] == arena.nbytes
+    assert len([it for it in caplog.records if it.exc_info]) == 1
+
+
+def test_many_whose_huge_pages_are_made_leave_room_for_others(
+    pages: BackgroundPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvplan")
+    arenas = [Arena(4096) for _ in range(MOST_ARENAS + 1)]  # too small for one: all is done
+    for it in arenas:
+        pages.add(it, owner=None, collapse=True)
+    assert not [it for it in caplog.messages if "at their first use" in it]
+
+
+def test_there_is_one_of_a_process_whoever_asks_first() -> None:
+    program = """
+        import sys, threading
+        from kvplan.transport.pages import background_pages
+        sys.setswitchinterval(1e-6)
+        together, found = threading.Barrier(8), []
+        def ask():
+            together.wait()
+            found.append(background_pages())
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for it in threads: it.start()
+        for it in threads: it.join()
+        assert len(set(map(id, found))) == 1
+    """
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=DEADLINE_S)
+
+
+def test_arenas_are_listed_while_others_come_and_go() -> None:
+    arenas = [Arena(4096) for _ in range(64)]
+    ranges = [Range(it.address, it.nbytes, 0, 0, True, offer(it)) for it in arenas]
+    peer = PeerArenas(os.getpid(), populate="off")
+    stop = threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            held = [peer.map(it) for it in ranges]
+            del held
+
+    with ThreadPoolExecutor(1) as others:
+        mapping = others.submit(come_and_go)
+        try:
+            for _ in range(20_000):
+                assert len(peer.mapped()) <= len(ranges)
+        finally:
+            stop.set()
+        mapping.result()
 
 
 def test_it_can_be_closed_at_any_time(pages: BackgroundPages) -> None:

@@ -15,10 +15,6 @@
 #ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
-#ifndef MADV_POPULATE_READ /* Linux 5.14 */
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
 
 #define FIXED_SIZE (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 

@@ -13,14 +13,6 @@
 
 #include "core/clock.h"
 
-#ifndef MADV_POPULATE_READ /* Linux 5.14 */
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
-#ifndef MADV_COLLAPSE /* Linux 6.1 */
-#define MADV_COLLAPSE 25
-#endif
-
 #define STEP_NBYTES ((uint64_t)512 << 10) /* populated in some 50 us */
 #define NAP_NS 50000
 #define MPOL_PREFERRED 1
@@ -208,6 +200,13 @@ static int scan_mapped(uint64_t start, uint64_t end, kvn_page_use *out)
     return count < 0 ? -1 : 0;
 }
 
+static int not_mapped(uint64_t address, uint64_t nbytes, int error, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_UNMAPPED, error,
+                    "%" PRIu64 " bytes at 0x%" PRIx64 ": this is not mapped all through", nbytes,
+                    address);
+}
+
 int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure)
 {
     unsigned char there[4096];
@@ -215,12 +214,12 @@ int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_fai
     const uint64_t end = start + num_pages(address + nbytes - start) * size;
 
     *out = (kvn_page_use){0};
+    if (nbytes > UINT64_MAX - size - address || address > UINT64_MAX - size) /* `end` wraps */
+        return not_mapped(address, nbytes, ENOMEM, failure);
     for (uint64_t at = start, next; at < end; at = next) {
         next = end - at < sizeof there * size ? end : at + sizeof there * size;
         if (mincore((void *)(uintptr_t)at, next - at, there) != 0)
-            return kvn_fail(failure, KVN_UNMAPPED, errno,
-                            "[0x%" PRIx64 ", 0x%" PRIx64 ") is not mapped all through", address,
-                            address + nbytes);
+            return not_mapped(address, nbytes, errno, failure);
         for (uint64_t i = 0; i < (next - at) / size; i++)
             out->present += there[i] & 1 ? size : 0;
     }

@@ -93,7 +93,8 @@ class PeerArenas:
 
     def mapped(self) -> list[Arena]:
         """Those that are mapped now."""
-        return list(self._mapped.values())
+        known = self._mapped.valuerefs()  # at once: others map meanwhile
+        return [arena for it in known if (arena := it()) is not None]
 
     def close(self) -> None:
         """Keep nothing that is not in use, populate nothing more; idempotent."""
