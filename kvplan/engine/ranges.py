@@ -208,7 +208,7 @@ class RangeOperation(Operation):
         own, peer, firsts = _parts(found, groups)
         self.cache_id = own[0].cache.cache.cache_id
         ours = joined([it.cache.memory for it in own])
-        theirs = link.joined_memory([it.cache for it in peer], writable=not pulls)
+        theirs = link.joined_memory([it.cache for it in peer], writable=not pulls, any_holder=True)
         if pulls and not ours.writable:
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
