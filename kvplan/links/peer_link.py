@@ -151,18 +151,23 @@ class PeerLink(LinkLifecycle):
         """All that the peer offers, as far as it has been published."""
         return self._table.caches()
 
-    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
+    def address_index(
+        self, *, writable: bool, ask: bool, speculative: bool
+    ) -> AddressIndex[PeerCache]:
         """All that the peer offers, by addresses.
 
         Args:
             writable: of those that may be written, to write: then it must not have freed them.
-            ask: ask the peer first.
+            ask: ask the peer first, in any case.
+            speculative: the caller accepts that the transfer may fail, and asks then.
 
         Raises:
             LLMException: as `cache`.
         """
         link = self.transport_link
-        if ask or (writable and (link is None or link.detects_freed == "after")):
+        detects = "after" if link is None else link.detects_freed
+        # "check" shows before a transfer is submitted, and then the caller asks.
+        if ask or (detects != "check" and not speculative) or (writable and detects == "after"):
             self.sync()
         return self._table.address_index(writable=writable)
 
