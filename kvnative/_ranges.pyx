@@ -38,7 +38,7 @@ cdef uint64_t as_uint64(str name, value) except? 0:
     except TypeError:
         raise TypeError(f"{name} is a {type(value).__name__}; it must be int") from None
     if not 0 <= number < 1 << 64:
-        raise TypeError(f"{name}={number} is out of range [0, 2**64)")
+        raise TypeError(f"{name}={number:#x} is out of range [0, 2**64)")  # any int has hex
     return number
 
 

@@ -117,13 +117,22 @@ class RangeOperations(OperationRunner):
 
     def submit_pull_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
         """Begin `pull_ranges` and return its task."""
-        with RangeOperation(self._running(), "pull_ranges", tag=tag) as operation:
-            return self._submit(operation, operation.prepare(ranges, pulls=True))
+        return self._submit_ranges("pull_ranges", ranges, tag, pulls=True)
 
     def submit_push_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
         """Begin `push_ranges` and return its task."""
-        with RangeOperation(self._running(), "push_ranges", tag=tag) as operation:
-            return self._submit(operation, operation.prepare(ranges, pulls=False))
+        return self._submit_ranges("push_ranges", ranges, tag, pulls=False)
+
+    def _submit_ranges(
+        self, name: str, ranges: AddressRanges, tag: str, *, pulls: bool
+    ) -> TransferTask:
+        with RangeOperation(self._running(), name, tag=tag) as operation:
+            try:
+                return self._submit(operation, operation.prepare(ranges, pulls=pulls))
+            except LLMException as error:
+                if not operation.asks_again(error):
+                    raise
+            return self._submit(operation, operation.prepare(ranges, pulls=pulls))
 
     def _move(
         self, ranges: AddressRanges, timeout_ms: float | None, tag: str, *, pulls: bool
@@ -171,6 +180,23 @@ class RangeOperation(Operation):
         if not isinstance(ranges, AddressRanges):
             raise TypeError(f"ranges={shown(ranges)} must be AddressRanges")
         link = self._linked("ranges", ranges)
+        try:
+            return self._prepare(link, ranges, pulls)
+        except LLMException as error:
+            if not self.asks_again(error):
+                raise
+        return self._prepare(link, ranges, pulls)
+
+    def asks_again(self, error: LLMException) -> bool:
+        """Whether the peer is asked for what it has registered now, and all is tried again."""
+        again = not self.retried and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        if again:
+            self.disable_speculation()
+        return again
+
+    def _prepare(
+        self, link: PeerLink, ranges: AddressRanges, pulls: bool
+    ) -> tuple[RangePlan, TensorMemory, TensorMemory, Descriptors]:
         found = self._locate(link, ranges, pulls)
         pairs = _pairs(found)
         source, target = (found.remote, found.local) if pulls else (found.local, found.remote)
@@ -182,7 +208,7 @@ class RangeOperation(Operation):
         own, peer, firsts = _parts(found, groups)
         self.cache_id = own[0].cache.cache.cache_id
         ours = joined([it.cache.memory for it in own])
-        theirs = link.joined_memory([it.cache for it in peer], writable=not pulls)
+        theirs = link.joined_memory([it.cache for it in peer], writable=not pulls, any_holder=True)
         if pulls and not ours.writable:
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
@@ -212,14 +238,10 @@ class RangeOperation(Operation):
     def _locate(self, link: PeerLink, ranges: AddressRanges, pulls: bool) -> _Found:
         own = self.engine.registry.address_index()
         here = own.cut("local", ranges.local, ranges.remote, ranges.nbytes)
-        peer = link.address_index(writable=not pulls, ask=self.retried)
-        try:
-            there = _cut_remote(peer, ranges, here)
-        except LLMException as error:
-            if self.retried or error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
-                raise
-            peer = link.address_index(writable=not pulls, ask=True)
-            there = _cut_remote(peer, ranges, here)
+        peer = link.address_index(
+            writable=not pulls, ask=self.retried, speculative=self._speculative
+        )
+        there = _cut_remote(peer, ranges, here)
         if len(there.nbytes) != len(here.nbytes):  # cut further: of which extent is each now?
             here = own.cut("local", there.others, there.starts, there.nbytes)
         return _Found(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -90,7 +92,7 @@ class Connections:
         """
         endpoint = peer_endpoint(remote_engine)
         started = time.monotonic()
-        with self._one_call(str(endpoint)):
+        with self._one_call(remote_engine, str(endpoint), timeout_ms):
             if self.stands(remote_engine):
                 raise LLMException(
                     f"{remote_engine} is connected already",
@@ -136,16 +138,17 @@ class Connections:
             LLMException: LLM_NOT_YET_LINK: there is none; LLM_TIMEOUT: transfers of the peer over
                 it go on, and it stays; or it has ended here, and the peer has not confirmed that.
         """
-        with self._one_call(str(peer_endpoint(remote_engine))):
+        deadline = time.monotonic() + timeout_ms / 1000
+        with self._one_call(remote_engine, str(peer_endpoint(remote_engine)), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
             self.receive()  # whether the peer uses it
             try:
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
-                    self._datadist.notify(cluster_id, _LEAVES, timeout_ms=timeout_ms)
+                    self._leave(remote_engine, cluster_id, _left_ms(deadline))
                 else:
                     self._datadist.unlink_clusters(
-                        [cluster_id], timeout_ms=timeout_ms
+                        [cluster_id], timeout_ms=_left_ms(deadline)
                     ).raise_for_status()
             except LLMException as error:
                 code = error.status_code
@@ -163,6 +166,16 @@ class Connections:
                 _log.info("disconnect: %s had gone already: %s", remote_engine, error)
             else:
                 self._forget(cluster_id)
+
+    def _leave(self, remote_engine: str, cluster_id: int, timeout_ms: int) -> None:
+        """Tell the peer that this end does not use the link any more."""
+        try:
+            self._datadist.notify(cluster_id, _LEAVES, timeout_ms=timeout_ms)
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                raise
+            # It reads no messages. The link stays until one of the engines is finalized.
+            _log.info("disconnect: %s does not learn of it: %s", remote_engine, error)
 
     def notify(self, remote_engine: str, message: NotifyDesc, timeout_ms: int) -> None:
         """Send a message; on return the remote engine has it.
@@ -241,9 +254,21 @@ class Connections:
                 name: it for name, it in self._connected.items() if it.cluster_id != cluster_id
             }
 
-    def _one_call(self, key: str) -> RLock:
+    @contextmanager
+    def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:
+        """Connect or disconnect inside; LLM_TIMEOUT: another call is at it all the time."""
         with self._mutex:
-            return self._busy.setdefault(key, RLock())
+            busy = self._busy.setdefault(address, RLock())
+        if not busy.acquire(timeout=timeout_ms / 1000):
+            raise LLMException(
+                f"another call has been connecting or disconnecting {remote_engine} for "
+                f"{timeout_ms} ms",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
+            )
+        try:
+            yield
+        finally:
+            busy.release()
 
 
 def _left_ms(deadline: float) -> int:

@@ -61,12 +61,13 @@ class Requests:
     def call(self, ranges: AddressRanges) -> Iterator[None]:
         """The calling thread transfers these inside."""
         token = object()
-        self._calls[token] = ranges
         try:
+            with self._mutex:
+                self._calls[token] = ranges
             yield
         finally:
             with self._ended:
-                del self._calls[token]
+                self._calls.pop(token, None)
                 self._ended.notify_all()
 
     def check_room(self) -> None:
@@ -134,12 +135,12 @@ class Requests:
         reason = LLMException(
             f"stopped, as local memory [{address:#x}, {address + nbytes:#x}) was deregistered"
         )
+        with self._ended:  # first: one of these calls may be about to submit a request
+            mine = [it for it, on in self._calls.items() if _touches(on, address, nbytes)]
+            self._ended.wait_for(lambda: not any(it in self._calls for it in mine))
         for request in self._now():
             if not request.task.done and _touches(request.ranges, address, nbytes):
                 request.task.cancel(reason)
-        with self._ended:
-            mine = [it for it, on in self._calls.items() if _touches(on, address, nbytes)]
-            self._ended.wait_for(lambda: not any(it in self._calls for it in mine))
 
     def _now(self) -> list[_Request]:
         with self._mutex:

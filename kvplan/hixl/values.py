@@ -114,7 +114,7 @@ def _uint(name: str, value: object, most: int) -> int:
         raise TypeError(f"{name} is a {type(value).__name__}; it must be int")
     number: int = value.__index__()  # type: ignore[attr-defined]
     if not 0 <= number <= most:
-        raise TypeError(f"{name}={number} is out of range [0, {most}]")
+        raise TypeError(f"{name}={number:#x} is out of range [0, {most:#x}]")  # any int has hex
     return number
 
 

@@ -90,7 +90,7 @@ class PeerLink(LinkLifecycle):
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
-            tuple[tuple[int, ...], bool], tuple[tuple[PeerCache, ...], PeerMemory]
+            tuple[tuple[int, ...], bool, bool], tuple[tuple[PeerCache, ...], PeerMemory]
         ] = {}
 
     def __str__(self) -> str:
@@ -151,18 +151,23 @@ class PeerLink(LinkLifecycle):
         """All that the peer offers, as far as it has been published."""
         return self._table.caches()
 
-    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
+    def address_index(
+        self, *, writable: bool, ask: bool, speculative: bool
+    ) -> AddressIndex[PeerCache]:
         """All that the peer offers, by addresses.
 
         Args:
             writable: of those that may be written, to write: then it must not have freed them.
-            ask: ask the peer first.
+            ask: ask the peer first, in any case.
+            speculative: the caller accepts that the transfer may fail, and asks then.
 
         Raises:
             LLMException: as `cache`.
         """
         link = self.transport_link
-        if ask or (writable and (link is None or link.detects_freed == "after")):
+        detects = "after" if link is None else link.detects_freed
+        # "check" shows before a transfer is submitted, and then the caller asks.
+        if ask or (detects != "check" and not speculative) or (writable and detects == "after"):
             self.sync()
         return self._table.address_index(writable=writable)
 
@@ -230,15 +235,20 @@ class PeerLink(LinkLifecycle):
             self._memories.pop(key, None)
         return memory
 
-    def joined_memory(self, caches: Sequence[PeerCache], *, writable: bool) -> PeerMemory:
+    def joined_memory(
+        self, caches: Sequence[PeerCache], *, writable: bool, any_holder: bool = False
+    ) -> PeerMemory:
         """The tensors of several caches, one cache after another, as one side of a transfer.
+
+        Args:
+            any_holder: whether bytes of several of them may be moved as those of any.
 
         Raises:
             LLMException: as `memory`.
         """
         if len(caches) == 1:
             return self.memory(caches[0], writable=writable)
-        key = (tuple(it.cache_id for it in caches), writable)
+        key = (tuple(it.cache_id for it in caches), writable, any_holder)
         held = self._joined.get(key)
         if held is not None and all(a is b for a, b in zip(held[0], caches, strict=True)):
             return held[1]
@@ -251,6 +261,7 @@ class PeerLink(LinkLifecycle):
             ),
             writable=writable,
             metadata=[it.metadata for it in caches for _ in it.addresses],
+            any_holder=any_holder,
         )
         if len(self._joined) >= _MAX_JOINED:
             self._joined.clear()

@@ -206,6 +206,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         *,
         writable: bool = False,
         metadata: bytes | Sequence[bytes] | None = None,
+        any_holder: bool = False,
     ) -> _Memory:
         """See `TransportLink.memory`: which registration holds each tensor is decided here alone.
 
@@ -219,7 +220,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             )
             ranges, held_by = table.locate(starts, sizes, writable=writable)
             return self._memory(starts, sizes, ranges, held_by, [known], writable=writable)
-        several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable)
+        several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable, any_holder)
         return self._memory(starts, sizes, ranges, held_by, several, writable=writable)
 
     def check(self) -> None:
@@ -293,7 +294,12 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         return newer, RangeTable(self.peer, newer.ranges)
 
     def _locate_each(
-        self, starts: Column, sizes: Column, metadata: Sequence[bytes], writable: bool
+        self,
+        starts: Column,
+        sizes: Column,
+        metadata: Sequence[bytes],
+        writable: bool,
+        any_holder: bool,
     ) -> tuple[list[_Metadata], list[_Range], NDArray[np.intp]]:
         """Each tensor in the ranges that its own metadata names: another's may be freed first."""
         if len(metadata) != len(starts):
@@ -310,7 +316,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             held_by[own] = np.array(numbers, dtype=np.intp)[holding]
         ranges = [*places]
         ordered = sorted(range(len(ranges)), key=lambda i: ranges[i].address)
-        if not self.checks_every_range:
+        if not (self.checks_every_range or any_holder):
             for i, j in pairwise(ordered):
                 if ranges[j].address < ranges[i].address + ranges[i].nbytes:
                     raise LLMException(

@@ -305,6 +305,7 @@ class TransportLink(Protocol):
         *,
         writable: bool = False,
         metadata: bytes | Sequence[bytes] | None = None,
+        any_holder: bool = False,
     ) -> PeerMemory:
         """The peer's tensors, for use as the remote side of a transfer.
 
@@ -314,6 +315,8 @@ class TransportLink(Protocol):
             writable: whether the transfer writes to them.
             metadata: the peer's, naming the registrations that hold them, or one for each tensor;
                 None: the one that the link was made with.
+            any_holder: whether bytes that several of these registrations hold may be moved by any
+                of them; else such ones are refused where the transport cannot tell them apart.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -319,3 +320,34 @@ def test_connecting_while_the_peer_disconnects(make_engine: MakeEngine) -> None:
             assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
         assert user.disconnect(names[0], LONG_MS) == hixl.SUCCESS
         owner.get_notifies()
+
+
+def test_the_time_of_a_call_counts_while_another_one_is_at_its_engine(engine: hixl.Hixl) -> None:
+    """The first waits for an answer that does not come, for longer than a test may take."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        name = f"127.0.0.1:{silent.getsockname()[1]}"
+        first = threading.Thread(target=engine.connect, args=(name, 2**31 - 1))
+        first.start()
+        held = silent.accept()
+        assert engine.connect(name, 50) == hixl.TIMEOUT
+        assert engine.disconnect(name, 50) in (hixl.TIMEOUT, hixl.NOT_CONNECTED)
+        engine.finalize()
+        first.join()
+        held[0].close()
+
+
+def test_disconnecting_from_a_peer_that_reads_no_messages(make_engine: MakeEngine) -> None:
+    names = free_name(), free_name()
+    reader, sender = (make_engine(it) for it in names)
+    assert reader.connect(names[1], 10_000) == hixl.SUCCESS
+    assert sender.connect(names[0], 10_000) == hixl.SUCCESS
+    count = 0
+    while (status := sender.send_notify(names[0], hixl.NotifyDesc("n", str(count)))) == 0:
+        count += 1
+    assert status == hixl.RESOURCE_EXHAUSTED
+    assert sender.disconnect(names[0]) == hixl.SUCCESS
+    assert sender.disconnect(names[0]) == hixl.NOT_CONNECTED
+    assert sender.send_notify(names[0], hixl.NotifyDesc("n", "")) == hixl.NOT_CONNECTED
+    read = [int(it.notify_msg) for it in reader.get_notifies()[1]]
+    assert read == [*range(count)]
+    assert sender.connect(names[0], 10_000) == hixl.SUCCESS

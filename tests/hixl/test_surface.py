@@ -107,6 +107,17 @@ def test_values_can_be_set_and_are_checked() -> None:
     assert (desc.local_addr, desc.remote_addr, desc.len) == (1, 2, 3)
 
 
+def test_numbers_that_cannot_be_printed_are_type_errors_too() -> None:
+    huge = 10**5000  # str() of it raises ValueError
+    for make in (
+        lambda: hixl.MemDesc(huge, 1),
+        lambda: hixl.TransferOpDesc(1, -huge, 1),
+        lambda: hixl.GetTransferStatusArgs(huge),
+    ):
+        with pytest.raises(TypeError, match="out of range"):
+            make()
+
+
 def test_capabilities() -> None:
     for it in hixl.FeatureType:
         assert hixl.get_capability(it) == (hixl.SUCCESS, hixl.FEATURE_SUPPORTED)

@@ -112,6 +112,34 @@ def test_a_range_may_pass_from_a_registration_into_the_next(
     np.testing.assert_array_equal(array, expected)
 
 
+def test_registrations_of_the_peer_may_overlap_in_one_transfer(
+    connected: hixl.Hixl, memory: Memory, peer: Peer
+) -> None:
+    peer.run(
+        """
+        assert engine.deregister_mem(memory.handle) == hixl.SUCCESS
+        half = len(memory.array) // 2
+        for start, nbytes in ((0, half + 8192), (half - 8192, half)):
+            desc = hixl.MemDesc(memory.address + start, nbytes)
+            assert engine.register_mem(desc, place.mem_type)[0] == hixl.SUCCESS
+        """
+    )
+    peer.fill(8)
+    half = MIB // 2
+    ranges = [(0, 0, half + 20_000), (half + 30_000, 100, 8192), (half + 50_000, half - 50, 100)]
+    moved = descs(memory, peer, ranges)
+    assert connected.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+    expected = np.zeros(MIB, np.uint8)
+    for a, b, n in ranges:
+        expected[a : a + n] = pattern(seed=8)[b : b + n]
+    np.testing.assert_array_equal(memory.array, expected)
+    expected[:] = pattern(seed=9)
+    memory.array[:] = expected
+    one = descs(memory, peer, [(0, 0, MIB - 8192)])
+    assert connected.transfer_sync(peer.name, hixl.WRITE, one, LONG_MS) == hixl.SUCCESS
+    assert peer.bytes()[: MIB - 8192] == expected[: MIB - 8192].tobytes()
+
+
 REFUSED = {
     "no range": ([], "at least 1"),
     "no bytes": ([(0, 0, 0)], "0 bytes"),

@@ -1,0 +1,153 @@
+"""Calls of several threads at once, and memory that is registered anew between calls."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvplan import hixl
+from kvplan.hixl import TransferOp, TransferOpDesc, TransferStatus
+from tests.hixl.peer import Peer
+from tests.hixl.places import Memory, Place, pattern, registered
+from tests.hixl.test_faults import ended
+
+LONG_MS = 30_000
+BLOCK = 4096
+pytestmark = pytest.mark.over_tcp
+
+
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching_often")
+def test_deregistering_while_others_transfer(
+    connected: hixl.Hixl, memory: Memory, peer: Peer, place: Place
+) -> None:
+    stop = threading.Event()
+    wrong: list[object] = []
+
+    def move(number: int) -> None:
+        at = number * BLOCK
+        one = [TransferOpDesc(memory.address + at, peer.address + at, BLOCK)]
+        while not stop.is_set():
+            if status := connected.transfer_sync(peer.name, hixl.READ, one, LONG_MS):
+                wrong.append(status)
+
+    threads = [threading.Thread(target=move, args=(i,)) for i in range(6)]
+    for it in threads:
+        it.start()
+    try:
+        for _ in range(500):
+            other = registered(connected, place, BLOCK)
+            assert connected.deregister_mem(other.handle) == hixl.SUCCESS
+    finally:
+        stop.set()
+        for it in threads:
+            it.join()
+    assert wrong == []
+
+
+@pytest.mark.usefixtures("switching_often")
+def test_what_is_submitted_while_its_memory_is_deregistered_has_stopped_then(
+    connected: hixl.Hixl, peer: Peer, place: Place
+) -> None:
+    stop = threading.Event()
+    array, address = place.zeros()
+    desc = hixl.MemDesc(address, len(array))
+    moved = [
+        TransferOpDesc(address + 2 * i * BLOCK, peer.address + i * BLOCK, BLOCK) for i in range(64)
+    ]
+
+    def submit() -> None:
+        while not stop.is_set():
+            connected.transfer_async(peer.name, hixl.READ, moved)
+            connected.get_all_transfer_status(hixl.GetTransferStatusArgs(skip_waiting=True))
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    for it in threads:
+        it.start()
+    try:
+        for _ in range(100):
+            status, handle = connected.register_mem(desc, place.mem_type)
+            assert status == hixl.SUCCESS
+            assert connected.deregister_mem(handle) == hixl.SUCCESS
+            array[:] = 7
+            assert (array == 7).all()  # nothing writes to it any more
+    finally:
+        stop.set()
+        for it in threads:
+            it.join()
+    assert (array == 7).all()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("op", [hixl.READ, hixl.WRITE])
+def test_memory_that_the_peer_has_registered_anew(
+    connected: hixl.Hixl,
+    memory: Memory,
+    peer: Peer,
+    op: TransferOp,
+    used_before: bool,
+    asynchronous: bool,
+) -> None:
+    """By another registration, of which the engine was not told when it looked for the range."""
+    more = peer.run(
+        """
+        more = registered(engine, place, len(memory.array))
+        result = more.address
+        """
+    )
+    first = more if used_before else peer.address
+    one = [TransferOpDesc(memory.address, first, BLOCK)]
+    assert connected.transfer_sync(peer.name, op, one, LONG_MS) == hixl.SUCCESS
+    if not used_before:  # known, as the peer was asked, but never reached
+        nothing = [TransferOpDesc(memory.address, 4096, BLOCK)]
+        assert connected.transfer_sync(peer.name, op, nothing, LONG_MS) == hixl.PARAM_INVALID
+    peer.run(
+        """
+        assert engine.deregister_mem(more.handle) == hixl.SUCCESS
+        more.array[:] = pattern(len(more.array), 5)
+        desc = hixl.MemDesc(more.address, len(more.array) // 2)
+        assert engine.register_mem(desc, place.mem_type)[0] == hixl.SUCCESS
+        """
+    )
+    moved = [TransferOpDesc(memory.address, more, BLOCK)]
+    if asynchronous:
+        status, request = connected.transfer_async(peer.name, op, moved)
+        assert status == hixl.SUCCESS
+        assert ended(connected, request) == (hixl.SUCCESS, TransferStatus.COMPLETED)
+    else:
+        assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
+    if op is hixl.READ:
+        assert (memory.array[:BLOCK] == pattern(seed=5)[:BLOCK]).all()
+
+
+def test_a_request_of_memory_that_another_registration_still_holds(
+    connected: hixl.Hixl, memory: Memory, peer: Peer
+) -> None:
+    """The registration that reaches further has ended, and the engine was not told."""
+    peer.run("more = registered(engine, place, len(memory.array))")
+    address = peer.run(
+        """
+        desc = hixl.MemDesc(more.address + 4096, len(more.array) - 4096 * 2)
+        _, inner = engine.register_mem(desc, place.mem_type)
+        result = more.address
+        """
+    )
+    one = [TransferOpDesc(memory.address, address + BLOCK, BLOCK)]
+    for op in (hixl.READ, hixl.WRITE):
+        assert connected.transfer_sync(peer.name, op, one, LONG_MS) == hixl.SUCCESS
+    peer.run("assert engine.deregister_mem(more.handle) == hixl.SUCCESS")
+    for op in (hixl.READ, hixl.WRITE):
+        status, request = connected.transfer_async(peer.name, op, one)
+        assert status == hixl.SUCCESS
+        assert ended(connected, request) == (hixl.SUCCESS, TransferStatus.COMPLETED)
