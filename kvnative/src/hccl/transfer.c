@@ -170,6 +170,7 @@ int kvn_transfer_read_guards(kvn_transfer_context *t)
                               transfer->guard_addresses[first + i], sizeof(uint64_t));
         if (kvn_is_halted(&t->halt))
             return KVN_CANCELLED;
+        t->has_issued = true; /* the words are others' after this transfer, too */
         const int status = kvn_communicator_issue(t->communicator, false, rows, count, &t->fault->why);
         if (status != KVN_OK)
             return status;
