@@ -61,7 +61,7 @@ enum {
 
 /* aclrtMemLocation */
 typedef struct kvn_acl_location {
-    uint32_t id; /* of the device; 0 for host memory */
+    uint32_t id; /* of the device; 0 for host memory; may be -1 on A3 */
     int32_t type;
 } kvn_acl_location;
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvnative._acl import AclLibrary
 from kvnative._executor import Executor, Report, Task
-from kvnative._hccl import Communicator, Guards, HcclLibrary, Region, Staging
+from kvnative._hccl import Communicator, Guards, HcclLibrary, Region, Staging, Tickets
 from kvnative._lower import Descriptors
 from tests.ascend.simulator import HOME, Controls
 from tests.support.peer import described
@@ -223,12 +223,16 @@ class End:
         guards: Sequence[tuple[int, int]] = (),
         staging: str | None = None,
         local: Any = "device",
+        tickets: int | None = None,
     ) -> None:
+        """`tickets`: memory for them, full of zeros; a put is then announced."""
         backend = self.communicators[name].backend(
             direction,
             Guards(*np.array(guards, np.uint64).T.copy()) if guards else None,
             self.stagings[staging] if staging else None,
             local,
+            tickets=None if tickets is None else Tickets(tickets, self.memories[tickets]),
+            tag=1,
         )
         executor = Executor(backend)
         self.tasks[key] = executor.submit(columns(direction, rows)), executor

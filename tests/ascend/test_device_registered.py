@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMStatusCode, Placement
 from kvplan.device.ascend import AscendDevice
 from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, desc, engine_on, same
 from tests.ascend.simulator import Controls
@@ -44,6 +44,28 @@ def allocate(datadist: LlmDataDist) -> Iterator[Allocate]:
         it.close()
     devices.clear()
     gc.collect()
+
+
+@pytest.fixture
+def in_no_super_pod(simulator: Controls) -> Iterator[None]:
+    """The device is that of an A3 by itself."""
+    simulator.set("soc", "Ascend910_9391")
+    simulator.set("super_pod_id", -1)
+    yield
+    simulator.set("super_pod_id", 0)
+    simulator.set("soc", "Ascend910B1")
+
+
+def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
+    allocate: Allocate, datadist: LlmDataDist, in_no_super_pod: None
+) -> None:
+    """Its number is negative there."""
+    cache = datadist.register_blocks_cache(DEVICE, allocate())
+    datadist.write_cache(cache, contents(1))
+    assert same(datadist.read_cache(cache), contents(1))
+    host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
+        datadist.register_blocks_cache(DEVICE, [it.ctypes.data for it in host])
 
 
 def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist) -> None:

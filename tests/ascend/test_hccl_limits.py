@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvnative._backend import KVN_OK
 from kvplan import LLMStatusCode
 from tests.ascend.hccl_end import NORESERVE
 from tests.ascend.hccl_ends import A2, Ends, two_ends
@@ -18,6 +19,7 @@ from tests.support.peer import RemoteError
 from tests.support.refusals import refused
 
 GIB = 1 << 30
+NUM_CONNECTIONS = 300  # HCCL registers 256 ranges of a process
 
 
 def driver(folder: Path, version: str) -> Path:
@@ -78,6 +80,31 @@ def test_device_memory(tmp_path: Path) -> None:
         for end in ends.both:
             end.close(name)
         take_back(ends, *addresses)
+
+
+def test_connections_are_more_than_the_ranges_that_hccl_takes(tmp_path: Path) -> None:
+    """They share ranges for the words of their guards; each has words of its own."""
+    with two_ends(tmp_path, A2) as ends:
+        addresses = ends.memory(mmap.PAGESIZE)
+        for end, address in zip(ends.both, addresses, strict=True):
+            end.write(address, 0, bytes(mmap.PAGESIZE))
+        names = [ends.open() for _ in range(NUM_CONNECTIONS)]
+        last = names[-1]
+        for end, address in zip(ends.both, addresses, strict=True):
+            end.bind(last, address)
+        ends.at_once("prepare", last)
+        row = (addresses[0], addresses[1], mmap.PAGESIZE)
+        outcome = ends[0].transfer(last, "put", [row], guards=[(addresses[1], 0)])
+        assert outcome["status"] == KVN_OK
+        assert [end.left()["regions"] for end in ends.both] == [1 + -(-NUM_CONNECTIONS // 64)] * 2
+        for end in ends.both:
+            for it in names:
+                end.close(it)
+        for end, address in zip(ends.both, addresses, strict=True):
+            assert end.left()["regions"] == 1  # the page of words went with its last connection
+            end.deregister(address)
+            end.free(address)
+            assert end.left() == {}
 
 
 @pytest.mark.parametrize("setting", ["hdk", "page_table_bytes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.hccl.addresses import DeviceAddress, why_not
 from kvplan.transport.hccl.hccn import device_ip_of
 from tests.ascend.hccl_ends import A2, two_ends
-from tests.ascend.hccl_side import Side, link_both, on_a_host_of_its_own
+from tests.ascend.hccl_side import DEADLINE_S, Side, link_both, on_a_host_of_its_own
 from tests.ascend.hccl_sides import MakeSide
-from tests.ascend.simulator import Controls
+from tests.ascend.simulator import Controls, Log
 from tests.support.refusals import refused
 
 TOOL = """#!/bin/sh
@@ -143,3 +144,21 @@ def test_queue_pairs_are_exhausted(sides: tuple[Side, Side], change: Any) -> Non
     change("max_links", 512)
     link_both(*sides, session=b"another")
     del first
+
+
+def test_no_more_connections_than_there_are_queue_pairs_for(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, sim_log: Log
+) -> None:
+    """Refused before HCCL is asked, and the message says what to do."""
+    first = link_both(*sides)
+    monkeypatch.setattr("kvplan.transport.hccl.device.MAX_LINKS", 1)
+    sim_log.restart()
+    message = why_not_linked(*sides)
+    assert re.search(r"device \d has 1 connections of this engine, of at most 1 ", message)
+    assert "unlink peers first" in message
+    assert sim_log.calls("HcclCommInitClusterInfoMemConfig") == []
+    for it in first:
+        it.close()
+    for side in sides:
+        assert side.transport._background.wait(DEADLINE_S)
+    link_both(*sides, session=b"another")

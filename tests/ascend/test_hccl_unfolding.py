@@ -78,3 +78,16 @@ def test_staging_memory_is_not_used_again_before(ends: Ends, direction: str) -> 
     assert connection.transfer(direction, rows, **options).status == KVN_OK
     ends[0].free(local)
     connection.close()
+
+
+def test_words_are_not_read_into_once_a_put_with_leases_is_over(ends: Ends) -> None:
+    """It reads guards before anything else: these words are another connection's soon."""
+    connection = ends.connect(NBYTES)
+    here, there = connection.addresses
+    for end, address in zip(ends.both, connection.addresses, strict=True):
+        end.write(address, 0, bytes(NBYTES))
+    options = {"guards": [(there, 0)], "tickets": here}
+    begin_slowly(connection, "put", connection.rows(SIZES), **options)
+    ends[0].set("latency_us", 0)  # of what follows, which would wait long enough by itself
+    assert ends[0].cancel_task(connection.name)["status"] == KVN_CANCELLED
+    connection.close()

@@ -120,6 +120,15 @@ ACL aclrtHostUnregister(void *pointer) {
     return sim_leave(&call, code, "\"address\":%llu", ID(pointer));
 }
 
+/* Of no device of the host, and of an A3 that is in no super pod -1. */
+static uint32_t location_id(const acl_place *place) {
+    const sim_settings settings = sim_settings_now();
+    if (place->device >= 0 && settings.product == SIM_A3 && settings.super_pod_id < 0) {
+        return UINT32_MAX;
+    }
+    return place->device < 0 ? 0 : (uint32_t)place->device;
+}
+
 /* Before 8.5 there is no name for memory that is not pinned: it is the host's. */
 ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attributes) {
     sim_call call;
@@ -135,7 +144,7 @@ ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attri
                : place.side == ACL_PAGEABLE_SIDE && KVSIM_CANN >= 805 ? ACL_AT_UNREGISTERED
                                                                          : ACL_AT_HOST;
         *attributes = (acl_pointer_attributes){
-            .location = {place.device < 0 ? 0 : (uint32_t)place.device, type},
+            .location = {location_id(&place), type},
             .page_size = place.side == ACL_DEVICE_SIDE ? (uint32_t)place.memory->page
                                                                 : (uint32_t)sim_settings_now().page_bytes,
         };

@@ -126,6 +126,14 @@ static kvn_memory_kind kind_of(int32_t location)
     }
 }
 
+/* Of an A3 outside of a super pod the number is negative, and says nothing: the one that was asked has it. */
+static uint32_t device_of(const kvn_device *device, kvn_acl_location location)
+{
+    const bool is_unknown = location.type == KVN_ACL_LOCATION_DEVICE && location.id > INT32_MAX;
+
+    return is_unknown ? (uint32_t)device->id : location.id;
+}
+
 static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *out,
                   kvn_failure *failure)
 {
@@ -133,7 +141,8 @@ static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *
     const int status = CALL(device, failure, aclrtPointerGetAttributes, pointer(address), &found);
 
     if (status == KVN_OK)
-        *out = (kvn_memory_place){kind_of(found.location.type), found.location.id, found.page_size};
+        *out = (kvn_memory_place){kind_of(found.location.type), device_of(device, found.location),
+                                  found.page_size};
     /* Of some memory of the host (shared, or in huge pages) drivers say that there is none. */
     else if (failure->code == KVN_ACL_PARAMETER || failure->code == KVN_ACL_DRIVER_FAILED)
         return KVN_OK;

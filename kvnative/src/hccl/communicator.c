@@ -19,28 +19,21 @@ struct kvn_communicator {
     kvn_communicator_state state;
     bool closing;       /* no transfer begins any more */
     uint32_t transfers; /* running: 0 or 1, as the channel has one thread */
-    /* Guards' words; the region is bound like any other. */
-    void *device_words;
+    /* Guards' words; their region is bound like any other. */
+    kvn_words device_words;
     void *host_words;
-    kvn_region words;
 };
 
 #define WORDS_NBYTES (KVN_MAX_GUARDS * sizeof(uint64_t))
-/* Of their region: what HCCS can share, a huge page. */
-#define WORDS_PAGE (UINT64_C(2) << 20)
-_Static_assert(WORDS_NBYTES <= WORDS_PAGE, "the words fit in a page");
 
 /* ---- its parts ---- */
 
 static int make_words(kvn_communicator *self, kvn_failure *failure)
 {
     kvn_connection *connection = &self->connection;
-    if (kvn_device_allocate(connection->device, WORDS_PAGE, &self->device_words, failure) !=
-            KVN_OK ||
+    if (kvn_words_take(connection->hccl, connection->device, &self->device_words, failure) != KVN_OK ||
         kvn_device_allocate_host(connection->device, WORDS_NBYTES, &self->host_words, failure) !=
-            KVN_OK ||
-        kvn_region_open(connection->hccl, connection->device, (uintptr_t)self->device_words,
-                        WORDS_PAGE, true, &self->words, failure) != KVN_OK)
+            KVN_OK)
         return failure->status;
     return KVN_OK;
 }
@@ -86,14 +79,11 @@ static void drop_words(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
     kvn_failure later;
-    if (self->words.hccl && kvn_region_close(&self->words, &later) != KVN_OK)
+    if (kvn_words_release(&self->device_words, &later) != KVN_OK)
         kvn_keep_first(failure, &later);
     if (self->host_words && kvn_device_free_host(device, self->host_words, &later) != KVN_OK)
         kvn_keep_first(failure, &later);
-    if (self->device_words && kvn_device_free(device, self->device_words, &later) != KVN_OK)
-        kvn_keep_first(failure, &later);
-    self->device_words = self->host_words = NULL;
-    self->words.hccl = NULL;
+    self->host_words = NULL;
     drop_events(self);
 }
 
@@ -127,7 +117,7 @@ int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
         kvn_channel_create(device, &self->channel, failure) != KVN_OK ||
         make_words(self, failure) != KVN_OK || make_events(self, failure) != KVN_OK ||
         kvn_connection_open(&self->connection, options, failure) != KVN_OK ||
-        kvn_connection_bind(&self->connection, &self->words, failure) != KVN_OK) {
+        kvn_connection_bind(&self->connection, kvn_words_region(&self->device_words), failure) != KVN_OK) {
         kvn_connection_close(&self->connection, &ignored);
         drop_words(self, &ignored);
         release(self);
@@ -357,7 +347,7 @@ aclrtEvent *kvn_communicator_events(kvn_communicator *self)
 
 uint64_t kvn_communicator_device_words(const kvn_communicator *self)
 {
-    return (uintptr_t)self->device_words;
+    return kvn_words_address(&self->device_words);
 }
 
 uint64_t *kvn_communicator_host_words(const kvn_communicator *self) { return self->host_words; }

@@ -6,9 +6,7 @@
 #define KVN_HCCL_COMMUNICATOR_H
 
 #include "hccl/connection.h"
-
-/* Words that a transfer's guards may have (see transfer.h). */
-#define KVN_MAX_GUARDS 4096
+#include "hccl/words.h"
 
 typedef enum kvn_communicator_state {
     KVN_COMM_OPEN,      /* regions may be bound */

@@ -105,6 +105,7 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
     out->unfold_ms = unfolds(soc_name) ? KVN_HCCL_UNFOLD_MS : 0;
     pthread_mutex_init(&out->init, NULL);
     pthread_mutex_init(&out->registry, NULL);
+    pthread_mutex_init(&out->words_mutex, NULL);
     return KVN_OK;
 }
 

@@ -38,6 +38,7 @@ typedef struct kvn_hccl_calls {
 } kvn_hccl_calls;
 
 typedef struct kvn_region kvn_region;
+struct kvn_words_page;
 
 /* One per process and path; it must stay in place. */
 typedef struct kvn_hccl {
@@ -51,6 +52,8 @@ typedef struct kvn_hccl {
     pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
     pthread_mutex_t registry; /* guards the list below and how often each region is bound */
     kvn_region *regions;  /* those that are not closed */
+    pthread_mutex_t words_mutex; /* taken before `registry`; guards what follows */
+    struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;
 
 /* Opens the file at `path` (a bare name: where the loader finds it). KVN_UNSUPPORTED when it cannot be

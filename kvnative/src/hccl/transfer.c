@@ -84,7 +84,7 @@ int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code)
 
 /* ---- waiting ---- */
 
-/* After an abort: operations may go on though their stream is empty, and touch memory that is others' as soon
+/* After an abort, or an error, which stops the stream too: operations may go on though their stream is empty, and touch memory that is others' as soon
  * as this transfer is over. */
 static void let_unfold(kvn_transfer_context *t)
 {
@@ -102,10 +102,10 @@ int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault)
     return status;
 }
 
-/* What is on the stream has ended: with it, or by somebody's abort. */
-static int ended(kvn_transfer_context *t, int status, const kvn_channel_fault *fault)
+/* What is on the stream has ended: with it, by an error, or by somebody's abort. */
+static int ended(kvn_transfer_context *t, int status)
 {
-    if (status < 0 && fault->why.code == KVN_ACL_STREAM_ABORTED)
+    if (status < 0)
         let_unfold(t);
     return status;
 }
@@ -118,7 +118,7 @@ int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault)
             return kvn_transfer_stop(t, fault);
         status = kvn_channel_poll(t->channel, SLICE_MS, fault);
     }
-    return ended(t, status, fault);
+    return ended(t, status);
 }
 
 /* A stream goes on after an operation that failed, and so its events happen all the same. Of a peer
@@ -146,7 +146,7 @@ int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_strea
         kvn_acl_forget(t->acl);
         if (kvn_is_halted(&t->halt))
             return KVN_CANCELLED;
-        status = ended(t, kvn_channel_poll(t->channel, 1, t->fault), t->fault);
+        status = ended(t, kvn_channel_poll(t->channel, 1, t->fault));
         if (status >= 0 && other)
             status = t->device->ops->wait_stream(t->device, other, 1, &t->fault->why);
         if (status < 0)
@@ -170,6 +170,7 @@ int kvn_transfer_read_guards(kvn_transfer_context *t)
                               transfer->guard_addresses[first + i], sizeof(uint64_t));
         if (kvn_is_halted(&t->halt))
             return KVN_CANCELLED;
+        t->has_issued = true; /* the words are others' after this transfer, too */
         const int status = kvn_communicator_issue(t->communicator, false, rows, count, &t->fault->why);
         if (status != KVN_OK)
             return status;

@@ -15,6 +15,8 @@ from kvnative._lower import Descriptors
 from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.base import link_failed
+from kvplan.transport.hccl.advice import MAX_LINKS
 from kvplan.transport.hccl.metadata import WORD_NBYTES
 from kvplan.transport.hccl.regions import Regions
 from kvplan.transport.hccl.registrations import whole_pages
@@ -132,8 +134,14 @@ class HcclDevice:
         Its prepare must follow, and `close`.
 
         Raises:
+            LLMException: LLM_LINK_FAILED: there are as many as there can be.
             NativeError: what HCCL says.
         """
+        if (num_open := self.num_open) >= MAX_LINKS:
+            raise link_failed(
+                f"device {self.device.id} has {num_open} connections of this engine, of at most "
+                f"{MAX_LINKS} (one for each link, and one more while it is renewed): unlink peers first"
+            )
         communicator = Communicator(
             self.library,
             self.device.native,
