@@ -83,5 +83,4 @@ cdef class Communicator:
     cdef readonly int remote_rank
 
     cdef int check_made(self) except -1
-    cdef int look(self) noexcept
     cdef int let_go(self) except -1

@@ -130,7 +130,7 @@ cdef class Communicator:
     def state(self) -> str:
         """One of "open", "preparing", "ready", "failed" (its prepare failed), "closed"."""
         self.check_made()
-        return STATES[self.look()]
+        return STATES[kvn_communicator_state_of(self.communicator)]
 
     @property
     def disturbed(self) -> bool:
@@ -303,16 +303,9 @@ cdef class Communicator:
         if status != KVN_PENDING:
             check_hccl(status, &failure)
 
-    # Waits for a call of HCCL that another thread makes, which may be long: without the GIL.
-    cdef int look(self) noexcept:
-        cdef int state
-        with nogil:
-            state = kvn_communicator_state_of(self.communicator)
-        return state
-
     # Of a closed communicator no region is bound any more.
     cdef int let_go(self) except -1:
-        if self.look() == KVN_COMM_CLOSED:
+        if kvn_communicator_state_of(self.communicator) == KVN_COMM_CLOSED:
             with self.lock:
                 self.bound.clear()
         return 0

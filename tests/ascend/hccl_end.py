@@ -205,9 +205,9 @@ class End:
         self.threads[key] = thread, answers
         thread.start()
 
-    def join(self, key: str) -> tuple[bool, Any]:
+    def join(self, key: str, timeout_s: float | None = None) -> tuple[bool, Any]:
         thread, answers = self.threads.pop(key)
-        thread.join()
+        thread.join(timeout_s)
         answered: tuple[bool, Any] = answers[0]
         return answered
 

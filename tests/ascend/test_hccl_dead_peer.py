@@ -15,6 +15,7 @@ from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 
 NBYTES = 1 << 20
+LOOK_S = 20.0  # at most: it waits for nothing
 HEARTBEAT = {"kvplan.heartbeat_interval_ms": "50", "kvplan.heartbeat_timeout_ms": "1000"}
 
 
@@ -43,6 +44,26 @@ def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str
             assert (report.status, report.message) == (KVN_PEER_GONE, "cluster 1 does not answer")
         assert ends[0].async_error(connection.name)[0] == 0  # HCCL knows of nothing yet
         end_alone(ends, connection.name, connection.addresses[0])
+
+
+def test_a_call_that_blocks_in_hccl_keeps_nobody_who_looks_at_the_connection(
+    tmp_path: Path,
+) -> None:
+    """A link that is closed or renewed looks at its connections, and holds its lock meanwhile."""
+    with two_ends(tmp_path, A2) as ends:
+        connection = ends.connect(NBYTES)
+        ends[0].set("issue_blocks", 1)
+        connection.start("put", connection.rows([64]))
+        while not ends.log.calls("blocks"):
+            pass
+        try:
+            ends[0].call_in_thread("look", "ask", connection.name, "state")
+            assert tuple(ends[0].join("look", LOOK_S)) == (True, "ready")
+            ends[0].cancel(connection.name, "cluster 1 does not answer")
+        finally:
+            ends[0].set("issue_blocks", 0)
+        assert connection.wait(None).status == KVN_PEER_GONE
+        connection.close()
 
 
 def test_a_peer_that_is_silent_is_given_up_by_its_heartbeat(

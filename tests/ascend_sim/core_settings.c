@@ -94,6 +94,8 @@ static int set_number(const char *name, int64_t value) {
         settings.tls = value;
     } else if (!strcmp(name, "max_links")) {
         settings.max_links = value;
+    } else if (!strcmp(name, "issue_blocks")) {
+        settings.issue_blocks = value;
     } else if (!strcmp(name, "page_bytes")) {
         settings.page_bytes = (uint64_t)value;
     } else if (!strcmp(name, "page_table_bytes")) {
@@ -154,6 +156,7 @@ __attribute__((constructor)) static void read_environment(void) {
         {"device_ips", "KVSIM_DEVICE_IPS", ""},
         {"tls", "KVSIM_TLS", "0"},
         {"max_links", "KVSIM_MAX_LINKS", "512"},
+        {"issue_blocks", "KVSIM_ISSUE_BLOCKS", "0"},
         {"page_bytes", "KVSIM_PAGE_BYTES", "4096"},
         {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
         {"dir", "KVSIM_DIR", ""},

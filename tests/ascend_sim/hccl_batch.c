@@ -289,11 +289,22 @@ static HcclResult issue(hccl_call *call, const request *r, char *name, batch **o
     return code;
 }
 
+/* The stream has no room left. */
+static void block(const request *r)
+{
+    if (!sim_settings_now().issue_blocks)
+        return;
+    sim_note("blocks", "\"what\":\"%s\"", r->name);
+    while (sim_settings_now().issue_blocks)
+        hccl_wait_until(hccl_now_us() + 1000);
+}
+
 static HcclResult transfer(hccl_call *call, const request *r, uint64_t *nbytes, char *name)
 {
     batch *b = NULL;
     sim_stream *stream = NULL;
     sim_fault fault = {SIM_FAULT_NONE, 0};
+    block(r);
     pthread_mutex_lock(&hccl_mutex);
     HcclResult code = issue(call, r, name, &b, &stream, &fault);
     pthread_mutex_unlock(&hccl_mutex);

@@ -38,6 +38,7 @@ typedef struct {
     char device_ips[400];      /* KVSIM_DEVICE_IPS of the devices, by physical number, commas between; any */
     int64_t tls;               /* KVSIM_TLS: a bit for each device whose connections are encrypted, 0 */
     int64_t max_links;         /* KVSIM_MAX_LINKS of a device in a process: queue pairs, 512 */
+    int64_t issue_blocks;      /* KVSIM_ISSUE_BLOCKS: 1: HCCL's batches block until it is 0, as when streams are full */
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;
 

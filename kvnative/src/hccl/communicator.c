@@ -16,7 +16,7 @@ struct kvn_communicator {
     char cancel_message[256];
     pthread_mutex_t mutex; /* guards what follows, and HCCL's calls for the connection */
     pthread_cond_t changed; /* the state, or `transfers` */
-    kvn_communicator_state state;
+    _Atomic(kvn_communicator_state) state; /* read without it, too: a call of HCCL may take long */
     bool closing;       /* no transfer begins any more */
     uint32_t transfers; /* running: 0 or 1, as the channel has one thread */
     /* Guards' words; their region is bound like any other. */
@@ -245,11 +245,7 @@ void kvn_communicator_cancel(kvn_communicator *self, const char *message)
 
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self)
 {
-    kvn_communicator_state state;
-    pthread_mutex_lock(&self->mutex);
-    state = self->state;
-    pthread_mutex_unlock(&self->mutex);
-    return state;
+    return atomic_load(&self->state);
 }
 
 bool kvn_communicator_is_disturbed(const kvn_communicator *self)

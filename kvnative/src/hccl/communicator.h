@@ -50,6 +50,7 @@ int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure);
  * so does whatever is submitted later. Does not wait. */
 void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 
+/* Does not wait. */
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
 /* Whether an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);

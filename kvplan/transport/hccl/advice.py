@@ -15,7 +15,7 @@ _PTR, _INTERNAL, _UNAVAIL, _TIMEOUT = 2, 4, 7, 9
 _TCP_CONNECT, _ROCE_CONNECT, _RUNTIME, _DRV, _NETWORK = 11, 12, 15, 16, 19
 
 MAX_LINKS: Final = 512
-"""Connections of a device: as many as the vendor's own engine makes, and its network port is said to take."""
+"""Connections of a device: as many as the vendor's own engine makes."""
 
 DEFAULT_PORT: Final = 16666
 """That HCCL listens at on a device, where the rank table names none."""

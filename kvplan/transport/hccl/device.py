@@ -140,7 +140,8 @@ class HcclDevice:
         if (num_open := self.num_open) >= MAX_LINKS:
             raise link_failed(
                 f"device {self.device.id} has {num_open} connections of this engine, of at most "
-                f"{MAX_LINKS} (one for each link, and one more while it is renewed): unlink peers first"
+                f"{MAX_LINKS} (one for each link, and one more while it is renewed): unlink peers "
+                "first"
             )
         communicator = Communicator(
             self.library,
