@@ -95,11 +95,14 @@ def test_memory_that_the_peer_has_registered_anew(
     connected: hixl.Hixl,
     memory: Memory,
     peer: Peer,
+    place: Place,
     op: TransferOp,
     used_before: bool,
     asynchronous: bool,
 ) -> None:
     """By another registration, of which the engine was not told when it looked for the range."""
+    if asynchronous and place.name == "tcp":
+        pytest.skip("docs/hixl.md: such a request may be FAILED, as it does not ask the peer")
     more = peer.run(
         """
         more = registered(engine, place, len(memory.array))
