@@ -238,9 +238,7 @@ class RangeOperation(Operation):
     def _locate(self, link: PeerLink, ranges: AddressRanges, pulls: bool) -> _Found:
         own = self.engine.registry.address_index()
         here = own.cut("local", ranges.local, ranges.remote, ranges.nbytes)
-        peer = link.address_index(
-            writable=not pulls, ask=self.retried, speculative=self._speculative
-        )
+        peer = link.address_index(writable=not pulls, ask=self.retried)
         there = _cut_remote(peer, ranges, here)
         if len(there.nbytes) != len(here.nbytes):  # cut further: of which extent is each now?
             here = own.cut("local", there.others, there.starts, there.nbytes)

@@ -151,23 +151,18 @@ class PeerLink(LinkLifecycle):
         """All that the peer offers, as far as it has been published."""
         return self._table.caches()
 
-    def address_index(
-        self, *, writable: bool, ask: bool, speculative: bool
-    ) -> AddressIndex[PeerCache]:
+    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
         """All that the peer offers, by addresses.
 
         Args:
             writable: of those that may be written, to write: then it must not have freed them.
-            ask: ask the peer first, in any case.
-            speculative: the caller accepts that the transfer may fail, and asks then.
+            ask: ask the peer first.
 
         Raises:
             LLMException: as `cache`.
         """
         link = self.transport_link
-        detects = "after" if link is None else link.detects_freed
-        # "check" shows before a transfer is submitted, and then the caller asks.
-        if ask or (detects != "check" and not speculative) or (writable and detects == "after"):
+        if ask or (writable and (link is None or link.detects_freed == "after")):
             self.sync()
         return self._table.address_index(writable=writable)
 

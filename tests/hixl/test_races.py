@@ -95,11 +95,14 @@ def test_memory_that_the_peer_has_registered_anew(
     connected: hixl.Hixl,
     memory: Memory,
     peer: Peer,
+    place: Place,
     op: TransferOp,
     used_before: bool,
     asynchronous: bool,
 ) -> None:
     """By another registration, of which the engine was not told when it looked for the range."""
+    if asynchronous and place.name == "tcp":
+        pytest.skip("docs/hixl.md: such a request may be FAILED, as it does not ask the peer")
     more = peer.run(
         """
         more = registered(engine, place, len(memory.array))
@@ -129,25 +132,3 @@ def test_memory_that_the_peer_has_registered_anew(
         assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
     if op is hixl.READ:
         assert (memory.array[:BLOCK] == pattern(seed=5)[:BLOCK]).all()
-
-
-def test_a_request_of_memory_that_another_registration_still_holds(
-    connected: hixl.Hixl, memory: Memory, peer: Peer
-) -> None:
-    """The registration that reaches further has ended, and the engine was not told."""
-    peer.run("more = registered(engine, place, len(memory.array))")
-    address = peer.run(
-        """
-        desc = hixl.MemDesc(more.address + 4096, len(more.array) - 4096 * 2)
-        _, inner = engine.register_mem(desc, place.mem_type)
-        result = more.address
-        """
-    )
-    one = [TransferOpDesc(memory.address, address + BLOCK, BLOCK)]
-    for op in (hixl.READ, hixl.WRITE):
-        assert connected.transfer_sync(peer.name, op, one, LONG_MS) == hixl.SUCCESS
-    peer.run("assert engine.deregister_mem(more.handle) == hixl.SUCCESS")
-    for op in (hixl.READ, hixl.WRITE):
-        status, request = connected.transfer_async(peer.name, op, one)
-        assert status == hixl.SUCCESS
-        assert ended(connected, request) == (hixl.SUCCESS, TransferStatus.COMPLETED)

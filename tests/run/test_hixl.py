@@ -29,9 +29,3 @@ def test_a_folder_of_that_name_is_none(folder: Folder) -> None:
     folder.write("site/hixl/readme.txt", "")
     said = folder.run(WHO, path=[folder.path / "site"])
     assert said == f"{ROOT / 'kvplan/hixl/__init__.py'} True\n"
-
-
-def test_it_is_found_once_where_its_folder_has_two_names(folder: Folder) -> None:
-    link = folder.path / "lib64"
-    link.symlink_to(ROOT / "kvplan/run/path")
-    assert folder.run(WHO, path=[link]) == f"{ROOT / 'kvplan/hixl/__init__.py'} True\n"

@@ -1,6 +1,5 @@
 """Becomes the installed `hixl` if there is one, else kvplan's, when it is imported."""
 
-import os
 import sys
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -8,9 +7,7 @@ from importlib.util import module_from_spec
 
 from kvplan_hook import FOLDER, find_kvplan  # type: ignore[import-not-found] # in sys.path
 
-# By any name: lib64 is often a link to lib, and this file must not find itself.
-OTHERS = [it for it in sys.path if os.path.realpath(it) != os.path.realpath(FOLDER)]  # noqa: PTH
-spec = PathFinder.find_spec(__name__, OTHERS)
+spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if folder != FOLDER])
 # A folder without __init__.py is a namespace package, not an installation.
 if spec is not None and spec.loader is not None and spec.origin is not None:
     sys.modules[__name__] = module = module_from_spec(spec)
