@@ -69,6 +69,7 @@ class _Running:
         )
         self.requests = Requests()
         self.registered: dict[int, tuple[int, int]] = {}  # address, bytes; by handle
+        self.handles: dict[tuple[int, int], int] = {}  # the other way round
         self.mutex = RLock()  # of registering
 
     def close(self) -> None:
@@ -167,12 +168,12 @@ class Hixl:
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
             with running.mutex:
-                for handle, known in running.registered.items():
-                    if known == (address, nbytes):
-                        return SUCCESS, handle
+                if (known := running.handles.get((address, nbytes))) is not None:
+                    return SUCCESS, known
                 desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, _PLACES[mem_type])
                 handle = running.datadist.register_cache(desc, [address]).cache_id
                 running.registered[handle] = address, nbytes
+                running.handles[address, nbytes] = handle
         except _REFUSALS as error:
             return _failed(what, error), 0
         return SUCCESS, handle
@@ -195,6 +196,8 @@ class Hixl:
         try:
             with running.mutex:
                 known = running.registered.pop(mem_handle, None)
+                if known is not None:
+                    del running.handles[known]
             if known is not None:
                 running.datadist.unregister_cache(mem_handle)
                 running.requests.leave(*known)
