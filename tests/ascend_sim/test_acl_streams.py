@@ -144,8 +144,18 @@ def test_destroying_waits_unless_forced(acl: Acl, memory: int) -> None:
     assert bytes(acl.view(memory, N)) == b"\2" * N
 
 
+@pytest.fixture
+def own_context(acl: Acl) -> Iterator[int]:
+    """Current in this thread: one that stops on failure does so for good."""
+    made = acl.made("aclrtCreateContext", 0)
+    yield made
+    acl.ok("aclrtDestroyContext", made)
+    acl.ok("aclrtSetDevice", 0)
+    acl.ok("aclrtResetDevice", 0)
+
+
 @pytest.mark.parametrize("stops", [0, 1])
-def test_after_an_error(acl: Acl, stream: int, memory: int, stops: int) -> None:
+def test_after_an_error(acl: Acl, own_context: int, stream: int, memory: int, stops: int) -> None:
     acl.ok("aclrtSetStreamFailureMode", stream, stops)
     assert acl.aclrtSetStreamFailureMode(stream, stops) == PARAM
     acl.ok("aclrtMemset", memory, N, 1, N)
