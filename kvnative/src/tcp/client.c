@@ -13,6 +13,7 @@
 #define FLIGHT_NBYTES (8u << 20)  /* asked for ahead: what a network may hold */
 #define CALL_NBYTES (1u << 20)    /* that one system call moves: a whole request */
 #define TURN_NBYTES (1u << 20)    /* before the mutex is free for others */
+#define YIELDS 64                 /* of the service to them, some 50 us: to be woken takes as long */
 #define DRIVES 4                  /* the same, of small steps */
 #define SPIN_NS 50000             /* longer than a wake-up takes */
 #define GRACE_NS INT64_C(500000000) /* for a push that was given up to be taken whole */
@@ -597,11 +598,20 @@ static void hand_over(kvn_tcp_client *self)
     kvn_tcp_ask_for(&self->watched, events);
 }
 
+/* Who had the mutex last gets it again before others wake: without this they would wait as long as
+ * bytes move, and nothing could be given up. */
+static void let_others_first(kvn_tcp_client *self)
+{
+    for (int i = 0; i < YIELDS && atomic_load_explicit(&self->wanted, memory_order_relaxed) > 0; i++)
+        sched_yield();
+}
+
 static kvn_tcp_progress on_ready(kvn_tcp_watched *watched, uint32_t events)
 {
     kvn_tcp_client *self = (kvn_tcp_client *)watched;
     progress reached = BLOCKED;
 
+    let_others_first(self);
     pthread_mutex_lock(&self->mutex);
     self->is_closed |= (events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP)) != 0;
     for (int i = 0; i < DRIVES && (reached = drive(self)) == MOVED; i++)
