@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.engine.runner import Operation, OperationRunner, Prepared, only_moves
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import are_whole, has_blocks
 from kvplan.planning.layers import ALL_LAYERS
@@ -78,13 +78,7 @@ class PushOperations(OperationRunner):
             and type(size) is int
             and size == -1
             and are_whole(num_tokens, coalesce)
-            and reinterpret is False
-            and verify is False
-            and timeout_ms is None
-            and notify is None
-            and notify_failure is None
-            and type(tag) is str
-            and tag == ""
+            and only_moves(reinterpret, verify, timeout_ms, notify, notify_failure, tag)
             and self._move_now(
                 "push_cache", dst, src, (src_batch_index,), (dst.batch_index,), ext_param
             )
@@ -199,13 +193,7 @@ class PushOperations(OperationRunner):
         if (
             dst_blocks is not None
             and are_whole(num_tokens, coalesce, src_token, dst_token)
-            and reinterpret is False
-            and verify is False
-            and timeout_ms is None
-            and notify is None
-            and notify_failure is None
-            and type(tag) is str
-            and tag == ""
+            and only_moves(reinterpret, verify, timeout_ms, notify, notify_failure, tag)
             and self._move_now("push_blocks", dst, src, src_blocks, dst_blocks, ext_param)
         ):
             return

@@ -466,6 +466,26 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+def only_moves(
+    reinterpret: bool,
+    verify: bool,
+    timeout_ms: float | None,
+    notify: bytes | None,
+    notify_failure: bytes | None,
+    tag: str,
+) -> bool:
+    """Whether a call does nothing but move: each argument is the default, not just equal to it."""
+    return (
+        reinterpret is False
+        and verify is False
+        and timeout_ms is None
+        and notify is None
+        and notify_failure is None
+        and type(tag) is str
+        and tag == ""
+    )
+
+
 def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
     if found.paged:
         raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
