@@ -127,8 +127,8 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
-docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
-	$(BIN)/python tools/api_reference.py
+docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
 clean: ## remove everything that these commands made
 	rm -rf .venv build dist *.egg-info kvnative/*.so kvnative/lib tests/support/*.so .*_cache .hypothesis

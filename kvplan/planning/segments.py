@@ -29,7 +29,7 @@ class Coalesce(StrEnum):
 
 
 DEFAULT_COALESCE = Coalesce.SORTED
-"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+"""Chosen by measurement: docs/internals/adr/0001-coalescing-order.md."""
 
 
 class Repeat(NamedTuple):

@@ -13,7 +13,7 @@
 #include "core/clock.h"
 #include "core/report.h"
 
-/* To sleep and be woken costs some 30 us (measured: docs/adr/0002-copy-strategies.md). So a waiter
+/* To sleep and be woken costs some 30 us (docs/internals/adr/0002-copy-strategies.md). So a waiter
  * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
  * has just moved something looks for the next job. Who has slept does not look again. No worker
  * looks where the pool has more threads than cores, for another thread needs the core; or when
