@@ -63,6 +63,7 @@ class ClusterInfo:
         """Where to link.
 
         Raises:
+            TypeError: an address of another type.
             LLMException: LLM_PARAM_INVALID: not exactly one remote address, or an impossible one.
         """
         remote = _addresses("remote", self.remote)

@@ -252,6 +252,7 @@ class Plan:
         """Return the part of this plan that copies the source layers in `layers` (step 1).
 
         Raises:
+            TypeError: `layers` is no range.
             LLMException: LLM_PARAM_INVALID if a layer is not one of this plan's source layers.
         """
         check_type("layers", layers, range)
@@ -268,6 +269,7 @@ class Plan:
         """Return where a descriptor came from; computed, not stored.
 
         Raises:
+            TypeError: `descriptor` is no int.
             LLMException: LLM_PARAM_INVALID if there is no such descriptor.
         """
         check_index("descriptor", descriptor, self.num_descriptors)
@@ -376,7 +378,11 @@ class Plan:
         return cost_of(transport).estimate(self)
 
     def diff(self, other: Plan) -> str:
-        """Return how `other` differs, as text that ends in a verdict."""
+        """Return how `other` differs, as text that ends in a verdict.
+
+        Raises:
+            TypeError: `other` is no Plan.
+        """
         from kvplan.inspection.diff import diff
 
         return diff(self, check_type("other", other, Plan))
@@ -388,6 +394,7 @@ class Plan:
         the same segments and options.
 
         Raises:
+            TypeError: `other` is no Plan.
             AssertionError: with the difference.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
@@ -409,6 +416,10 @@ class Plan:
             path: a file to write it to; None: it is only returned.
             diff: draws what changes from this plan to that one, as `diff` says it in text.
             notes: sentences of yours, shown with those of what is odd.
+
+        Raises:
+            TypeError: `diff` is no Plan.
+            OSError: `path` cannot be written to.
         """
         from kvplan.inspection.page import to_html
 
@@ -421,6 +432,9 @@ class Plan:
 
         Args:
             path: a file to write it to; None: it is only returned.
+
+        Raises:
+            OSError: `path` cannot be written to.
         """
         from kvplan.inspection.svg import to_svg
 

@@ -19,8 +19,8 @@ def execute(plan: AnyPlan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[An
 
     Of a `GroupPlan` the arrays of all groups, one group after another.
 
-    Raises, before a byte is copied:
-        TypeError: an element that is not a NumPy array.
+    Raises:
+        TypeError: an element that is not a NumPy array; nothing was copied.
         LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """
