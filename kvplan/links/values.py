@@ -20,7 +20,12 @@ UINT16_MAX = 2**16 - 1
 
 @dataclass(frozen=True, slots=True)
 class IpInfo:
-    """An address (IPv4, IPv6 or a host name) and a port."""
+    """An address (IPv4, IPv6 or a host name) and a port.
+
+    Attributes:
+        ip: the address, or the name of the host.
+        port: the port there; 0: none, and it cannot be linked to.
+    """
 
     ip: str
     port: int = 0

@@ -61,7 +61,13 @@ _LATER = ("segments", "tables")
 
 
 class LayerPair(NamedTuple):
-    """A source layer, the layer it goes to, and their tensor pairs (src, dst)."""
+    """A source layer, the layer it goes to, and their tensor pairs (src, dst).
+
+    Attributes:
+        src_layer: of the source cache, counted from its first.
+        dst_layer: of the destination, likewise.
+        tensors: the pairs.
+    """
 
     src_layer: int
     dst_layer: int
@@ -72,6 +78,10 @@ class Origin(NamedTuple):
     """Where a descriptor came from: layers, tensors, and first and last row on each side.
 
     Attributes:
+        src_layer, dst_layer: the layer, or the first of `num_layers`.
+        src_tensor, dst_tensor: the tensor, counted from 0.
+        src_rows, dst_rows: first and last block or slot.
+        src_row, dst_row: the word for these: "block" or "slot".
         kv: "K", "V" or "K+V"; empty where the layout does not say.
         heads: first and last KV head of the model; None where there is no such axis.
         tokens: tokens of the request, as (first, last) each; empty where the plan does not know.

@@ -31,8 +31,17 @@ NEVER = {
 }
 """What a protocol of Python wants, or what nobody is told of."""
 
-SILENT: dict[str, str] = {}
-"""What raises nothing after all, and why the code looks as if it did."""
+NEVER_THERE = {
+    # It estimates only with what was measured.
+    "kvplan.inspection.cost.TransportCost.outline": {"LLMException"},
+    # No number of tensors is given that could be wrong.
+    "kvplan.planning.side.Side.usual_tensors_per_layer": {"LLMException"},
+    # What peers say of their caches was checked when it came.
+    "kvplan.engine.cache_api.CacheOperations.peer_caches": {"TypeError", "ValueError"},
+    # The cluster id was checked when the object was made.
+    "kvplan.llm_datadist.v2.llm_datadist.LLMDataDist.init": {"ValueError"},
+}
+"""What the code of a function seems to raise, and does not."""
 
 
 def public_objects() -> dict[str, Any]:
@@ -176,12 +185,14 @@ def test_errors_are_said_where_they_are_raised() -> None:
     functions = {
         name: (it, None) for name, it in OBJECTS.items() if isinstance(it, FunctionType)
     } | {name: (it, kind) for kind in CLASSES.values() for name, it in methods(kind)}
-    silent = {
-        name: sorted(raised(it, kind))
-        for name, (it, kind) in functions.items()
-        if name not in SILENT and not section(it, "Raises") and raised(it, kind)
-    }
-    assert silent == {}
+    silent = {}
+    for name, (it, kind) in functions.items():
+        said = section(it, "Raises")
+        names = raised(it, kind) - NEVER_THERE.get(name, set())
+        # "as `other`" is as good as what stands there: that is a public name, too.
+        if names and (not said or "as `" not in said):
+            silent[name] = sorted(it for it in names if it not in said)
+    assert {name: names for name, names in silent.items() if names} == {}
 
 
 def test_a_class_says_what_its_constructor_raises_and_nothing_else() -> None:

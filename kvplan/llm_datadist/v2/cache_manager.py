@@ -142,8 +142,8 @@ class CacheManager:
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered, or the LLMDataDist is
-                finalized.
+            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered, or the LLMDataDist
+                is finalized.
         """
         self._deallocate(cache, is_blocks=True)
 
@@ -231,8 +231,8 @@ class CacheManager:
             mem_infos: of Memtype.MEM_TYPE_DEVICE, inside of registered caches.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another type, or
-                the LLMDataDist is finalized.
+            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another
+                type, or the LLMDataDist is finalized.
         """
         infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
         for position, it in enumerate(infos):
