@@ -33,7 +33,13 @@ DEFAULT_COALESCE = Coalesce.SORTED
 
 
 class Repeat(NamedTuple):
-    """How segments repeat: segment i `counts[i]` times, each so many bytes after the one before."""
+    """How segments repeat: segment i `counts[i]` times, each so many bytes after the one before.
+
+    Attributes:
+        counts: for each segment, how often it is there.
+        src_stride: bytes at the source from one to the next.
+        dst_stride: the same at the destination.
+    """
 
     counts: Column
     src_stride: int

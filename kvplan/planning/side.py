@@ -34,6 +34,10 @@ class Side:
     """A cache as the plan sees it: `num_tensors` tensors of `count` rows, `stride` bytes apart.
 
     Attributes:
+        num_tensors: how many tensors there are.
+        count: rows of a tensor.
+        stride: bytes of a row.
+        placement: where the tensors are.
         paged: whether rows are blocks; slots if not.
         data_type, shape: of a tensor, as it lies in memory; None and (): not known, rows are opaque
             bytes (a plan of schema 1, a peer's bare addresses).
