@@ -53,10 +53,14 @@ static kvn_job *next_job(const kvn_pool *pool)
     return KVN_LISTED(kvn_list_first(&pool->queue), kvn_job, queued);
 }
 
+/* So that a spinning thread leaves the core to its sibling, and does not look in vain so often. YIELD does
+ * nothing on most processors of Arm; ISB takes about as long as PAUSE does on those of Intel. */
 static void pause_cpu(void)
 {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
 #endif
 }
 
