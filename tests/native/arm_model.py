@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 PLAIN, ACQUIRE, ORDERED, RELEASE, BOTH = "", "Q", "A", "L", "AL"
 """As C has them. ACQUIRE may be LDAPR, which does not wait for the releases before it; ORDERED is
-LDAR, the load of what is sequentially consistent. RELEASE is the store of both. BOTH is of swaps."""
+LDAR, the load of what is sequentially consistent. RELEASE is the store of both; BOTH, of swaps."""
 
 
 class Read(NamedTuple):
