@@ -37,7 +37,7 @@ struct kvn_pool {
     uint64_t looks;  /* ever */
     int64_t ended_ns; /* when a piece last came back */
     bool may_look;   /* there is a core for each thread */
-    atomic_uint calls; /* to those who look, who read it without the mutex */
+    atomic_uint calls; /* to those who look, without the mutex: a hint, so relaxed */
     bool stopping;
     pid_t pid;
     /* The tuning, read without the mutex. Each value stands for itself: old and new ones go together. */

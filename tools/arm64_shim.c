@@ -1,7 +1,10 @@
-/* process_vm_readv and process_vm_writev for emulated programs: qemu-user does not have these calls.
+/* What qemu-user lacks and kvplan needs, for every program that tools/arm64 starts (it is preloaded).
  *
- * An emulated process has its memory at its own addresses, so that /proc/PID/mem shows it. That file ignores the
- * protection of pages, which is looked up before. Loaded into every program of tools/arm64 (ld.so.preload). */
+ * process_vm_readv and process_vm_writev: an emulated process has its memory at its own addresses, so that
+ * /proc/PID/mem shows it. That file ignores the protection of pages, which is looked up before.
+ * /proc/PID/stat: qemu makes up that of the process itself, with the time when the thread was started. By another
+ * spelling it is the system's, as peers see it. */
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -82,4 +85,19 @@ ssize_t process_vm_writev(pid_t pid, const struct iovec *local, unsigned long nu
                           const struct iovec *remote, unsigned long num_remote, unsigned long flags)
 {
     return move(pid, local, num_local, remote, num_remote, flags, 1);
+}
+
+FILE *fopen(const char *path, const char *mode)
+{
+    static FILE *(*next)(const char *, const char *);
+    char spelled[64];
+    int pid, length = 0;
+
+    if (!next)
+        next = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen");
+    if (sscanf(path, "/proc/%d/stat%n", &pid, &length) == 1 && length > 0 && !path[length]) {
+        snprintf(spelled, sizeof spelled, "/proc//%d/stat", pid);
+        path = spelled;
+    }
+    return next(path, mode);
 }
