@@ -1,6 +1,6 @@
 """Two processes, written for hixl: one reads the other's memory, and writes it back, by addresses.
 
-    python -m kvplan.run examples/hixl_two_processes.py
+    python -m kvplan.run hixl_two_processes.py
 
 The server registers 512 blocks of 16 KiB and listens; its Python takes no part in what follows. The
 client reads all blocks with one call, in reversed order, adds 1 to each byte, and writes them back

@@ -57,7 +57,11 @@ class Notifications(PollableQueue[Notification]):
         self._polled = self._epoll.fileno()
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
-        """Put in what a peer sends by a message; see `Inbox.deliver`."""
+        """Put in what a peer sends by a message; see `Inbox.deliver`.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: too many wait to be read; LLM_ENGINE_FINALIZED.
+        """
         if self.closed:
             raise finalized()
         if direct is not None:
@@ -215,11 +219,7 @@ class _CallingThread:
 
 
 class NotificationOperations(OperationRunner):
-    """What peers are told, and what they tell. Each method may raise the following.
-
-    Raises:
-        LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
-    """
+    """What peers are told, and what they tell."""
 
     def notify(self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None) -> None:
         """Send a notification; on return the peer's engine has it, for its program to read.
@@ -251,7 +251,12 @@ class NotificationOperations(OperationRunner):
             link.notify(data, timeout_ms)
 
     def notifications(self) -> Notifications:
-        """Return what peers have sent and nobody has read yet: one object for an engine."""
+        """Return what peers have sent and nobody has read yet: one object for an engine.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
+        """
         return self._running().notifications
 
     def on_notification(self, callback: Callable[[Notification], object]) -> Callable[[], None]:
@@ -263,6 +268,8 @@ class NotificationOperations(OperationRunner):
             A function that removes the callback.
 
         Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
             TypeError: it cannot be called.
         """
         if not callable(callback):

@@ -20,7 +20,12 @@ UINT16_MAX = 2**16 - 1
 
 @dataclass(frozen=True, slots=True)
 class IpInfo:
-    """An address (IPv4, IPv6 or a host name) and a port."""
+    """An address (IPv4, IPv6 or a host name) and a port.
+
+    Attributes:
+        ip: the address, or the name of the host.
+        port: the port there; 0: none, and it cannot be linked to.
+    """
 
     ip: str
     port: int = 0
@@ -63,6 +68,7 @@ class ClusterInfo:
         """Where to link.
 
         Raises:
+            TypeError: an address of another type.
             LLMException: LLM_PARAM_INVALID: not exactly one remote address, or an impossible one.
         """
         remote = _addresses("remote", self.remote)
