@@ -155,7 +155,9 @@ class BuildNative(build_ext):
         if shutil.which(compiler) is None:
             missing.append(f"a C compiler ({compiler} is not on PATH; Debian: apt install gcc)")
         if not header.exists():
-            missing.append(f"Python's headers ({header} is not there; Debian: apt install python3-dev)")
+            missing.append(
+                f"Python's headers ({header} is not there; Debian: apt install python3-dev)"
+            )
         if missing:
             raise SystemExit(
                 f"error: to build kvplan from source needs {' and '.join(missing)}; its wheels need"
@@ -220,7 +222,7 @@ setup(
             "wraparound": False,
             "embedsignature": True,
             "embedsignature.format": "clinic",
-            # What the GIL protects elsewhere critical sections and mutexes do: see docs/adr/0003.
+            # What the GIL protects elsewhere critical sections and mutexes do: see docs/adr/0009.
             "freethreading_compatible": True,
         },
     )

@@ -61,8 +61,8 @@ def take_packets(packets, Py_ssize_t most, sender, queue, unread, int eventfd):
                 break
             goes_on = 0 < nbytes <= MOST
             if goes_on:
+                unread.append(None)  # first: whoever takes the packet takes one of these
                 queue.append((sender, buffer[:nbytes]))
-                unread.append(None)
                 taken += 1
     finally:
         kvn_readers_unlock()

@@ -4,10 +4,10 @@
 
 Names are `oldest` (Python 3.11 with the oldest NumPy, pyzmq, msgspec, click and rich that
 pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest that PyPI has for each, and `3.13t`,
-`3.14t`, the builds without a GIL. An interpreter is one on PATH (python3.14t), of pyenv, or Debian's:
-unpacked in build/pythons and run there by chroot, which needs root; those without a GIL are compiled
-from Debian's sources. All with a GIL run the modules that are built in place here: the stable ABI
-means that. Those without have a build of their own, in a copy of the tree.
+`3.14t`, the builds without a GIL. An interpreter is one on PATH (python3.14t), of pyenv, or
+Debian's: unpacked in build/pythons and run there by chroot, which needs root; those without a GIL
+are compiled from Debian's sources. All with a GIL run the modules that are built in place here: the
+stable ABI means that. Those without have a build of their own, in a copy of the tree.
 
 Ends with one line for each; its exit status says whether any test failed.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -44,9 +43,18 @@ import click, msgspec, numpy, zmq
 import kvnative, kvplan, kvplan.engine, kvplan.vllm.options, kvplan.cli
 for it in pkgutil.iter_modules(kvnative.__path__):
     importlib.import_module("kvnative." + it.name)
-gil = sysconfig.get_config_var("Py_GIL_DISABLED") and ", GIL " + ("off", "ON")[sys._is_gil_enabled()]
-print(f"Python {platform.python_version()}{gil or ''}, NumPy {numpy.__version__}, pyzmq"
+gil = ""
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    gil = ", GIL ON" if sys._is_gil_enabled() else ", GIL off"
+print(f"Python {platform.python_version()}{gil}, NumPy {numpy.__version__}, pyzmq"
       f" {zmq.__version__}, msgspec {msgspec.__version__}")
+"""
+
+
+WHICH = """
+import sys, sysconfig
+free = sysconfig.get_config_var("Py_GIL_DISABLED")
+print("%d.%d" % sys.version_info[:2] + ("t" if free else ""))
 """
 
 
@@ -111,7 +119,11 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     if tree != ROOT:
         run([*python, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree)
     about = subprocess.run(
-        [*python, "-W", "error", "-c", PROBE], cwd=tree, stdout=subprocess.PIPE, text=True
+        [*python, "-W", "error", "-c", PROBE],
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if about.returncode != 0:
         return "kvplan cannot be imported", False
@@ -127,6 +139,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
             cwd=tree,
             stdout=out,
             stderr=subprocess.STDOUT,
+            check=False,
             env=os.environ | {"PYTHONPATH": str(tree)},
         )
     lines = log.read_text().splitlines()
@@ -162,9 +175,8 @@ def find(name: str) -> Interpreter:
 
 
 def is_python(python: str | Path, name: str) -> bool:
-    """Whether it works, and is that version with or without a GIL: a shim of pyenv may be neither."""
-    script = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2] + 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED')))"
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    """Whether it works, which a shim of pyenv may not, and is that one."""
+    done = subprocess.run([python, "-c", WHICH], capture_output=True, text=True, check=False)
     return done.stdout.strip() == name
 
 
@@ -190,7 +202,7 @@ def apt(place: Path, suite: str, *command: str) -> None:
     }
     given = [f"-o{key}={value}" for key, value in options.items()]
     done = subprocess.run(
-        ["apt-get", "-q", *given, *command], cwd=place, capture_output=True, text=True
+        ["apt-get", "-q", *given, *command], cwd=place, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         reason = next((it for it in done.stderr.splitlines() if it.startswith("E:")), done.stderr)
@@ -296,7 +308,7 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
 
 
 def copy_tree(name: str) -> Path:
-    """What git has, where the modules of another kind are built: what is unchanged keeps its time."""
+    """What git has, for modules of another kind; what is unchanged is not compiled again."""
     tree = PLACE / f"tree-{name}"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -107,7 +107,7 @@ def build(tree: Path, architecture: str, out: Path) -> Path:
 
 
 def needed(wheel: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each library in it, and the newest glibc of which it names a symbol; SystemExit if too new."""
+    """Each library in it, and the newest glibc that it names a symbol of; exits if too new."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(it for it in archive.namelist() if it.endswith(".so")):
             versions = glibc_versions(archive.read(name))
