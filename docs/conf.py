@@ -30,6 +30,7 @@ include_patterns = [
     "tests/ascend_sim/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
 ]
 exclude_patterns = [".*", "build", "kvnative", "kvplan"]
 
