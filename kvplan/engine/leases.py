@@ -246,7 +246,7 @@ def _check_tokens(tokens: int, num_blocks: int, side: Side) -> None:
 
 
 class LeaseOperations(OperationRunner):
-    """Blocks that peers reach only as long as they are one request's: see docs/leases.md."""
+    """Blocks that peers reach only as long as they are one request's: see docs/how-to/leases.md."""
 
     def lease_blocks(
         self,

@@ -29,7 +29,7 @@ _DEFAULT_FILES: Final = 2
 
 
 class RecordingOperations(OperationRunner):
-    """What an engine does, in a file: see docs/recording.md."""
+    """What an engine does, in a file: see docs/how-to/recording.md."""
 
     def record(
         self,

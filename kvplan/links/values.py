@@ -140,7 +140,7 @@ NEXT_STATES = {
     LinkState.CLOSED: {LinkState.UNLINKED},
     LinkState.UNLINKED: set[LinkState](),
 }
-"""The changes of state that are allowed (drawn in docs/links.md)."""
+"""The changes of state that are allowed (drawn in docs/internals/links.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ def plan_block_to_block(
         segments = Segments.adopt(
             (src_table * stride).view(np.uint64),
             (dst_table * stride).view(np.uint64),
-            np.full(num_blocks, stride, dtype=np.uint64),
+            np.full(num_blocks, stride, np.uint64),
             merged=how is not Coalesce.NONE,
         )
     nbytes = num_blocks * stride

@@ -7,7 +7,6 @@ move a byte.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -488,6 +487,7 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
         import hashlib  # loads OpenSSL
+        import json
 
         digest = hashlib.sha256(
             json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode()

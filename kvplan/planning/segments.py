@@ -29,7 +29,7 @@ class Coalesce(StrEnum):
 
 
 DEFAULT_COALESCE = Coalesce.SORTED
-"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+"""Chosen by measurement: docs/internals/adr/0001-coalescing-order.md."""
 
 
 class Repeat(NamedTuple):
@@ -120,8 +120,11 @@ class Segments:
         """
         if merged and not repeats and len(src) > 1:
             # The law of merging: a segment continues where both sides continue.
-            sizes = nbytes[:-1]
-            adjacent = (src[1:] - src[:-1] == sizes) & (dst[1:] - dst[:-1] == sizes)
+            # Where it does at one of them, it does at both if they stay as far apart.
+            apart = dst - src
+            adjacent = apart[1:] == apart[:-1]
+            if np.count_nonzero(adjacent):
+                adjacent &= src[1:] - src[:-1] == nbytes[:-1]
             if np.count_nonzero(adjacent):
                 breaks = np.flatnonzero(~adjacent)
                 first = np.concatenate(([0], breaks + 1))
@@ -130,11 +133,11 @@ class Segments:
                 src, dst = src[first], dst[first]
                 nbytes = ends - src
         segments = cls.__new__(cls)
-        for name, column in (("src_offsets", src), ("dst_offsets", dst), ("nbytes", nbytes)):
+        for column in (src, dst, nbytes, *(it.counts for it in repeats)):
             column.setflags(write=False)
-            _assign(segments, name, column)
-        for repeat in repeats:
-            repeat.counts.setflags(write=False)
+        _assign(segments, "src_offsets", src)
+        _assign(segments, "dst_offsets", dst)
+        _assign(segments, "nbytes", nbytes)
         _assign(segments, "repeats", repeats)
         _assign(segments, "_num_runs", -1 if repeats else len(nbytes))
         return segments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,7 +218,17 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         desc, cache_id = cache.cache_desc, cache.cache_id
         name = f"cache {cache_id}" if cache_id >= 0 else ""
     else:
-        desc, name, cache_id = check_type(argument, cache, CacheDesc), "", -1
+        return _side_of(check_type(argument, cache, CacheDesc), paged)
+    return _side(desc, paged, name, cache_id)
+
+
+@lru_cache(maxsize=256)
+def _side_of(desc: CacheDesc, paged: bool) -> Side:
+    """The side of a bare description, kept: each plan asks it for the same things."""
+    return _side(desc, paged, "", -1)
+
+
+def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
     layout = desc.layout
     found = Side.__new__(Side)
     vars(found).update(  # past a constructor that sets each field through `object.__setattr__`

@@ -37,7 +37,7 @@ def no_leases(where: str) -> LLMException:
     """Nothing checks leases there: LLM_FEATURE_NOT_ENABLED."""
     return LLMException(
         f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
-        "docs/leases.md says which are",
+        "docs/how-to/leases.md says which are",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
 

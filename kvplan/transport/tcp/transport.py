@@ -35,9 +35,9 @@ class TcpTransport(BaseTransport):
     """What this process lets its peers reach over TCP, and its links to them: see `Transport`.
 
     It opens no port: `connect` is given connections, as `Streams`. An engine makes them through the
-    port that one of both listens at; docs/across-hosts.md shows a program without engines. Threads
-    that serve peers begin with the first link. Close it before the memory goes. In a forked child
-    it is of no use: make another there.
+    port that one of both listens at; docs/how-to/across-hosts.md shows a program without engines.
+    Threads that serve peers begin with the first link. Close it before the memory goes. In a forked
+    child it is of no use: make another there.
     """
 
     name = TcpLink.transport
