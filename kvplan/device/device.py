@@ -225,7 +225,7 @@ class Device:
         if self._closed or os.getpid() != self._key[0]:
             return
         self._closed = True
-        for pinned in tuple(self._pinned):
+        for pinned in list(self._pinned):
             pinned.close()
         with _mutex:
             self._shared.users -= 1

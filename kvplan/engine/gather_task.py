@@ -89,7 +89,7 @@ class GatherNotices:
             LLMException: every byte has arrived, and a peer could not be told.
         """
         with self._mutex:
-            for link in tuple(self._operations):
+            for link in list(self._operations):
                 try:
                     self._operations.pop(link).finish(error)
                 except LLMException as failure:
@@ -190,13 +190,13 @@ class GatherTask:
         return wait_in_thread(self)
 
     def _stop(self, reason: LLMException | None) -> None:
-        for task in tuple(self.tasks.values()):
+        for task in list(self.tasks.values()):
             task.cancel(reason)
 
     def drop(self) -> None:
         """Stop what has begun, and end its operations."""
         self.cancel()
-        for task in tuple(self.tasks.values()):
+        for task in list(self.tasks.values()):
             with suppress(LLMException):
                 task.wait()
         self.notices.finish(KeyboardInterrupt())  # of which nobody is told

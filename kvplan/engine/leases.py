@@ -125,7 +125,7 @@ class Leases:
             return
         if self.observer is not None:
             self.observer("release", lease)
-        for it in tuple(self._callbacks.values()):
+        for it in list(self._callbacks.values()):
             try:
                 it(lease)
             except Exception:

@@ -99,7 +99,7 @@ def _record(
     engine.recorder = recorder
     engine.leases.observer = partial(_record_lease, recorder)
     engine.links.observe(partial(_record_link, recorder))
-    for it in tuple(engine.links.peers.values()):
+    for it in list(engine.links.peers.values()):
         _record_link(recorder, it)
     return recorder
 

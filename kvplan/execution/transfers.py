@@ -376,7 +376,7 @@ class Transfers:
         """
         self._closed = True
         self.small_nbytes = 0
-        for it in tuple(self._shares):
+        for it in list(self._shares):
             if (share := it()) is not None:
                 share.close(cancel=cancel)
         self._executor.close(cancel)

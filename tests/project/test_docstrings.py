@@ -19,7 +19,6 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-
 from tools.api_reference import BESIDE_ALL, PUBLIC
 
 SECTION = r"^{title}:\n((?:(?:    .*)?\n?)*)"
