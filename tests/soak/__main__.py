@@ -126,8 +126,8 @@ def held_here() -> dict[str, int]:
     """What this process holds, and how many files of shared memory the machine has."""
     return {
         "kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len([*Path("/proc/self/fd").iterdir()]),
+        "threads": len([*Path("/proc/self/task").iterdir()]),
         "files of shared memory": len(shared_memory()),
     }
 
@@ -140,7 +140,7 @@ def orphans(names: set[str]) -> set[str]:
     """Those of these files in /dev/shm that no process has mapped or open."""
     for process in Path("/proc").glob("[0-9]*") if names else ():
         with suppress(OSError):
-            opened = [os.readlink(it) for it in (process / "fd").iterdir()]
+            opened = [str(it.readlink()) for it in (process / "fd").iterdir()]
             text = "\n".join([(process / "maps").read_text(errors="replace"), *opened])
             names = {it for it in names if f"/dev/shm/{it}" not in text}
     return names

@@ -1,8 +1,8 @@
 """What a process of `chaos` has: an engine that leases its blocks, and threads that move others'.
 
-The oracle is bytes. A word of a block says whose it is: the request (a stamp), the tensor, the place
-among the request's blocks, and the place in the block. So bytes of another request, another block
-or another place are seen.
+The oracle is bytes. A word of a block says whose it is: the request (a stamp), the tensor, the
+place among the request's blocks, and the place in the block. So bytes of another request, another
+block or another place are seen.
 """
 
 from __future__ import annotations
