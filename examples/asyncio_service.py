@@ -37,7 +37,7 @@ from kvplan import (
 DECODE, PEERS = 10, (1, 2, 3, 4)
 # 8 tensors of 64 blocks of 16 KiB, in host memory also where there is an accelerator.
 PAGED = CacheDesc(8, (64, 4096), DataType.DT_UINT32, placement=Placement.HOST)
-CLIENTS, REQUESTS = 8, 25  # of each client
+CLIENTS, REQUESTS = 8, 10  # of each client
 DEADLINE_S = 5.0
 
 

@@ -7,7 +7,7 @@
 Without the key no other engine can link, and the handshake is encrypted; --encrypt encrypts the
 caches as well. Prefill, which listens, waits until decode is done. A notification tells it so:
 kvplan delivers it after the last byte of the push. Each host compares all bytes that it was given,
-and ends with 1 if one is wrong.
+and ends with 1 if one is wrong, or the other host has failed.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from kvplan import (
     CacheDesc,
     ClusterInfo,
     DataType,
+    LinkState,
     LlmDataDist,
     LlmRole,
     Options,
@@ -32,7 +33,7 @@ PREFILL, DECODE = 1, 2
 PAGED = CacheDesc(num_tensors=16, shape=(64, 16, 8, 64), data_type=DataType.DT_UINT16)
 AT_PREFILL, AT_DECODE = [4, 5, 9, 30, 31, 32, 33, 2], [17, 18, 40, 41, 42, 43, 7, 8]
 BACK = [50, 51, 52, 53, 54, 55, 60, 61]  # where decode pushes its own blocks to
-PATIENCE_MS = 600_000
+GONE = (LinkState.BROKEN, LinkState.CLOSED)
 
 
 def content(seed: int) -> list[NDArray[np.uint16]]:
@@ -49,9 +50,11 @@ def prefill(options: Options) -> None:
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(PREFILL))
         datadist.write_cache(cache, content(PREFILL))
         print(f"prefill: listening at {datadist.listen_address}", flush=True)
-        if not datadist.notifications().wait(timeout_ms=PATIENCE_MS):
-            sys.exit(f"FAILED: no decode engine came within {PATIENCE_MS} ms")
-        (message,) = datadist.notifications()
+        told = datadist.notifications()
+        while not told.wait(timeout_ms=500):
+            if any(link.state in GONE for link in datadist.links()) and len(told) == 0:
+                sys.exit("FAILED: prefill: decode has gone, and has not said that it was done")
+        (message,) = told
         print(f"prefill: cluster {message.cluster_id} says: {message.data.decode()}")
         expected = content(PREFILL)
         for tensor, pushed in zip(expected, content(DECODE), strict=True):

@@ -53,10 +53,7 @@ def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
 
 
 @pytest.mark.slow  # needs the wheel
-@pytest.mark.parametrize("switches", [(), ("--encrypt",)], ids=["plain", "encrypted"])
-def test_two_hosts_and_a_key(
-    hosts: list[Namespace], python: Path, tmp_path: Path, switches: tuple[str, ...]
-) -> None:
+def test_two_hosts_and_a_key(hosts: list[Namespace], python: Path, tmp_path: Path) -> None:
     shutil.copy(FOLDER / "two_hosts.py", tmp_path)
     key = tmp_path / "cluster.key"
     run([python.with_name("kvplan"), "keygen", key])
@@ -65,7 +62,7 @@ def test_two_hosts_and_a_key(
     def started(host: Namespace, *arguments: str) -> subprocess.Popen[str]:
         return host.start(
             *(*OWN_PROCESSES, python, "-W", "error", tmp_path / "two_hosts.py"),
-            *("--key", key, *switches, *arguments),
+            *("--key", key, "--encrypt", *arguments),
             env=users_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -41,7 +41,7 @@ SHOWN = {
     "role_switch": ["LLM_EXIST_LINK", "cluster 1, DECODER", "tensor 3: 1300 1301 1302 1303"],
     "asyncio_service": [
         "a block too many: src_blocks[0]=64 is out of range [0, 64)",
-        "8 clients at once: 200 answers, every number as it should be",
+        "8 clients at once: 80 answers, every number as it should be",
         "peer 4: ",
     ],
     "torch_tensors": ["layer 3: 75 tokens in 10 blocks, and nothing else is written"],

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -106,7 +107,7 @@ def described(kind: type) -> set[str]:
     lines = section(kind, "Attributes") + section(kind, "Args")
     names = set(re.findall(r"\w+", " ".join(re.findall(r"^    (\w[\w, ]*):", lines, re.MULTILINE))))
     body = tree(kind).body  # type: ignore[attr-defined]
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             names.add(ast.unparse(field.target))
     return names
@@ -169,9 +170,9 @@ def callees(
         and isinstance(called, ast.Attribute)
         and isinstance(called.value, ast.Name)
         and called.value.id in ("self", "cls")
+        and (method := plain(inspect.getattr_static(owner, called.attr, None)))
     ):
-        if method := plain(inspect.getattr_static(owner, called.attr, None)):
-            yield method, owner
+        yield method, owner
 
 
 @pytest.mark.parametrize("name", [it for it, kind in CLASSES.items() if fields(kind)])
