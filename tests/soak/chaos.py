@@ -72,6 +72,7 @@ class Chaos:
         self.counts: Counter[str] = Counter()
         self.block_words = self.random.choice([1 << 10, 1 << 14, 1 << 17])
         self._options = self._settings(folder)
+        self._registered = {it: self.random.random() < 0.5 for it in CLUSTERS}
         self._peers: dict[int, Peer] = {}
         self._addresses: dict[int, str] = {}
         self._stopped: set[int] = set()
@@ -111,7 +112,7 @@ class Chaos:
             cluster,
             self._options,
             self.block_words,
-            self.random.random() < 0.5,
+            self._registered[cluster],
         )
 
     def ask(self, cluster: int, method: str, *arguments: Any) -> Any:
@@ -281,6 +282,7 @@ class Chaos:
             self._release(lease)
         for it in CLUSTERS:
             self._hear(self.ask(it, "check"))
+            self.ask(it, "forget")
         for user, owner in permutations(CLUSTERS, 2):
             self._must_move(user, owner)
 
@@ -301,8 +303,7 @@ class Chaos:
     def _held(self) -> dict[int, tuple[int, dict[str, Any]]]:
         """What each process holds."""
         return {
-            it: (self.born[it], dict(self._peers[it].run("result = footprint()")))
-            for it in CLUSTERS
+            it: (self.born[it], dict(self._peers[it].run("result = held()"))) for it in CLUSTERS
         }
 
     def finish(self) -> None:
@@ -347,6 +348,8 @@ def surroundings(machine: str, folder: Path) -> Iterator[None]:
     os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
     os.environ["KVPLAN_TUNING"] = "builtin"
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
+    # What the threads of the tests had of it is given back at once: what grows then is kvplan's.
+    os.environ.update({"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})
     hide()
     with ExitStack() as stack:
         if machine == "ucx":
@@ -370,7 +373,8 @@ def one_round(machine: str, seed: int, steps: int) -> dict[str, Any]:
                 chaos.finish()
             finally:
                 chaos.close()
-    check_growth(held)
+    if "KVPLAN_SANITIZE" not in os.environ:  # whose own memory grows
+        check_growth(held)
     return {"counts": dict(chaos.counts), "held": held}
 
 
