@@ -131,8 +131,8 @@ async def run(addresses: list[str]) -> None:
         server = await asyncio.start_server(Service(datadist).serve, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            clients = [client(number, port) for number in range(CLIENTS)]
-            *right, _ = await asyncio.gather(*clients, impossible(port))
+            clients = asyncio.gather(*(client(number, port) for number in range(CLIENTS)))
+            right, _ = await asyncio.gather(clients, impossible(port))
         print(f"{CLIENTS} clients at once: {sum(right)} answers, every number as it should be")
         for link in datadist.links():
             print(f"peer {link.cluster_id}: {link.bytes_pulled >> 10} KiB over {link.transport}")

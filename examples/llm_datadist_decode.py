@@ -110,7 +110,7 @@ def remote_mode(datadist: LLMDataDist, prefill: Connection, here: str) -> None:
 
 def main() -> None:
     """Run both modes, one after the other, with one LLMDataDist."""
-    options = arguments(__doc__)
+    options = arguments(__doc__ or "")
     with Client(ip_and_port(options.scheduler)) as prefill:
         datadist = LLMDataDist(LLMRole.DECODER, DECODE)
         request_mode(datadist, prefill, options)

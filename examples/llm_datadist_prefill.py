@@ -107,12 +107,12 @@ def ip_and_port(address: str) -> tuple[str, int]:
 
 def rank_table(*ips: str) -> str:
     """Rank and device 0 on the host with the first address, 1 on that with the second."""
-    servers = {ip: {"server_id": ip, "device": []} for ip in ips}  # one, if they are one host
+    devices: dict[str, list[dict[str, str]]] = {ip: [] for ip in ips}  # one, if they are one host
     for i, ip in enumerate(ips):
-        device = {"device_id": str(i), "device_ip": ip, "rank_id": str(i)}
-        servers[ip]["device"].append(device)
+        devices[ip].append({"device_id": str(i), "device_ip": ip, "rank_id": str(i)})
+    servers = [{"server_id": ip, "device": held} for ip, held in devices.items()]
     table = {"version": "1.0", "server_count": str(len(servers)), "status": "completed"}
-    return json.dumps(table | {"server_list": list(servers.values())})
+    return json.dumps({**table, "server_list": servers})
 
 
 def linked_by_name(datadist: LLMDataDist, options: argparse.Namespace) -> int:
@@ -224,7 +224,7 @@ def arguments(text: str) -> argparse.Namespace:
 
 def main() -> None:
     """Run both modes, one after the other, with one LLMDataDist."""
-    options = arguments(__doc__)
+    options = arguments(__doc__ or "")
     with Listener(ip_and_port(options.scheduler)) as listener:
         print("prefill: waiting for decode", flush=True)
         with listener.accept() as decode:

@@ -276,7 +276,7 @@ class CacheOperations(OperationRunner):
                 engine.leases.standing(cache)  # it was, all the time
             return sums
 
-    def write_cache(self, cache: Cache, arrays: Sequence[Any]) -> None:
+    def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:
         """Fill each tensor, wherever the cache is.
 
         Args:

@@ -202,7 +202,11 @@ class GatherTask:
         self.notices.finish(KeyboardInterrupt())  # of which nobody is told
 
     def begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
-        """Submit the part of a source; if it cannot be, the others are stopped."""
+        """Submit the part of a source; if it cannot be, the others are stopped.
+
+        Raises:
+            GatherError: it cannot.
+        """
         self._names[index] = name
         try:
             self.tasks[index] = submit()

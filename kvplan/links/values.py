@@ -48,13 +48,14 @@ class ClusterInfo:
 
     Args:
         remote_cluster_id: of the peer.
-        remote: where it listens; exactly one address to link, none needed to unlink.
+        remote: where it listens; exactly one address to link, none needed to unlink. None, as an
+            engine that does not listen has for `listen_address`, is no address.
         local: as in the reference; not used here.
         remote_role_type: likewise.
     """
 
     remote_cluster_id: int
-    remote: Address | Sequence[Address] = ()
+    remote: Address | Sequence[Address] | None = ()
     local: Address | Sequence[Address] = ()
     remote_role_type: int = 0
 
@@ -84,7 +85,9 @@ class ClusterInfo:
 
 
 def _addresses(name: str, given: object) -> tuple[Address, ...]:
-    if isinstance(given, Address):
+    if given is None:
+        given = ()
+    elif isinstance(given, Address):
         given = (given,)
     if not isinstance(given, Sequence):
         raise TypeError(f'{name}={shown(given)} must be "ip:port", an IpInfo, or a list of one')

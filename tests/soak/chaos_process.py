@@ -12,6 +12,7 @@ import queue
 import threading
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,7 @@ class Home:
             it.jobs.put(None)
         for it in self.movers:
             it.join()
+        self.forget()
         del self.engine, self.movers, self.cache, self.arrays, self.live, self.free
         gc.collect()
 
@@ -296,6 +298,10 @@ class Home:
                 return "WRONG: written to memory that was unregistered"
         return ""
 
+    def forget(self) -> None:
+        """Let go of memory that was unregistered."""
+        self._graves.clear()
+
     def do(self, mover: int, job: Job) -> None:
         self.movers[mover].jobs.put(job)
 
@@ -310,6 +316,14 @@ class Home:
         return found
 
 
+def held() -> dict[str, Any]:
+    """What this process holds; of its memory what is not shared, since peers' is mapped at will."""
+    found = dict(footprint())
+    status = Path("/proc/self/status").read_text()
+    found["kib"] = int(status.partition("RssAnon:")[2].split()[0])
+    return found
+
+
 def names(machine: str) -> dict[str, Any]:
     """Of a peer on "host" or "ascend"."""
     if machine != "ascend":
@@ -318,7 +332,7 @@ def names(machine: str) -> dict[str, Any]:
             arrays = [np.zeros(desc.shape, np.uint32) for _ in range(desc.num_tensors)]
             return arrays, arrays
 
-        return {"home": Home(LlmDataDist, plain), "footprint": footprint, "left": dict}
+        return {"home": Home(LlmDataDist, plain), "held": held, "left": dict}
     from tests.ascend.device import OnDevice, SimulatedAscend
 
     def on_device(cluster_id: int, desc: CacheDesc) -> tuple[list[Words], list[Any]]:
@@ -327,4 +341,4 @@ def names(machine: str) -> dict[str, Any]:
         return views, device.addresses(views)
 
     left = SimulatedAscend(0).left
-    return {"home": Home(OnDevice, on_device), "footprint": footprint, "left": left}
+    return {"home": Home(OnDevice, on_device), "held": held, "left": left}
