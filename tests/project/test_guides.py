@@ -5,8 +5,15 @@ from dataclasses import fields
 from pathlib import Path
 
 import kvplan
+from kvplan.control.messages import PROTOCOL_VERSION
 from kvplan.engine.option_rows import ROWS
 from kvplan.engine.options import Options
+from kvplan.planning.plan import SCHEMA_VERSION
+from kvplan.recording.format import MAGIC
+from kvplan.transport.hccl import metadata as hccl
+from kvplan.transport.local import metadata as local
+from kvplan.transport.tcp import metadata as tcp
+from kvplan.transport.ucx import metadata as ucx
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
