@@ -55,3 +55,13 @@ def test_every_call_is_in_the_guide() -> None:
     guide = "\n".join(it.read_text() for part in PARTS for it in (DOCS / part).glob("*.md"))
     calls = {it for it in dir(kvplan.LlmDataDist) if not it.startswith(("_", "plan_", "submit_"))}
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
+
+
+def test_versions_that_work_together_are_those_of_the_code() -> None:
+    page = (DOCS / "reference/compatibility.md").read_text()
+    of_transports = {"local": local, "tcp": tcp, "ucx": ucx, "hccl": hccl}
+    said = ", ".join(f"`{name}` {it.SCHEMA_VERSION}" for name, it in of_transports.items())
+    assert f"| control protocol | {PROTOCOL_VERSION} |" in page
+    assert f"| metadata of a transport | {said} |" in page
+    assert f"`schema_version` {SCHEMA_VERSION} |" in page
+    assert f"`{MAGIC.decode().strip()}`" in page
