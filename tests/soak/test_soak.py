@@ -111,7 +111,7 @@ def test_a_short_round_of_chaos(
 ) -> None:
     """As `make soak` starts it: it must come to an end in which all reach each other."""
     name = f"chaos-{machine}"
-    it = Soak({name: lambda seed: [*PARTS[name](seed), "30"]}, tmp_path)
+    it = Soak({name: lambda seed: [*PARTS[name](seed), "24"]}, tmp_path)
     it.run(seed=3, seconds=0, rounds=1)
     assert it.summary() == 0, capsys.readouterr().out
     counts = it.tallies[name].counts
