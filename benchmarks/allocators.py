@@ -2,7 +2,7 @@
 
 Two pools (prefill and decode) serve the same requests, each with its own history of allocations.
 `python -m benchmarks.allocators` prints, for each allocator, segments a request and planning time
-with each coalescing; docs/adr/0001-coalescing-order.md quotes it.
+with each coalescing; docs/internals/adr/0001-coalescing-order.md quotes it.
 """
 
 from __future__ import annotations

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
+from benchmarks.limits import COPIES, Team
+from benchmarks.movers.paged import BLOCK, POOL_BLOCKS, Ids, OnePool, huge_pool, offsets
 from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TOPIC = Topic()
 ROUNDS = 11
@@ -73,13 +82,53 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
     return shared
 
 
+def bare(run: Run) -> dict[int, tuple[float, float]]:
+    """What the copies of a request of 64 tensors take alone, by its blocks: no library is quicker.
+
+    Seconds in huge pages, by one thread or by one for each core, which are awake: of the best copy
+    that leaves the blocks in the caches for whoever reads them next, and of the non-temporal one.
+    """
+
+    def measure() -> dict[int, tuple[float, float]]:
+        there, here = huge_pool(), huge_pool()
+        rng = np.random.default_rng(0)
+
+        def addresses(pool: OnePool, ids: Ids) -> NDArray[np.uint64]:
+            return np.uint64(pool.ctypes.data) + offsets(ids).astype(np.uint64)
+
+        def seconds(team: Team, how: str, blocks: int) -> float:
+            dst, src = (
+                addresses(it, rng.permutation(POOL_BLOCKS)[:blocks]) for it in (here, there)
+            )
+            return team.copy_seconds(how, (dst, src, np.full(len(dst), BLOCK, np.uint64)))
+
+        found = {}
+        for blocks in {blocks for _, blocks in REQUESTS}:
+            best = dict.fromkeys(COPIES, float("inf"))
+            for threads in {1, len(os.sched_getaffinity(0))}:
+                with Team(threads) as team:
+                    for how in COPIES:
+                        taken = [seconds(team, how, blocks) for _ in range(max(101 // blocks, 11))]
+                        best[how] = min(best[how], statistics.median(taken))
+            found[blocks] = min(best["memcpy"], best["movsb"]), best["stream"]
+        return found
+
+    shared: dict[int, tuple[float, float]] = run.share("bare requests", measure)
+    return shared
+
+
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
     """How many times as many requests a second as NIXL."""
+    limit = ""
+    if asked[0] != "single":
+        cached, past = bare(run)[asked[1]]
+        limit = f"; bare copies {1e6 * cached:.1f} us, past the caches {1e6 * past:.1f} us"
     us, them, settings = requests(run)[asked]
     tensors = 1 if asked[0] == "single" else 64
     note = (
         f"{tensors} x {asked[1]} blocks of 32 KiB, new ones each time: {1e6 * us:.1f} us beside "
         f"{1e6 * them:.1f} us of NIXL ({settings}), the request made included; ours prefaulted"
+        f"{limit}"
     )
     return Row(name, 1 / us, "/s", 1 / them, "at least", target, note)
 

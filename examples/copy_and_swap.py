@@ -5,9 +5,13 @@ prompt that several answers go on from); swap_blocks moves blocks between the DE
 model reads and a larger HOST cache. On a machine without accelerator both are host memory.
 """
 
-import numpy as np
+import argparse
+import sys
+from collections.abc import Sequence
 
-from examples.harness import check, explain_yourself, numbered
+import numpy as np
+from numpy.typing import NDArray
+
 from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement
 
 SLOTS = CacheDesc(num_tensors=4, shape=(3, 32, 2, 16), data_type=DataType.DT_FLOAT16)
@@ -51,9 +55,26 @@ def swap(datadist: LlmDataDist) -> None:
     check("blocks 0, 1, 7 back in 5, 6, 0", datadist.read_cache(device), expected)
 
 
+def numbered(desc: CacheDesc) -> NDArray[np.float16]:
+    """All tensors of a cache; each row holds its own number, 100 * tensor + row."""
+    rows = 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
+    return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
+
+
+def check(what: str, found: Sequence[NDArray[np.float16]], expected: NDArray[np.float16]) -> None:
+    """Print what is in each row, or end the program: one is wrong."""
+    print(f"{what}:")
+    for tensor, rows in enumerate(found):
+        ends = rows[:, [0, -1], 0, 0].astype(int).tolist()  # of the first and the last token
+        print(f"  tensor {tensor}:", *(a if a == b else f"{a}..{b}" for a, b in ends))
+        if not np.array_equal(rows, expected[tensor]):
+            sys.exit(f"FAILED: tensor {tensor} should hold {expected[tensor, :, 0, 0, 0]}")
+
+
 def main() -> None:
     """All three, with an engine that has no link."""
-    explain_yourself(__doc__)
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     with LlmDataDist(1, LlmRole.MIX) as datadist:
         datadist.initialize()
         copy(datadist)

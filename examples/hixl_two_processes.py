@@ -1,6 +1,6 @@
 """Two processes, written for hixl: one reads the other's memory, and writes it back, by addresses.
 
-    python -m kvplan.run examples/hixl_two_processes.py
+    python -m kvplan.run hixl_two_processes.py
 
 The server registers 512 blocks of 16 KiB and listens; its Python takes no part in what follows. The
 client reads all blocks with one call, in reversed order, adds 1 to each byte, and writes them back
@@ -82,7 +82,7 @@ def client(pipe: Connection, address: str, options: dict[str, str]) -> bool:
         args.user_data = first
         some = reversed_order[first : first + PER_REQUEST]
         check("transfer_async", engine.transfer_async(address, hixl.WRITE, some, args)[0])
-    written = []
+    written: list[int] = []
     while len(written) < BLOCKS // PER_REQUEST:
         query = hixl.GetTransferStatusArgs(skip_waiting=True)
         status, results = engine.get_all_transfer_status(query)
@@ -104,7 +104,8 @@ def client(pipe: Connection, address: str, options: dict[str, str]) -> bool:
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as held:
-        return held.getsockname()[1]
+        port: int = held.getsockname()[1]
+        return port
 
 
 def main() -> None:

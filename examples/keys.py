@@ -6,12 +6,15 @@ key is consumed by the pull that has brought all of it: the second pull finds no
 key stays until it is removed. With the last key the memory goes back to the pool.
 """
 
+import argparse
+import multiprocessing
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
+from numpy.typing import NDArray
 
-from examples.harness import check, explain_yourself, numbered, peer, until_closed
 from kvplan import (
     CacheDesc,
     CacheKey,
@@ -28,7 +31,7 @@ from kvplan import (
 PREFILL, DECODE = 1, 2
 SLOTS = CacheDesc(num_tensors=4, shape=(3, 32, 2, 16), data_type=DataType.DT_FLOAT16)
 REQUEST = CacheKey(PREFILL, req_id=4711)
-NOBODY = CacheKey(PREFILL)  # neither request nor prefix
+PADDING = CacheKey(PREFILL)  # neither request nor prefix
 PREFIX = CacheKey(PREFILL, prefix_id=7)
 
 
@@ -38,14 +41,38 @@ def prefill(pipe: Connection) -> None:
     options = Options(listen_ip_info="127.0.0.1:0", mem_pool_config=room_for_one)
     with LlmDataDist(PREFILL, LlmRole.PROMPT) as datadist:
         datadist.initialize(options)
-        slots = datadist.allocate_cache(SLOTS, [REQUEST, NOBODY, PREFIX])
+        slots = datadist.allocate_cache(SLOTS, [REQUEST, PADDING, PREFIX])
         datadist.write_cache(slots, numbered(SLOTS))
         datadist.deallocate_cache(slots)
         pipe.send(datadist.listen_address)
-        pipe.recv()
+        pipe.recv()  # decode has pulled
         datadist.remove_cache_key(PREFIX)
         pipe.send(datadist.allocate_cache(SLOTS).cache_id)  # in the same memory
-        until_closed(pipe)
+        pipe.recv()
+
+
+def decode(pipe: Connection) -> None:
+    """Pull by both keys, and by those that are gone."""
+    with LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
+        datadist.initialize(Options(device_id=1))
+        datadist.link_clusters([ClusterInfo(PREFILL, pipe.recv())]).raise_for_status()
+        slots = datadist.allocate_cache(SLOTS)
+
+        datadist.pull_cache(REQUEST, slots, batch_index=0)
+        expected = np.zeros_like(numbered(SLOTS))
+        expected[:, 0] = numbered(SLOTS)[:, 0]
+        check("the request's slot", datadist.read_cache(slots), expected)
+        expect_none(datadist, REQUEST)
+
+        for slot in (1, 2):
+            datadist.pull_cache(PREFIX, slots, batch_index=slot)
+            expected[:, slot] = numbered(SLOTS)[:, 2]
+        check("and the prefix's slot, twice", datadist.read_cache(slots), expected)
+
+        pipe.send("remove the prefix")
+        print(f"prefill has room again: its cache {pipe.recv()} is where the first one was")
+        expect_none(datadist, PREFIX)
+        pipe.send("done")
 
 
 def expect_none(datadist: LlmDataDist, key: CacheKey) -> None:
@@ -61,27 +88,33 @@ def expect_none(datadist: LlmDataDist, key: CacheKey) -> None:
         sys.exit(f"FAILED: {key} can still be pulled by")
 
 
+def numbered(desc: CacheDesc) -> NDArray[np.float16]:
+    """All tensors of a cache; each row holds its own number, 100 * tensor + row."""
+    rows = 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
+    return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
+
+
+def check(what: str, arrived: Sequence[NDArray[np.float16]], sent: NDArray[np.float16]) -> None:
+    """Print the rows of each tensor, or end the program: they are not what was sent."""
+    print(f"{what}:")
+    for tensor, rows in enumerate(arrived):
+        print(f"  tensor {tensor}:", *rows[:, 0, 0, 0].astype(int))
+        if not np.array_equal(rows, sent[tensor]):
+            sys.exit(f"FAILED: tensor {tensor} should hold {sent[tensor, :, 0, 0, 0]}")
+
+
 def main() -> None:
-    """Decode."""
-    explain_yourself(__doc__)
-    with peer(prefill) as pipe, LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
-        datadist.initialize(Options(device_id=1))
-        datadist.link_clusters([ClusterInfo(PREFILL, pipe.recv())]).raise_for_status()
-        slots = datadist.allocate_cache(SLOTS)
-
-        datadist.pull_cache(REQUEST, slots, batch_index=0)
-        arrived = np.stack(datadist.read_cache(slots))[:, :1]
-        check("the request's slot", arrived, numbered(SLOTS)[:, :1])
-        expect_none(datadist, REQUEST)
-
-        for slot in (1, 2):
-            datadist.pull_cache(PREFIX, slots, batch_index=slot)
-        arrived = np.stack(datadist.read_cache(slots))[:, 1:]
-        check("the prefix's slot, twice", arrived, numbered(SLOTS)[:, [2, 2]])
-
-        pipe.send("remove the prefix")
-        print(f"prefill has room again: its cache {pipe.recv()} is where the first one was")
-        expect_none(datadist, PREFIX)
+    """Prefill in a new process, decode in this one."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=prefill, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # if that process ends early, we read the end of file
+    decode(ours)
+    process.join()
+    sys.exit(process.exitcode)
 
 
 if __name__ == "__main__":

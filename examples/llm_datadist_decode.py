@@ -1,6 +1,6 @@
 """Decode, written for llm_datadist: the other half of llm_datadist_prefill, to be started second.
 
-    python -m kvplan.run examples/llm_datadist_decode.py
+    python -m kvplan.run llm_datadist_decode.py
 
 It pulls in request mode, is pushed to in remote mode, and compares every byte that it has then:
 what arrived, and what lies beside it.
@@ -20,7 +20,6 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
-from llm_datadist_memory import Tensors
 from llm_datadist_prefill import (
     DECODE,
     MINE,
@@ -29,6 +28,7 @@ from llm_datadist_prefill import (
     REQUEST,
     SLOTS,
     THEIRS,
+    Tensors,
     arguments,
     ip_and_port,
     linked_by_name,
@@ -110,7 +110,7 @@ def remote_mode(datadist: LLMDataDist, prefill: Connection, here: str) -> None:
 
 def main() -> None:
     """Run both modes, one after the other, with one LLMDataDist."""
-    options = arguments(__doc__)
+    options = arguments(__doc__ or "")
     with Client(ip_and_port(options.scheduler)) as prefill:
         datadist = LLMDataDist(LLMRole.DECODER, DECODE)
         request_mode(datadist, prefill, options)

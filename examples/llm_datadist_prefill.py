@@ -1,7 +1,7 @@
 """Prefill, written for llm_datadist: the program of an Ascend user, which runs here as it is.
 
-    python -m kvplan.run examples/llm_datadist_prefill.py     # one terminal
-    python -m kvplan.run examples/llm_datadist_decode.py      # another one
+    python -m kvplan.run llm_datadist_prefill.py     # one terminal
+    python -m kvplan.run llm_datadist_decode.py      # another one
 
 First in request mode: prefill waits until decode has pulled blocks, and a slot by the request it
 holds. Then in remote mode: prefill pushes blocks, and then the same layer by layer, each one when
@@ -32,7 +32,6 @@ from llm_datadist import (
     RegisterMemStatus,
     TransferWithCacheKeyConfig,
 )
-from llm_datadist_memory import Tensors
 
 PREFILL, DECODE = 1, 2
 REQUEST = 4711
@@ -48,6 +47,59 @@ def numbered(desc: CacheDesc) -> np.ndarray:
     return np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)
 
 
+class Tensors:
+    """A stack of float32 tensors of one shape: stands in for those of torch_npu.
+
+    On a machine with Ascend devices they lie in the memory of one, as `torch.zeros(...,
+    device="npu")` would, and `addresses` are what its `data_ptr()` is. Elsewhere they are arrays of
+    NumPy.
+
+    Args:
+        values: what they hold at first, tensor by tensor.
+        device_id: where they lie, if there is such a device.
+    """
+
+    def __init__(self, values: np.ndarray, device_id: int) -> None:
+        # Only for this class, which a program with torch_npu does not need.
+        from kvplan import LLMException, LLMStatusCode
+        from kvplan.device.ascend import AscendDevice
+
+        self._here = np.array(values, np.float32, order="C")
+        self._device: AscendDevice | None = None
+        base = self._here.ctypes.data
+        try:
+            self._device = AscendDevice(device_id)
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
+                raise
+            # There is none: the array is what peers read and write.
+        else:
+            self._buffer = self._device.allocate(values.nbytes)
+            base = self._buffer.address
+            self._device.write(base, self._here)
+        self._tensor_nbytes = values[0].nbytes
+        self.addresses = [base + number * self._tensor_nbytes for number in range(len(values))]
+
+    def write(self, values: np.ndarray, first: int = 0) -> None:
+        """Let the tensors from `first` on hold these values."""
+        self._here[first : first + len(values)] = values
+        if self._device is not None:
+            self._device.write(self.addresses[first], self._here[first : first + len(values)])
+
+    def read(self) -> np.ndarray:
+        """Return what they hold now."""
+        if self._device is not None:
+            self._device.read(self.addresses[0], self._here)
+        return self._here.copy()
+
+    def close(self) -> None:
+        """Release the device; no engine may use the tensors any more."""
+        if self._device is not None:
+            del self._buffer
+            self._device.close()
+            self._device = None
+
+
 def ip_and_port(address: str) -> tuple[str, int]:
     ip, _, port = address.rpartition(":")
     return ip, int(port)
@@ -55,12 +107,12 @@ def ip_and_port(address: str) -> tuple[str, int]:
 
 def rank_table(*ips: str) -> str:
     """Rank and device 0 on the host with the first address, 1 on that with the second."""
-    servers = {ip: {"server_id": ip, "device": []} for ip in ips}  # one, if they are one host
+    devices: dict[str, list[dict[str, str]]] = {ip: [] for ip in ips}  # one, if they are one host
     for i, ip in enumerate(ips):
-        device = {"device_id": str(i), "device_ip": ip, "rank_id": str(i)}
-        servers[ip]["device"].append(device)
+        devices[ip].append({"device_id": str(i), "device_ip": ip, "rank_id": str(i)})
+    servers = [{"server_id": ip, "device": held} for ip, held in devices.items()]
     table = {"version": "1.0", "server_count": str(len(servers)), "status": "completed"}
-    return json.dumps(table | {"server_list": list(servers.values())})
+    return json.dumps({**table, "server_list": servers})
 
 
 def linked_by_name(datadist: LLMDataDist, options: argparse.Namespace) -> int:
@@ -172,7 +224,7 @@ def arguments(text: str) -> argparse.Namespace:
 
 def main() -> None:
     """Run both modes, one after the other, with one LLMDataDist."""
-    options = arguments(__doc__)
+    options = arguments(__doc__ or "")
     with Listener(ip_and_port(options.scheduler)) as listener:
         print("prefill: waiting for decode", flush=True)
         with listener.accept() as decode:

@@ -4,11 +4,15 @@ Three pulls between two processes, each by one call, for all layers at once: blo
 slot into a slot, and a slot, cut up, into blocks. The first one is planned and printed before.
 """
 
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
+from numpy.typing import NDArray
 
-from examples.harness import check, explain_yourself, numbered, peer, until_closed
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -36,14 +40,13 @@ def prefill(pipe: Connection) -> None:
         for cache in (paged, slots):
             datadist.write_cache(cache, numbered(cache.cache_desc))  # as a model that computes
         pipe.send((datadist.listen_address, slots.cache_id))
-        until_closed(pipe)
+        pipe.recv()  # decode has everything
 
 
-def main() -> None:
-    """Decode."""
-    explain_yourself(__doc__)
-    with peer(prefill) as pipe, LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
-        address, slots_id = pipe.recv()
+def decode(pipe: Connection) -> None:
+    """Pull, and look at what arrived."""
+    address, slots_id = pipe.recv()
+    with LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
         datadist.initialize({"llm.DeviceId": "1"})
         datadist.link_clusters([ClusterInfo(PREFILL, address)]).raise_for_status()
 
@@ -58,14 +61,45 @@ def main() -> None:
 
         slots = datadist.allocate_cache(SLOTS)
         datadist.pull_cache(CacheIndex(PREFILL, slots_id, batch_index=2), slots, batch_index=0)
-        arrived = np.stack(datadist.read_cache(slots))[:, :1]
-        check("slot 2 of prefill, in slot 0", arrived, numbered(SLOTS)[:, 2:])
+        expected = np.zeros_like(numbered(SLOTS))
+        expected[:, 0] = numbered(SLOTS)[:, 2]
+        check("slot 2 of prefill, in slot 0", datadist.read_cache(slots), expected)
 
         # No source blocks: the source is a slot. Its 32 tokens are four blocks of 8.
         mine = [15, 0, 13, 3]
         datadist.pull_blocks(CacheIndex(PREFILL, slots_id, 1), paged, None, mine)
         arrived = np.stack(datadist.read_cache(paged))[:, mine].reshape(4, 1, 32, 2, 16)
-        check(f"slot 1 of prefill, in blocks {mine}", arrived, numbered(SLOTS)[:, 1:2])
+        check(f"slot 1 of prefill, in blocks {mine}", list(arrived), numbered(SLOTS)[:, 1:2])
+        pipe.send("done")
+
+
+def numbered(desc: CacheDesc) -> NDArray[np.float16]:
+    """All tensors of a cache; each row holds its own number, 100 * tensor + row."""
+    rows = 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
+    return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
+
+
+def check(what: str, arrived: Sequence[NDArray[np.float16]], sent: NDArray[np.float16]) -> None:
+    """Print the rows of each tensor, or end the program: they are not what was sent."""
+    print(f"{what}:")
+    for tensor, rows in enumerate(arrived):
+        print(f"  tensor {tensor}:", *rows[:, 0, 0, 0].astype(int))
+        if not np.array_equal(rows, sent[tensor]):
+            sys.exit(f"FAILED: tensor {tensor} should hold {sent[tensor, :, 0, 0, 0]}")
+
+
+def main() -> None:
+    """Prefill in a new process, decode in this one."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=prefill, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # if that process ends early, we read the end of file
+    decode(ours)
+    process.join()
+    sys.exit(process.exitcode)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ All are linked by one call. Each pull is submitted, which returns a task at once
 waited for. A hook sees every plan before it is executed; links() says what went over each link.
 """
 
-from contextlib import ExitStack
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.harness import check, explain_yourself, numbered, peer, until_closed
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -27,11 +29,6 @@ DECODE_DEVICE = 0  # and prefill has those that are numbered like its clusters
 PAGED = CacheDesc(num_tensors=4, shape=(16, 8, 2, 16), data_type=DataType.DT_FLOAT16)
 
 
-def content(cluster_id: int) -> NDArray[np.float16]:
-    """What the paged cache of a prefill engine holds: numbers that no other one has."""
-    return numbered(PAGED, first=400 * cluster_id)
-
-
 def prefill(pipe: Connection, cluster_id: int) -> None:
     """Have a paged cache, and listen."""
     with LlmDataDist(cluster_id, LlmRole.PROMPT) as datadist:
@@ -39,20 +36,12 @@ def prefill(pipe: Connection, cluster_id: int) -> None:
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(cluster_id))
         datadist.write_cache(cache, content(cluster_id))
         pipe.send(datadist.listen_address)
-        until_closed(pipe)
+        pipe.recv()  # decode has everything
 
 
-def show(event: PlanEvent) -> None:
-    """Print a plan in one line."""
-    print(f"from cluster {event.cluster_id}: {event.plan!r}")
-
-
-def main() -> None:
-    """Decode."""
-    explain_yourself(__doc__)
-    with ExitStack() as stack:
-        pipes = [stack.enter_context(peer(prefill, cluster_id)) for cluster_id in PREFILLS]
-        datadist = stack.enter_context(LlmDataDist(DECODE, LlmRole.DECODER))
+def decode(pipes: list[Connection]) -> None:
+    """Pull three blocks from each, all at the same time."""
+    with LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
         datadist.initialize(Options(device_id=DECODE_DEVICE))
         addresses = [pipe.recv() for pipe in pipes]
         clusters = [ClusterInfo(*it) for it in zip(PREFILLS, addresses, strict=True)]
@@ -60,7 +49,7 @@ def main() -> None:
 
         cache = datadist.allocate_blocks_cache(PAGED)
         datadist.on_plan(show)
-        expected = np.zeros_like(numbered(PAGED))
+        expected = np.zeros_like(content(0))
         tasks = []
         for cluster_id in PREFILLS:
             theirs = [cluster_id, 5, 6]
@@ -73,6 +62,48 @@ def main() -> None:
         check("three blocks of each", datadist.read_cache(cache), expected)
         for link in datadist.links():
             print(f"{link.state.name} with cluster {link.cluster_id}: {link.bytes_pulled} bytes")
+        for pipe in pipes:
+            pipe.send("done")
+
+
+def show(event: PlanEvent) -> None:
+    """Print a plan in one line."""
+    print(f"from cluster {event.cluster_id}: {event.plan!r}")
+
+
+def content(cluster_id: int) -> NDArray[np.float16]:
+    """What an engine's cache holds: in each row 400 * cluster_id + 100 * tensor + row."""
+    first = 400 * cluster_id
+    rows = first + 100 * np.arange(PAGED.num_tensors)[:, None] + np.arange(PAGED.batch_size)
+    return np.full((PAGED.num_tensors, *PAGED.shape), rows[:, :, None, None, None], np.float16)
+
+
+def check(what: str, arrived: Sequence[NDArray[np.float16]], sent: NDArray[np.float16]) -> None:
+    """Print the rows of each tensor, or end the program: they are not what was sent."""
+    print(f"{what}:")
+    for tensor, rows in enumerate(arrived):
+        print(f"  tensor {tensor}:", *rows[:, 0, 0, 0].astype(int))
+        if not np.array_equal(rows, sent[tensor]):
+            sys.exit(f"FAILED: tensor {tensor} should hold {sent[tensor, :, 0, 0, 0]}")
+
+
+def main() -> None:
+    """Each prefill engine in a new process, decode in this one."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for cluster_id in PREFILLS:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=prefill, args=(theirs, cluster_id), daemon=True)
+        process.start()
+        theirs.close()  # if that process ends early, we read the end of file
+        pipes.append(ours)
+        processes.append(process)
+    decode(pipes)
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ cdef class ThreadPool:
     @property
     def tuning(self):
         """What it was last given."""
-        return self._tuning
+        with cython.critical_section(self):
+            tuning = self._tuning
+        return tuning
 
     cdef kvn_pool *usable(self) except NULL:
         if self.pid != getpid():

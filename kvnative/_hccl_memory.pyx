@@ -228,8 +228,9 @@ cdef class Region:
             return
         with nogil:
             status = kvn_region_close(&self.region, &failure)
-        if not self.region.is_open:
-            self.owner = None
+        with cython.critical_section(self):  # each of two threads would let go of it
+            if not self.region.is_open:
+                self.owner = None
         check_hccl(status, &failure)
 
     def __dealloc__(self):

@@ -428,6 +428,7 @@ cdef class GenerationTable:
             raise ValueError("the generation table is closed")
         return 0
 
+    @cython.critical_section
     def take(self, bint is_lease=False, *, deadline_ns=0):
         """(slot, generation) of a new registration or lease. MemoryError: all slots are taken.
 
@@ -442,6 +443,7 @@ cdef class GenerationTable:
               &failure)
         return slot, generation
 
+    @cython.critical_section
     def renew(self, slot, generation, deadline_ns):
         """Gives it another deadline, as of `take`. ValueError: it is not the slot's present one."""
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
@@ -450,6 +452,7 @@ cdef class GenerationTable:
         self.check_open()
         check(kvn_generations_renew(&self.table, number, expected, deadline, &failure), &failure)
 
+    @cython.critical_section
     def release(self, slot, generation):
         """Ends a registration. ValueError when it is not the slot's present one."""
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
@@ -479,6 +482,7 @@ cdef class GenerationTable:
     def closed(self):
         return self.table.memory.address is NULL
 
+    @cython.critical_section
     def close(self):
         """Close the table's descriptor; idempotent. Peers then find nothing under its number."""
         kvn_generations_close(&self.table)

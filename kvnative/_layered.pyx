@@ -99,7 +99,7 @@ cdef class LayeredTask(AnyTask):
     @property
     def sealed(self) -> bool:
         """Whether no layer opens any more: all are open, or the task has failed or was given up."""
-        if self.outcome is not None:
+        if self.settled() is not None:
             return True
         self.backend.check_process()
         return kvn_layered_is_sealed(&self.layered)
@@ -118,7 +118,7 @@ cdef class LayeredTask(AnyTask):
         cdef int status, opened = 0
         if not 0 <= layer < self.layered.num_layers:
             raise ValueError(f"layer = {layer!r}: expected 0 to {self.num_layers - 1}")
-        if self.outcome is not None:
+        if self.settled() is not None:
             return False
         self.backend.check_process()
         index = layer

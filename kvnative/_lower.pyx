@@ -168,13 +168,16 @@ cdef class _View:
     cdef Py_ssize_t item_nbytes
 
     @staticmethod
-    cdef object array(Descriptors owner, const uint64_t *start):
-        """The NumPy array over the items at `start`, one per descriptor."""
+    cdef object array(Descriptors owner, kvn_argument which):
+        """The NumPy array over one of its columns, one item per descriptor."""
         cdef _View view = _View.__new__(_View)
-        owner.hold()
+        cdef kvn_columns columns = owner.hold_columns()
         view.owner = owner
-        view.start = start
-        view.count = owner.num_descriptors
+        if which == KVN_ARG_NBYTES:
+            view.start = columns.nbytes
+        else:
+            view.start = columns.src if which == KVN_ARG_SRC_OFFSETS else columns.dst
+        view.count = columns.count
         view.item_nbytes = sizeof(uint64_t)
         return numpy.asarray(view)
 
@@ -283,17 +286,17 @@ cdef class Descriptors:
     @property
     def dst(self):
         """Destination addresses: (count,) read-only uint64."""
-        return _View.array(self, self.columns().dst)
+        return _View.array(self, KVN_ARG_DST_OFFSETS)
 
     @property
     def src(self):
         """Source addresses: (count,) read-only uint64."""
-        return _View.array(self, self.columns().src)
+        return _View.array(self, KVN_ARG_SRC_OFFSETS)
 
     @property
     def nbytes(self):
         """Sizes in bytes: (count,) read-only uint64."""
-        return _View.array(self, self.columns().nbytes)
+        return _View.array(self, KVN_ARG_NBYTES)
 
     def __len__(self):
         return self.num_descriptors

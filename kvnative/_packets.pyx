@@ -1,7 +1,7 @@
 """Takes packets out of a socket with the GIL held, so that several readers cannot reorder them.
 
 Between the call that receives a packet and the one that puts it into the queue no other thread
-runs, and no signal handler.
+runs, and no signal handler. Without a GIL a mutex keeps the other readers out.
 """
 
 from libc.errno cimport EAGAIN, errno
@@ -13,6 +13,20 @@ __all__ = ["LARGEST", "take_packets"]
 cdef extern from "<sys/socket.h>" nogil:
     ssize_t recv(int fd, void *buffer, size_t nbytes, int flags)
     int MSG_DONTWAIT, MSG_TRUNC
+
+cdef extern from *:
+    """
+    #ifdef Py_GIL_DISABLED
+    static PyMutex kvn_readers; /* no critical section: appending to the queue may interrupt it */
+    #define kvn_readers_lock() PyMutex_Lock(&kvn_readers)
+    #define kvn_readers_unlock() PyMutex_Unlock(&kvn_readers)
+    #else
+    #define kvn_readers_lock() ((void)0)
+    #define kvn_readers_unlock() ((void)0)
+    #endif
+    """
+    void kvn_readers_lock()
+    void kvn_readers_unlock()
 
 cdef enum:
     MOST = 4096
@@ -39,15 +53,19 @@ def take_packets(packets, Py_ssize_t most, sender, queue, unread, int eventfd):
     cdef Py_ssize_t taken = 0
     cdef int fd = packets.fileno()
     cdef bint goes_on = fd >= 0
-    while goes_on and taken < most:
-        nbytes = recv(fd, buffer, MOST, MSG_DONTWAIT | MSG_TRUNC)
-        if nbytes < 0 and errno == EAGAIN:
-            break
-        goes_on = 0 < nbytes <= MOST
-        if goes_on:
-            queue.append((sender, buffer[:nbytes]))
-            unread.append(None)
-            taken += 1
+    kvn_readers_lock()
+    try:
+        while goes_on and taken < most:
+            nbytes = recv(fd, buffer, MOST, MSG_DONTWAIT | MSG_TRUNC)
+            if nbytes < 0 and errno == EAGAIN:
+                break
+            goes_on = 0 < nbytes <= MOST
+            if goes_on:
+                unread.append(None)  # first: whoever takes the packet takes one of these
+                queue.append((sender, buffer[:nbytes]))
+                taken += 1
+    finally:
+        kvn_readers_unlock()
     if taken:
         write(eventfd, &one, sizeof(one))
     return goes_on

@@ -221,12 +221,12 @@ cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
         if len(rows) != count:  # another thread has changed it
             return False
         for i in range(count):
-            entry = rows[i]
-            if type(entry) is not int:
-                return False
             try:
+                entry = rows[i]
+                if type(entry) is not int:
+                    return False
                 table[i] = PyLong_AsLongLong(entry)
-            except OverflowError:
+            except (OverflowError, IndexError):  # or another thread takes entries out
                 return False
         return True
     return read_array(rows, table, count)

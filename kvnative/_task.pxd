@@ -49,6 +49,7 @@ cdef class AnyTask:
                           dict siblings) except *
     cdef int enlist(self) except -1
     cdef Report wait_until(self, int64_t deadline, bint stop)
+    cdef Report settled(self)
     cdef Report settle(self)
     cdef bint over(self)
 

@@ -138,16 +138,27 @@ cdef class AnyTask:
             raise
         return 0
 
+    cdef Report settled(self):
+        """The outcome, or None: without a GIL another thread may be about to set it."""
+        cdef Report outcome
+        with cython.critical_section(self):
+            outcome = self.outcome
+        return outcome
+
     cdef Report settle(self):
         """Keep the outcome and let go of the memory. Only when there is one."""
         cdef Report outcome = self.look()
-        if self.outcome is None:  # of several threads that waited, the first comes here
-            self.outcome = outcome
-            self.descriptors.release()
+        cdef bint is_first = False
+        with cython.critical_section(self):
+            if self.outcome is None:  # of several threads that waited, the first comes here
+                is_first = True
+                self.descriptors.release()  # whoever sees the outcome can lower into them
+                self.outcome = outcome
+        if is_first:
             self.descriptors = self.keep = None
             self.siblings.pop(self, None)
             in_flight.pop(self, None)
-        return self.outcome
+        return self.settled()
 
     cdef bint over(self):
         """Whether the native task can be released. For __dealloc__."""
@@ -166,7 +177,7 @@ cdef class AnyTask:
     def done(self) -> bool:
         """Whether the outcome is there. Never blocks."""
         cdef int status
-        if self.outcome is not None:
+        if self.settled() is not None:
             return True
         self.backend.check_process()
         with nogil:
@@ -181,7 +192,7 @@ cdef class AnyTask:
         """The outcome, or a report with status KVN_PENDING and the bytes moved so far."""
         cdef Report report
         if self.done:
-            return self.outcome
+            return self.settled()
         report = self.look()
         return report if report.status == KVN_PENDING else self.settle()
 
@@ -201,8 +212,9 @@ cdef class AnyTask:
             NativeError: this process was forked from the one that submitted the task.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
-        if self.outcome is not None:
-            return self.outcome
+        cdef Report outcome = self.settled()
+        if outcome is not None:
+            return outcome
         self.backend.check_process()
         return self.wait_until(deadline, give_up)
 
@@ -210,7 +222,7 @@ cdef class AnyTask:
         """As `wait`."""
         cdef bint passed
         cdef int status
-        while self.outcome is None:
+        while self.settled() is None:
             with nogil:
                 status = self.wait_native(next_look(deadline))
                 passed = status == KVN_PENDING and kvn_now_ns() >= deadline
@@ -221,7 +233,7 @@ cdef class AnyTask:
             if passed:
                 return self.report
             PyErr_CheckSignals()
-        return self.outcome
+        return self.settled()
 
     def cancel(self) -> Report:
         """Give the transfer up; afterwards no byte is touched any more.
@@ -229,15 +241,17 @@ cdef class AnyTask:
         Returns:
             The outcome: KVN_CANCELLED, or another one if that came first.
         """
-        if self.outcome is not None:
-            return self.outcome
+        cdef Report outcome = self.settled()
+        if outcome is not None:
+            return outcome
         self.backend.check_process()
         with nogil:
             self.abort_native(KVN_CANCELLED)
         return self.settle()
 
     def __repr__(self):
-        state = "in flight" if self.outcome is None else repr(self.outcome)
+        outcome = self.settled()
+        state = "in flight" if outcome is None else repr(outcome)
         return f"<{type(self).__name__} on {self.backend.name}: {state}>"
 
 
@@ -297,13 +311,18 @@ cdef int drop_finished(int most) except -1:
     Those of any executor: nobody else would look at the tasks of one that was dropped.
     """
     cdef AnyTask task
-    for task in [task for task, _ in zip(in_flight, range(most))]:
+    try:
+        oldest = [task for task, _ in zip(in_flight, range(most))]
+    except RuntimeError:  # without a GIL another thread changes it now: it comes here as well
+        return 0
+    for task in oldest:
         if task.backend.pid == getpid() and task.done:
             continue
         in_flight.pop(task, None)
-        # Another thread may have settled it since: `done` gives up the GIL.
-        if task.outcome is None:
-            in_flight[task] = None
+        in_flight[task] = None
+        # Another thread may have settled it since, and taken it out before it was put in.
+        if task.settled() is not None:
+            in_flight.pop(task, None)
     return 0
 
 

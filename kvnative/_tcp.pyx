@@ -81,7 +81,7 @@ cdef class TcpService:
     cdef Device device  # None: host memory alone
     cdef pid_t pid
     cdef object mutex  # of making and closing links
-    cdef object links
+    cdef set links  # weak references
     cdef object __weakref__
 
     def __init__(self, int threads, *, max_ranges: int, Device device=None, name: str = "kvplan"):
@@ -102,7 +102,7 @@ cdef class TcpService:
             copies = &device.device
         self.device = device
         self.mutex = threading.RLock()
-        self.links = weakref.WeakSet()
+        self.links = set()  # no WeakSet: others let go of links while `close` looks
         self.pid = getpid()
         with nogil:
             status = kvn_tcp_service_create(threads, <uint32_t>rows, copies, shown, &self.service,
@@ -245,7 +245,7 @@ cdef class TcpService:
                 if status == KVN_OK:
                     made.service = self
                     made.peer = peer
-                    self.links.add(made)
+                    self.links.add(weakref.ref(made, self.links.discard))
         finally:
             if not are_taken:
                 for descriptor in {*first, *second}:
@@ -260,8 +260,10 @@ cdef class TcpService:
         if self.service is NULL or self.pid != getpid():
             return
         with self.mutex:
-            for link in list(self.links):
-                link.close("the transport is closed")
+            for held in list(self.links):
+                link = held()
+                if link is not None:
+                    link.close("the transport is closed")
             service, self.service = self.service, NULL
         if service is not NULL:
             with nogil:

@@ -113,7 +113,7 @@ cdef class UcxLibrary:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
-            # With the GIL, so that no other thread sets os.environ meanwhile.
+            # With the GIL, if there is one: then no other thread sets os.environ meanwhile.
             status = kvn_ucx_library_open(file, &self.library, &failure)
             check_ucx(status, &failure)
             self.path = os.fsdecode(<bytes>self.library.path)
@@ -242,7 +242,7 @@ cdef class UcxWorker:
             status = kvn_ucx_region_use(&self.regions, start, size, type_, &made.region,
                                         &failure)
         check_ucx(status, &failure)
-        made.worker = self
+        made.holder = self
         made.owner = owner
         made.address = start
         made.nbytes = size
@@ -428,12 +428,11 @@ cdef class UcxRegion:
     """A range that UCX knows; made by `UcxWorker.map`.
 
     Attributes:
-        worker: whose it is; None once released.
         address, nbytes, kind: as given.
         rkey: what a peer's UCX needs to reach it.
     """
 
-    cdef readonly UcxWorker worker
+    cdef UcxWorker holder  # None once it is released
     cdef object owner
     cdef kvn_ucx_region *region  # NULL once it is released
     cdef readonly uint64_t address
@@ -443,6 +442,13 @@ cdef class UcxRegion:
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a UcxRegion comes from UcxWorker.map()")
+
+    @property
+    def worker(self) -> UcxWorker | None:
+        """Whose it is; None once released."""
+        with cython.critical_section(self):
+            worker = self.holder
+        return worker
 
     @property
     def released(self) -> bool:
@@ -455,18 +461,23 @@ cdef class UcxRegion:
         Transfers of this worker that use it keep it mapped until they are through. A peer that
         reaches for it afterwards loses its endpoint: end its generation before.
         """
-        cdef kvn_ucx_region *region = self.region
-        if region is NULL or kvn_ucx_worker_is_forked(self.worker.worker):
+        cdef kvn_ucx_region *region = NULL
+        cdef UcxWorker worker
+        with cython.critical_section(self):
+            worker = self.holder
+            if worker is not None and not kvn_ucx_worker_is_forked(worker.worker):
+                region, self.region = self.region, NULL
+        if region is NULL:
             return
-        self.region = NULL
         with nogil:
-            kvn_ucx_region_drop(&self.worker.regions, region)
-        self.worker = self.owner = None
+            kvn_ucx_region_drop(&worker.regions, region)
+        with cython.critical_section(self):
+            self.holder = self.owner = None
 
     def __dealloc__(self):
-        if self.region is not NULL and not kvn_ucx_worker_is_forked(self.worker.worker):
+        if self.region is not NULL and not kvn_ucx_worker_is_forked(self.holder.worker):
             with nogil:
-                kvn_ucx_region_drop(&self.worker.regions, self.region)
+                kvn_ucx_region_drop(&self.holder.regions, self.region)
 
     def __repr__(self):
         return (f"<UcxRegion [{self.address:#x}, {self.address + self.nbytes:#x}) of"

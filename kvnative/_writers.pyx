@@ -144,9 +144,10 @@ cdef class WriterTable:
         cdef uint64_t slot, generation
         cdef kvn_failure failure
         for slot, generation in leases:
-            generations.check_open()
-            # Of one that has ended before it says so, which is of no use here.
-            kvn_generations_release(&generations.table, slot, generation, &failure)
+            with cython.critical_section(generations):  # nobody closes it meanwhile
+                generations.check_open()
+                # Of one that has ended before it says so, which is of no use here.
+                kvn_generations_release(&generations.table, slot, generation, &failure)
         return self.tickets_after(timeout_s)
 
     def stands(self, ticket):
@@ -155,6 +156,7 @@ cdef class WriterTable:
         given.pid, given.entry, given.place, given.number = ticket
         return kvn_writers_has(&self.writers, &given)
 
+    @cython.critical_section
     def close(self):
         """Close its descriptor, so that no peer finds it any more; idempotent.
 

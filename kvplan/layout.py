@@ -37,6 +37,9 @@ class CacheLayout:
     known name: NHD, HND, and vLLM's letters (LBHNC and the like, where a tensor holds one layer if
     L comes first).
 
+    Attributes:
+        axes: the names, outermost first; given as one text.
+
     Raises:
         TypeError: axes that are not text.
         LLMException: LLM_PARAM_INVALID: an unknown axis, an axis named twice, or not exactly one of

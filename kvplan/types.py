@@ -143,6 +143,13 @@ class CacheDesc:
     contiguous.
 
     Args:
+        num_tensors: how many there are; with keys and values in tensors of their own, two for
+            each layer.
+        shape: of each tensor.
+        data_type: of its elements.
+        placement: where the tensors are: in memory of the device, or of the host.
+        batch_dim_index: of the dimension that counts slots or blocks.
+        seq_len_dim_index: of the dimension that counts tokens; -1: not said.
         kv_tensor_format: what the dimensions mean, outermost first, as `CacheLayout` takes it
             ("block head token dim", or "HND"); it then says which dimension counts rows and which
             tokens. Any other text is compared with the other side's, and not read.
@@ -328,7 +335,15 @@ class CacheDesc:
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Names a slot by the request (or the prefix) whose KV it holds."""
+    """Names a slot by the request (or the prefix) whose KV it holds.
+
+    Attributes:
+        cluster_id: of the engine that has the slot; where a cache is made it is not used.
+        req_id: the request; NO_ID (2**64 - 1): none.
+        model_id: of the model, where one engine serves several.
+        prefix_id: the prefix; NO_ID: none. A key with neither names no slot: where a cache is
+            made it skips one.
+    """
 
     cluster_id: int
     req_id: int = NO_ID
@@ -347,7 +362,12 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCacheKey:
-    """Names the paged cache of a model in a cluster."""
+    """Names the paged cache of a model in a cluster.
+
+    Attributes:
+        cluster_id: of the engine that has the cache; where a cache is made it is not used.
+        model_id: of the model; an engine has one paged cache of each.
+    """
 
     cluster_id: int
     model_id: int = 0
@@ -359,7 +379,13 @@ class BlocksCacheKey:
 
 @dataclass(frozen=True, slots=True)
 class CacheKeyByIdAndIndex:
-    """Names a slot by cache id and batch index."""
+    """Names a slot by cache id and batch index.
+
+    Attributes:
+        cluster_id: of the engine that has the cache.
+        cache_id: in that engine.
+        batch_index: the slot; of a paged cache it is not used.
+    """
 
     cluster_id: int
     cache_id: int
@@ -380,7 +406,13 @@ AnyCacheKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A cache of this process: its id (-1: none), description, and an address for each tensor."""
+    """A cache of this process.
+
+    Attributes:
+        cache_desc: its description.
+        cache_id: in the engine of this process; -1: it is known by its addresses alone.
+        tensor_addrs: the address of each tensor; empty: none are given.
+    """
 
     cache_desc: CacheDesc
     cache_id: int = -1
@@ -405,7 +437,12 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCache:
-    """A cache of another cluster, as its owner describes it; `key` is how we address it."""
+    """A cache of another cluster, as its owner describes it.
+
+    Attributes:
+        key: how it is addressed from here.
+        cache_desc: its description.
+    """
 
     key: AnyCacheKey
     cache_desc: CacheDesc
@@ -425,7 +462,11 @@ for all."""
 class KvCacheExtParam:
     """Which layers go where. A layer is `tensor_num_per_layer` consecutive tensors (K, V).
 
-    None: as many as the layout of the caches says, or 2, as in the reference, where they have none.
+    Attributes:
+        src_layer_range: layers of the source; a `LayerRange`.
+        dst_layer_range: layers of the destination, as many.
+        tensor_num_per_layer: consecutive tensors that are one layer. None: as many as the
+            layout of the caches says, or 2, as in the reference, where they have none.
     """
 
     src_layer_range: LayerRange = None

@@ -15,11 +15,13 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvplan.transport.ucx.library import Found
+from tests.support import installation
 from tests.support.ucx_library import found, hide
 
 settings.register_profile(
@@ -85,3 +87,15 @@ def ucx() -> Iterator[Found]:
     """The UCX library, which this process and those that it starts find."""
     with found() as library:
         yield library
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel; all processes of a run share it."""
+    return installation.built(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the wheel; all processes of a run share it."""
+    return installation.installed(tmp_path_factory)

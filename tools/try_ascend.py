@@ -4,7 +4,7 @@
     python tools/try_ascend.py serve 0.0.0.0:26000        # a peer, until its input ends (^D)
     python tools/try_ascend.py reach 10.0.0.7:26000       # another: pushes, pulls back, compares
 
-docs/ascend.md has the order in which to do that. Exits with 1 if a byte came back wrong.
+docs/how-to/ascend.md has the order in which to do that. Exits with 1 if a byte came back wrong.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two managers, as in the scheduler of a prefill and of a decode engine. Others' requests have come
 and gone, the decode engine has the first blocks of the prompt in its prefix cache, and both
 allocate what one request needs. `python -m examples.vllm.block_tables` prints the tables that
-docs/testing.md has; it needs vLLM.
+docs/how-to/testing.md has; it needs vLLM.
 """
 
 from __future__ import annotations

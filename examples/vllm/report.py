@@ -65,7 +65,8 @@ def connector(role: str, **options: Any) -> dict[str, Any]:
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """20 prompts of 5 to 1,900 tokens: text of this project; two begin as another one does."""
-    text = "\n".join((ROOT / "docs" / it).read_text() for it in ("guide.md", "links.md"))
+    pages = ("reference/operations.md", "internals/links.md")
+    text = "\n".join((ROOT / "docs" / it).read_text() for it in pages)
     ids: list[int] = Tokenizer.from_file(str(FOLDER / "model/tokenizer.json")).encode(text).ids
     made, at = [], 0
     for length in lengths:

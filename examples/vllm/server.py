@@ -1,4 +1,4 @@
-"""vLLM's servers and the proxy as processes, started with the commands of docs/vllm.md."""
+"""vLLM's servers and the proxy as processes, started with the commands of docs/how-to/vllm.md."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _WIDTH: Final = 200
 
 
 class ExitCode(IntEnum):
-    """What a command ends with; those of `diff`, `cmp` and `grep`. docs/command.md lists them.
+    """What a command ends with, as `diff`, `cmp` and `grep` do (docs/reference/command.md).
 
     A command returns one of them, or None for OK. What it raises becomes TROUBLE.
     """

@@ -110,7 +110,7 @@ def command(
     html: Path | None,
     as_json: bool,
 ) -> ExitCode:
-    """List the transfers that FILEs have, which engines recorded (see docs/recording.md).
+    """List the transfers that FILEs have, which engines recorded (see docs/how-to/recording.md).
 
     A FILE may still be written; its older files (FILE.1 and so on) are read with it. Exits with 0;
     with 1 if --replay has found a difference; with 2 if a FILE cannot be read.

@@ -134,7 +134,7 @@ class PendingConnections:
 
     def close(self) -> None:
         """Drop all without a channel; channels are closed elsewhere."""
-        for streams in tuple(self._links.values()):
+        for streams in list(self._links.values()):
             streams.close_now()
         for connection in self._all():
             if connection.channel is None:

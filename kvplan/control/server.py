@@ -100,7 +100,7 @@ class Server:
     @property
     def channels(self) -> tuple[Channel, ...]:
         """The conversations that are open, oldest first."""
-        return tuple(self._channels)
+        return (*self._channels,)  # a copy at once, as tuple() is only with a GIL
 
     def close(self) -> None:
         """Accept no more connections, and end all conversations that were accepted here."""

@@ -124,7 +124,7 @@ class StatusSocket:
 
 
 def _leave_all() -> None:
-    for it in tuple(_open):
+    for it in list(_open):
         it.leave_to_parent()
 
 

@@ -142,7 +142,12 @@ def _writes_lines(writes: tuple[Write, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Located:
-    """What `locate` found; true if anything is wrong, and `print` shows it."""
+    """What `locate` found; true if anything is wrong, and `print` shows it.
+
+    Attributes:
+        differences: for each group that was compared, in their order; of a plan without groups
+            one.
+    """
 
     differences: tuple[Difference, ...]
 

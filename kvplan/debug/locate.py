@@ -51,6 +51,7 @@ def locate(
         cache_id: of that cache; needed with `recordings`, which a `GroupPlan` cannot have.
 
     Raises:
+        ValueError: a number outside its C type.
         TypeError: what is neither an array nor a tensor.
         LLMException: LLM_PARAM_INVALID: tensors that do not fit the plan, or that no CPU reaches;
             `atol` below 0, or above for elements that are not of those types; recordings without

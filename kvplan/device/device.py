@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -14,6 +14,7 @@ from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     # What another accelerator's library offers, too; see `kvnative._acl`.
@@ -172,15 +173,23 @@ class Device:
                 "placement=HOST says"
             )
 
-    def read(self, address: int, buffer: Buffer) -> None:
-        """Fill `buffer` from the device; its bytes there must be valid."""
+    def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
+        """Fill `buffer` from the device; its bytes there must be valid.
+
+        Raises:
+            LLMException: what the device says.
+        """
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
-    def write(self, address: int, buffer: Buffer) -> None:
-        """Put the bytes of `buffer` to the device; there must be room for them."""
+    def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
+        """Put the bytes of `buffer` to the device; there must be room for them.
+
+        Raises:
+            LLMException: what the device says.
+        """
         try:
             self.native.write(address, buffer)
         except NativeError as error:
@@ -225,7 +234,7 @@ class Device:
         if self._closed or os.getpid() != self._key[0]:
             return
         self._closed = True
-        for pinned in tuple(self._pinned):
+        for pinned in list(self._pinned):
             pinned.close()
         with _mutex:
             self._shared.users -= 1

@@ -79,7 +79,9 @@ def block_checksum(tensors: Sequence[NDArray[Any]], axis: int, block: int) -> st
     return total.hexdigest()
 
 
-def write_tensors(desc: CacheDesc, memory: CacheMemory, arrays: Sequence[Any]) -> None:
+def write_tensors(
+    desc: CacheDesc, memory: CacheMemory, arrays: Sequence[Any] | NDArray[Any]
+) -> None:
     """Put an array into each tensor; all are looked at before the first is written.
 
     Raises:
@@ -99,7 +101,9 @@ def write_tensors(desc: CacheDesc, memory: CacheMemory, arrays: Sequence[Any]) -
         tensor[...] = array.view(tensor.dtype)
 
 
-def _checked(desc: CacheDesc, arrays: Sequence[Any]) -> list[NDArray[Any]]:
+def _checked(
+    desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]
+) -> list[NDArray[Any]]:
     if isinstance(arrays, str | bytes) or not isinstance(arrays, Sequence | np.ndarray):
         raise TypeError(f"arrays must be a sequence of arrays, not {type(arrays).__name__}")
     if len(arrays) != desc.num_tensors:

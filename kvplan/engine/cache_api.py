@@ -71,11 +71,7 @@ class PeerCacheStatus:
 
 
 class CacheOperations(OperationRunner):
-    """Caches and their keys. Each method may raise, besides what it says itself, the following.
-
-    Raises:
-        LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-    """
+    """Caches and their keys."""
 
     def register_cache(
         self,
@@ -98,7 +94,8 @@ class CacheOperations(OperationRunner):
         Raises:
             TypeError, ValueError: an argument of another type, an address outside uint64.
             LLMException: LLM_PARAM_INVALID: tensors that do not fit the description, more than
-                max_tensors, memory that is not mapped, or a key that is taken.
+                max_tensors, memory that is not mapped, or a key that is taken; LLM_FAILED: not
+                initialized; LLM_ENGINE_FINALIZED.
         """
         return self._register(cache_desc, tensors, cache_keys, False, remote_accessible)
 
@@ -112,8 +109,11 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Make a paged cache of memory that the caller has.
 
-        Arguments and errors as for `register_cache`; shape[batch_dim_index] counts blocks, and
+        Arguments as for `register_cache`; shape[batch_dim_index] counts blocks, and
         `blocks_cache_key` names the whole cache.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `register_cache`.
         """
         return self._register(
             cache_desc, tensors, _blocks_keys(blocks_cache_key), True, remote_accessible
@@ -127,7 +127,8 @@ class CacheOperations(OperationRunner):
 
         Raises:
             TypeError, ValueError: cache_id is no int64.
-            LLMException: LLM_PARAM_INVALID: it was allocated.
+            LLMException: LLM_PARAM_INVALID: it was allocated; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
         with self._recorded("unregister_cache", cache=cache_id) as engine:
             engine.registry.unregister(cache_id)
@@ -165,7 +166,7 @@ class CacheOperations(OperationRunner):
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: more keys than slots, or one that is
-                taken.
+                taken; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         return self._allocate(cache_desc, cache_keys, False)
 
@@ -174,8 +175,11 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Make a paged cache in memory of the engine, which peers reach best.
 
-        Arguments and errors as for `allocate_cache`; shape[batch_dim_index] counts blocks, and
+        Arguments as for `allocate_cache`; shape[batch_dim_index] counts blocks, and
         `blocks_cache_key` names the whole cache.
+
+        Raises:
+            TypeError, LLMException: as `allocate_cache`.
         """
         return self._allocate(cache_desc, _blocks_keys(blocks_cache_key), True)
 
@@ -187,7 +191,8 @@ class CacheOperations(OperationRunner):
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it was registered.
+            LLMException: LLM_PARAM_INVALID: it was registered; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
         check_type("cache", cache, Cache)
         with self._recorded("deallocate_cache", cache=cache.cache_id) as engine:
@@ -199,6 +204,7 @@ class CacheOperations(OperationRunner):
 
         Raises:
             TypeError: no CacheKey.
+            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with self._recorded("remove_cache_key") as engine:
             engine.registry.remove_key(key)
@@ -246,7 +252,8 @@ class CacheOperations(OperationRunner):
             TypeError: an argument of another type.
             LLMException: LLM_KV_CACHE_NOT_EXIST: no such cache, or the lease has ended;
                 LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache that was
-                registered by addresses alone; what its device says.
+                registered by addresses alone; what its device says; LLM_FAILED: not
+                initialized; LLM_ENGINE_FINALIZED.
         """
         with self._recorded("fingerprint") as engine:
             if isinstance(cache, BlockLease):
@@ -269,7 +276,7 @@ class CacheOperations(OperationRunner):
                 engine.leases.standing(cache)  # it was, all the time
             return sums
 
-    def write_cache(self, cache: Cache, arrays: Sequence[Any]) -> None:
+    def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:
         """Fill each tensor, wherever the cache is.
 
         Args:
@@ -297,7 +304,11 @@ class CacheOperations(OperationRunner):
         return self._running().registry.resolve(cache).memory
 
     def caches(self) -> list[CacheStatus]:
-        """Return every cache that lives, by its id or its keys, in the order of ids."""
+        """Return every cache that lives, by its id or its keys, in the order of ids.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
         now = time.time()
         return [
             CacheStatus(

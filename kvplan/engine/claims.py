@@ -154,7 +154,7 @@ class KeyIndex:
 
     def unbind(self, cache_id: int) -> None:
         """Forget all keys of a cache. Its claims stay open."""
-        for bound in [it for it in tuple(self._bound.values()) if it.cache_id == cache_id]:
+        for bound in [it for it in list(self._bound.values()) if it.cache_id == cache_id]:
             if self._bound.pop(bound.name, None) is not None:
                 self._forget_use(bound)
 
@@ -216,7 +216,7 @@ class KeyIndex:
 
     def claims_of(self, holder: Hashable) -> list[int]:
         """The ids of the open claims of `holder`."""
-        return [claim_id for claim_id, (_, it) in tuple(self._claims.items()) if it == holder]
+        return [claim_id for claim_id, (_, it) in list(self._claims.items()) if it == holder]
 
     def _forget_use(self, bound: BoundKey) -> int:
         self._uses[bound.cache_id] -= 1

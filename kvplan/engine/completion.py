@@ -78,11 +78,11 @@ class CompletionThread:
             reason: what they raise then.
         """
         self._cancelled = reason
-        for it in tuple(self._open):
+        for it in list(self._open):
             if (task := it()) is not None:
                 task.cancel(reason)
                 self.track(task)
-        for flying in tuple(self._tasks):
+        for flying in list(self._tasks):
             flying.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
@@ -199,10 +199,10 @@ class PromptCompletionThread:
             reason: what they raise then.
         """
         self._cancelled = reason
-        for it in tuple(self._open):
+        for it in list(self._open):
             if (task := it()) is not None:
                 task.cancel(reason)  # which tracks it
-        for watched in tuple(self._watched):
+        for watched in list(self._watched):
             watched.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:

@@ -202,6 +202,9 @@ class LlmDataDist(
         """As `link_clusters`, for a program that uses asyncio, whose loop goes on meanwhile.
 
         Cancelled, it ends the handshakes that are under way; links that are made by then stay.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `link_clusters`.
         """
         started = perf_counter()
         results = await self._running().links.link_async(clusters, timeout_ms)
@@ -272,7 +275,12 @@ class LlmDataDist(
         return self._running().links.comm_status(comm_id)
 
     def links(self) -> list[LinkStatus]:
-        """Return every link: its state and age, what went over it, and its last error."""
+        """Return every link: its state and age, what went over it, and its last error.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
+        """
         return self._running().links.status()
 
     def completions(self) -> Completions:
@@ -292,6 +300,9 @@ class LlmDataDist(
 
         Returns:
             A function that removes the hook.
+
+        Raises:
+            TypeError: it cannot be called.
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r} must be callable with a PlanEvent")

@@ -270,7 +270,7 @@ def release(engine: Engine) -> None:
 
 @atexit.register
 def _release_all() -> None:
-    for engine in tuple(_open):
+    for engine in list(_open):
         release(engine)
 
 

@@ -154,7 +154,7 @@ class PendingDeregistrations:
         """Those that were the cache of this id."""
         with self._mutex:
             # A copy: a signal handler may end caches in between.
-            return [it for it in tuple(self._held) if it.entry.cache.cache_id == cache_id]
+            return [it for it in list(self._held) if it.entry.cache.cache_id == cache_id]
 
     def end(self, held: Collection[HeldCache]) -> None:
         """As `end_all`; others may be at it already."""

@@ -122,7 +122,11 @@ class GatherOperations(OperationRunner):
         rank: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> list[Plan | None]:
-        """Plan `gather_blocks` with the peers' own descriptions; nothing moves."""
+        """Plan `gather_blocks` with the peers' own descriptions; nothing moves.
+
+        Raises:
+            TypeError, LLMException: as `pull_blocks` and `plan_gather`.
+        """
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
         return [
             None if it is None else it[""]
@@ -145,7 +149,14 @@ class GatherOperations(OperationRunner):
         notify_failure: bytes | None = None,
         tag: str = "",
     ) -> GatherTask:
-        """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot."""
+        """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved;
+                LLM_LINK_BUSY: nobody takes the tasks that have ended from `completions()`.
+            GatherError: a source was lost when others had begun.
+        """
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
         return self._submit_gather({"": group}, rank, coalesce, notify, notify_failure, tag)
 
@@ -167,6 +178,10 @@ class GatherOperations(OperationRunner):
         Args:
             groups: what to pull, by name; the peers in the same order in each.
             rank, timeout_ms, coalesce, notify, notify_failure, tag: as of `gather_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException, GatherError: as `gather_blocks`;
+                LLM_PARAM_INVALID: groups with other peers than the first one has.
         """
         check_groups(groups, GatherGroup)
         self._gather(groups, rank, coalesce, timeout_ms, notify, notify_failure, tag)
@@ -178,7 +193,11 @@ class GatherOperations(OperationRunner):
         rank: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> list[GroupPlan | None]:
-        """Plan `gather_groups` with the peers' own descriptions; nothing moves."""
+        """Plan `gather_groups` with the peers' own descriptions; nothing moves.
+
+        Raises:
+            TypeError, LLMException: as `plan_gather_blocks`, and `gather_groups`.
+        """
         check_groups(groups, GatherGroup)
         return [
             None if it is None else plan_groups(it)
@@ -195,7 +214,12 @@ class GatherOperations(OperationRunner):
         notify_failure: bytes | None = None,
         tag: str = "",
     ) -> GatherTask:
-        """Begin `gather_groups` and return its task; nothing moves if a source cannot."""
+        """Begin `gather_groups` and return its task; nothing moves if a source cannot.
+
+        Raises:
+            TypeError, LLMException, GatherError: as `submit_gather_blocks`, and
+                `gather_groups`.
+        """
         check_groups(groups, GatherGroup)
         return self._submit_gather(groups, rank, coalesce, notify, notify_failure, tag)
 

@@ -89,7 +89,7 @@ class GatherNotices:
             LLMException: every byte has arrived, and a peer could not be told.
         """
         with self._mutex:
-            for link in tuple(self._operations):
+            for link in list(self._operations):
                 try:
                     self._operations.pop(link).finish(error)
                 except LLMException as failure:
@@ -190,19 +190,23 @@ class GatherTask:
         return wait_in_thread(self)
 
     def _stop(self, reason: LLMException | None) -> None:
-        for task in tuple(self.tasks.values()):
+        for task in list(self.tasks.values()):
             task.cancel(reason)
 
     def drop(self) -> None:
         """Stop what has begun, and end its operations."""
         self.cancel()
-        for task in tuple(self.tasks.values()):
+        for task in list(self.tasks.values()):
             with suppress(LLMException):
                 task.wait()
         self.notices.finish(KeyboardInterrupt())  # of which nobody is told
 
     def begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
-        """Submit the part of a source; if it cannot be, the others are stopped."""
+        """Submit the part of a source; if it cannot be, the others are stopped.
+
+        Raises:
+            GatherError: it cannot.
+        """
         self._names[index] = name
         try:
             self.tasks[index] = submit()

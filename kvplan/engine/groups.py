@@ -63,11 +63,6 @@ class GroupOperations(OperationRunner):
 
     Each takes the groups by name, which is what plans and errors call them: at most 64 printable
     characters. All are of one peer, and on each side all are in host memory, or all on the device.
-
-    Raises:
-        TypeError: an argument of another type.
-        LLMException: as `PullOperations`; of a group its name is said. LLM_FEATURE_NOT_ENABLED:
-            groups in host memory and on the device.
     """
 
     def pull_groups(
@@ -93,6 +88,20 @@ class GroupOperations(OperationRunner):
             notify_failure: sent instead if the transfer fails and the link stands.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: of a group its name is said. LLM_PARAM_INVALID: no group, or a bad
+                name of one; a block, token or layer out of range, block tables of unequal
+                length, a contiguous cache, groups of several peers, groups that write the same
+                byte, caches that cannot match, or this engine's own cluster;
+                LLM_FEATURE_NOT_ENABLED: groups in host memory and on the device, or memory that
+                the link does not reach; LLM_NOT_YET_LINK: no link to that cluster;
+                LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no
+                such cache here, or there (any more), or a lease has ended; LLM_TIMEOUT: the
+                time has passed; LLM_LINK_BUSY: the peer's program reads no notifications;
+                LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with GroupOperation(
             self._running(),
@@ -113,7 +122,11 @@ class GroupOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> GroupPlan:
-        """Plan `pull_groups` with the peer's own descriptions; nothing moves."""
+        """Plan `pull_groups` with the peer's own descriptions; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `pull_groups`, before anything moves.
+        """
         operation = GroupOperation(self._running(), "pull_groups")
         return operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)[0]
 
@@ -127,7 +140,14 @@ class GroupOperations(OperationRunner):
         notify_failure: bytes | None = None,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `pull_groups` and return its task."""
+        """Begin `pull_groups` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `pull_groups`.
+            LLMException: as `pull_groups`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with GroupOperation(
             self._running(),
             "pull_groups",
@@ -152,6 +172,20 @@ class GroupOperations(OperationRunner):
         """Push blocks of several local paged caches into blocks of remote ones.
 
         Arguments as of `pull_groups`.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: of a group its name is said. LLM_PARAM_INVALID: no group, or a bad
+                name of one; a block, token or layer out of range, block tables of unequal
+                length, a contiguous cache, groups of several peers, groups that write the same
+                byte, a cache that is not writable there, caches that cannot match, or this
+                engine's own cluster; LLM_FEATURE_NOT_ENABLED: groups in host memory and on the
+                device, or memory that the link does not reach; LLM_NOT_YET_LINK: no link to
+                that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
+                LLM_KV_CACHE_NOT_EXIST: no such cache here, or there (any more), or a lease has
+                ended; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the peer's program reads
+                no notifications; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with GroupOperation(
             self._running(),
@@ -172,7 +206,11 @@ class GroupOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> GroupPlan:
-        """Plan `push_groups` with the peer's own descriptions; nothing moves."""
+        """Plan `push_groups` with the peer's own descriptions; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `push_groups`, before anything moves.
+        """
         operation = GroupOperation(self._running(), "push_groups")
         return operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)[0]
 
@@ -186,7 +224,14 @@ class GroupOperations(OperationRunner):
         notify_failure: bytes | None = None,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `push_groups` and return its task."""
+        """Begin `push_groups` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `push_groups`.
+            LLMException: as `push_groups`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with GroupOperation(
             self._running(),
             "push_groups",

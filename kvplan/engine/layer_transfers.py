@@ -77,6 +77,7 @@ class LayerOperations(OperationRunner):
             keeps its link: `unlink_clusters` waits, then reports LLM_LINK_BUSY.
 
         Raises:
+            ValueError: a number outside its C type.
             TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a slot, block or layer out of range, a cache of the
                 wrong kind, `src_blocks` alone, addresses of several caches, or this engine's own
@@ -123,7 +124,12 @@ class LayerOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `push_layers` with the peer's own description; nothing moves."""
+        """Plan `push_layers` with the peer's own description; nothing moves.
+
+        Raises:
+            TypeError, LLMException: as `push_layers`.
+            ValueError: a number outside its C type.
+        """
         operation = Operation(self._running(), "push_layers")
         return _push_layers(
             operation,

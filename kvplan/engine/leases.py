@@ -125,7 +125,7 @@ class Leases:
             return
         if self.observer is not None:
             self.observer("release", lease)
-        for it in tuple(self._callbacks.values()):
+        for it in list(self._callbacks.values()):
             try:
                 it(lease)
             except Exception:
@@ -246,7 +246,7 @@ def _check_tokens(tokens: int, num_blocks: int, side: Side) -> None:
 
 
 class LeaseOperations(OperationRunner):
-    """Blocks that peers reach only as long as they are one request's: see docs/leases.md."""
+    """Blocks that peers reach only as long as they are one request's: see docs/how-to/leases.md."""
 
     def lease_blocks(
         self,
@@ -289,6 +289,10 @@ class LeaseOperations(OperationRunner):
 
         Peers use it in place of the key: `pull_cache`, `push_cache`, and `pull_blocks` without
         `src_blocks`.
+
+        Raises:
+            TypeError, LLMException: as `lease_blocks`; LLM_PARAM_INVALID: a slot out of range,
+                or a paged cache.
         """
         check_type("batch_index", batch_index, int)
         return self._running().leases.begin(cache, [batch_index], tag, ttl_ms, paged=False)
@@ -303,7 +307,11 @@ class LeaseOperations(OperationRunner):
         ttl_ms: float | None = None,
         tokens: int | None = None,
     ) -> Iterator[BlockLease]:
-        """`lease_blocks` as a `with` block, at whose end the lease is released."""
+        """`lease_blocks` as a `with` block, at whose end the lease is released.
+
+        Raises:
+            TypeError, LLMException: as `lease_blocks`, and at the end as `release`.
+        """
         lease = self.lease_blocks(cache, blocks, tag=tag, ttl_ms=ttl_ms, tokens=tokens)
         try:
             yield lease
@@ -347,6 +355,8 @@ class LeaseOperations(OperationRunner):
             A function that removes the callback.
 
         Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
             TypeError: it cannot be called.
         """
         if not callable(callback):
@@ -354,5 +364,10 @@ class LeaseOperations(OperationRunner):
         return self._running().leases.on_released(callback)
 
     def leases(self) -> list[BlockLease]:
-        """Return the leases of this engine that were not released, expired ones among them."""
+        """Return the leases of this engine that were not released, expired ones among them.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
+        """
         return self._running().leases.live()

@@ -26,12 +26,6 @@ class LocalOperations(OperationRunner):
     """Each operation three times: executed, only planned, and submitted.
 
     Each may raise the following.
-
-    Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: a slot, block, offset or size out of range, or a cache of
-            the wrong kind or placement; LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_TIMEOUT: the
-            time has passed; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
     """
 
     def copy_cache(
@@ -60,6 +54,14 @@ class LocalOperations(OperationRunner):
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache,
+                caches that cannot match, or bytes that are read and written by the same copy;
+                LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_TIMEOUT: the time has passed;
+                LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with Operation(self._running(), "copy_cache", tag=tag) as operation:
             while not operation.done:
@@ -88,7 +90,11 @@ class LocalOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `copy_cache`; nothing moves."""
+        """Plan `copy_cache`; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `copy_cache`, before anything moves.
+        """
         operation = Operation(self._running(), "copy_cache")
         return _copy_cache(
             operation,
@@ -115,7 +121,14 @@ class LocalOperations(OperationRunner):
         reinterpret: bool = False,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `copy_cache` and return its task."""
+        """Begin `copy_cache` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `copy_cache`.
+            LLMException: as `copy_cache`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(self._running(), "copy_cache", tag=tag) as operation:
             prepared = _copy_cache(
                 operation,
@@ -149,6 +162,14 @@ class LocalOperations(OperationRunner):
             coalesce: how slices become segments.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
+                block that is read and written, or a contiguous cache; LLM_KV_CACHE_NOT_EXIST:
+                no such cache; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
         if blocks == {}:
             self._running()
@@ -165,7 +186,11 @@ class LocalOperations(OperationRunner):
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
-        """Plan `copy_blocks`; nothing moves."""
+        """Plan `copy_blocks`; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `copy_blocks`, before anything moves.
+        """
         operation = Operation(self._running(), "copy_blocks")
         return _copy_blocks(operation, cache, blocks, coalesce)[0]
 
@@ -177,7 +202,14 @@ class LocalOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `copy_blocks` and return its task."""
+        """Begin `copy_blocks` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `copy_blocks`.
+            LLMException: as `copy_blocks`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(self._running(), "copy_blocks", tag=tag) as operation:
             prepared = _copy_blocks(operation, cache, blocks, coalesce)
             return self._submit(operation, prepared)
@@ -203,6 +235,14 @@ class LocalOperations(OperationRunner):
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, no
+                block, a contiguous cache, caches that cannot match, or two of the same
+                placement; LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_TIMEOUT: the time has
+                passed; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with Operation(self._running(), "swap_blocks", tag=tag) as operation:
             while not operation.done:
@@ -218,7 +258,11 @@ class LocalOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `swap_blocks`; nothing moves."""
+        """Plan `swap_blocks`; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `swap_blocks`, before anything moves.
+        """
         operation = Operation(self._running(), "swap_blocks")
         return _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)[0]
 
@@ -232,7 +276,14 @@ class LocalOperations(OperationRunner):
         reinterpret: bool = False,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `swap_blocks` and return its task."""
+        """Begin `swap_blocks` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `swap_blocks`.
+            LLMException: as `swap_blocks`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(self._running(), "swap_blocks", tag=tag) as operation:
             prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)
             return self._submit(operation, prepared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock, Thread
@@ -49,7 +49,7 @@ class Notifications(PollableQueue[Notification]):
     def __init__(self) -> None:
         super().__init__()
         # One for each unread notification of a peer: appending and taking need no lock.
-        self._unread: defaultdict[int, deque[None]] = defaultdict(deque)
+        self._unread: dict[int, deque[None]] = {}
         self._direct: dict[int, tuple[socket.socket, int]] = {}  # and its peer, by descriptor
         # What peers send directly makes it readable without a thread of this process.
         self._epoll = select.epoll()
@@ -57,12 +57,16 @@ class Notifications(PollableQueue[Notification]):
         self._polled = self._epoll.fileno()
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
-        """Put in what a peer sends by a message; see `Inbox.deliver`."""
+        """Put in what a peer sends by a message; see `Inbox.deliver`.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: too many wait to be read; LLM_ENGINE_FINALIZED.
+        """
         if self.closed:
             raise finalized()
         if direct is not None:
             self._take_from(direct, cluster_id)
-        unread = self._unread[cluster_id]
+        unread = self._unread_of(cluster_id)
         room = self._room_for(unread)
         if room <= 0:
             full = len(unread) >= MAX_UNREAD_OF_ONE
@@ -104,11 +108,16 @@ class Notifications(PollableQueue[Notification]):
                 self._take_from(*found)
 
     def _take_from(self, direct: socket.socket, cluster_id: int, most: int | None = None) -> None:
-        unread = self._unread[cluster_id]
+        unread = self._unread_of(cluster_id)
         most = self._room_for(unread) if most is None else most
         fd = direct.fileno()
         if not take_packets(direct, most, cluster_id, self._items, unread, self._fd):
             self._forget(fd, direct)
+
+    def _unread_of(self, cluster_id: int) -> deque[None]:
+        # No defaultdict: without a GIL two threads would make one each.
+        found = self._unread.get(cluster_id)
+        return self._unread.setdefault(cluster_id, deque()) if found is None else found
 
     def _room_for(self, unread: deque[None]) -> int:
         return min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
@@ -215,11 +224,7 @@ class _CallingThread:
 
 
 class NotificationOperations(OperationRunner):
-    """What peers are told, and what they tell. Each method may raise the following.
-
-    Raises:
-        LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
-    """
+    """What peers are told, and what they tell."""
 
     def notify(self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None) -> None:
         """Send a notification; on return the peer's engine has it, for its program to read.
@@ -251,7 +256,12 @@ class NotificationOperations(OperationRunner):
             link.notify(data, timeout_ms)
 
     def notifications(self) -> Notifications:
-        """Return what peers have sent and nobody has read yet: one object for an engine."""
+        """Return what peers have sent and nobody has read yet: one object for an engine.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
+        """
         return self._running().notifications
 
     def on_notification(self, callback: Callable[[Notification], object]) -> Callable[[], None]:
@@ -263,6 +273,8 @@ class NotificationOperations(OperationRunner):
             A function that removes the callback.
 
         Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
             TypeError: it cannot be called.
         """
         if not callable(callback):

@@ -50,13 +50,21 @@ _RESOURCES = {  # of the global resource config: the largest value; the smallest
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An option: its field, its keys, how its text is read, and how its value is checked."""
+    """An option: its field, its keys, how its text is read, and how its value is checked.
+
+    Attributes:
+        field: of `Options`.
+        keys: by which a mapping gives it; the first is the one that messages name.
+        read: makes the value of a text; called with the key and the text.
+        check: refuses a value that breaks a rule; called with the name and the value.
+        optional: whether it may be None.
+    """
 
     field: str
     keys: tuple[str, ...]
     read: Callable[[str, str], Any]
     check: Callable[[str, Any], object]
-    optional: bool = False  # may be None
+    optional: bool = False
 
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvplan.status import invalid
@@ -27,7 +28,7 @@ class PeerTensors:
     """
 
     cluster_id: int
-    addresses: tuple[int, ...]
+    addresses: Sequence[int]
     stride: int | None = None
 
     def __post_init__(self) -> None:

@@ -82,7 +82,11 @@ class PreparedPullBlocks:
     reinterpret: bool
 
     def run(self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[RunBlocks]) -> None:
-        """See `pull_blocks`."""
+        """See `pull_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `pull_blocks`.
+        """
         if (
             how
             or self.reinterpret
@@ -98,14 +102,22 @@ class PreparedPullBlocks:
     def submit(
         self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[SubmitBlocks]
     ) -> TransferTask:
-        """See `submit_pull_blocks`."""
+        """See `submit_pull_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `submit_pull_blocks`.
+        """
         return self.engine.submit_pull_blocks(
             self.src, self.dst, src_blocks, dst_blocks, self.ext_param,
             reinterpret=self.reinterpret, **how,
         )  # fmt: skip
 
     def plan(self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[Tokens]) -> Plan:
-        """See `plan_pull_blocks`."""
+        """See `plan_pull_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `plan_pull_blocks`.
+        """
         return self.engine.plan_pull_blocks(
             self.src, self.dst, src_blocks, dst_blocks, self.ext_param,
             reinterpret=self.reinterpret, **how,
@@ -127,7 +139,11 @@ class PreparedPullCache:
     reinterpret: bool
 
     def run(self, src_slot: int, dst_slot: int, **how: Unpack[RunSlots]) -> None:
-        """See `pull_cache`."""
+        """See `pull_cache`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `pull_cache`.
+        """
         if (
             how
             or self.reinterpret
@@ -141,14 +157,22 @@ class PreparedPullCache:
             )  # fmt: skip
 
     def submit(self, src_slot: int, dst_slot: int, **how: Unpack[Messages]) -> TransferTask:
-        """See `submit_pull_cache`."""
+        """See `submit_pull_cache`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `submit_pull_cache`.
+        """
         return self.engine.submit_pull_cache(
             self._at(src_slot), self.dst, dst_slot, -1, self.ext_param,
             reinterpret=self.reinterpret, **how,
         )  # fmt: skip
 
     def plan(self, src_slot: int, dst_slot: int) -> Plan:
-        """See `plan_pull_cache`."""
+        """See `plan_pull_cache`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `plan_pull_cache`.
+        """
         return self.engine.plan_pull_cache(
             self._at(src_slot), self.dst, dst_slot, -1, self.ext_param,
             reinterpret=self.reinterpret,
@@ -173,7 +197,11 @@ class PreparedPushBlocks:
     reinterpret: bool
 
     def run(self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[RunBlocks]) -> None:
-        """See `push_blocks`."""
+        """See `push_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `push_blocks`.
+        """
         if (
             how
             or self.reinterpret
@@ -189,14 +217,22 @@ class PreparedPushBlocks:
     def submit(
         self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[SubmitBlocks]
     ) -> TransferTask:
-        """See `submit_push_blocks`."""
+        """See `submit_push_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `submit_push_blocks`.
+        """
         return self.engine.submit_push_blocks(
             self.src, self.dst, src_blocks, dst_blocks, self.ext_param,
             reinterpret=self.reinterpret, **how,
         )  # fmt: skip
 
     def plan(self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[Tokens]) -> Plan:
-        """See `plan_push_blocks`."""
+        """See `plan_push_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `plan_push_blocks`.
+        """
         return self.engine.plan_push_blocks(
             self.src, self.dst, src_blocks, dst_blocks, self.ext_param,
             reinterpret=self.reinterpret, **how,
@@ -218,7 +254,11 @@ class PreparedPushCache:
     reinterpret: bool
 
     def run(self, src_slot: int, dst_slot: int, **how: Unpack[RunSlots]) -> None:
-        """See `push_cache`."""
+        """See `push_cache`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `push_cache`.
+        """
         if (
             how
             or self.reinterpret
@@ -232,14 +272,22 @@ class PreparedPushCache:
             )  # fmt: skip
 
     def submit(self, src_slot: int, dst_slot: int, **how: Unpack[Messages]) -> TransferTask:
-        """See `submit_push_cache`."""
+        """See `submit_push_cache`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `submit_push_cache`.
+        """
         return self.engine.submit_push_cache(
             self.src, self._at(dst_slot), src_slot, -1, self.ext_param,
             reinterpret=self.reinterpret, **how,
         )  # fmt: skip
 
     def plan(self, src_slot: int, dst_slot: int) -> Plan:
-        """See `plan_push_cache`."""
+        """See `plan_push_cache`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `plan_push_cache`.
+        """
         return self.engine.plan_push_cache(
             self.src, self._at(dst_slot), src_slot, -1, self.ext_param,
             reinterpret=self.reinterpret,
@@ -266,14 +314,22 @@ class PreparedPushLayers:
     def submit(
         self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[SubmitBlocks]
     ) -> LayerTask:
-        """See `push_layers`."""
+        """See `push_layers`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `push_layers`.
+        """
         return self.engine.push_layers(
             self.src, self.dst, src_blocks=src_blocks, dst_blocks=dst_blocks,
             ext_param=self.ext_param, reinterpret=self.reinterpret, **how,
         )  # fmt: skip
 
     def plan(self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[Tokens]) -> Plan:
-        """See `plan_push_layers`."""
+        """See `plan_push_layers`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `plan_push_layers`.
+        """
         return self.engine.plan_push_layers(
             self.src, self.dst, src_blocks=src_blocks, dst_blocks=dst_blocks,
             ext_param=self.ext_param, reinterpret=self.reinterpret, **how,
@@ -292,26 +348,32 @@ class PreparedCopyBlocks:
     cache: Cache
 
     def run(self, blocks: Mapping[int, Sequence[int]], **how: Unpack[RunCopy]) -> None:
-        """See `copy_blocks`."""
+        """See `copy_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `copy_blocks`.
+        """
         self.engine.copy_blocks(self.cache, blocks, **how)
 
     def submit(self, blocks: Mapping[int, Sequence[int]], tag: str = "") -> TransferTask:
-        """See `submit_copy_blocks`."""
+        """See `submit_copy_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `submit_copy_blocks`.
+        """
         return self.engine.submit_copy_blocks(self.cache, blocks, tag=tag)
 
     def plan(self, blocks: Mapping[int, Sequence[int]]) -> Plan:
-        """See `plan_copy_blocks`."""
+        """See `plan_copy_blocks`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `plan_copy_blocks`.
+        """
         return self.engine.plan_copy_blocks(self.cache, blocks)
 
 
 class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOperations):
-    """Each looks at both caches now: what it raises, every call would raise.
-
-    Raises:
-        TypeError: an argument of another type, or a key that is of one request: those are pulled
-            once, by the plain calls.
-        LLMException: as the plain calls.
-    """
+    """Each looks at both caches now: what it raises, every call would raise."""
 
     def prepare_pull_blocks(
         self,
@@ -328,6 +390,11 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
             dst: the local cache; only its id matters, if it has one.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+
+        Raises:
+            TypeError: an argument of another type, or a key that is of one request: those are
+                pulled once, by the plain calls.
+            LLMException: as `plan_pull_blocks`.
         """
         _check_names_cache("src", src, CacheIndex, BlocksCacheKey)
         prepared = PreparedPullBlocks(self, src, dst, ext_param, reinterpret)
@@ -349,6 +416,11 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
             dst: the local cache; only its id matters, if it has one.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+
+        Raises:
+            TypeError: an argument of another type, or a key that is of one request: those are
+                pulled once, by the plain calls.
+            LLMException: as `plan_pull_cache`.
         """
         _check_names_cache("src", src, CacheIndex)
         prepared = PreparedPullCache(self, src, dst, ext_param, reinterpret)
@@ -370,6 +442,10 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
             dst: the remote cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: as `plan_push_blocks`.
         """
         _check_names_cache("dst", dst, CacheIndex, BlocksCacheKey)
         prepared = PreparedPushBlocks(self, src, dst, ext_param, reinterpret)
@@ -391,6 +467,10 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
             dst: the remote cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: as `plan_push_cache`.
         """
         _check_names_cache("dst", dst, CacheIndex)
         prepared = PreparedPushCache(self, src, dst, ext_param, reinterpret)
@@ -412,6 +492,10 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
             dst: the remote cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: as `plan_push_layers`.
         """
         _check_names_cache("dst", dst, CacheIndex, BlocksCacheKey)
         prepared = PreparedPushLayers(self, src, dst, ext_param, reinterpret)
@@ -423,6 +507,9 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
 
         Args:
             cache: only its id matters, if it has one.
+
+        Raises:
+            TypeError, LLMException: as `plan_copy_blocks`.
         """
         prepared = PreparedCopyBlocks(self, cache)
         prepared.plan({0: [0]})

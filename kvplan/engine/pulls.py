@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 class PullOperations(OperationRunner):
     """Each operation three times: executed, only planned, and submitted.
 
-    All layers of an operation are one plan and one submission. Each may raise the following.
-
-    Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: a slot, block, size or layer out of range, a cache of the
-            wrong kind, or this engine's own cluster; LLM_NOT_YET_LINK: no link to that cluster;
-            LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache
-            here, or no such cache, slot or key there (any more); LLM_REPEAT_REQUEST: the key is
-            being pulled; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
-            LLM_ENGINE_FINALIZED.
+    All layers of an operation are one plan and one submission.
     """
 
     def pull_cache(
@@ -76,6 +67,19 @@ class PullOperations(OperationRunner):
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a slot, size, token or layer out of range, a paged
+                cache, caches that cannot match, or this engine's own cluster; LLM_NOT_YET_LINK:
+                no link to that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
+                LLM_KV_CACHE_NOT_EXIST: no such cache here, or no such cache, slot or key there
+                (any more), or the lease has ended; LLM_REPEAT_REQUEST: the key is being pulled;
+                LLM_FEATURE_NOT_ENABLED: the link does not reach the memory; LLM_TIMEOUT: the
+                time has passed; LLM_LINK_BUSY: the peer's program reads no notifications;
+                LLM_FAILED: not initialized, or `verify` found other bytes;
+                LLM_ENGINE_FINALIZED.
         """
         if (
             isinstance(src, CacheIndex)
@@ -117,7 +121,11 @@ class PullOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed."""
+        """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `pull_cache`, before anything moves.
+        """
         operation = Operation(self._running(), "pull_cache")
         return _pull_cache(
             operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset, num_tokens,
@@ -142,7 +150,14 @@ class PullOperations(OperationRunner):
         verify: bool = False,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
+        """Begin `pull_cache` and return its task; the key is claimed until the outcome.
+
+        Raises:
+            TypeError, ValueError: as `pull_cache`.
+            LLMException: as `pull_cache`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(
             self._running(),
             "pull_cache",
@@ -199,6 +214,20 @@ class PullOperations(OperationRunner):
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a block, token or layer out of range, block tables
+                of unequal length, a local block named twice, a contiguous local cache, caches
+                that cannot match, or this engine's own cluster; LLM_NOT_YET_LINK: no link to
+                that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
+                LLM_KV_CACHE_NOT_EXIST: no such cache here, or no such cache or key there (any
+                more), or the lease has ended; LLM_REPEAT_REQUEST: the key is being pulled;
+                LLM_FEATURE_NOT_ENABLED: the link does not reach the memory; LLM_TIMEOUT: the
+                time has passed; LLM_LINK_BUSY: the peer's program reads no notifications;
+                LLM_FAILED: not initialized, or `verify` found other bytes;
+                LLM_ENGINE_FINALIZED.
         """
         if (
             src_blocks is not None
@@ -237,7 +266,11 @@ class PullOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `pull_blocks` with the peer's own description; nothing moves, no key is claimed."""
+        """Plan `pull_blocks` with the peer's own description; nothing moves, no key is claimed.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `pull_blocks`, before anything moves.
+        """
         operation = Operation(self._running(), "pull_blocks")
         return _pull_blocks(
             operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
@@ -262,7 +295,14 @@ class PullOperations(OperationRunner):
         verify: bool = False,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
+        """Begin `pull_blocks` and return its task; the key is claimed until the outcome.
+
+        Raises:
+            TypeError, ValueError: as `pull_blocks`.
+            LLMException: as `pull_blocks`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(
             self._running(),
             "pull_blocks",

@@ -24,16 +24,7 @@ if TYPE_CHECKING:
 class PushOperations(OperationRunner):
     """Each operation three times: executed, only planned, and submitted.
 
-    All layers of an operation are one plan and one submission. Each may raise the following.
-
-    Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: a slot, block, size or layer out of range, a cache of the
-            wrong kind, or this engine's own cluster; LLM_NOT_YET_LINK: no link to that cluster;
-            LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache
-            here, or no such cache, slot or key there (any more); LLM_REPEAT_REQUEST: the key is
-            being pulled; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
-            LLM_ENGINE_FINALIZED.
+    All layers of an operation are one plan and one submission.
     """
 
     def push_cache(
@@ -72,6 +63,19 @@ class PushOperations(OperationRunner):
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a slot, token or layer out of range, a size other
+                than -1, a paged cache, a cache that is not writable there, caches that cannot
+                match, or this engine's own cluster; LLM_NOT_YET_LINK: no link to that cluster;
+                LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no
+                such cache here, or no such cache or slot there (any more), or the lease has
+                ended; LLM_FEATURE_NOT_ENABLED: the link does not reach the memory; LLM_TIMEOUT:
+                the time has passed; LLM_LINK_BUSY: the peer's program reads no notifications;
+                LLM_FAILED: not initialized, or `verify` found other bytes;
+                LLM_ENGINE_FINALIZED.
         """
         if (
             isinstance(dst, CacheIndex)
@@ -111,7 +115,11 @@ class PushOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `push_cache` with the peer's own description; nothing moves."""
+        """Plan `push_cache` with the peer's own description; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `push_cache`, before anything moves.
+        """
         operation = Operation(self._running(), "push_cache")
         return _push_cache(
             operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce, reinterpret
@@ -133,7 +141,14 @@ class PushOperations(OperationRunner):
         verify: bool = False,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `push_cache` and return its task."""
+        """Begin `push_cache` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `push_cache`.
+            LLMException: as `push_cache`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(
             self._running(),
             "push_cache",
@@ -189,6 +204,19 @@ class PushOperations(OperationRunner):
                 names what differs. Not on devices. False: as option `kvplan.verify` says.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
                 128 printable characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: a block, token or layer out of range, block tables
+                of unequal length, a remote block named twice, a contiguous cache, a cache that
+                is not writable there, caches that cannot match, or this engine's own cluster;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or
+                broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache here, or no such cache
+                there (any more), or the lease has ended; LLM_FEATURE_NOT_ENABLED: the link does
+                not reach the memory; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the
+                peer's program reads no notifications; LLM_FAILED: not initialized, or `verify`
+                found other bytes; LLM_ENGINE_FINALIZED.
         """
         if (
             dst_blocks is not None
@@ -227,7 +255,11 @@ class PushOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
     ) -> Plan:
-        """Plan `push_blocks` with the peer's own description; nothing moves."""
+        """Plan `push_blocks` with the peer's own description; nothing moves.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `push_blocks`, before anything moves.
+        """
         operation = Operation(self._running(), "push_blocks")
         return _push_blocks(
             operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
@@ -252,7 +284,14 @@ class PushOperations(OperationRunner):
         verify: bool = False,
         tag: str = "",
     ) -> TransferTask:
-        """Begin `push_blocks` and return its task."""
+        """Begin `push_blocks` and return its task.
+
+        Raises:
+            TypeError, ValueError: as `push_blocks`.
+            LLMException: as `push_blocks`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         with Operation(
             self._running(),
             "push_blocks",

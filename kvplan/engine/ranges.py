@@ -81,13 +81,7 @@ class AddressRanges:
 
 
 class RangeOperations(OperationRunner):
-    """Pulls and pushes of ranges of addresses: executed, planned, submitted.
-
-    What each may raise, besides `PullOperations`: LLM_PARAM_INVALID: two ranges write the same
-    byte; LLM_KV_CACHE_NOT_EXIST: a byte that is not registered here, or not there; the message
-    names it and what is registered nearest; LLM_FEATURE_NOT_ENABLED: ranges in host memory and on
-    the device.
-    """
+    """Pulls and pushes of ranges of addresses: executed, planned, submitted."""
 
     def pull_ranges(
         self, ranges: AddressRanges, *, timeout_ms: float | None = None, tag: str = ""
@@ -98,29 +92,67 @@ class RangeOperations(OperationRunner):
             ranges: which.
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             tag: what logs and recordings call the transfer.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: timeout_ms is < 0 or not a number.
+            LLMException: LLM_PARAM_INVALID: two ranges write the same byte, or this engine's
+                own cluster; LLM_KV_CACHE_NOT_EXIST: a byte that is not registered here, or not
+                there; the message names it and what is registered nearest;
+                LLM_FEATURE_NOT_ENABLED: ranges in host memory and on the device;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or
+                broke meanwhile; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
         self._move(ranges, timeout_ms, tag, pulls=True)
 
     def push_ranges(
         self, ranges: AddressRanges, *, timeout_ms: float | None = None, tag: str = ""
     ) -> None:
-        """Copy ranges of this process's registered memory into a peer's. Arguments as of a pull."""
+        """Copy ranges of this process's registered memory into a peer's. Arguments as of a pull.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `pull_ranges`; LLM_PARAM_INVALID: also a
+                cache that is not writable there.
+        """
         self._move(ranges, timeout_ms, tag, pulls=False)
 
     def plan_pull_ranges(self, ranges: AddressRanges) -> RangePlan:
-        """Plan `pull_ranges`; nothing moves."""
+        """Plan `pull_ranges`; nothing moves.
+
+        Raises:
+            TypeError, LLMException: as `pull_ranges`, before anything moves.
+        """
         return RangeOperation(self._running(), "pull_ranges").prepare(ranges, pulls=True)[0]
 
     def plan_push_ranges(self, ranges: AddressRanges) -> RangePlan:
-        """Plan `push_ranges`; nothing moves."""
+        """Plan `push_ranges`; nothing moves.
+
+        Raises:
+            TypeError, LLMException: as `push_ranges`, before anything moves.
+        """
         return RangeOperation(self._running(), "push_ranges").prepare(ranges, pulls=False)[0]
 
     def submit_pull_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
-        """Begin `pull_ranges` and return its task."""
+        """Begin `pull_ranges` and return its task.
+
+        Raises:
+            TypeError: as `pull_ranges`.
+            LLMException: as `pull_ranges`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         return self._submit_ranges("pull_ranges", ranges, tag, pulls=True)
 
     def submit_push_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
-        """Begin `push_ranges` and return its task."""
+        """Begin `push_ranges` and return its task.
+
+        Raises:
+            TypeError: as `push_ranges`.
+            LLMException: as `push_ranges`, before anything moves; LLM_LINK_BUSY: nobody takes
+                the tasks that have ended from `completions()`. What fails later the task
+                raises.
+        """
         return self._submit_ranges("push_ranges", ranges, tag, pulls=False)
 
     def _submit_ranges(

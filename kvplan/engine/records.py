@@ -29,7 +29,7 @@ _DEFAULT_FILES: Final = 2
 
 
 class RecordingOperations(OperationRunner):
-    """What an engine does, in a file: see docs/recording.md."""
+    """What an engine does, in a file: see docs/how-to/recording.md."""
 
     def record(
         self,
@@ -99,7 +99,7 @@ def _record(
     engine.recorder = recorder
     engine.leases.observer = partial(_record_lease, recorder)
     engine.links.observe(partial(_record_link, recorder))
-    for it in tuple(engine.links.peers.values()):
+    for it in list(engine.links.peers.values()):
         _record_link(recorder, it)
     return recorder
 

@@ -283,7 +283,7 @@ class CacheRegistry:
             with self._mutex:
                 extents = [
                     Extent(address, entry.cache.cache_desc.tensor_nbytes, entry, tensor)
-                    for entry in tuple(self._entries.values())
+                    for entry in list(self._entries.values())
                     for tensor, address in enumerate(entry.cache.tensor_addrs)
                 ]
                 index = self._by_address = AddressIndex("this engine", extents)

@@ -521,7 +521,7 @@ class InFlight:
 
     def operations(self) -> list[Operation]:
         """Those that are in flight now."""
-        return [it for held in tuple(self._operations) if (it := held()) is not None]
+        return [it for held in list(self._operations) if (it := held()) is not None]
 
     def add(self, operation: Operation) -> None:
         """An operation begins; `remove` ends it.
@@ -702,5 +702,5 @@ class OperationRunner:
         event = PlanEvent(
             plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
         )
-        for hook in tuple(self._hooks.values()):
+        for hook in list(self._hooks.values()):
             hook(event)

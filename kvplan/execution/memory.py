@@ -75,9 +75,12 @@ class TensorMemory(Protocol):
         """
 
     def check(self) -> None:
-        """Raise LLMException if the memory is no longer what was registered.
+        """Refuse memory that is no longer what was registered.
 
         Called before a transfer is submitted and again after its bytes have moved.
+
+        Raises:
+            LLMException: it is not, and why.
         """
 
     def check_tensors(self, tensors: range) -> None:
@@ -85,6 +88,9 @@ class TensorMemory(Protocol):
 
         Called between the two, before a part of a transfer moves, by a thread that computes. It may
         leave out whatever `check` finds at the end, if to move the part does no harm until then.
+
+        Raises:
+            LLMException: as `check`.
         """
 
 
@@ -176,12 +182,20 @@ class HostMemory:
         """Return None: plain memory, which everything reaches."""
 
     def check(self) -> None:
-        """Check raw addresses again; arrays are held, so they cannot have gone."""
+        """Check raw addresses again; arrays are held, so they cannot have gone.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: an address is not mapped any more.
+        """
         if self._owner is None:
             self.check_mapped()
 
     def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`."""
+        """See `TensorMemory`.
+
+        Raises:
+            LLMException: as `check`.
+        """
         if self._owner is None:
             self.check_mapped(tensors)
 

@@ -114,6 +114,7 @@ class TransferTask:
                 caller's back. False lets it go on: it can be waited for again.
 
         Raises:
+            NativeError: this is a forked child, and the task its parent's.
             ValueError: timeout_ms < 0 or not a number.
             LLMException: LLM_TIMEOUT when the time passed; the status of the failure otherwise.
                 `unconfirmed` says which descriptors may not have arrived, `origin` what failed.

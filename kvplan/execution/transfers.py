@@ -166,11 +166,14 @@ class Transfers:
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
-        Arguments and errors as for `submit`. Both memories must stay what they are until the
+        Arguments as for `submit`. Both memories must stay what they are until the
         outcome.
 
         Args:
             on_last: as for `LayerTask`; not called if this raises.
+
+        Raises:
+            TypeError, LLMException: as `submit`; TypeError: also of a `GroupPlan`.
         """
         check_type("plan", plan, Plan)
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
@@ -193,7 +196,11 @@ class Transfers:
         on_outcome: Callable[[LLMException | None], None] | None = None,
         on_last: Callable[[LayerTask], None] | None = None,
     ) -> LayerTask:
-        """Deprecated: the old name of `layered`."""
+        """Deprecated: the old name of `layered`.
+
+        Raises:
+            TypeError, LLMException: as `layered`.
+        """
         warnings.warn("Transfers.stage is now Transfers.layered", DeprecationWarning, stacklevel=2)
         return self.layered(plan, src, dst, on_outcome, on_last)
 
@@ -207,7 +214,12 @@ class Transfers:
     ) -> None:
         """Submit `plan` and wait, the calling thread copying too.
 
-        Arguments and errors as for `submit` and `TransferTask.wait`; LLM_FAILED after `close`.
+        Arguments as for `submit` and `TransferTask.wait`.
+
+        Raises:
+            TypeError, LLMException: as `submit`, and as `TransferTask.wait`; LLM_FAILED:
+                `close` has stopped it.
+            ValueError: timeout_ms is < 0 or not a number.
         """
         lost_before = False
         if (
@@ -257,6 +269,7 @@ class Transfers:
             timeout_ms: milliseconds that it may take.
 
         Raises:
+            TypeError: `plan` is no plan.
             LLMException: LLM_FAILED: bytes differ, and where; else as for `execute`.
         """
         scratch = HostMemory.from_arrays([np.empty(SCRATCH_NBYTES, np.uint8)])
@@ -363,7 +376,7 @@ class Transfers:
         """
         self._closed = True
         self.small_nbytes = 0
-        for it in tuple(self._shares):
+        for it in list(self._shares):
             if (share := it()) is not None:
                 share.close(cancel=cancel)
         self._executor.close(cancel)
@@ -408,12 +421,20 @@ def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | N
 
 
 def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:
-    """`Transfers.submit` of the process's own transfers."""
+    """`Transfers.submit` of the process's own transfers.
+
+    Raises:
+        TypeError, LLMException: as `Transfers.submit`.
+    """
     return default_transfers().submit(plan, src, dst)
 
 
 def execute(plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
-    """`Transfers.execute` of the process's own transfers."""
+    """`Transfers.execute` of the process's own transfers.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `Transfers.execute`.
+    """
     default_transfers().execute(plan, src, dst, timeout_ms)
 
 

@@ -83,13 +83,10 @@ class Hixl:
 
     Every call returns a status number, alone or first in a tuple, and logs why it is not SUCCESS
     (logger `kvplan.hixl`). Before `initialize`, and after `finalize`, it is FAILED. Calls may come
-    from several threads.
+    from several threads. Nothing is raised but TypeError, for an argument of another type.
 
     Args:
         transfers: what copies; None: what this process shares. Not in hixl.
-
-    Raises:
-        TypeError: an argument of another type; nothing else is raised.
     """
 
     def __init__(self, *, transfers: Transfers | None = None) -> None:
@@ -108,6 +105,9 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: no such name, or an impossible option; FAILED: the port is in
             use, say.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         check_type("local_engine", local_engine, str)
         given = {} if options is None else options
@@ -147,6 +147,9 @@ class Hixl:
             The status, and the handle (0 unless SUCCESS). PARAM_INVALID: no bytes, address 0,
             memory that is not mapped, or not where `mem_type` says; UNSUPPORTED: MEM_DEVICE where
             there is no device.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         check_type("mem_desc", mem_desc, MemDesc)
         check_type("mem_type", mem_type, MemType)
@@ -186,6 +189,9 @@ class Hixl:
 
         Returns:
             SUCCESS, for a handle that is not known (any more) too; PARAM_INVALID: 0.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         mem_handle = _index("mem_handle", mem_handle)
         running = self._running
@@ -211,6 +217,9 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: no such name, this engine's own, or a timeout below 1;
             ALREADY_CONNECTED; TIMEOUT; FAILED: nobody listens there, say.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         check_type("remote_engine", remote_engine, str)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
@@ -225,6 +234,9 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: no such name, or a timeout below 1; NOT_CONNECTED; TIMEOUT: the
             remote engine has not confirmed it.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         check_type("remote_engine", remote_engine, str)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
@@ -240,15 +252,26 @@ class Hixl:
 
         Returns:
             SUCCESS: it was begun; PARAM_INVALID; RESOURCE_EXHAUSTED: too many wait.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         return self._begin(remote_engine, timeout_in_millis, connects=True)
 
     def disconnect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection in the background. Otherwise as `connect_async`."""
+        """End a connection in the background. Otherwise as `connect_async`.
+
+        Raises:
+            TypeError: an argument of another type.
+        """
         return self._begin(remote_engine, timeout_in_millis, connects=False)
 
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return how far the last asynchronous task with a remote engine is."""
+        """Return how far the last asynchronous task with a remote engine is.
+
+        Raises:
+            TypeError: an argument of another type.
+        """
         check_type("remote_engine", remote_engine, str)
         running = self._running
         if running is None:
@@ -288,6 +311,9 @@ class Hixl:
             bytes, or that overlaps another; NOT_CONNECTED: not connected, or the remote engine has
             gone; TIMEOUT; UNSUPPORTED: memory that the way between the two does not reach; FAILED:
             memory that was deregistered or freed meanwhile, say.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         _check_move(remote_engine, op)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
@@ -323,6 +349,9 @@ class Hixl:
         Returns:
             The status, and the request (0 unless SUCCESS). As of `transfer_sync`;
             RESOURCE_EXHAUSTED: too many requests were not asked for.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         _check_move(remote_engine, op)
         given = TransferArgs() if args is None else args
@@ -354,6 +383,9 @@ class Hixl:
         Returns:
             SUCCESS and the status; PARAM_INVALID and FAILED: no such request, or its end was told
             before; NOT_CONNECTED and FAILED: it failed as the remote engine has gone.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         req_id = _index("req_id", req_id)
         running = self._running
@@ -367,7 +399,11 @@ class Hixl:
     def get_all_transfer_status(
         self, args: GetTransferStatusArgs | None = None
     ) -> tuple[int, list[TransferResult]]:
-        """Return how far all requests are, those submitted first; those that have ended go then."""
+        """Return how far all requests are, those submitted first; those that have ended go then.
+
+        Raises:
+            TypeError: an argument of another type.
+        """
         given = GetTransferStatusArgs() if args is None else args
         check_type("args", given, GetTransferStatusArgs)
         running = self._running
@@ -386,6 +422,9 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: a name or message of more than 1024 bytes, or a timeout below 1;
             NOT_CONNECTED; RESOURCE_EXHAUSTED: 4096 wait there to be read; TIMEOUT.
+
+        Raises:
+            TypeError: an argument of another type.
         """
         check_type("remote_engine", remote_engine, str)
         check_type("notify", notify, NotifyDesc)

@@ -111,7 +111,7 @@ class Requests:
         """How far the requests are, those submitted first; those that have ended are forgotten."""
         told: list[TransferResult] = []
         with self._mutex:
-            for number, request in tuple(self._requests.items()):
+            for number, request in list(self._requests.items()):
                 if len(told) >= args.max_query_count:
                     break
                 if not request.task.done:

@@ -128,7 +128,7 @@ class LinkLifecycle:
 
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:
-            for loop in tuple(self._waiting):
+            for loop in list(self._waiting):
                 with suppress(RuntimeError):  # closed, and its waiting coroutines with it
                     loop.call_soon_threadsafe(self._idle.set)
 

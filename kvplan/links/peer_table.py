@@ -160,7 +160,7 @@ class PeerTable:
 
     def caches(self) -> tuple[PeerCache, ...]:
         """All that are offered."""
-        return tuple(self.by_id.values())
+        return (*self.by_id.values(),)  # a copy at once, as tuple() is only with a GIL
 
     def address_index(self, *, writable: bool) -> AddressIndex[PeerCache]:
         """All that are offered, by addresses; those that can be written alone if `writable`."""

@@ -165,7 +165,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """End all communicators; their links are ended elsewhere."""
-        for comm in tuple(self._communicators.values()):
+        for comm in list(self._communicators.values()):
             if comm.preparing is not None:
                 comm.preparing.cancel()
             self._forget(comm)

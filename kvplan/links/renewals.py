@@ -118,7 +118,7 @@ class Renewals:
     def end(self, reason: str) -> None:
         """The link has ended: no renewal goes on, and who waits for one gets the reason."""
         self._ended = reason
-        for attempt in tuple(self._attempts.values()):
+        for attempt in list(self._attempts.values()):
             self._fail(attempt, self._link.refusal())
 
     async def _renew(self) -> None:

@@ -50,7 +50,7 @@ class Transitions:
 
     def live(self) -> set[int]:
         """The clusters whose link is up, being made or being ended."""
-        up = {it for it, link in tuple(self.links.items()) if link.is_live}
+        up = {it for it, link in list(self.links.items()) if link.is_live}
         return up | set(self.initiating) | set(self.accepting)
 
     def refuse_new(self, reason: str) -> None:
@@ -81,7 +81,7 @@ class Transitions:
         """
         if self._refusal:
             raise link_failed(self._refusal)
-        up = {it for it, link in tuple(self.links.items()) if link.is_live}
+        up = {it for it, link in list(self.links.items()) if link.is_live}
         live, most = (up | set(self.initiating)) - {cluster_id}, self._engine.options.max_links
         if len(live) >= most:
             raise LLMException(

@@ -20,7 +20,12 @@ UINT16_MAX = 2**16 - 1
 
 @dataclass(frozen=True, slots=True)
 class IpInfo:
-    """An address (IPv4, IPv6 or a host name) and a port."""
+    """An address (IPv4, IPv6 or a host name) and a port.
+
+    Attributes:
+        ip: the address, or the name of the host.
+        port: the port there; 0: none, and it cannot be linked to.
+    """
 
     ip: str
     port: int = 0
@@ -43,13 +48,14 @@ class ClusterInfo:
 
     Args:
         remote_cluster_id: of the peer.
-        remote: where it listens; exactly one address to link, none needed to unlink.
+        remote: where it listens; exactly one address to link, none needed to unlink. None, as an
+            engine that does not listen has for `listen_address`, is no address.
         local: as in the reference; not used here.
         remote_role_type: likewise.
     """
 
     remote_cluster_id: int
-    remote: Address | Sequence[Address] = ()
+    remote: Address | Sequence[Address] | None = ()
     local: Address | Sequence[Address] = ()
     remote_role_type: int = 0
 
@@ -63,6 +69,7 @@ class ClusterInfo:
         """Where to link.
 
         Raises:
+            TypeError: an address of another type.
             LLMException: LLM_PARAM_INVALID: not exactly one remote address, or an impossible one.
         """
         remote = _addresses("remote", self.remote)
@@ -78,7 +85,9 @@ class ClusterInfo:
 
 
 def _addresses(name: str, given: object) -> tuple[Address, ...]:
-    if isinstance(given, Address):
+    if given is None:
+        given = ()
+    elif isinstance(given, Address):
         given = (given,)
     if not isinstance(given, Sequence):
         raise TypeError(f'{name}={shown(given)} must be "ip:port", an IpInfo, or a list of one')
@@ -134,7 +143,7 @@ NEXT_STATES = {
     LinkState.CLOSED: {LinkState.UNLINKED},
     LinkState.UNLINKED: set[LinkState](),
 }
-"""The changes of state that are allowed (drawn in docs/links.md)."""
+"""The changes of state that are allowed (drawn in docs/internals/links.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,12 @@ class LLMClusterInfo:
         self._local_ip_info_list.append(_address(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of the peer; arguments and errors as of `append_local_ip_info`."""
+        """Add an address of the peer; arguments as of `append_local_ip_info`.
+
+        Raises:
+            TypeError, ValueError: an argument of another type, or port is not a uint16.
+            RuntimeError: a text that is not an IPv4 address.
+        """
         self._remote_ip_info_list.append(_address(ip, port))
 
 

@@ -87,5 +87,9 @@ def raise_if_true(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Raise if `pred`; see `raise_if_false`."""
+    """Raise if `pred`; arguments as of `raise_if_false`.
+
+    Raises:
+        LLMException: with `status_code`.
+    """
     raise_if_false(not pred, fmt, *args, status_code=status_code, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
@@ -25,6 +24,8 @@ def save(plan: AnyPlan, path: StrPath) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    import json  # as `load_plan` does: who only plans needs none
+
     Path(path).write_text(json.dumps(plan.to_dict()) + "\n", encoding="utf-8")
 
 
@@ -42,6 +43,8 @@ def load_plan(path: StrPath) -> AnyPlan:
 
 def read_plan(file: BinaryIO, name: str) -> AnyPlan:
     """As `load_plan`, from an open file that errors call `name`."""
+    import json
+
     blob = file.read(MAX_NBYTES + 1)
     if len(blob) > MAX_NBYTES:
         raise invalid(f"{name} has more than {MAX_NBYTES >> 20} MiB, which no plan has")

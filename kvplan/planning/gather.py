@@ -56,6 +56,7 @@ def plan_gather(
         For each source its plan; None for one from which nothing is taken, as replicas have it.
 
     Raises:
+        ValueError: a number outside its C type.
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID: as of `plan_pull_blocks`, a layer or head that no source
             has (named), or sources that overlap so that none can give a whole range of both.

@@ -100,6 +100,7 @@ class GroupPlan:
         """Return where a descriptor came from, with its group; tensors count within that.
 
         Raises:
+            TypeError: `descriptor` is no int.
             LLMException: LLM_PARAM_INVALID if there is no such descriptor.
         """
         check_index("descriptor", descriptor, self.num_descriptors)
@@ -153,7 +154,11 @@ class GroupPlan:
         return cost_of(transport).estimate(self)
 
     def diff(self, other: GroupPlan) -> str:
-        """Return how `other` differs, group by group, as text that ends in a verdict."""
+        """Return how `other` differs, group by group, as text that ends in a verdict.
+
+        Raises:
+            TypeError: `other` is no GroupPlan.
+        """
         from kvplan.inspection.groups import diff_groups
 
         return diff_groups(self.groups, check_type("other", other, GroupPlan).groups)
@@ -162,6 +167,7 @@ class GroupPlan:
         """Fail unless `other` has the same groups in the same order, each equivalent.
 
         Raises:
+            TypeError: `other` is no GroupPlan.
             AssertionError: with the difference.
         """
         __tracebackhide__ = True
@@ -180,7 +186,12 @@ class GroupPlan:
         diff: GroupPlan | None = None,
         notes: Sequence[str] = (),
     ) -> str:
-        """Return a picture of all groups as one HTML document; see `Plan.to_html`."""
+        """Return a picture of all groups as one HTML document; see `Plan.to_html`.
+
+        Raises:
+            TypeError: `diff` is no GroupPlan.
+            OSError: `path` cannot be written to.
+        """
         from kvplan.inspection.page import to_html
 
         if diff is not None:
@@ -188,7 +199,11 @@ class GroupPlan:
         return to_html(self, path, other=diff, notes=notes)
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a picture for documents, the groups below one another; see `Plan.to_svg`."""
+        """Return a picture for documents, the groups below one another; see `Plan.to_svg`.
+
+        Raises:
+            OSError: `path` cannot be written to.
+        """
         from kvplan.inspection.svg import to_svg
 
         return to_svg(self, path)
@@ -209,6 +224,7 @@ class GroupPlan:
         """Return the plan that `to_dict` wrote.
 
         Raises:
+            TypeError: `document` is no dict.
             LLMException: LLM_PARAM_INVALID for another schema version, or a document that is no
                 plan of groups (naming the field).
         """

@@ -7,7 +7,6 @@ move a byte.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -61,7 +60,13 @@ _LATER = ("segments", "tables")
 
 
 class LayerPair(NamedTuple):
-    """A source layer, the layer it goes to, and their tensor pairs (src, dst)."""
+    """A source layer, the layer it goes to, and their tensor pairs (src, dst).
+
+    Attributes:
+        src_layer: of the source cache, counted from its first.
+        dst_layer: of the destination, likewise.
+        tensors: the pairs.
+    """
 
     src_layer: int
     dst_layer: int
@@ -72,6 +77,10 @@ class Origin(NamedTuple):
     """Where a descriptor came from: layers, tensors, and first and last row on each side.
 
     Attributes:
+        src_layer, dst_layer: the layer, or the first of `num_layers`.
+        src_tensor, dst_tensor: the tensor, counted from 0.
+        src_rows, dst_rows: first and last block or slot.
+        src_row, dst_row: the word for these: "block" or "slot".
         kv: "K", "V" or "K+V"; empty where the layout does not say.
         heads: first and last KV head of the model; None where there is no such axis.
         tokens: tokens of the request, as (first, last) each; empty where the plan does not know.
@@ -252,6 +261,7 @@ class Plan:
         """Return the part of this plan that copies the source layers in `layers` (step 1).
 
         Raises:
+            TypeError: `layers` is no range.
             LLMException: LLM_PARAM_INVALID if a layer is not one of this plan's source layers.
         """
         check_type("layers", layers, range)
@@ -268,6 +278,7 @@ class Plan:
         """Return where a descriptor came from; computed, not stored.
 
         Raises:
+            TypeError: `descriptor` is no int.
             LLMException: LLM_PARAM_INVALID if there is no such descriptor.
         """
         check_index("descriptor", descriptor, self.num_descriptors)
@@ -376,7 +387,11 @@ class Plan:
         return cost_of(transport).estimate(self)
 
     def diff(self, other: Plan) -> str:
-        """Return how `other` differs, as text that ends in a verdict."""
+        """Return how `other` differs, as text that ends in a verdict.
+
+        Raises:
+            TypeError: `other` is no Plan.
+        """
         from kvplan.inspection.diff import diff
 
         return diff(self, check_type("other", other, Plan))
@@ -388,6 +403,7 @@ class Plan:
         the same segments and options.
 
         Raises:
+            TypeError: `other` is no Plan.
             AssertionError: with the difference.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
@@ -409,6 +425,10 @@ class Plan:
             path: a file to write it to; None: it is only returned.
             diff: draws what changes from this plan to that one, as `diff` says it in text.
             notes: sentences of yours, shown with those of what is odd.
+
+        Raises:
+            TypeError: `diff` is no Plan.
+            OSError: `path` cannot be written to.
         """
         from kvplan.inspection.page import to_html
 
@@ -421,6 +441,9 @@ class Plan:
 
         Args:
             path: a file to write it to; None: it is only returned.
+
+        Raises:
+            OSError: `path` cannot be written to.
         """
         from kvplan.inspection.svg import to_svg
 
@@ -464,6 +487,7 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
         import hashlib  # loads OpenSSL
+        import json
 
         digest = hashlib.sha256(
             json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode()

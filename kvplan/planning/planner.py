@@ -80,11 +80,14 @@ def plan_push_cache(
 ) -> Plan:
     """Plan a push of a slot of a local cache into a slot of a remote one (C2C).
 
-    Arguments and errors as for `plan_pull_cache`; the local row is the source. (The reference
+    Arguments as for `plan_pull_cache`; the local row is the source. (The reference
     pushes whole rows only; sizes and offsets are kvplan's own.)
 
     Args:
         by_layer: whether each layer is to move by itself, also where a row holds several.
+
+    Raises:
+        TypeError, LLMException: as `plan_pull_cache`.
     """
     return plan_slot_to_slot(
         "push_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
@@ -148,6 +151,7 @@ def plan_pull_blocks(
         reinterpret: copy bytes as they are, whatever the descriptions say that they mean.
 
     Raises:
+        ValueError: num_tokens, src_token or dst_token outside int64.
         TypeError: an argument of another type, or block tables that do not hold integers.
         LLMException: LLM_PARAM_INVALID for a block, slot, token or layer out of range, tables of
             unequal length, a destination block named twice, blocks of unequal size, or caches that
@@ -176,10 +180,13 @@ def plan_push_blocks(
 ) -> Plan:
     """Plan a push into blocks of a remote paged cache, from blocks (B2B) or from a slot (C2B).
 
-    Arguments and errors as for `plan_pull_blocks`.
+    Arguments as for `plan_pull_blocks`.
 
     Args:
         by_layer: whether each layer is to move by itself, also where a block holds several.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `plan_pull_blocks`.
     """
     return plan_to_blocks(
         "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,

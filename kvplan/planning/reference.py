@@ -17,9 +17,10 @@ from kvplan.validation import check_type
 def execute(plan: AnyPlan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
     """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
 
-    Of a `GroupPlan` the arrays of all groups, one group after another.
+    Of a `GroupPlan` the arrays of all groups, one group after another. An error is raised before a
+    byte is copied.
 
-    Raises, before a byte is copied:
+    Raises:
         TypeError: an element that is not a NumPy array.
         LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
             contiguity, writability).

@@ -29,11 +29,17 @@ class Coalesce(StrEnum):
 
 
 DEFAULT_COALESCE = Coalesce.SORTED
-"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+"""Chosen by measurement: docs/internals/adr/0001-coalescing-order.md."""
 
 
 class Repeat(NamedTuple):
-    """How segments repeat: segment i `counts[i]` times, each so many bytes after the one before."""
+    """How segments repeat: segment i `counts[i]` times, each so many bytes after the one before.
+
+    Attributes:
+        counts: for each segment, how often it is there.
+        src_stride: bytes at the source from one to the next.
+        dst_stride: the same at the destination.
+    """
 
     counts: Column
     src_stride: int
@@ -114,8 +120,11 @@ class Segments:
         """
         if merged and not repeats and len(src) > 1:
             # The law of merging: a segment continues where both sides continue.
-            sizes = nbytes[:-1]
-            adjacent = (src[1:] - src[:-1] == sizes) & (dst[1:] - dst[:-1] == sizes)
+            # Where it does at one of them, it does at both if they stay as far apart.
+            apart = dst - src
+            adjacent = apart[1:] == apart[:-1]
+            if np.count_nonzero(adjacent):
+                adjacent &= src[1:] - src[:-1] == nbytes[:-1]
             if np.count_nonzero(adjacent):
                 breaks = np.flatnonzero(~adjacent)
                 first = np.concatenate(([0], breaks + 1))
@@ -124,11 +133,13 @@ class Segments:
                 src, dst = src[first], dst[first]
                 nbytes = ends - src
         segments = cls.__new__(cls)
-        for name, column in (("src_offsets", src), ("dst_offsets", dst), ("nbytes", nbytes)):
+        for column in (src, dst, nbytes):
             column.setflags(write=False)
-            _assign(segments, name, column)
         for repeat in repeats:
             repeat.counts.setflags(write=False)
+        _assign(segments, "src_offsets", src)
+        _assign(segments, "dst_offsets", dst)
+        _assign(segments, "nbytes", nbytes)
         _assign(segments, "repeats", repeats)
         _assign(segments, "_num_runs", -1 if repeats else len(nbytes))
         return segments

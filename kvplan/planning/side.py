@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,10 @@ class Side:
     """A cache as the plan sees it: `num_tensors` tensors of `count` rows, `stride` bytes apart.
 
     Attributes:
+        num_tensors: how many tensors there are.
+        count: rows of a tensor.
+        stride: bytes of a row.
+        placement: where the tensors are.
         paged: whether rows are blocks; slots if not.
         data_type, shape: of a tensor, as it lies in memory; None and (): not known, rows are opaque
             bytes (a plan of schema 1, a peer's bare addresses).
@@ -214,7 +218,17 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         desc, cache_id = cache.cache_desc, cache.cache_id
         name = f"cache {cache_id}" if cache_id >= 0 else ""
     else:
-        desc, name, cache_id = check_type(argument, cache, CacheDesc), "", -1
+        return _side_of(check_type(argument, cache, CacheDesc), paged)
+    return _side(desc, paged, name, cache_id)
+
+
+@lru_cache(maxsize=256)
+def _side_of(desc: CacheDesc, paged: bool) -> Side:
+    """The side of a bare description, kept: each plan asks it for the same things."""
+    return _side(desc, paged, "", -1)
+
+
+def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
     layout = desc.layout
     found = Side.__new__(Side)
     vars(found).update(  # past a constructor that sets each field through `object.__setattr__`

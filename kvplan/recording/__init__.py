@@ -1,6 +1,6 @@
 """Recordings of engines: what was transferred, when, by which plan, and what became of it.
 
-`LlmDataDist.record` writes them, `read` reads them: see docs/recording.md.
+`LlmDataDist.record` writes them, `read` reads them: see docs/how-to/recording.md.
 """
 
 from kvplan.recording.queries import Write, select, who_wrote

@@ -112,7 +112,11 @@ class Transfer:
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """The plan of each group; of a transfer without groups one, its name empty."""
+        """The plan of each group; of a transfer without groups one, its name empty.
+
+        Raises:
+            LLMException: as `plan`.
+        """
         plan = self.plan
         if plan is None:
             return {}
@@ -129,6 +133,9 @@ class Transfer:
         Args:
             cache: its id, in the engine of the destination.
             row: a block or slot of it.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: the recording is damaged.
         """
         return any(
             dst == cache and (not it.dst or row in rows_of(it.dst))

@@ -383,7 +383,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def _all_forked() -> None:
-    for it in tuple(_recorders):
+    for it in list(_recorders):
         it._forked()
 
 

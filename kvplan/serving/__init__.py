@@ -1,4 +1,4 @@
-"""What a serving engine needs besides transfers: see docs/serving.md."""
+"""What a serving engine needs besides transfers: see docs/how-to/serving.md."""
 
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.exchange import Exchange, ExchangeOptions

@@ -54,6 +54,8 @@ def make_desc(
         layers, heads, dim: of the model; with a `shard`, of this part.
 
     Raises:
+        TypeError: an argument of another type.
+        ValueError: a number outside its C type.
         LLMException: LLM_PARAM_INVALID: no layout that kvplan knows, or axes of other models
             ("group", "state").
     """

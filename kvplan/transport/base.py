@@ -37,7 +37,7 @@ def no_leases(where: str) -> LLMException:
     """Nothing checks leases there: LLM_FEATURE_NOT_ENABLED."""
     return LLMException(
         f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
-        "docs/leases.md says which are",
+        "docs/how-to/leases.md says which are",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
 
@@ -85,19 +85,35 @@ class BaseTransport(ABC):
         """See `Transport.preregister_pool`. Nothing to do: links reach parts at any time."""
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`; refused here."""
+        """See `Transport.begin_lease`; refused here.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED.
+        """
         raise no_leases(self.name)
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`; refused here."""
+        """See `Transport.renew_lease`; refused here.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED.
+        """
         raise no_leases(self.name)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`."""
+        """See `Transport.end_leases`.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED.
+        """
         raise no_leases(self.name)
 
     def refusal(self, metadata: bytes) -> str | None:
-        """Why the process of `metadata` cannot be reached from here; None: it may be."""
+        """Why the process of `metadata` cannot be reached from here; None: it may be.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         self._check_open()
         try:
             self._check_reachable(metadata)

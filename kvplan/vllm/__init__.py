@@ -1,4 +1,4 @@
-"""The connector that vLLM loads, see docs/vllm.md; vLLM is imported with `KvplanConnector`."""
+"""The connector that vLLM loads (docs/how-to/vllm.md); vLLM is imported with `KvplanConnector`."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     """Disaggregated prefill over kvplan: the decoding engine fetches what the other has computed.
 
     Args:
-        vllm_config: its kv_transfer_config has `kv_connector_extra_config`, see docs/vllm.md.
+        vllm_config: its kv_transfer_config has `kv_connector_extra_config` (docs/how-to/vllm.md).
         role: which half this is.
         kv_cache_config: of the paged cache.
 

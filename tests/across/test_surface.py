@@ -1,16 +1,20 @@
-"""Programs for the official package, between hosts that share nothing: given addresses alone."""
+"""Examples between hosts that share nothing: given addresses, and the file of a key, alone."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import examples
 from tests.across import network
 from tests.across.engine import OWN_PROCESSES
 from tests.examples.test_llm_datadist_pair import DECODE, PATIENCE, PREFILL
+from tests.support.installation import run, users_environment
 from tools.namespaces import Namespace
 
 FOLDER = Path(examples.__file__).parent
@@ -46,3 +50,35 @@ def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
         f"decode: transfer_cache_async: {BLOCKS} numbers, all in their places\n"
     )
     assert network.received(hosts[1]) - before > 4 * (3 * BLOCKS + SLOT)
+
+
+@pytest.mark.slow  # needs the wheel
+def test_two_hosts_and_a_key(hosts: list[Namespace], python: Path, tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "two_hosts.py", tmp_path)
+    key = tmp_path / "cluster.key"
+    run([python.with_name("kvplan"), "keygen", key])
+    address = f"{hosts[0].address}:26000"
+
+    def started(host: Namespace, *arguments: str) -> subprocess.Popen[str]:
+        return host.start(
+            *(*OWN_PROCESSES, python, "-W", "error", tmp_path / "two_hosts.py"),
+            *("--key", key, "--encrypt", *arguments),
+            env=users_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    before = [network.received(it) for it in hosts]
+    prefill = started(hosts[0], "--listen", address)
+    listening = prefill.stdout.readline()
+    decode = started(hosts[1], "--connect", address)
+    pulled, errors = decode.communicate(timeout=PATIENCE)
+    pushed, others = prefill.communicate(timeout=PATIENCE)
+    assert (prefill.returncode, decode.returncode, others + errors) == (0, 0, "")
+    assert listening == f"prefill: listening at {address}\n"
+    assert "the bytes go over tcp" in pulled
+    assert "every byte as it should be" in pulled
+    assert "every byte as it should be" in pushed
+    moved = 2 << 20  # each way
+    assert all(network.received(it) - had > moved for it, had in zip(hosts, before, strict=True))

@@ -1,4 +1,4 @@
-"""How many native calls a transfer takes, by the simulator's own log; docs/ascend.md has them."""
+"""How many native calls a transfer takes, by the simulator's log (docs/how-to/ascend.md)."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_copies_inside_one_process(environment: dict[str, str]) -> None:
 
 A2, A950 = "Ascend910B1", "Ascend950"
 LOCAL = ("DEVICE", "HOST")
-# As docs/ascend.md and kvplan info have it: (local, remote) -> what is refused, what is staged.
+# As docs/how-to/ascend.md and kvplan info say: (local, remote) -> what is refused, what is staged.
 COMBINATIONS = {
     (A2, "hccl"): ({(it, "HOST") for it in LOCAL}, {("HOST", "DEVICE")}),  # HCCS: one host
     (A950, "hccl"): ({(it, "HOST") for it in LOCAL}, {("HOST", "DEVICE")}),
@@ -102,7 +102,7 @@ def test_a_copy_that_fails_is_reported(environment: dict[str, str]) -> None:
 def test_more_than_hccl_registers_is_refused_at_once(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """What docs/ascend.md once asked for: 61 GiB of each kind."""
+    """What docs/how-to/ascend.md once asked for: 61 GiB of each kind."""
     (tmp_path / "version.info").write_text("Version=25.2.0\n")
     environment["KVPLAN_ASCEND_DRIVER"] = str(tmp_path)
     much = ("--layers", "61", "--blocks", "4096", "--block-kib", "128")

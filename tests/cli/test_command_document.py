@@ -1,4 +1,4 @@
-"""docs/command.md: every output in it is a real one; where it is of a machine, but for numbers."""
+"""docs/reference/command.md: every output is a real one; of a machine, but for numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvplan.inspection.measured_costs import this_machine
 from tests.cli.peer import Peer
 from tests.cli.running import ROOT
 
-DOCUMENT = (ROOT / "docs/command.md").read_text()
+DOCUMENT = (ROOT / "docs/reference/command.md").read_text()
 BLOCK = re.compile(
     r"^(<!-- of this machine -->\n)?```console\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )

@@ -317,7 +317,7 @@ def test_the_cost_of_every_missing_call_is_reported() -> None:
 def test_documents_say_the_same_of_products(product: Any) -> None:
     (row,) = [
         line
-        for line in (ROOT / "docs/ascend.md").read_text().splitlines()
+        for line in (ROOT / "docs/how-to/ascend.md").read_text().splitlines()
         if re.match(rf"\| {product.name}\b.*descriptors", line)
     ]
     assert f"{product.max_batch} descriptors" in row

@@ -82,7 +82,7 @@ def derived(challenge: bytes, label: bytes) -> bytes:
 def hello(
     challenge: bytes, greeting: bytes, index: int = 0, beginning: bytes = b"kvplan\1"
 ) -> bytes:
-    """What the end that dials says, by the letter of docs/control-protocol.md."""
+    """What the end that dials says, by the letter of docs/internals/control-protocol.md."""
     secret = derived(challenge, b"kvplan data secret")
     link_id = derived(challenge, b"kvplan data id")[:8]
     fields = beginning + struct.pack("!B8s16s", index, link_id, b"n" * 16)

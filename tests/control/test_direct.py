@@ -8,6 +8,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,6 +55,31 @@ def test_packets_are_kept_whole_and_in_order(ends: tuple[DirectSender, socket.so
     assert taken(receiver, 1) == (packets[:1], True)
     assert taken(receiver) == (packets[1:], True)
     assert taken(receiver) == ([], True)
+
+
+def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]) -> None:
+    sender, receiver = ends
+    queue: deque[tuple[int, bytes]] = deque()
+    unread: deque[None] = deque()
+    count, readers = 20_000, 4
+    eventfd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def read() -> None:
+        while len(queue) < count:
+            assert take_packets(receiver, 50, 7, queue, unread, eventfd)
+
+    try:
+        with ThreadPoolExecutor(readers) as threads:
+            reading = [threads.submit(read) for _ in range(readers)]
+            for number in range(count):
+                while not sender.send(number.to_bytes(4)):
+                    pass  # they have not taken what fills the window
+            for it in reading:
+                it.result()
+    finally:
+        os.close(eventfd)
+    assert [int.from_bytes(data) for _, data in queue] == [*range(count)]
+    assert len(unread) == count
 
 
 def test_no_more_than_the_window_lie_there_until_they_are_taken(

@@ -1,7 +1,7 @@
 """The caches of vLLM, SGLang and LMCache, registered where they lie; any two of one model plan.
 
-docs/layouts.md has the same table, with the versions that the shapes are of. The oracle indexes the
-tensors as their engine does, by NumPy; strides are left to it.
+docs/how-to/layouts.md has the same table, with the versions that the shapes are of. The oracle
+indexes the tensors as their engine does, by NumPy; strides are left to it.
 """
 
 from __future__ import annotations
@@ -310,6 +310,6 @@ def test_what_cannot_match_is_named(src: Kept, dst: Kept, message: str) -> None:
 
 
 def test_every_one_is_in_the_cookbook() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/how-to/layouts.md").read_text()
     missing = {name for model in MODELS for name in model if f"| {name} |" not in text}
     assert missing == {f"scales of groups, blocks of {it}" for it in (2, 4)}  # one row there

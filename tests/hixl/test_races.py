@@ -102,7 +102,7 @@ def test_memory_that_the_peer_has_registered_anew(
 ) -> None:
     """By another registration, of which the engine was not told when it looked for the range."""
     if asynchronous and place.name == "tcp":
-        pytest.skip("docs/hixl.md: such a request may be FAILED, as it does not ask the peer")
+        pytest.skip("docs/how-to/hixl.md: such a request may be FAILED: the peer is not asked")
     more = peer.run(
         """
         more = registered(engine, place, len(memory.array))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import numpy as np
 import pytest
 
 from kvnative._executor import (
@@ -15,6 +16,7 @@ from kvnative._executor import (
     ThreadPool,
     host_backend,
 )
+from kvnative._lower import lower
 from tests.native.scatter import indices, scatter
 from tests.support.wrappers import delay, limit_bandwidth, limit_batch
 
@@ -118,6 +120,26 @@ def test_one_task_waited_for_polled_and_cancelled_at_once(layers: str) -> None:
         assert report.status in (KVN_OK, KVN_TIMEOUT, KVN_CANCELLED)
         confirmed = set(range(30)) - indices(report.unconfirmed)
         assert all(case.arrived(index) for index in confirmed)
+
+
+def test_all_waiters_get_one_report_and_the_descriptors_are_free_once() -> None:
+    executor = Executor(host_backend(ThreadPool(2)))
+    for turn in range(20):
+        case = scatter([300_000, 4096], seed=turn)
+        task = executor.submit(case.descriptors, keep=case)
+        reports: list[object] = []
+
+        def work(_: int, task: Task = task, reports: list[object] = reports) -> None:
+            reports.append(task.wait())
+
+        at_once(work)
+        assert {id(it) for it in reports} == {id(task.report)}
+        # Whoever let go of them twice would let somebody write to them while they are looked at.
+        view = case.descriptors.nbytes
+        base = np.zeros(1, np.uint64)
+        with pytest.raises(BufferError, match="in use by 1 views"):
+            lower(base, base, base + 1, base, base, case.descriptors)
+        assert view.sum() == 304_096
 
 
 def test_cancelling_wakes_all_waiters() -> None:

@@ -13,6 +13,14 @@ import kvnative
 
 SANITIZERS = {"address": "__asan_", "undefined": "__ubsan_", "thread": "__tsan_"}
 MODULES = sorted(Path(kvnative.__file__).parent.glob("*.so"))
+# Names of functions that glibc 2.28 has, too, by the version in which they were moved or renamed.
+OLD_BY_A_NEW_NAME = {
+    *("pthread_sigmask", "fstat", "fstatat", "stat", "__isoc23_sscanf", "__isoc23_strtoull"),
+    *("dladdr", "dlclose", "dlerror", "dlopen", "dlsym", "pthread_attr_setstacksize"),
+    *("pthread_condattr_setclock", "pthread_create", "pthread_getcpuclockid", "pthread_join"),
+    *("pthread_mutex_trylock", "pthread_mutexattr_destroy", "pthread_mutexattr_init"),
+    *("pthread_mutexattr_settype", "pthread_once", "pthread_setname_np"),
+}
 CORE = Path(kvnative.__file__).with_name("lib") / "libkvn.so"
 
 
@@ -50,6 +58,14 @@ def test_a_module_finds_the_core_library_from_its_own_place(library: Path) -> No
     lines = [line.split() for line in symbols(library, "-p").splitlines()]
     (folders,) = [line[1].split(":") for line in lines if line[:1] == ["RUNPATH"]]
     assert "$ORIGIN/lib" in folders  # beside what the interpreter itself was linked with
+
+
+@pytest.mark.parametrize("library", [*MODULES, CORE], ids=lambda path: path.name)
+def test_nothing_is_used_that_glibc_2_28_lacks(library: Path) -> None:
+    """Which `make wheels` builds for: newer names than that are those of functions it has, too."""
+    found = re.findall(r"GLIBC_(\d+)\.(\d+)[^)]*\)?\s+(\w+)$", symbols(library, "-T"), re.MULTILINE)
+    newer = {name for major, minor, name in found if (int(major), int(minor)) > (2, 28)}
+    assert newer - OLD_BY_A_NEW_NAME == set()
 
 
 def test_one_core_library_is_loaded() -> None:

@@ -112,6 +112,21 @@ def test_headers_of_the_tests_are_found_by_their_module_alone(project: Path) -> 
     assert finding == ["tests.support.more"]
 
 
+def test_without_a_compiler_one_line_says_what_is_missing(project: Path, tmp_path: Path) -> None:
+    shutil.rmtree(project / "build")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=project,
+        env={"PATH": str(tmp_path / "nothing")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    (said,) = [it for it in done.stderr.splitlines() if it.startswith("error:")]
+    assert "needs a C compiler (gcc is not on PATH; Debian: apt install gcc)" in said
+    assert done.stderr.splitlines()[-1] == said
+
+
 def facts(project: Path, inplace: bool) -> dict[str, Any]:
     """What setup.py would build, and how."""
     printed = subprocess.run(

@@ -1,4 +1,4 @@
-"""The frames of docs/tcp-protocol.md, by hand, and links whose other end is two plain sockets."""
+"""The frames of docs/internals/tcp-protocol.md, by hand; links whose other end is plain sockets."""
 
 from __future__ import annotations
 

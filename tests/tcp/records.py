@@ -1,4 +1,4 @@
-"""The records of an encrypted connection, by docs/tcp-protocol.md and the system's AES-GCM."""
+"""Records of encrypted connections, by docs/internals/tcp-protocol.md and the system's AES-GCM."""
 
 from __future__ import annotations
 

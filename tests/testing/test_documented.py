@@ -1,4 +1,4 @@
-"""The tests that docs/testing.md shows are run, as a user's file."""
+"""The tests that docs/how-to/testing.md shows are run, as a user's file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.testing.test_plugin import ALREADY_IMPORTED
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/how-to/testing.md"
 
 
 def code() -> str:

@@ -1,4 +1,4 @@
-"""docs/testing.md against vLLM itself: its block manager gives the tables that stand there."""
+"""docs/how-to/testing.md against vLLM itself: its block manager gives the tables there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PYTHON = Path(sys.executable) if find_spec("vllm") is not None else SET_UP
 
 
 def documented(name: str) -> list[int]:
-    found = re.search(rf"^{name} = (\[.*\])$", (ROOT / "docs/testing.md").read_text(), re.MULTILINE)
+    text = (ROOT / "docs/how-to/testing.md").read_text()
+    found = re.search(rf"^{name} = (\[.*\])$", text, re.MULTILINE)
     assert found
     numbers: list[int] = json.loads(found[1])
     return numbers

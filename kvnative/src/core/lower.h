@@ -78,7 +78,7 @@ void kvn_descriptors_free(void *buffer);
 /* 0, or -1 while the array is being written. */
 static inline int kvn_lease_read(int64_t *leases)
 {
-    int64_t readers = __atomic_load_n(leases, __ATOMIC_RELAXED);
+    int64_t readers = __atomic_load_n(leases, __ATOMIC_RELAXED); /* the exchange acquires */
     do {
         if (readers == KVN_BEING_WRITTEN)
             return -1;

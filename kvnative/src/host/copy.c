@@ -129,7 +129,8 @@ static void copy_dc_zva(void *dst, const void *src, size_t nbytes)
 /* In smaller lines than a vector register nothing is gained. */
 static bool has_dc_zva(void) { return zva_nbytes() >= 16; }
 
-/* STNP orders nothing by itself that a later release store would not, as plain stores do not. */
+/* STNP and DC ZVA are ordered by a later release as other stores are. (LDNP alone may pass a load that its
+ * address depends on; addresses here come from before.) */
 void kvn_copy_fence(void) {}
 
 #else

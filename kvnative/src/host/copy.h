@@ -1,5 +1,5 @@
 /* The ways to copy host memory, as one table; which one suits a transfer is said by a kvn_tuning
- * (tuning.h, docs/adr/0002-copy-strategies.md).
+ * (tuning.h, docs/internals/adr/0002-copy-strategies.md).
  *
  * Nothing here keeps state: what the processor can do is asked of it when it is needed. */
 #ifndef KVNATIVE_HOST_COPY_H

@@ -81,7 +81,7 @@ int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadlin
         uint64_t seen = atomic_load_explicit(&slots_of(table)[candidate], memory_order_relaxed);
         if (seen % 2 != 0)
             continue;
-        /* Whoever knows the generation, which comes second, finds its deadline or a later one. */
+        /* Whoever knows the generation, which comes second, finds its deadline or a later one: each is a release. */
         atomic_store(&deadlines_of(table)[candidate], deadline_ns);
         if (atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, seen + 1)) {
             *next = candidate + 1;
@@ -117,14 +117,15 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
     if (slot >= table->num_slots || generation % 2 == 0 ||
         !atomic_compare_exchange_strong(&slots_of(table)[slot], &expected, generation + 1))
         return not_registered(slot, generation, failure);
-    /* What the owner writes to the range from here on is ordered after the new generation, so a
-     * peer that read any of it also sees that. */
+    /* What the owner writes to the range from here on is ordered after the new generation, so a peer that read
+     * any of it also sees that; and so are its looks at the tickets of writers (writers.h). */
     atomic_thread_fence(memory_order_seq_cst);
     return KVN_OK;
 }
 
 static bool has_expired(const kvn_generations *table, uint64_t slot)
 {
+    /* The clock is read after it: by a branch on it, and the ISB of clock_gettime. */
     const uint64_t deadline =
         atomic_load_explicit(&deadlines_of(table)[slot], memory_order_acquire);
     return deadline != 0 && (uint64_t)kvn_now_ns() >= deadline;
@@ -133,7 +134,9 @@ static bool has_expired(const kvn_generations *table, uint64_t slot)
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
                                      uint64_t count)
 {
-    atomic_thread_fence(memory_order_seq_cst); /* the transfer's reads come before the look here */
+    /* The transfer's reads, or the ticket of its writes, come before the look here. What comes after the look is
+     * kept there by the acquires. */
+    atomic_thread_fence(memory_order_seq_cst);
     for (uint64_t i = 0; i < count; i++) {
         const kvn_word *it = &words[i];
         if (it->slot >= table->num_slots || has_expired(table, it->slot))

@@ -8,7 +8,7 @@
 
 #include "host/pooled.h"
 
-/* Measured: docs/adr/0002-copy-strategies.md. */
+/* Measured: docs/internals/adr/0002-copy-strategies.md. */
 #define INLINE_NBYTES (256u << 10) /* a worker is awake later than this is copied */
 #define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
 #define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */

@@ -1,6 +1,7 @@
 #include "host/job.h"
 
 #include <string.h>
+#include <unistd.h>
 
 #include "core/report.h"
 
@@ -32,11 +33,12 @@ static uint64_t piece_target(const kvn_job *job, unsigned threads)
 }
 
 /* Bytes to take of a descriptor too large for the rest of the piece: up to a page boundary of the
- * destination, so that no page is written by two threads. 0: begin no piece with a sliver. */
+ * destination, so that no page is written by two threads. 0: begin no piece with a sliver. The first of a
+ * piece has room for a page, which has no more than KVN_PIECE_MIN bytes. */
 static uint64_t cut(const kvn_job *job, uint64_t index, uint64_t skip, uint64_t room)
 {
     uint64_t end = job->batch.dst[index] + skip + room;
-    uint64_t over = end & 4095;
+    uint64_t over = end % (uint64_t)sysconf(_SC_PAGESIZE);
 
     return room > over ? room - over : 0;
 }

@@ -61,8 +61,8 @@ typedef struct kvn_job {
     uint64_t total;            /* bytes */
     uint32_t in_motion;        /* pieces claimed and not yet back */
     uint32_t waiters;
-    atomic_bool finished;        /* read without the mutex by poll */
-    atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll */
+    atomic_bool finished;        /* read without the mutex by poll: release and acquire, for `report` */
+    atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll: relaxed, a count only */
     kvn_report report;           /* the outcome; stable once finished */
 } kvn_job;
 

@@ -107,8 +107,8 @@ static void *measure_main(void *argument)
     mover *movers = calloc(self->count, sizeof *movers);
     bool opened = movers != NULL;
 
-    if (self->background) /* of this thread, and of those that it starts; lowering is always allowed */
-        setpriority(PRIO_PROCESS, (id_t)gettid(), LOWEST_PRIORITY);
+    if (self->background) /* 0: this thread, and those that it starts; lowering is always allowed */
+        setpriority(PRIO_PROCESS, 0, LOWEST_PRIORITY);
     for (unsigned i = 0; opened && i < self->count; i++)
         opened = open_mover(&movers[i], &self->candidates[i]);
     if (opened) {

@@ -34,12 +34,14 @@ static uint64_t nbytes_of_chunk(const kvn_walk *walk, uint64_t chunk)
 
 static uint64_t num_pages(uint64_t nbytes) { return (nbytes + page_nbytes() - 1) / page_nbytes(); }
 
+static bool makes_huge(void) { return page_nbytes() == KVN_SMALL_NBYTES; }
+
 /* Only whole huge pages can be made. */
 static bool is_done(const kvn_walk *walk, uint64_t chunk)
 {
     const uint64_t nbytes = nbytes_of_chunk(walk, chunk);
     return walk->seen[chunk] == num_pages(nbytes) ||
-           (walk->kind == KVN_WALK_COLLAPSE && nbytes < KVN_HUGE_NBYTES);
+           (walk->kind == KVN_WALK_COLLAPSE && (nbytes < KVN_HUGE_NBYTES || !makes_huge()));
 }
 
 static void count_left(kvn_walk *walk)
@@ -97,7 +99,7 @@ static int map_pages(char *address, const unsigned char *there, uint64_t count)
 /* One step, of less than 1 ms where it only maps. Returns pages that are done, or -errno. */
 static int64_t look_at(kvn_walk *walk, char *address, uint64_t chunk)
 {
-    unsigned char there[KVN_HUGE_NBYTES >> 12];
+    unsigned char there[KVN_HUGE_NBYTES / KVN_SMALL_NBYTES];
     const uint64_t nbytes = nbytes_of_chunk(walk, chunk), count = num_pages(nbytes);
     char *start = address + chunk * walk->chunk_nbytes;
     uint64_t present = 0;
@@ -271,7 +273,7 @@ void kvn_pages_make_huge(char *address, uint64_t nbytes)
     const uint64_t before = -(uint64_t)(uintptr_t)address % KVN_HUGE_NBYTES;
     unsigned failures = 0;
 
-    if (nbytes < before + KVN_HUGE_NBYTES)
+    if (nbytes < before + KVN_HUGE_NBYTES || !makes_huge())
         return;
     address += before;
     nbytes = (nbytes - before) / KVN_HUGE_NBYTES * KVN_HUGE_NBYTES;

@@ -22,7 +22,10 @@
 #define MADV_COLLAPSE 25
 #endif
 
-#define KVN_HUGE_NBYTES ((uint64_t)2 << 20) /* what a huge page has, with pages of 4 KiB */
+#define KVN_SMALL_NBYTES ((uint64_t)4 << 10) /* the least that a page has, and all that x86-64 knows */
+/* What a huge page has, with those. Kernels of aarch64 may have pages of 16 or 64 KiB: a huge one has 32 or
+ * 512 MiB then, which none of the memory here is worth, and none is made. */
+#define KVN_HUGE_NBYTES ((uint64_t)2 << 20)
 
 typedef enum kvn_walk_kind {
     KVN_WALK_MAP,      /* map what is there */
@@ -41,7 +44,7 @@ typedef struct kvn_walk {
     atomic_bool stopped; /* by any thread: a step that is under way is the last */
 } kvn_walk;
 
-/* KVN_NO_MEMORY. */
+/* KVN_NO_MEMORY. To collapse pages larger than KVN_SMALL_NBYTES is done at once: nothing is left. */
 int kvn_walk_begin(kvn_walk *walk, uint64_t nbytes, kvn_walk_kind kind, kvn_failure *failure);
 void kvn_walk_end(kvn_walk *walk); /* idempotent */
 
@@ -75,7 +78,7 @@ int kvn_pages_nodes(uint64_t address, uint64_t nbytes, int *nodes);
 int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_failure *failure);
 
 /* Makes as much as can be of the memory present in huge pages, which is dearer in nothing: clearing one
- * costs less than the faults of its 512. What cannot be is left as it was. */
+ * costs less than the faults of its 512. What cannot be is left as it was, as are pages larger than KVN_SMALL_NBYTES. */
 void kvn_pages_make_huge(char *address, uint64_t nbytes);
 
 #endif

@@ -11,7 +11,7 @@ typedef struct kvn_tuning {
     uint64_t piece_nbytes; /* the most that a thread claims at once; at least KVN_PIECE_MIN */
 } kvn_tuning;
 
-/* What is built in, measured on other machines: docs/adr/0002-copy-strategies.md. */
+/* What is built in, measured on other machines: docs/internals/adr/0002-copy-strategies.md. */
 void kvn_tuning_builtin(kvn_tuning *tuning);
 
 #endif

@@ -25,7 +25,8 @@
 #define YIELDS 1000u /* for a place; then it is waited for with naps, some second */
 #define NAPS 10000u
 
-/* The first bytes of an entry's page. */
+/* The first bytes of an entry's page. Which orders are needed says docs/internals/memory-ordering.md: a fence
+ * between a ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
 typedef struct entry {
     _Atomic uint64_t process; /* start time << PID_BITS | pid; 0: free */
     _Atomic uint64_t closed;  /* the gate is, for good: nobody has the entry any more */
@@ -218,7 +219,8 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
 {
     entry *it = owned_entry(writers, index);
     const int pid = pid_of(atomic_load(&it->process));
-    /* Who did not move on before is not waited for again, until it does. */
+    /* Tickets are loaded behind the fence of kvn_generations_release. Who did not move on before is not waited
+     * for again, until it does. */
     const bool stopped = atomic_load(&writers->stopped[index]);
     const int64_t look_ns = kvn_now_ns() + DEATH_LOOK_NS;
     waiting on = {it, stopped ? 0 : deadline_ns, look_ns, UINT64_MAX, false};
@@ -394,7 +396,8 @@ static int refuse(kvn_fault *fault, int status, uint64_t descriptor, int pid, co
 static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t most_tries,
                        kvn_announcement *out)
 {
-    const uint64_t turn = atomic_fetch_add_explicit(&writer->last, 1, memory_order_relaxed) + 1;
+    const uint64_t turn = /* only has to be another each time */
+        atomic_fetch_add_explicit(&writer->last, 1, memory_order_relaxed) + 1;
     out->number = turn << 1 | (by_process ? BY_PROCESS : 0);
     for (uint64_t tries = 0; tries < most_tries; tries++) {
         uint64_t none = 0;
@@ -408,7 +411,8 @@ static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t 
     return false;
 }
 
-/* After the ticket, which has a fence: it is seen by whoever has not yet released. */
+/* After the ticket. Its fence lets a release that does not see the ticket be seen here: to be seq_cst is not
+ * enough for the ticket, as loads that follow are only acquires. */
 static bool is_stale(const kvn_guard *guard)
 {
     return kvn_generations_first_stale(&guard->writer->generations, guard->words, guard->count) <
@@ -454,7 +458,8 @@ void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement)
     if (!guard)
         return;
     entry *it = taken_entry(guard->writer);
-    uint64_t number = announcement->number; /* gone if the owner has closed the gate */
+    /* Gone if the owner has closed the gate. A release: the bytes came before, with whatever stores. */
+    uint64_t number = announcement->number;
     atomic_compare_exchange_strong_explicit(&it->tickets[announcement->place], &number, 0,
                                             memory_order_release, memory_order_relaxed);
 }

@@ -61,7 +61,7 @@ struct kvn_tcp_client {
     void (*on_failed)(void *context, int code, const char *why);
     void *context;
     pthread_mutex_t mutex;
-    atomic_uint wanted; /* threads that want the mutex, and should not wait long */
+    atomic_uint wanted; /* threads that want the mutex, and should not wait long: a hint */
     bool has_failed;
     bool is_closed;   /* by the peer; what it sent before may be left to be read */
     bool has_spinner; /* a thread that waits drives the socket */

@@ -34,6 +34,8 @@ typedef struct kvn_tcp_table {
     kvn_tcp_row *rows;
     uint32_t num_rows;
     const kvn_device *device; /* NULL: all rows are of the host */
+    /* These two are seq_cst at each place: a thread writes its epoch and reads the removals, who removes writes
+     * those and reads the epochs, and one of them sees the other. There is no fence in between. */
     atomic_uint_fast64_t removals; /* rises before rows go */
     /* Of each thread that moves bytes: odd while it is in a system call on registered memory. */
     atomic_uint_fast64_t epochs[KVN_TCP_MAX_THREADS];

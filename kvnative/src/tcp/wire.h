@@ -1,4 +1,4 @@
-/* What goes over a data connection, after it was authenticated: docs/tcp-protocol.md.
+/* What goes over a data connection, after it was authenticated: docs/internals/tcp-protocol.md.
  *
  * One end asks, the other answers, in order. A request is a head with its first range and its first run,
  * the other ranges, the other runs; of a push its bytes follow. A pull is answered by an answer, the bytes

@@ -209,7 +209,10 @@ static void put_ticket(kvn_request *request, unsigned place)
     const uint64_t tag = request->route->endpoint->remote.tag;
 
     worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 means none */
-    atomic_store(&worker->tickets[place], tag << 32 | worker->num_announced);
+    atomic_store_explicit(&worker->tickets[place], tag << 32 | worker->num_announced,
+                          memory_order_relaxed);
+    /* UCX may read the generations by a plain load, of mapped memory, which no store comes before by itself. */
+    atomic_thread_fence(memory_order_seq_cst);
     request->ticket = place + 1;
 }
 
@@ -287,6 +290,9 @@ static void advance(kvn_request *request)
     const bool is_round_over =
         request->phase == KVN_UCX_FLUSHING && request->descriptor < request->batch.count;
 
+    /* What one phase has read or written comes before what the next one does, also where UCX does both by
+     * plain loads and stores: generations are read before the bytes, and again after them. */
+    atomic_thread_fence(memory_order_seq_cst);
     if (is_check(request))
         compare_generations(request);
     request->cursor = 0;
@@ -327,8 +333,8 @@ static void finish(kvn_request *request)
     kvn_ucx_worker *worker = request->route->endpoint->worker;
 
     kvn_ucx_remove_task(worker, &request->task);
-    if (request->ticket)
-        atomic_store(&worker->tickets[request->ticket - 1], 0);
+    if (request->ticket) /* an owner that reads it sees what was put before */
+        atomic_store_explicit(&worker->tickets[request->ticket - 1], 0, memory_order_release);
     fill_report(request);
     atomic_store(&request->finished, true);
     kvn_ucx_notify(worker);

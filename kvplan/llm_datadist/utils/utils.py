@@ -80,49 +80,94 @@ def check_dict(
 
 
 def check_uint8(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int (TypeError) in [0, 2**8) (ValueError)."""
+    """Refuse anything but an int in [0, 2**8).
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     _check_width(arg_name, arg_value, 0, 2**8 - 1)
 
 
 def check_uint16(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int (TypeError) in [0, 2**16) (ValueError)."""
+    """Refuse anything but an int in [0, 2**16).
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     _check_width(arg_name, arg_value, 0, 2**16 - 1)
 
 
 def check_uint32(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int (TypeError) in [0, 2**32) (ValueError)."""
+    """Refuse anything but an int in [0, 2**32).
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     _check_width(arg_name, arg_value, 0, UINT32_MAX)
 
 
 def check_uint64(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int (TypeError) in [0, 2**64) (ValueError)."""
+    """Refuse anything but an int in [0, 2**64).
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     _check_width(arg_name, arg_value, 0, UINT64_MAX)
 
 
 def check_int32(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int (TypeError) in [-2**31, 2**31) (ValueError)."""
+    """Refuse anything but an int in [-2**31, 2**31).
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     _check_width(arg_name, arg_value, -(2**31), 2**31 - 1)
 
 
 def check_int64(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int (TypeError) in [-2**63, 2**63) (ValueError)."""
+    """Refuse anything but an int in [-2**63, 2**63).
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     _check_width(arg_name, arg_value, -(2**63), INT64_MAX)
 
 
 def check_list_int32(arg_name: str, arg_value: Iterable[object]) -> None:
-    """`check_int32` of each element."""
+    """Refuse an element that `check_int32` refuses.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     for element in arg_value:
         check_int32(arg_name, element)
 
 
 def check_list_int64(arg_name: str, arg_value: Iterable[object]) -> None:
-    """`check_int64` of each element."""
+    """Refuse an element that `check_int64` refuses.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     for element in arg_value:
         check_int64(arg_name, element)
 
 
 def check_list_uint64(arg_name: str, arg_value: Iterable[object]) -> None:
-    """`check_uint64` of each element."""
+    """Refuse an element that `check_uint64` refuses.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: out of range.
+    """
     for element in arg_value:
         check_uint64(arg_name, element)
 

@@ -60,21 +60,12 @@ _POOL = "ge.flowGraphMemMaxSize"
 class KvCacheManager:
     """The caches of an LLMDataDist without llm.EnableCacheManager. Get it from there.
 
-    PROMPT gives caches keys, and pushes layer by layer; DECODER pulls. Each method may raise,
-    besides what it says itself, the following.
+    PROMPT gives caches keys, and pushes layer by layer; DECODER pulls.
 
     Args:
         datadist: the engine.
         role: of the LLMDataDist.
         options: as `LLMDataDist.init` completes them.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: an integer outside its width.
-        LLMException: LLM_PARAM_INVALID: an argument that breaks a rule, another role, or the
-            LLMDataDist is finalized. Of what moves bytes between clusters also LLM_NOT_YET_LINK,
-            LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
-            sync_kv_timeout has passed.
     """
 
     def __init__(self, datadist: LlmDataDist, role: LLMRole, options: dict[str, str]) -> None:
@@ -104,8 +95,11 @@ class KvCacheManager:
                 equal ones the last counts.
 
         Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
             LLMException: LLM_DEVICE_OUT_OF_MEMORY: no memory, or more than ge.flowGraphMemMaxSize;
-                LLM_PARAM_INVALID: also more keys than slots, or one that is taken.
+                LLM_PARAM_INVALID: keys of another role, more keys than slots, one that is taken,
+                Placement.HOST, or the LLMDataDist is finalized.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
         check_isinstance("cache_keys", cache_keys, [list, tuple], CacheKey, allow_none=False)
@@ -130,6 +124,8 @@ class KvCacheManager:
             blocks_cache_key: PROMPT's: names the whole cache.
 
         Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
             LLMException: as for `allocate_cache`.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
@@ -141,13 +137,25 @@ class KvCacheManager:
         return self._made(cache_desc, self._engine.allocate_blocks_cache, key)
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Free a cache; a contiguous one lives on by its keys. Repeating is fine."""
+        """Free a cache; a contiguous one lives on by its keys. Repeating is fine.
+
+        Raises:
+            TypeError: no KvCache.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, or the LLMDataDist is
+                finalized.
+        """
         self._engine.deallocate_cache(device_cache_of("cache", cache))
         cache._per_device_tensor_addrs = []
         cache._valid = False
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Forget a key; an unknown one is fine. PROMPT only."""
+        """Forget a key; an unknown one is fine. PROMPT only.
+
+        Raises:
+            TypeError: no CacheKey.
+            LLMException: LLM_PARAM_INVALID: another role, or the LLMDataDist is finalized.
+        """
         self._check_role("remove_cache_key", LLMRole.PROMPT)
         check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         self._engine.remove_cache_key(key_of(cache_key))
@@ -158,7 +166,10 @@ class KvCacheManager:
         It is the cache's memory, nothing is copied; of a cache on an accelerator a copy.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: no such tensor; LLM_KV_CACHE_NOT_EXIST: no such cache.
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: no such tensor, or the LLMDataDist is finalized;
+                LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         check_isinstance("cache", cache, KvCache, allow_none=False)
         check_int32("tensor_index", tensor_index)
@@ -187,6 +198,15 @@ class KvCacheManager:
             **kwargs: src_layer_range, dst_layer_range: layers, as range of step 1;
                 tensor_num_per_layer=2; src_cache_offset=0, dst_cache_offset=0: bytes into the row
                 at which to begin. Others are ignored.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: another role, a slot, size, offset or layer out of
+                range, a paged cache, a key that names neither a request nor a prefix, or the
+                LLMDataDist is finalized; LLM_NOT_YET_LINK: no link to that cluster;
+                LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no
+                such cache, slot or key there; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         self._check_role("pull_cache", LLMRole.DECODER)
         kinds = [CacheKey, CacheKeyByIdAndIndex]
@@ -222,6 +242,15 @@ class KvCacheManager:
             prompt_blocks: remote blocks.
             decoder_blocks: local blocks, one for each; of one that comes twice the last counts.
             **kwargs: src_layer_range, dst_layer_range, tensor_num_per_layer as of `pull_cache`.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: another role, a block or layer out of range, block
+                tables of unequal length or none, a contiguous cache, or the LLMDataDist is
+                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
+                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
+                there; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         self._check_role("pull_blocks", LLMRole.DECODER)
         check_isinstance("prompt_cache_key", prompt_cache_key, BlocksCacheKey, allow_none=False)
@@ -253,6 +282,13 @@ class KvCacheManager:
             offset: bytes into the row at which to begin, on both sides.
             size: bytes to copy; -1: the rest of the source row.
             req_id: whose it is; only checked.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache,
+                one of Placement.HOST, or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST:
+                no such cache.
         """
         target, source = device_cache_of("dst", dst), device_cache_of("src", src)
         check_uint32("dst_batch_index", dst_batch_index)
@@ -269,6 +305,13 @@ class KvCacheManager:
         Args:
             cache: the cache.
             copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
+                contiguous cache, one of Placement.HOST, or the LLMDataDist is finalized;
+                LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         target = device_cache_of("cache", cache)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
@@ -282,6 +325,13 @@ class KvCacheManager:
             src, dst: paged caches, one of each placement, with equal blocks; the one on the host is
                 made by `KvCache.create_cpu_cache`.
             src_to_dst: source block -> destination block; empty: nothing.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of
+                one placement, or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST: no such
+                cache.
         """
         source, target = kv_cache_of("src", src), kv_cache_of("dst", dst)
         check_isinstance("src_to_dst", src_to_dst, dict, int, allow_none=False)
@@ -306,6 +356,10 @@ class KvCacheManager:
 
         A destination that has no outcome when a waiting call times out has the status
         LLM_WAIT_PROCESS_TIMEOUT.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `CacheManager.transfer_cache_async`;
+                LLM_PARAM_INVALID: also another role.
         """
         self._check_role("transfer_cache_async", LLMRole.PROMPT)
         held = device_cache_of("src_cache", src_cache)

@@ -56,20 +56,11 @@ class CacheManager:
     """The caches of an LLMDataDist, and what moves their bytes. Get it from there.
 
     In *request mode* peers pull by CacheKey, and a request's key goes with the pull. In *remote
-    mode* (llm.EnableRemoteCacheAccessible) they pull by id, and push. Every method may raise,
-    besides what it says itself, the following.
+    mode* (llm.EnableRemoteCacheAccessible) they pull by id, and push.
 
     Args:
         llm_datadist: the engine.
         options: as `LLMDataDist.init` completes them.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: an integer outside its width.
-        LLMException: LLM_PARAM_INVALID: an argument that breaks a rule, or the LLMDataDist is
-            finalized. Of what moves bytes between clusters also LLM_NOT_YET_LINK, LLM_LINK_FAILED,
-            LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT: sync_kv_timeout
-            has passed.
     """
 
     def __init__(self, llm_datadist: LlmDataDist, options: dict[str, str]) -> None:
@@ -82,7 +73,12 @@ class CacheManager:
 
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
-        """Refuse a key that does not name either a request or a prefix."""
+        """Refuse a key that does not name either a request or a prefix.
+
+        Raises:
+            TypeError: no CacheKey.
+            LLMException: LLM_PARAM_INVALID: it names both or neither.
+        """
         check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         if is_invalid_id(cache_key.req_id) is is_invalid_id(cache_key.prefix_id):
             raise invalid(f"{cache_key} must name either a request (req_id) or a prefix")
@@ -98,8 +94,10 @@ class CacheManager:
             cache_keys: key i names slot i; one with req_id=2**64-1 skips a slot.
 
         Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more
-                keys than slots, or a key that is taken.
+                keys than slots, a key that is taken, or the LLMDataDist is finalized.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
         check_isinstance("cache_keys", cache_keys, [list, tuple], CacheKey, allow_none=False)
@@ -118,6 +116,8 @@ class CacheManager:
             blocks_cache_key: names the whole cache.
 
         Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
             LLMException: as for `allocate_cache`.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
@@ -131,7 +131,9 @@ class CacheManager:
         """Free a contiguous cache that was allocated; it lives on by its keys. Repeating is fine.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it is paged, or was registered.
+            TypeError: no Cache.
+            LLMException: LLM_PARAM_INVALID: it is paged, or was registered, or the LLMDataDist is
+                finalized.
         """
         self._deallocate(cache, is_blocks=False)
 
@@ -139,12 +141,19 @@ class CacheManager:
         """Free a paged cache that was allocated. Repeating is fine.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered.
+            TypeError: no Cache.
+            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered, or the LLMDataDist
+                is finalized.
         """
         self._deallocate(cache, is_blocks=True)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Forget a key of an allocated cache; an unknown one is fine."""
+        """Forget a key of an allocated cache; an unknown one is fine.
+
+        Raises:
+            TypeError: no CacheKey.
+            LLMException: LLM_PARAM_INVALID: the LLMDataDist is finalized.
+        """
         check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         self._engine.remove_cache_key(key_of(cache_key))
 
@@ -165,8 +174,11 @@ class CacheManager:
                 Placement.DEVICE, unless `LLMDataDist.link` was called.
 
         Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: addresses that do not fit the description, or are not
-                mapped; a key that is taken; remote_accessible=True after `LLMDataDist.link`.
+                mapped; a key that is taken; remote_accessible=True after `LLMDataDist.link`; or the
+                LLMDataDist is finalized.
         """
         check_isinstance("cache_keys", cache_keys, [tuple, list], CacheKey, allow_none=False)
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
@@ -187,7 +199,10 @@ class CacheManager:
     ) -> Cache:
         """Make a paged cache of memory that the caller keeps until it is unregistered.
 
-        Arguments and errors as for `register_cache`; `blocks_cache_key` names the whole cache.
+        Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `register_cache`.
         """
         check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
@@ -201,7 +216,8 @@ class CacheManager:
         """End a registered cache; an unknown id is fine.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it was allocated.
+            TypeError, ValueError: cache_id is not an int64.
+            LLMException: LLM_PARAM_INVALID: it was allocated, or the LLMDataDist is finalized.
         """
         check_int64("cache_id", cache_id)
         self._engine.unregister_cache(int(cache_id))
@@ -215,7 +231,8 @@ class CacheManager:
             mem_infos: of Memtype.MEM_TYPE_DEVICE, inside of registered caches.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another type.
+            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another
+                type, or the LLMDataDist is finalized.
         """
         infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
         for position, it in enumerate(infos):
@@ -248,6 +265,15 @@ class CacheManager:
             size: bytes of a row; -1: the whole local row.
             **kwargs: src_layer_range, dst_layer_range: layers, as range of step 1;
                 tensor_num_per_layer=2. Others are ignored.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache,
+                a key that names neither a request nor a prefix, or the LLMDataDist is
+                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
+                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
+                there; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         kinds: list[type] = [CacheKeyByIdAndIndex]
         if not self._enable_remote_cache_accessible:
@@ -281,6 +307,15 @@ class CacheManager:
                 chunks of one block, and chunk i goes to `dst_blocks[i]`.
             dst_blocks: local blocks; of one that comes twice the last counts.
             **kwargs: as of `pull_cache`.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a block or layer out of range, block tables of
+                unequal length or none, a contiguous local cache, or the LLMDataDist is
+                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
+                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
+                there, or a CacheKey in remote mode; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         kinds: list[type] = [CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
         check_isinstance("src_cache_key", src_cache_key, kinds, allow_none=False)
@@ -326,6 +361,15 @@ class CacheManager:
             src_layer_range, dst_layer_range: layers, as many here as there; None: all of src_cache.
             size: -1: the whole row; nothing else.
             tensor_num_per_layer: consecutive tensors that are one layer.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: request mode, a slot or layer out of range, a size
+                other than -1, a paged cache, or the LLMDataDist is finalized; LLM_NOT_YET_LINK:
+                no link to that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
+                LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
+                sync_kv_timeout has passed.
         """
         self._check_may_push("push_cache")
         check_isinstance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex, allow_none=False)
@@ -362,6 +406,15 @@ class CacheManager:
             dst_blocks: remote blocks, one for each of `src_blocks`; of one that comes twice the
                 last counts.
             src_layer_range, dst_layer_range, tensor_num_per_layer: as of `push_cache`.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: request mode, a block or layer out of range, block
+                tables of unequal length or none, a contiguous cache, or the LLMDataDist is
+                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
+                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
+                there; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         self._check_may_push("push_blocks")
         check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
@@ -403,6 +456,13 @@ class CacheManager:
 
         Returns:
             The task that has the status of each destination.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit
+                the cache or each other, no destination, or the LLMDataDist is finalized. What
+                fails at one destination is the status of that in the task.
         """
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         if src_cache.cache_desc.placement is not Placement.DEVICE:
@@ -444,6 +504,12 @@ class CacheManager:
             offset: bytes into the row at which to begin, on both sides.
             size: bytes to copy; -1: the rest of the source row.
             req_id: whose it is; only checked.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an integer outside its width.
+            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache,
+                or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         check_isinstance("dst", dst, Cache, allow_none=False)
         check_isinstance("src", src, Cache, allow_none=False)
@@ -470,6 +536,12 @@ class CacheManager:
         Args:
             cache: the cache.
             copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
+                contiguous cache, or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST: no
+                such cache.
         """
         check_isinstance("cache", cache, Cache, allow_none=False)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
@@ -483,6 +555,12 @@ class CacheManager:
         Args:
             src_cache, dst_cache: paged caches, one of each placement, with equal blocks.
             src_to_dst: source block -> destination block; empty: nothing.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of
+                one placement, a contiguous cache, or the LLMDataDist is finalized;
+                LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)

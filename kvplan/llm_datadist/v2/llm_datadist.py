@@ -317,7 +317,13 @@ class LLMDataDist:
         engine.unlink(int(comm_id))
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far `link` is: PREPARING, OK or FAILED. Errors as for `unlink`."""
+        """Return how far `link` is: PREPARING, OK or FAILED.
+
+        Raises:
+            TypeError, ValueError: comm_id is not a uint64.
+            RuntimeError: not initialized.
+            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+        """
         engine = self._running_by_name("query_register_mem_status")
         check_uint64("comm_id", comm_id)
         return engine.query_register_mem_status(int(comm_id))

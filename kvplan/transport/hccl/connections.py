@@ -220,7 +220,7 @@ class Connections:
     @property
     def is_down(self) -> bool:
         """Whether it is closed, and HCCL has taken down what the peer can write over."""
-        return self.closed and all(it.state != "ready" for it in tuple(self._opened_ever))
+        return self.closed and all(it.state != "ready" for it in list(self._opened_ever))
 
     def tickets(self, tag: int) -> Tickets | None:
         """What the peer is writing to memory of the process with that tag, as it has announced.

@@ -149,6 +149,10 @@ class LocalTransport(BaseTransport):
         stopped, say) is waited for 1 s, once. What it then writes by address is refused; memory of
         an arena, which it has mapped, is kept until it goes on or dies, and a warning names it. A
         second time is fine, and waits for the same.
+
+        Raises:
+            TypeError: no registration of such a transport.
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
         """
         self._check_open()
         it = self._registrations.own(registration)
@@ -156,7 +160,12 @@ class LocalTransport(BaseTransport):
         self._wait_for_writers([it])
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`."""
+        """See `Transport.begin_lease`.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY: no room for another lease; LLM_FAILED: the
+                transport is closed, or a parent process's.
+        """
         with self._registrations.mutex:
             self._check_open()
             try:
@@ -165,13 +174,22 @@ class LocalTransport(BaseTransport):
                 raise leases_taken(MAX_LEASES) from error
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`."""
+        """See `Transport.renew_lease`.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         with self._registrations.mutex:
             self._check_open()
             self._generations.renew(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`."""
+        """See `Transport.end_leases`.
+
+        Raises:
+            LLMException: LLM_TIMEOUT: a peer does not get on, and may still write; LLM_FAILED:
+                the transport is closed, or a parent process's.
+        """
         if self._closed or os.getpid() != self._pid:
             self._check_open()
         try:

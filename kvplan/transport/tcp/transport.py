@@ -35,9 +35,9 @@ class TcpTransport(BaseTransport):
     """What this process lets its peers reach over TCP, and its links to them: see `Transport`.
 
     It opens no port: `connect` is given connections, as `Streams`. An engine makes them through the
-    port that one of both listens at; docs/across-hosts.md shows a program without engines. Threads
-    that serve peers begin with the first link. Close it before the memory goes. In a forked child
-    it is of no use: make another there.
+    port that one of both listens at; docs/how-to/across-hosts.md shows a program without engines.
+    Threads that serve peers begin with the first link. Close it before the memory goes. In a forked
+    child it is of no use: make another there.
     """
 
     name = TcpLink.transport
@@ -94,17 +94,32 @@ class TcpTransport(BaseTransport):
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
     ) -> TcpRegistration:
-        """See `Transport.register`; `keep` is not used: no peer writes by itself."""
+        """See `Transport.register`; `keep` is not used: no peer writes by itself.
+
+        Raises:
+            TypeError, LLMException: as `Transport.register`; LLM_FAILED: the transport is
+                closed, or a parent process's.
+        """
         self._check_open()
         return self._registrations.add(memory, writable=writable)
 
     def deregister(self, registration: protocol.Registration) -> None:
-        """See `Transport.deregister`; on return no byte of it is read or written for a peer."""
+        """See `Transport.deregister`; on return no byte of it is read or written for a peer.
+
+        Raises:
+            TypeError: no registration of such a transport.
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         self._check_open()
         self._registrations.remove(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`."""
+        """See `Transport.metadata`.
+
+        Raises:
+            TypeError, LLMException: as `Transport.metadata`; LLM_FAILED: the transport is
+                closed, or a parent process's.
+        """
         self._check_open()
         ranges = self._registrations.ranges(registrations)
         return Metadata(
@@ -123,6 +138,12 @@ class TcpTransport(BaseTransport):
 
         The end that dials sends its requests over connections of even index, the other over those
         of odd index.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer cannot be reached, there are no streams, or
+                data is to be encrypted without a private secret; LLM_FEATURE_NOT_ENABLED: no
+                libcrypto to encrypt with; LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the
+                transport is closed, or a parent process's.
         """
         deadline = time.monotonic() + timeout_ms / 1e3
         self._check_open()
@@ -160,17 +181,30 @@ class TcpTransport(BaseTransport):
         return TcpLink(native, peer, way, self._device)
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`."""
+        """See `Transport.begin_lease`.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY: no room for another lease; LLM_FAILED: the
+                transport is closed, or a parent process's.
+        """
         self._check_open()
         return self._registrations.begin_lease(deadline_ns)
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`."""
+        """See `Transport.renew_lease`.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         self._check_open()
         self._registrations.renew_lease(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`; on return no byte is read or written with them for a peer."""
+        """See `Transport.end_leases`; on return no byte is read or written with them for a peer.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         if self._closed or os.getpid() != self._pid:
             self._check_open()
         self._registrations.end_leases(leases)

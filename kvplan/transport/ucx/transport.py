@@ -244,7 +244,7 @@ class UcxTransport(BaseTransport):
 
     def _linked(self) -> tuple[UcxEndpoint, ...]:
         with self._mutex:
-            for instance, it in tuple(self._observed.items()):
+            for instance, it in list(self._observed.items()):
                 if it.failure is not None:  # the peer has died, or closed its transport
                     del self._observed[instance]
             return tuple(self._endpoints)

@@ -1,4 +1,4 @@
-"""Generates docs/llm_datadist-differences.md from the rows that differ and the defects."""
+"""Generates docs/reference/llm_datadist-differences.md: the rows that differ, and the defects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.llm_datadist.validation.defects import DEFECTS
 from tests.llm_datadist.validation.others import OTHERS
 from tests.llm_datadist.validation.table import ROWS
 
-PAGE = Path(__file__).parents[3] / "docs" / "llm_datadist-differences.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/llm_datadist-differences.md"
 
 HEAD = """\
 # Where kvplan.llm_datadist differs from the official package

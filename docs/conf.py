@@ -1,0 +1,97 @@
+"""How Sphinx makes the site of the documents: `make docs`.
+
+The root of the sources is the repository, so that pages may link to whatever lies in it: other
+documents become pages, and everything else (examples, headers) goes into the site as a file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sphinx.domains.python import PythonDomain
+from sphinx.ext.napoleon import GoogleDocstring
+
+import kvplan
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "kvplan"
+author = "the authors of kvplan"
+copyright = f"{author}. Apache License 2.0"
+version = release = kvplan.__version__
+root_doc = "docs/index"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = [
+    "docs/*.md",
+    "docs/**/*.md",
+    "examples/README.md",
+    "tests/README.md",
+    "tests/ascend_sim/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+]
+exclude_patterns = [".*", "build", "kvnative", "kvplan"]
+
+# Links to headings are made as GitHub makes them, so that they work there, too.
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+# Docstrings are Markdown in one respect: `name` is code, and a link where the name is known.
+default_role = "py:obj"
+# A class is shown with all that it does: LlmDataDist takes most methods from bases without a name
+# of their own. What it takes from Python's classes is left out.
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": True,
+    "inherited-members": "object,int,str,tuple,Enum,BaseException,Protocol",
+}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+toc_object_entries_show_parents = "hide"
+maximum_signature_line_length = 90
+add_module_names = False
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"kvplan {release}"
+html_show_sourcelink = False
+html_copy_source = False
+html_show_copyright = False
+html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["_root"]  # leads from the root of the site to docs/
+
+
+class Names(PythonDomain):
+    """The domain of Python, where a name of several modules is the page's own, or else kvplan's."""
+
+    def find_obj(self, env: Any, modname: str | None, *rest: Any) -> list[tuple[str, Any]]:
+        found = super().find_obj(env, modname, *rest)
+        if len(found) > 1:
+            of_llm_datadist = (modname or "").startswith("kvplan.llm_datadist")
+            preferred = "kvplan.llm_datadist." if of_llm_datadist else "kvplan."
+            found.sort(key=lambda it: (not it[0].startswith(preferred), it[0].count("."), it[0]))
+        return found[:1]
+
+
+def read_property(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Read a property as any other: Napoleon would take what is before a colon for its type."""
+    if what in {"attribute", "data", "property"}:
+        docstring = GoogleDocstring(lines, app.config, app, "method", name, obj, options)
+        lines[:] = [".. Napoleon takes this line for it", "", *docstring.lines()]
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.add_domain(Names, override=True)
+    app.connect("autodoc-process-docstring", read_property, priority=400)  # before Napoleon's

@@ -1,0 +1,214 @@
+"""The orders of docs/internals/memory-ordering.md, in the model of aarch64: what each forbids.
+
+The programs are written down by hand from the C sources that their names say. Each is tried as it
+is, and with each of the given orders taken away: then what is forbidden is possible, or the order
+is not needed. That the sources have these orders, only reading shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from tests.native.arm_model import (
+    ACQUIRE,
+    BOTH,
+    ORDERED,
+    PLAIN,
+    RELEASE,
+    Event,
+    Fence,
+    Outcome,
+    Read,
+    Swap,
+    Write,
+    outcomes,
+)
+
+Weaker = tuple[int, int, Event | None]
+"""Thread, event, and what stands there instead; None: nothing."""
+
+
+class Pattern(NamedTuple):
+    """Threads that rely on an order, and what they must not see."""
+
+    threads: tuple[tuple[Event, ...], ...]
+    forbidden: Callable[[Outcome], bool]
+    needed: tuple[Weaker, ...] = ()
+
+
+PATTERNS = {
+    # Bytes are written by one who has announced it and found the generation, 1, still standing.
+    "host/writers.h: announced, or seen as released": Pattern(
+        (
+            (Swap("ticket", 0, 7, BOTH), Fence(), Read("generation", "found", ACQUIRE)),
+            (Swap("generation", 1, 2, BOTH), Fence(), Read("ticket", "waits_for", ACQUIRE)),
+            (Write("generation", 1),),
+        ),
+        lambda it: it["found"] == 1 and it["waits_for"] == 0,
+        ((0, 1, None), (1, 1, None)),
+    ),
+    "host/writers.h: after the wait nobody writes": Pattern(
+        (
+            (Write("bytes", 1), Swap("ticket", 0, 7, RELEASE)),
+            (Read("ticket", "left", ACQUIRE), Write("bytes", 2)),
+        ),
+        lambda it: it["left"] == 7 and it["bytes"] == 1,
+        ((0, 1, Swap("ticket", 0, 7, PLAIN)), (1, 0, Read("ticket", "left", PLAIN))),
+    ),
+    "host/generations.h: bytes of after the release are noticed": Pattern(
+        (
+            (Swap("generation", 0, 2, BOTH), Fence(), Write("bytes", 2)),
+            (Read("bytes", "read"), Fence(), Read("generation", "found", ACQUIRE)),
+        ),
+        lambda it: it["read"] == 2 and it["found"] == 0,
+        ((1, 1, None),),
+    ),
+    "host/generations.h: the first look comes before the bytes": Pattern(
+        (
+            (Write("bytes", 1), Swap("generation", 0, 1, BOTH)),
+            (Read("generation", "found", ACQUIRE), Read("bytes", "read")),
+        ),
+        lambda it: it["found"] == 1 and it["read"] == 0,
+        ((1, 0, Read("generation", "found", PLAIN)),),
+    ),
+    "host/generations.h: who knows a generation finds its deadline": Pattern(
+        (
+            (Write("deadline", 5, RELEASE), Swap("generation", 0, 1, BOTH)),
+            (Read("generation", "known", ACQUIRE), Write("message", 1, RELEASE, "known")),
+            (Read("message", "came", ACQUIRE), Read("deadline", "found", ACQUIRE)),
+        ),
+        lambda it: it["known"] == 1 and it["came"] == 1 and it["found"] == 0,
+    ),
+    "host/life.h: bytes of who came after the owner's end are noticed": Pattern(
+        (
+            (Swap("life", 0, 1, BOTH), Write("bytes", 2, RELEASE)),
+            (Read("bytes", "read"), Fence(), Read("life", "ended", ACQUIRE)),
+        ),
+        lambda it: it["read"] == 2 and it["ended"] == 0,
+        ((1, 1, None),),
+    ),
+    "core, tcp, device: a report is read once it is finished": Pattern(
+        (
+            (Write("report", 1), Write("finished", 1, RELEASE)),
+            (Read("finished", "seen", ACQUIRE), Read("report", "read")),
+        ),
+        lambda it: it["seen"] == 1 and it["read"] == 0,
+        (
+            (0, 1, Write("finished", 1, PLAIN)),
+            (1, 0, Read("finished", "seen", PLAIN)),
+        ),
+    ),
+    # All four are sequentially consistent, and there is no fence.
+    "tcp/table.h: in a call, or sees the removal": Pattern(
+        (
+            (Swap("epoch", 0, 1, BOTH), Read("removals", "seen", ORDERED)),
+            (Swap("removals", 0, 1, BOTH), Read("epoch", "waits_for", ORDERED)),
+        ),
+        lambda it: it["seen"] == 0 and it["waits_for"] == 0,
+        ((0, 1, Read("removals", "seen", PLAIN)), (1, 1, Read("epoch", "waits_for", PLAIN))),
+    ),
+    "tcp/table.h: after the wait nobody moves bytes": Pattern(
+        (
+            (Write("bytes", 1), Swap("epoch", 0, 2, BOTH)),
+            (Read("epoch", "left", ORDERED), Write("bytes", 2)),
+        ),
+        lambda it: it["left"] == 2 and it["bytes"] == 1,
+        ((0, 1, Swap("epoch", 0, 2, PLAIN)), (1, 0, Read("epoch", "left", PLAIN))),
+    ),
+    # UCX reads by plain loads where it has the peer's memory mapped.
+    "ucx/transfer.c: announced, or seen as released": Pattern(
+        (
+            (Write("ticket", 7), Fence(), Read("generation", "found")),
+            (Swap("generation", 0, 2, BOTH), Fence(), Read("ticket", "waits_for")),
+        ),
+        lambda it: it["found"] == 0 and it["waits_for"] == 0,
+        ((0, 1, None), (1, 1, None)),
+    ),
+    "ucx/transfer.c: bytes of after the release are noticed": Pattern(
+        (
+            (Swap("generation", 0, 2, BOTH), Fence(), Write("bytes", 2)),
+            (Read("bytes", "read"), Fence(), Read("generation", "found")),
+        ),
+        lambda it: it["read"] == 2 and it["found"] == 0,
+        ((1, 1, None),),
+    ),
+    "ucx/transfer.c: after the ticket is gone nobody writes": Pattern(
+        (
+            (Write("bytes", 1), Write("ticket", 0, RELEASE), Write("gone", 1, RELEASE)),
+            (Read("gone", "left", ACQUIRE), Write("bytes", 2)),
+        ),
+        lambda it: it["left"] == 1 and it["bytes"] == 1,
+    ),
+    "core/lower.h: written again when all readers are through": Pattern(
+        (
+            (Swap("leases", 0, 1, ORDERED), Read("column", "read"), Swap("leases", 1, 0, RELEASE)),
+            (Swap("leases", 0, -1, ORDERED), Write("column", 9)),
+        ),
+        lambda it: it["read"] == 9,
+        ((0, 2, Swap("leases", 1, 0, PLAIN)),),
+    ),
+}
+
+
+def changed(pattern: Pattern, weaker: Weaker) -> list[list[Event]]:
+    threads = [list(it) for it in pattern.threads]
+    thread, event, instead = weaker
+    threads[thread][event : event + 1] = [] if instead is None else [instead]
+    return threads
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_forbidden_does_not_happen(name: str) -> None:
+    pattern = PATTERNS[name]
+    found = outcomes(pattern.threads)
+    assert found
+    assert not [it for it in found if pattern.forbidden(it)]
+
+
+@pytest.mark.parametrize(
+    ("name", "weaker"), [(name, it) for name in PATTERNS for it in PATTERNS[name].needed]
+)
+def test_each_order_is_needed(name: str, weaker: Weaker) -> None:
+    pattern = PATTERNS[name]
+    assert [it for it in outcomes(changed(pattern, weaker)) if pattern.forbidden(it)]
+
+
+class TestTheModel:
+    """Against the answers that Arm's own documents give to programs of everybody."""
+
+    def test_a_store_and_a_later_load_change_places(self) -> None:
+        program = (
+            (Write("x", 1), Read("y", "a")),
+            (Write("y", 1), Read("x", "b")),
+        )
+        assert {"a": 0, "b": 0, "x": 1, "y": 1} in outcomes(program)
+
+    @pytest.mark.parametrize(("order", "possible"), [(ORDERED, False), (ACQUIRE, True)])
+    def test_a_release_and_a_later_acquire(self, order: str, possible: bool) -> None:
+        program = (
+            (Write("x", 1, RELEASE), Read("y", "a", order)),
+            (Write("y", 1, RELEASE), Read("x", "b", order)),
+        )
+        assert any(it["a"] == it["b"] == 0 for it in outcomes(program)) == possible
+
+    def test_all_see_stores_in_one_order(self) -> None:
+        program = (
+            (Write("x", 1),),
+            (Write("y", 1),),
+            (Read("x", "a", ACQUIRE), Read("y", "b")),
+            (Read("y", "c", ACQUIRE), Read("x", "d")),
+        )
+        assert not [
+            it for it in outcomes(program) if (it["a"], it["b"], it["c"], it["d"]) == (1, 0, 1, 0)
+        ]
+
+    def test_a_location_has_one_order(self) -> None:
+        program = ((Write("x", 1),), (Read("x", "a"), Read("x", "b")))
+        assert not [it for it in outcomes(program) if (it["a"], it["b"]) == (1, 0)]
+
+    def test_nothing_comes_between_the_halves_of_a_swap(self) -> None:
+        program = ((Swap("x", 0, 1),), (Swap("x", 0, 2),))
+        assert outcomes(program) == []  # both cannot succeed

@@ -1,0 +1,218 @@
+"""Docstrings of the public surface say every attribute, and what a call raises, where it is raised.
+
+What raises is read from the code: a `raise`, or a call of a function or method that is found by its
+name and raises in turn. What is handed in (callbacks, objects of other classes) is not followed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from pkgutil import resolve_name
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIRECTIVE = re.compile(r"^\.\. auto(module|class|function|exception):: ([\w.]+)", re.MULTILINE)
+SECTION = r"^{title}:\n((?:(?:    .*)?\n?)*)"
+NEVER = {
+    "AssertionError",  # a mistake of ours
+    "AttributeError",
+    "NotImplementedError",
+    "StopAsyncIteration",
+    "StopIteration",
+}
+"""What a protocol of Python wants, or what nobody is told of."""
+
+NEVER_THERE = {
+    # It estimates only with what was measured.
+    "kvplan.inspection.cost.TransportCost.outline": {"LLMException"},
+    # No number of tensors is given that could be wrong.
+    "kvplan.planning.side.Side.usual_tensors_per_layer": {"LLMException"},
+    # What peers say of their caches was checked when it came.
+    "kvplan.engine.cache_api.CacheOperations.peer_caches": {"TypeError", "ValueError"},
+    # Addresses come as columns of uint64.
+    "kvplan.hixl.hixl.Hixl.plan_transfer": {"ValueError"},
+    # The cluster id was checked when the object was made.
+    "kvplan.llm_datadist.v2.llm_datadist.LLMDataDist.init": {"ValueError"},
+}
+"""What the code of a function seems to raise, and does not."""
+
+
+def public_objects() -> dict[str, Any]:
+    """Every class and function that the reference names, by its own name."""
+    found = {}
+    for page in (ROOT / "docs/reference/api").glob("*.md"):
+        for kind, name in DIRECTIVE.findall(page.read_text()):
+            for it in members(name) if kind == "module" else [resolve_name(name)]:
+                if inspect.isclass(it) or inspect.isfunction(it):
+                    found[f"{it.__module__}.{it.__qualname__}"] = it
+    return found
+
+
+def members(name: str) -> list[Any]:
+    """What is public of a module: its `__all__`, or what it has of its own."""
+    module = import_module(name)
+    own = (it for it, value in vars(module).items() if getattr(value, "__module__", "") == name)
+    names = getattr(module, "__all__", own)
+    return [getattr(module, it) for it in names if not it.startswith("_")]
+
+
+OBJECTS = public_objects()
+CLASSES = {name: it for name, it in OBJECTS.items() if inspect.isclass(it)}
+
+
+def methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """The public methods and properties of a class and its bases, with the class that has them."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("kv"):
+            for name, it in vars(base).items():
+                function = plain(it)
+                if function is not None and not name.startswith("_"):
+                    yield f"{base.__module__}.{base.__qualname__}.{name}", function
+
+
+def plain(it: object) -> FunctionType | None:
+    """The function of a method, whatever decorates it."""
+    it = getattr(it, "fget", None) or getattr(it, "func", None) or getattr(it, "__func__", it)
+    it = inspect.unwrap(it) if callable(it) else it
+    return it if isinstance(it, FunctionType) else None
+
+
+def section(it: object, title: str) -> str:
+    """The text of a section of a docstring; empty: it has none."""
+    found = re.search(SECTION.format(title=title), inspect.getdoc(it) or "", re.MULTILINE)
+    return found[1] if found else ""
+
+
+@cache
+def tree(it: type | FunctionType) -> ast.AST:
+    """The source of a function or a class."""
+    return ast.parse(textwrap.dedent(inspect.getsource(it))).body[0]
+
+
+def fields(kind: type) -> list[str]:
+    """Of a dataclass or a named tuple, the public ones."""
+    if dataclasses.is_dataclass(kind):
+        names = [it.name for it in dataclasses.fields(kind)]
+    else:
+        names = [*getattr(kind, "_fields", ())]
+    return [it for it in names if not it.startswith("_")]
+
+
+def described(kind: type) -> set[str]:
+    """Names of the sections Attributes and Args, and fields with a text below them."""
+    lines = section(kind, "Attributes") + section(kind, "Args")
+    names = set(re.findall(r"\w+", " ".join(re.findall(r"^    (\w[\w, ]*):", lines, re.MULTILINE))))
+    body = tree(kind).body  # type: ignore[attr-defined]
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            names.add(ast.unparse(field.target))
+    return names
+
+
+@cache
+def raised(function: FunctionType, owner: type | None) -> frozenset[str]:
+    """Names of the exceptions that a function raises, or functions that it calls by name."""
+    return frozenset(_raised(function, owner, frozenset()))
+
+
+def _raised(function: FunctionType, owner: type | None, above: frozenset[object]) -> set[str]:
+    generated = function.__code__.co_filename.startswith("<")
+    if function in above or generated or not function.__module__.startswith("kv"):
+        return set()
+    names: set[str] = set()
+    for node in outside_of_try(tree(function)):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            names.add(exception_of(node.exc, function, owner))
+        if isinstance(node, ast.Call):
+            for called, kind in callees(node.func, function, owner):
+                names |= _raised(called, kind, above | {function})
+    return names - NEVER - {""}
+
+
+def outside_of_try(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a function but those whose errors it catches, and functions inside of it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(child, ast.Try) and child.handlers:
+            for part in [*child.handlers, *child.orelse, *child.finalbody]:
+                yield from outside_of_try(part)
+            continue
+        yield child
+        yield from outside_of_try(child)
+
+
+def exception_of(it: ast.expr, function: FunctionType, owner: type | None) -> str:
+    """The class that is raised, or that a function makes; empty: what was caught, or is kept."""
+    if isinstance(it, ast.Call):
+        for made, _ in callees(it.func, function, owner):
+            return str(made.__annotations__.get("return", ""))
+        it = it.func
+    name = ast.unparse(it)
+    return name if name.endswith(("Error", "Exception")) else ""
+
+
+def callees(
+    called: ast.expr, function: FunctionType, owner: type | None
+) -> Iterator[tuple[FunctionType, type | None]]:
+    """The functions that a call by name runs: a function, a constructor, or a method of self."""
+    if isinstance(called, ast.Name):
+        it = function.__globals__.get(called.id)
+        if isinstance(it, FunctionType):
+            yield it, None
+        elif inspect.isclass(it) and not issubclass(it, BaseException):
+            for name in ("__init__", "__post_init__", "__new__"):
+                if method := plain(inspect.getattr_static(it, name, None)):
+                    yield method, it
+    elif (
+        owner is not None
+        and isinstance(called, ast.Attribute)
+        and isinstance(called.value, ast.Name)
+        and called.value.id in ("self", "cls")
+        and (method := plain(inspect.getattr_static(owner, called.attr, None)))
+    ):
+        yield method, owner
+
+
+@pytest.mark.parametrize("name", [it for it, kind in CLASSES.items() if fields(kind)])
+def test_every_attribute_is_described(name: str) -> None:
+    kind = CLASSES[name]
+    assert [it for it in fields(kind) if it not in described(kind)] == []
+
+
+def test_errors_are_said_where_they_are_raised() -> None:
+    functions = {
+        name: (it, None) for name, it in OBJECTS.items() if isinstance(it, FunctionType)
+    } | {name: (it, kind) for kind in CLASSES.values() for name, it in methods(kind)}
+    silent = {}
+    for name, (it, kind) in functions.items():
+        said = section(it, "Raises")
+        names = raised(it, kind) - NEVER_THERE.get(name, set())
+        # "as `other`" is as good as what stands there: that is a public name, too.
+        if names and (not said or "as `" not in said):
+            silent[name] = sorted(it for it in names if it not in said)
+    assert {name: names for name, names in silent.items() if names} == {}
+
+
+def test_a_class_says_what_its_constructor_raises_and_nothing_else() -> None:
+    bases = {it for kind in CLASSES.values() for it in kind.__mro__ if it.__module__[:2] == "kv"}
+    mixed = [
+        it.__qualname__
+        for it in bases
+        if section(it, "Raises")
+        and not dataclasses.is_dataclass(it)
+        and not {"__init__", "__new__", "__call__"} & set(vars(it))
+    ]
+    assert mixed == []

@@ -1,0 +1,143 @@
+"""`make docs`: no warning, no broken link, nothing from elsewhere, every public name in it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+import kvplan
+from kvplan import llm_datadist
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as the Makefile builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    makefile = (ROOT / "Makefile").read_text()
+    (arguments,) = re.findall(r"\$\(BIN\)/sphinx-build (.*) build/site$", makefile, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *arguments.split(), folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(site: Path) -> dict[str, str]:
+    """Each name of Python that the site describes, and the page that does."""
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    return {
+        name: item.uri.partition("#")[0]
+        for kind, items in inventory.items()
+        if kind.startswith("py:")
+        for name, item in items.items()
+    }
+
+
+class Page(HTMLParser):
+    """What a page has (`ids`), links to, and loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: set[str] = set()
+        self.loads: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = {name: value or "" for name, value in attrs}
+        self.ids |= {of[it] for it in ("id", "name") if it in of}
+        if tag == "a" and "href" in of:
+            self.links.add(of["href"])
+        elif tag == "link":
+            self.loads.add(of["href"])
+        elif "src" in of:
+            self.loads.add(of["src"])
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
+
+
+def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            url = urlsplit(link)
+            if url.scheme in {"http", "https"}:
+                continue
+            target = path.parent.joinpath(unquote(url.path)).resolve() if url.path else path
+            if not target.is_file() or (
+                url.fragment and unquote(url.fragment) not in pages[target].ids
+            ):
+                broken.append((str(path.relative_to(site)), link))
+    assert len(pages) > 50
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    """The site reads without a network: no font, script, style or picture is another server's."""
+    for path, page in pages.items():
+        loads = {urlsplit(it) for it in page.loads}
+        assert {it for it in loads if it.netloc} == set()
+        files = [path.parent / it.path for it in loads if it.scheme != "data" and it.path]
+        assert [it for it in files if not it.is_file()] == []
+    styles = [it.read_text() for it in site.rglob("*.css")]
+    assert styles
+    assert [
+        it for text in styles for it in re.findall(r"(?:url\(|@import)\W*(?:https?:)?//", text)
+    ] == []
+
+
+def test_every_public_name_is_described(names: dict[str, str]) -> None:
+    of_engine = {it for it in dir(kvplan.LlmDataDist) if not it.startswith("_")}
+    assert of_engine > {"pull_blocks", "finalize"}
+    wanted = {f"kvplan.LlmDataDist.{it}" for it in of_engine} | {
+        f"kvplan.{it}" for it in kvplan.__all__
+    }
+    assert wanted - {"kvplan.reference"} - set(names) == set()
+    assert "kvplan.planning.reference.execute" in names
+
+
+def test_the_official_surface_is_described(names: dict[str, str]) -> None:
+    of_kvplan = {it for it in llm_datadist.__all__ if hasattr(kvplan, it)}
+    of_kvplan = {it for it in of_kvplan if getattr(kvplan, it) is getattr(llm_datadist, it)}
+    assert {f"kvplan.{it}" for it in of_kvplan} <= set(names)
+    own = {*llm_datadist.__all__} - of_kvplan | {"install", "in_use", "LLMDataDist.link_clusters"}
+    assert {f"kvplan.llm_datadist.{it}" for it in own} - set(names) == set()
+    manager = "kvplan.llm_datadist.v2.cache_manager.CacheManager"
+    assert {f"{manager}.{it}" for it in ("pull_blocks", "transfer_cache_async")} <= set(names)
+
+
+def test_what_documents_and_examples_import_is_public(names: dict[str, str]) -> None:
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
+    imported = {
+        module
+        for text in texts
+        for module in re.findall(r"\b(?:from|import) (kvplan[\w.]*)", text.read_text())
+    }
+    assert "kvplan.engine.prometheus" in imported
+    assert [it for it in imported if not any(name.startswith(f"{it}.") for name in names)] == []
+
+
+def test_docstrings_are_read_as_they_are_written(site: Path) -> None:
+    """Sections of arguments and errors are lists, not running text."""
+    page = (site / "docs/reference/api/engine.html").read_text()
+    described = page.split('id="kvplan.LlmDataDist.link_clusters"')[1].split('id="kvplan.Llm')[0]
+    for title in ("Parameters", "Returns", "Raises"):
+        assert f"<dt>{title}" in described or re.search(rf"<dt[^>]*>{title}", described)
+    assert "<strong>timeout_ms</strong>" in described

@@ -1,0 +1,66 @@
+"""pytest plugin of tools/arm64_test: what an emulator cannot do is left out by name, and said.
+
+Each row of `LACKS` has one thing that qemu-user does not do as Linux does, and the tests that are
+about it, as patterns of their node ids. A pattern that fits no test of a file that was collected is
+an error: nothing is left out by mistake. With KVPLAN_EMULATED=all they are run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import pytest
+
+
+class Lack(NamedTuple):
+    """What cannot be tested under emulation."""
+
+    what: str
+    why: str
+    tests: tuple[str, ...]
+
+
+LACKS: tuple[Lack, ...] = ()
+
+_REASON = "emulated, without "
+
+
+def _fits(item: pytest.Item, pattern: str) -> bool:
+    # Brackets are of parameters here, not of patterns.
+    return fnmatchcase(item.nodeid, pattern.replace("[", "[[]"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("KVPLAN_EMULATED") == "all":
+        return
+    files = {it.nodeid.partition("::")[0] for it in items}
+    is_part = config.option.keyword or any("::" in it for it in config.args)
+    for lack in LACKS:
+        for pattern in lack.tests:
+            found = [it for it in items if _fits(it, pattern)]
+            if not found and not is_part and pattern.partition("::")[0] in files:
+                raise pytest.UsageError(f"{__name__}: no test fits {pattern}")
+            for item in found:
+                item.add_marker(pytest.mark.skip(reason=_REASON + lack.what))
+
+
+def _left_out(reports: list[pytest.TestReport], lack: Lack) -> Iterator[str]:
+    """Names, without parameters."""
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        if reason.removeprefix("Skipped: ") == _REASON + lack.what:
+            yield re.sub(r"\[.*", "", report.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.stats.get("skipped", [])
+    terminalreporter.section("what cannot be tested under emulation")
+    for lack in LACKS:
+        names = list(_left_out(reports, lack))
+        terminalreporter.write_line(f"{lack.what}: {len(names)} tests. {lack.why}")
+        for name in sorted(set(names)):
+            terminalreporter.write_line(f"    {name} ({names.count(name)})")

@@ -1,0 +1,72 @@
+"""kvplan as users have it: an sdist, the wheel made of it, an environment with that wheel."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(command: list[str | Path], cwd: Path | None = None, **switches: str) -> str:
+    """Run a command that must succeed; returns what it printed."""
+    done = subprocess.run(
+        command, cwd=cwd, env=users_environment() | switches, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def users_environment() -> dict[str, str]:
+    """Without PYTHONPATH, which would put the tree in front of what is installed."""
+    return {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+
+
+def one(folder: Path, pattern: str) -> Path:
+    """Return the only file that matches."""
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def built(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the sdist, and the wheel built from that sdist, not from the tree.
+
+    Without optimization, which has no part in what is looked at: that took half a minute.
+    """
+
+    def build(folder: Path) -> None:
+        run([sys.executable, "-m", "build", "--outdir", folder, ROOT], KVPLAN_DEBUG="1")
+
+    return _once(factory, "dist", build)
+
+
+def installed(factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of a new environment that has the wheel, what it needs, and pytest."""
+
+    def install(folder: Path) -> None:
+        run([sys.executable, "-m", "venv", "--without-pip", folder])
+        pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
+        run([*pip, "install", "--quiet", one(built(factory), "*.whl"), "pytest"])
+
+    return _once(factory, "clean environment", install) / "bin/python"
+
+
+def _once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that the first process of this run to ask has made; others wait for it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all processes
+    folder = base / name
+    with (base / f"{name}.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if not lock.read():  # nobody has made it
+            make(folder)
+            lock.write("made")
+    return folder

@@ -1,0 +1,103 @@
+/* What qemu-user lacks and kvplan needs, for every program that tools/arm64 starts (it is preloaded).
+ *
+ * process_vm_readv and process_vm_writev: an emulated process has its memory at its own addresses, so that
+ * /proc/PID/mem shows it. That file ignores the protection of pages, which is looked up before.
+ * /proc/PID/stat: qemu makes up that of the process itself, with the time when the thread was started. By another
+ * spelling it is the system's, as peers see it. */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* How many of the bytes from `address` on may be moved: less than all end at an address that may not. */
+static size_t reach(int pid, uint64_t address, size_t nbytes, int is_write)
+{
+    char path[32], line[512];
+    uint64_t at = address, start, end;
+    char readable, writable;
+
+    snprintf(path, sizeof path, "/proc/%d/maps", pid);
+    FILE *maps = fopen(path, "re");
+    while (maps && at < address + nbytes && fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%lx-%lx %c%c", &start, &end, &readable, &writable) != 4 || end <= at)
+            continue;
+        if (start > at || readable != 'r' || (is_write && writable != 'w'))
+            break;
+        at = end;
+    }
+    if (maps)
+        fclose(maps);
+    return at < address + nbytes ? at - address : nbytes;
+}
+
+static ssize_t move(int pid, const struct iovec *local, unsigned long num_local, const struct iovec *remote,
+                    unsigned long num_remote, unsigned long flags, int is_write)
+{
+    char path[32];
+    ssize_t moved = 0;
+    size_t skip = 0; /* of the first local range */
+    int error = 0;
+
+    if (flags || num_local > IOV_MAX || num_remote > IOV_MAX) {
+        errno = EINVAL;
+        return -1;
+    }
+    snprintf(path, sizeof path, "/proc/%d/mem", pid);
+    const int file = open(path, (is_write ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+    if (file < 0) {
+        errno = errno == ENOENT ? ESRCH : errno == EACCES ? EPERM : errno;
+        return -1;
+    }
+    for (unsigned long i = 0; i < num_remote && num_local > 0 && !error; i++) {
+        const uint64_t address = (uintptr_t)remote[i].iov_base;
+        const size_t wanted = remote[i].iov_len, there = reach(pid, address, wanted, is_write);
+        for (size_t at = 0; at < there && num_local > 0 && !error;) {
+            const size_t left = local->iov_len - skip, count = left < there - at ? left : there - at;
+            char *own = (char *)local->iov_base + skip;
+            const ssize_t got = is_write ? pwrite(file, own, count, (off_t)(address + at))
+                                         : pread(file, own, count, (off_t)(address + at));
+            if (got <= 0 && count > 0)
+                error = EFAULT; /* of ours, or a page beyond the end of a file */
+            else
+                at += (size_t)got, skip += (size_t)got, moved += got;
+            if (skip == local->iov_len)
+                local++, num_local--, skip = 0;
+        }
+        if (there < wanted)
+            error = EFAULT;
+    }
+    close(file);
+    errno = error;
+    return moved > 0 || !error ? moved : -1;
+}
+
+ssize_t process_vm_readv(pid_t pid, const struct iovec *local, unsigned long num_local, const struct iovec *remote,
+                         unsigned long num_remote, unsigned long flags)
+{
+    return move(pid, local, num_local, remote, num_remote, flags, 0);
+}
+
+ssize_t process_vm_writev(pid_t pid, const struct iovec *local, unsigned long num_local,
+                          const struct iovec *remote, unsigned long num_remote, unsigned long flags)
+{
+    return move(pid, local, num_local, remote, num_remote, flags, 1);
+}
+
+FILE *fopen(const char *path, const char *mode)
+{
+    static FILE *(*next)(const char *, const char *);
+    char spelled[64];
+    int pid, length = 0;
+
+    if (!next)
+        next = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen");
+    if (sscanf(path, "/proc/%d/stat%n", &pid, &length) == 1 && length > 0 && !path[length]) {
+        snprintf(spelled, sizeof spelled, "/proc//%d/stat", pid);
+        path = spelled;
+    }
+    return next(path, mode);
+}

@@ -1,0 +1,335 @@
+"""Run a selection of the tests on each Python that kvplan supports and that this machine can have.
+
+    python tools/pythons.py [--all] [--tests PATH ...] [NAME ...]
+
+Names are `oldest` (Python 3.11 with the oldest NumPy, pyzmq, msgspec, click and rich that
+pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest that PyPI has for each, and `3.13t`,
+`3.14t`, the builds without a GIL. An interpreter is one on PATH (python3.14t), of pyenv, or
+Debian's: unpacked in build/pythons and run there by chroot, which needs root; those without a GIL
+are compiled from Debian's sources. All with a GIL run the modules that are built in place here: the
+stable ABI means that. Those without have a build of their own, in a copy of the tree.
+
+Ends with one line for each; its exit status says whether any test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = ROOT / "build" / "pythons"
+PIP = [sys.executable, "-m", "pip"]
+NAMES = ("oldest", "3.12", "3.13", "3.14", "3.13t", "3.14t")
+TESTS = ("native", "execution", "engine", "control", "links", "tcp", "datadist", "recording")
+"""What differs between Pythons: all that is compiled, threads, loops, processes."""
+
+MIRROR = "http://deb.debian.org/debian"
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+SUITES = {"3.13": "trixie", "3.14": "sid", "3.13t": "trixie", "3.14t": "sid"}
+"""Where Debian has which."""
+
+PROBE = """
+import importlib, pkgutil, platform, sys, sysconfig
+import click, msgspec, numpy, zmq
+import kvnative, kvplan, kvplan.engine, kvplan.vllm.options, kvplan.cli
+for it in pkgutil.iter_modules(kvnative.__path__):
+    importlib.import_module("kvnative." + it.name)
+gil = ""
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    gil = ", GIL ON" if sys._is_gil_enabled() else ", GIL off"
+print(f"Python {platform.python_version()}{gil}, NumPy {numpy.__version__}, pyzmq"
+      f" {zmq.__version__}, msgspec {msgspec.__version__}")
+"""
+
+
+WHICH = """
+import sys, sysconfig
+free = sysconfig.get_config_var("Py_GIL_DISABLED")
+print("%d.%d" % sys.version_info[:2] + ("t" if free else ""))
+"""
+
+
+class MissingPythonError(Exception):
+    """This Python cannot be had here, and why."""
+
+
+class Interpreter(NamedTuple):
+    """How to run one: `prefix` before the path of its Python, and where that came from."""
+
+    python: Path
+    origin: str
+    root: Path | None = None
+
+    def command(self, python: Path | None = None) -> list[str]:
+        """What runs it, or a `python` of an environment of it, in this folder."""
+        if self.root is None:
+            return [str(python or self.python)]
+        inside = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
+        mounts = (
+            "for it in /proc /dev /tmp "
+            + str(ROOT)
+            + "; do mkdir -p $0$it; mount --rbind $it $0$it; done"
+        )
+        return [
+            *("unshare", "--mount", "sh", "-ec", f'{mounts}; exec chroot $0 "$@"', str(self.root)),
+            *(str(self.python), "-c", inside, str(ROOT), str(python or self.python)),
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="all tests, and not the quick selection")
+    parser.add_argument("--tests", nargs="+", help=f"default: {' '.join(TESTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
+    arguments = parser.parse_args()
+    for it in arguments.names:
+        if it not in NAMES:
+            parser.error(f"NAME is {it!r}; it must be one of {', '.join(NAMES)}")
+    tests = arguments.tests or [f"tests/{it}" for it in TESTS]
+    selected = ["tests"] if arguments.all else [*tests, "-m", "not slow"]
+    table, failed = [], False
+    for name in arguments.names or NAMES:
+        try:
+            outcome, passed = attempt(name, selected)
+            failed |= not passed
+        except MissingPythonError as error:
+            outcome = f"not tried: {error}"
+        table.append(f"{name:8} {outcome}")
+        print(f"=== {table[-1]}", flush=True)
+    print("\n".join(["", *table]))
+    return int(failed)
+
+
+def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
+    """Run the tests on one; returns what came of it, and whether it is good."""
+    interpreter = find("3.11" if name == "oldest" else name)
+    print(f"=== {name}: {interpreter.origin}", flush=True)
+    environment = make_environment(name, interpreter)
+    tree = ROOT if not name.endswith("t") else copy_tree(name)
+    python = [*interpreter.command(environment / "bin" / "python")]
+    if tree != ROOT:
+        run([*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"], cwd=tree)
+    about = subprocess.run(
+        [*python, "-W", "error", "-c", PROBE],
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if about.returncode != 0:
+        return "kvplan cannot be imported", False
+    print(about.stdout, end="", flush=True)
+    if "GIL ON" in about.stdout:
+        return f"{about.stdout.strip()}: importing kvplan enabled the GIL", False
+    options = ("-p", "no:cacheprovider", "--timeout", "300")
+    began = time.monotonic()
+    log = PLACE / f"{name}.log"
+    with log.open("w") as out:
+        done = subprocess.run(
+            [*python, "-m", "pytest", "-q", *options, "-n", "2", "--dist", "loadfile", *selected],
+            cwd=tree,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            check=False,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+        )
+    lines = log.read_text().splitlines()
+    print("\n".join(it for it in lines if it.startswith(("FAILED", "ERROR"))), flush=True)
+    seconds = time.monotonic() - began
+    return (
+        f"{about.stdout.strip()}: {lines[-1].strip('= ')[:100]} ({seconds:.0f} s, {log})",
+        done.returncode == 0,
+    )
+
+
+def run(command: list[str], cwd: Path = PLACE) -> None:
+    subprocess.run(command, cwd=cwd, check=True)
+
+
+# ---- interpreters
+
+
+def find(name: str) -> Interpreter:
+    """Raise MissingPythonError where this machine cannot have it."""
+    version = name.removesuffix("t")
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [shutil.which(f"python{name}"), *sorted(pyenv.glob(f"{version}.*/bin/python{name}"))]
+    for it in [sys.executable, *filter(None, found)]:
+        if is_python(it, name):
+            return Interpreter(Path(it), str(it))
+    if name not in SUITES:
+        raise MissingPythonError(f"no python{name} on PATH or of pyenv, and Debian has none")
+    PLACE.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() != 0:
+        raise MissingPythonError(f"no python{name}, and to use Debian's takes root")
+    return compiled(name) if name.endswith("t") else unpacked(name)
+
+
+def is_python(python: str | Path, name: str) -> bool:
+    """Whether it works, which a shim of pyenv may not, and is that one."""
+    done = subprocess.run([python, "-c", WHICH], capture_output=True, text=True, check=False)
+    return done.stdout.strip() == name
+
+
+def apt(place: Path, suite: str, *command: str) -> None:
+    """Of its own: it knows no package of this machine and installs none."""
+    for it in ("lists/partial", "archives/partial"):
+        (place / "apt" / it).mkdir(parents=True, exist_ok=True)
+    sources = place / "apt" / "sources.list"
+    sources.write_text(
+        "".join(
+            f"{kind} [signed-by={KEYRING}] {MIRROR} {suite} main\n" for kind in ("deb", "deb-src")
+        )
+    )
+    (place / "apt" / "status").touch()
+    options = {
+        "Dir::State": place / "apt",
+        "Dir::State::status": place / "apt" / "status",
+        "Dir::Cache": place / "apt",
+        "Dir::Etc::SourceList": sources,
+        "Dir::Etc::SourceParts": "-",
+        "APT::Sandbox::User": "root",
+        "APT::Install-Recommends": "0",
+    }
+    given = [f"-o{key}={value}" for key, value in options.items()]
+    done = subprocess.run(
+        ["apt-get", "-q", *given, *command], cwd=place, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        reason = next((it for it in done.stderr.splitlines() if it.startswith("E:")), done.stderr)
+        raise MissingPythonError(f"apt-get {' '.join(command)} from Debian {suite}: {reason}")
+
+
+def unpacked(name: str) -> Interpreter:
+    """Debian's packages of it, with all that they need, as the root of a file system."""
+    place = PLACE / f"debian-{name}"
+    root, suite = place / "root", SUITES[name]
+    if not (place / "ready").exists():
+        shutil.rmtree(place, ignore_errors=True)
+        root.mkdir(parents=True)
+        apt(place, suite, "update")
+        wanted = (f"python{name}", "base-files", "dash", "coreutils", "libstdc++6", "procps")
+        apt(place, suite, "install", "--yes", "--download-only", *wanted)
+        for package in sorted((place / "apt/archives").glob("*.deb")):
+            run(["dpkg", "-x", str(package), str(root)])
+        for it in ("passwd", "group", "hosts", "nsswitch.conf"):
+            shutil.copy(Path("/etc", it), root / "etc")
+        (place / "ready").touch()
+    return Interpreter(Path("/usr/bin", f"python{name}"), f"Debian {suite}, in {root}", root)
+
+
+def compiled(name: str) -> Interpreter:
+    """Compile it without a GIL from Debian's source package."""
+    place = PLACE / f"compiled-{name}"
+    python = place / "installed" / "bin" / f"python{name}"
+    if not python.exists():
+        shutil.rmtree(place, ignore_errors=True)
+        (place / "source").mkdir(parents=True)
+        apt(place, SUITES[name], "update")
+        apt(place, SUITES[name], "source", "--download-only", f"python{name.removesuffix('t')}")
+        (archive,) = place.glob("*.orig.tar.*[!c]")
+        with tarfile.open(archive) as sources:
+            sources.extractall(place, filter="tar")
+        (source,) = [it for it in place.iterdir() if (it / "configure").exists()]
+        prefix = f"--prefix={place / 'installed'}"
+        for step in (
+            ["./configure", "-q", "--disable-gil", "--without-ensurepip", prefix],
+            ["make", "-s", f"-j{os.cpu_count()}"],
+            ["make", "-s", "install"],
+        ):
+            with (place / "log").open("a") as log:
+                subprocess.run(step, cwd=source, stdout=log, stderr=log, check=True)
+        shutil.rmtree(source)
+    return Interpreter(python, f"compiled from Debian {SUITES[name]}'s source, in {place}")
+
+
+# ---- what they need
+
+
+def requirements(name: str) -> list[str]:
+    """What kvplan and its tests depend on; the oldest of each for the name that says so."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    running = project["project"]["dependencies"]
+    if name == "oldest":
+        running = [it.replace(">=", "==") for it in running]
+    testing = [
+        it
+        for it in [*extras["test"], *extras["prometheus"], *extras["otel"]]
+        if not it.startswith(("kvplan", "selenium"))
+    ]
+    building = project["build-system"]["requires"] if name.endswith("t") else []
+    return [*running, *testing, *building]
+
+
+def make_environment(name: str, interpreter: Interpreter) -> Path:
+    place = PLACE / f"environment-{name}"
+    stamp = place / "ready"
+    wanted = requirements(name)
+    if stamp.exists() and stamp.read_text() == "\n".join(wanted):
+        return place
+    shutil.rmtree(place, ignore_errors=True)
+    # Of several there are wheels for a Python without a GIL only in an older or a newer version.
+    binary = ["--prefer-binary"] if name.endswith("t") else []
+    bare = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
+    if interpreter.root is None:
+        run([str(interpreter.python), "-m", "venv", "--without-pip", str(place)], cwd=ROOT)
+        command = [*PIP, "--python", str(place / "bin/python"), "install", "-q", *binary, *wanted]
+    else:
+        (place / "bin").mkdir(parents=True)
+        (place / "bin/python").symlink_to(interpreter.python)
+        (place / "pyvenv.cfg").write_text(f"home = {interpreter.python.parent}\n")
+        target = place / "lib" / f"python{name}" / "site-packages"
+        tags = (
+            "manylinux_2_28",
+            "manylinux_2_27",
+            "manylinux_2_26",
+            "manylinux_2_17",
+            "manylinux2014",
+        )
+        machine = os.uname().machine
+        # pip would ask whether this Python is new enough, and not that one.
+        command = [*PIP, "install", "-q", "--target", str(target), "--ignore-requires-python"]
+        command += ["--only-binary=:all:"]
+        command += [
+            "--python-version",
+            name,
+            *(f"--platform={it}_{machine}" for it in tags),
+            *wanted,
+        ]
+    subprocess.run(command, env=bare, check=True)
+    stamp.write_text("\n".join(wanted))
+    return place
+
+
+def copy_tree(name: str) -> Path:
+    """What git has, for modules of another kind; what is unchanged is not compiled again."""
+    tree = PLACE / f"tree-{name}"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for it in filter(None, listed.stdout.split("\0")):
+        source, copy = ROOT / it, tree / it
+        if not source.is_file():
+            continue
+        if not copy.exists() or copy.read_bytes() != source.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
+    return tree
+
+
+if __name__ == "__main__":
+    sys.exit(main())

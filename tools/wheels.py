@@ -1,0 +1,173 @@
+"""Build the wheels of a release for Linux, and look at and try each of them.
+
+    python tools/wheels.py [--out DIRECTORY] [ARCHITECTURE ...]
+
+zig, which is a wheel itself, compiles against glibc 2.28 for x86-64 and aarch64, on either. Each
+wheel is built from the sdist. auditwheel gives it its manylinux tag and refuses it where it needs
+more than that has; what each file in it needs of glibc is read once more. Then it is installed in a
+new environment, where tools/try_wheel.py uses it, and nothing of this project is in reach. A wheel
+for aarch64 is tried on the emulated machine of `make arm64`, where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = ROOT / "build" / "wheels"
+GLIBC = (2, 28)
+"""The oldest that wheels run with: that of RHEL 8, and what NumPy's and pyzmq's wheels need."""
+
+ARCHITECTURES = ("x86_64", "aarch64")
+PYTHON = (3, 11)
+"""Whose stable ABI the wheels are built for: the oldest that kvplan supports."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the files go")
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="default: both")
+    arguments = parser.parse_args()
+    wanted = arguments.architectures or ARCHITECTURES
+    for it in wanted:
+        if it not in ARCHITECTURES:
+            parser.error(f"ARCHITECTURE is {it!r}; it must be one of {', '.join(ARCHITECTURES)}")
+    if sys.version_info[:2] != PYTHON:
+        parser.error(
+            f"this is Python {platform.python_version()}; it must be 3.11: its headers count"
+        )
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    sdist = make_sdist(out)
+    print(f"{sdist.name}: {sdist.stat().st_size:,} bytes", flush=True)
+    shutil.rmtree(PLACE, ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(PLACE, filter="data")
+    (tree,) = PLACE.iterdir()
+    for architecture in wanted:
+        wheel = build(tree, architecture, out)
+        print(f"\n{wheel.name}: {wheel.stat().st_size:,} bytes")
+        for name, version in needed(wheel):
+            print(f"  {name} needs glibc {version[0]}.{version[1]}")
+        sys.stdout.flush()
+        attempt(wheel, architecture)
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
+    """Run it, and show what it prints only if it fails."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=bare() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
+        )
+
+
+def bare() -> dict[str, str]:
+    """Nothing that shows a new environment something of this one; patchelf is found."""
+    hidden = ("PYTHONPATH", "PIP_CONSTRAINT")
+    kept = {name: text for name, text in os.environ.items() if name not in hidden}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def show(*command: str | Path, cwd: Path, **variables: str) -> None:
+    subprocess.run(command, cwd=cwd, env=bare() | variables, check=True)
+
+
+def make_sdist(out: Path) -> Path:
+    for old in out.glob("kvplan-*"):
+        old.unlink()
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT)
+    (sdist,) = out.glob("kvplan-*.tar.gz")
+    return sdist
+
+
+def build(tree: Path, architecture: str, out: Path) -> Path:
+    """Return the wheel with its manylinux tag, in `out`."""
+    place = PLACE / architecture
+    zig = f"{sys.executable} -m ziglang"
+    target = f"-target {architecture}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    run(
+        *(sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", place / "plain"),
+        cwd=tree,
+        # Python's own flags name folders of the machine that this Python was built on.
+        CC=f"{zig} cc {target}",
+        LDSHARED=f"{zig} cc {target} -shared",
+        AR=f"{zig} ar",
+        # zig checks undefined behaviour unless told not to; not what a release is made of.
+        CFLAGS="-fno-sanitize=all",
+        LDFLAGS="-Wl,-s",
+        _PYTHON_HOST_PLATFORM=f"linux-{architecture}",
+        KVPLAN_LIMITED_API="1",
+    )
+    (plain,) = (place / "plain").iterdir()
+    tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{architecture}"
+    auditwheel = (sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--only-plat")
+    run(*auditwheel, "--wheel-dir", place / "tagged", plain)
+    (tagged,) = (place / "tagged").iterdir()
+    return Path(shutil.copy(tagged, out))
+
+
+def needed(wheel: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each library in it, and the newest glibc that it names a symbol of; exits if too new."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(it for it in archive.namelist() if it.endswith(".so")):
+            versions = glibc_versions(archive.read(name))
+            newest = max(versions, default=(2, 0))
+            if newest > GLIBC:
+                raise SystemExit(f"{wheel.name}: {name} needs glibc {newest}, more than {GLIBC}")
+            yield name, newest
+
+
+def glibc_versions(library: bytes) -> set[tuple[int, ...]]:
+    """As `objdump -T` shows them, for any machine."""
+    found = set()
+    for section in ELFFile(io.BytesIO(library)).iter_sections():
+        if isinstance(section, GNUVerNeedSection):
+            for _, versions in section.iter_versions():
+                for it in versions:
+                    if it.name.startswith("GLIBC_"):
+                        found.add(tuple(int(part) for part in it.name[6:].split(".")))
+    return found
+
+
+def attempt(wheel: Path, architecture: str) -> None:
+    """Use it in an environment that has it and what it depends on, and nothing else."""
+    place = PLACE / architecture / "clean"
+    program = shutil.copy(ROOT / "tools" / "try_wheel.py", place.parent)
+    if architecture == platform.machine():
+        run(sys.executable, "-m", "venv", "--without-pip", place)
+        python = place / "bin" / "python"
+        run(sys.executable, "-m", "pip", "--python", python, "install", "-q", wheel)
+        show(python, "-W", "error", program, cwd=place.parent)
+    elif (ROOT / "build/arm64/ready").exists():
+        # What it depends on is in the environment of the emulated machine already.
+        emulated = ROOT / "tools" / "arm64"
+        run(emulated, "python", "-m", "pip", "install", "-q", "--no-deps", "--target", place, wheel)
+        show(emulated, "python", "-W", "error", program, cwd=place.parent, PYTHONPATH=str(place))
+    else:
+        print(f"  not tried: this machine is {platform.machine()}; make arm64-setup emulates one")
+
+
+if __name__ == "__main__":
+    main()
