@@ -110,7 +110,7 @@ class Tally:
         self.counts.update(found["counts"])
         for held in found.get("held", {}).values():
             for what in ("kib", "descriptors", "threads", "mappings"):
-                now = held["first"][what], held["last"][what]
+                now = _size(held["first"][what]), _size(held["last"][what])
                 before = self.grown.get(what, (0, -(2**60)))
                 self.grown[what] = max(before, now, key=lambda it: it[1] - it[0])
 
@@ -120,6 +120,10 @@ class Tally:
         return "; ".join(
             it for it in (", ".join(many) or self.said, grown and f"most growth: {grown}") if it
         )
+
+
+def _size(held: Any) -> int:
+    return held if isinstance(held, int) else len(held)
 
 
 def held_here() -> dict[str, int]:

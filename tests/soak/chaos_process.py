@@ -321,6 +321,9 @@ def held() -> dict[str, Any]:
     found = dict(footprint())
     status = Path("/proc/self/status").read_text()
     found["kib"] = int(status.partition("RssAnon:")[2].split()[0])
+    found["threads"] = sorted(
+        it.read_text().strip() for it in Path("/proc/self/task").glob("*/comm")
+    )
     return found
 
 
