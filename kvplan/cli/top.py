@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -171,13 +172,25 @@ def command(
         else:
             console().print(page(found, after))
         return ExitCode.OK
-    with suppress(KeyboardInterrupt), _shown() as show:
-        show(page(compared([], before), before))
-        while True:
-            time.sleep(interval)
-            after = look()
-            show(page(compared(before, after), after))
-            before = after
+    interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        """As Python does; the loop sees it where that was lost, as it is in a destructor."""
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    usual = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with suppress(KeyboardInterrupt), _shown() as show:
+            show(page(compared([], before), before))
+            while not interrupted:
+                time.sleep(interval)
+                after = look()
+                show(page(compared(before, after), after))
+                before = after
+    finally:
+        signal.signal(signal.SIGINT, usual)
     return ExitCode.OK
 
 

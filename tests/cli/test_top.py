@@ -165,9 +165,12 @@ def test_a_narrow_terminal_shows_its_first_lines(engines: tuple[LlmDataDist, Llm
         while "listens at" not in written or len(written.splitlines()) < 24:
             written += os.read(ours, 1 << 16).decode()
         running.send_signal(signal.SIGINT)
-        with suppress(OSError):  # it has ended
-            while os.read(ours, 1 << 16):
-                pass
+        try:
+            with suppress(OSError):  # it has ended
+                while os.read(ours, 1 << 16):
+                    pass
+        finally:
+            running.kill()  # of a test that ran out of time: it would be waited for
     os.close(ours)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).splitlines()
     assert max(map(len, lines)) <= 80
@@ -188,6 +191,7 @@ def test_a_pipe_gets_one_page_after_the_other(engines: tuple[LlmDataDist, LlmDat
             if heads == 3:
                 break
         running.send_signal(signal.SIGINT)
+        running.stdout.read()  # were it closed before the signal has come, that would end it
     assert running.returncode == 0
 
 
