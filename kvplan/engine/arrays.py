@@ -101,9 +101,7 @@ def write_tensors(
         tensor[...] = array.view(tensor.dtype)
 
 
-def _checked(
-    desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]
-) -> list[NDArray[Any]]:
+def _checked(desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]) -> list[NDArray[Any]]:
     if isinstance(arrays, str | bytes) or not isinstance(arrays, Sequence | np.ndarray):
         raise TypeError(f"arrays must be a sequence of arrays, not {type(arrays).__name__}")
     if len(arrays) != desc.num_tensors:

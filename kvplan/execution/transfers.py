@@ -88,10 +88,10 @@ class Transfers:
 
     def _begin(self, host: Backend) -> None:
         self._executor = Executor(host)
-        self.rows = RowRequests()
+        self.rows: RowRequests = RowRequests()
         self._closed = False
         # Of a wrapper each copy is to be seen.
-        self.small_nbytes = SMALL_NBYTES if self._wrap is None else 0
+        self.small_nbytes: int = SMALL_NBYTES if self._wrap is None else 0
         self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
         self._mutex = RLock()  # of what follows; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
@@ -375,7 +375,7 @@ class Transfers:
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
-        self.small_nbytes = 0
+        self.small_nbytes: int = 0
         for it in list(self._shares):
             if (share := it()) is not None:
                 share.close(cancel=cancel)
