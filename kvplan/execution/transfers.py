@@ -375,7 +375,7 @@ class Transfers:
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
-        self.small_nbytes: int = 0
+        self.small_nbytes = 0
         for it in list(self._shares):
             if (share := it()) is not None:
                 share.close(cancel=cancel)
