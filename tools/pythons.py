@@ -117,7 +117,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     tree = ROOT if not name.endswith("t") else copy_tree(name)
     python = [*interpreter.command(environment / "bin" / "python")]
     if tree != ROOT:
-        run([*python, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree)
+        run([*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"], cwd=tree)
     about = subprocess.run(
         [*python, "-W", "error", "-c", PROBE],
         cwd=tree,
@@ -130,12 +130,12 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     print(about.stdout, end="", flush=True)
     if "GIL ON" in about.stdout:
         return f"{about.stdout.strip()}: importing kvplan enabled the GIL", False
-    plugins = ("-p", "pytest_kvplan", "-p", "no:cacheprovider", "--timeout", "300")
+    options = ("-p", "no:cacheprovider", "--timeout", "300")
     began = time.monotonic()
     log = PLACE / f"{name}.log"
     with log.open("w") as out:
         done = subprocess.run(
-            [*python, "-m", "pytest", "-q", *plugins, "-n", "2", "--dist", "loadfile", *selected],
+            [*python, "-m", "pytest", "-q", *options, "-n", "2", "--dist", "loadfile", *selected],
             cwd=tree,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -146,7 +146,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     print("\n".join(it for it in lines if it.startswith(("FAILED", "ERROR"))), flush=True)
     seconds = time.monotonic() - began
     return (
-        f"{about.stdout.strip()}: {lines[-1].strip('= ')} ({seconds:.0f} s, {log})",
+        f"{about.stdout.strip()}: {lines[-1].strip('= ')[:100]} ({seconds:.0f} s, {log})",
         done.returncode == 0,
     )
 
@@ -278,10 +278,12 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
     if stamp.exists() and stamp.read_text() == "\n".join(wanted):
         return place
     shutil.rmtree(place, ignore_errors=True)
+    # Of several there are wheels for a Python without a GIL only in an older or a newer version.
+    binary = ["--prefer-binary"] if name.endswith("t") else []
     bare = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
     if interpreter.root is None:
         run([str(interpreter.python), "-m", "venv", "--without-pip", str(place)], cwd=ROOT)
-        command = [*PIP, "--python", str(place / "bin/python"), "install", "-q", *wanted]
+        command = [*PIP, "--python", str(place / "bin/python"), "install", "-q", *binary, *wanted]
     else:
         (place / "bin").mkdir(parents=True)
         (place / "bin/python").symlink_to(interpreter.python)
@@ -295,7 +297,9 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
             "manylinux2014",
         )
         machine = os.uname().machine
-        command = [*PIP, "install", "-q", "--target", str(target), "--only-binary=:all:"]
+        # pip would ask whether this Python is new enough, and not that one.
+        command = [*PIP, "install", "-q", "--target", str(target), "--ignore-requires-python"]
+        command += ["--only-binary=:all:"]
         command += [
             "--python-version",
             name,

@@ -67,9 +67,31 @@ def main() -> None:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
-    """Run it without the variables that would show the new environment something of this one."""
-    bare = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_CONSTRAINT")}
-    subprocess.run(command, cwd=cwd, env=bare | variables, check=True)
+    """Run it, and show what it prints only if it fails."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=bare() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
+        )
+
+
+def bare() -> dict[str, str]:
+    """Nothing that shows a new environment something of this one; patchelf is found."""
+    hidden = ("PYTHONPATH", "PIP_CONSTRAINT")
+    kept = {name: text for name, text in os.environ.items() if name not in hidden}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def show(*command: str | Path, cwd: Path, **variables: str) -> None:
+    subprocess.run(command, cwd=cwd, env=bare() | variables, check=True)
 
 
 def make_sdist(out: Path) -> Path:
@@ -137,12 +159,12 @@ def attempt(wheel: Path, architecture: str) -> None:
         run(sys.executable, "-m", "venv", "--without-pip", place)
         python = place / "bin" / "python"
         run(sys.executable, "-m", "pip", "--python", python, "install", "-q", wheel)
-        run(python, "-W", "error", program, cwd=place.parent)
+        show(python, "-W", "error", program, cwd=place.parent)
     elif (ROOT / "build/arm64/ready").exists():
         # What it depends on is in the environment of the emulated machine already.
         emulated = ROOT / "tools" / "arm64"
         run(emulated, "python", "-m", "pip", "install", "-q", "--no-deps", "--target", place, wheel)
-        run(emulated, "python", "-W", "error", program, cwd=place.parent, PYTHONPATH=str(place))
+        show(emulated, "python", "-W", "error", program, cwd=place.parent, PYTHONPATH=str(place))
     else:
         print(f"  not tried: this machine is {platform.machine()}; make arm64-setup emulates one")
 

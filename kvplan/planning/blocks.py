@@ -50,7 +50,12 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
     """Return `blocks` as a flat array of integers (not of bool or float), perhaps empty."""
     if isinstance(blocks, np.ndarray):
         # A copy: a plan keeps it. A masked array would hide entries from the checks.
-        return _check_integers(name, np.array(blocks))
+        table = np.array(blocks)
+        if table.ndim != 1:
+            raise TypeError(f"{name} must be one-dimensional, not of shape {table.shape}")
+        if table.size and table.dtype.kind not in "iu":
+            raise TypeError(f"{name} must hold integers, not {table.dtype}")
+        return table
     if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
         raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
     try:  # 30 us for 4,096 blocks; np.array takes 70, and a look at each one's type 40
@@ -59,14 +64,16 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
         return _mixed_table(name, blocks)
     # True and False were packed as 1 and 0; whatever else is no int was not packed.
     for position in np.flatnonzero(table.view(np.uint64) <= 1).tolist():
-        _refuse_bool(name, type(blocks[position]))
+        if isinstance(blocks[position], bool | np.bool_):
+            raise TypeError(f"{name} must hold int, not bool")
     return table
 
 
 def _mixed_table(name: str, blocks: Sequence[int]) -> NDArray[Any]:
     """Return a table of which some are not int, or are beyond 64 bits; or say what is wrong."""
     types = {*map(type, blocks)}
-    _refuse_bool(name, *types)  # which NumPy would take for 1, next to an int, silently
+    if not {bool, np.bool_}.isdisjoint(types):  # NumPy would take them for 1, next to an int
+        raise TypeError(f"{name} must hold int, not bool")
     try:
         table = np.array(blocks)
     except (ValueError, OverflowError) as error:
@@ -74,20 +81,7 @@ def _mixed_table(name: str, blocks: Sequence[int]) -> NDArray[Any]:
     if table.dtype.kind not in "iu" and all(issubclass(it, int | np.integer) for it in types):
         # No one type of NumPy holds them all, so it took float or object: keep them exact.
         return np.array(blocks, dtype=object)
-    return _check_integers(name, table)
-
-
-def _refuse_bool(name: str, *types: type) -> None:
-    if not {bool, np.bool_}.isdisjoint(types):
-        raise TypeError(f"{name} must hold int, not bool")
-
-
-def _check_integers(name: str, table: NDArray[Any]) -> NDArray[Any]:
-    if table.ndim != 1:
-        raise TypeError(f"{name} must be one-dimensional, not of shape {table.shape}")
-    if table.size and table.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers, not {table.dtype}")
-    return table
+    return block_table(name, table)
 
 
 def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
@@ -114,7 +108,9 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
     if table.size == 1:
         return
     if cache.count <= _SPARSE * table.size:
-        distinct = int(np.count_nonzero(_bitmap(table, cache.count)))
+        seen = np.zeros(cache.count, np.bool_)
+        seen[table] = True
+        distinct = int(np.count_nonzero(seen))
     else:
         ordered = np.sort(table)  # not np.unique, whose first call imports numpy.ma: 8 ms
         distinct = 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
@@ -129,28 +125,21 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
     )
 
 
-def _ascends(table: Indices) -> bool:
-    """Whether each block is greater than the one before."""
-    return int(np.count_nonzero(table[1:] > table[:-1])) == len(table) - 1
-
-
-def _bitmap(table: Indices, count: int) -> NDArray[np.bool_]:
-    """Return which of `count` blocks are in the table."""
-    seen = np.zeros(count, np.bool_)
-    seen[table] = True
-    return seen
-
-
 def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[Indices, Indices]:
     """Return the pairs of two tables in ascending order of source, then destination block.
 
     All blocks are below `count`.
     """
     middle = src_table.item(len(src_table) // 2)  # most tables that are not in order show it here
-    if src_table.item(0) <= middle <= src_table.item(-1) and _ascends(src_table):
+    if (
+        src_table.item(0) <= middle <= src_table.item(-1)
+        and np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1
+    ):
         return src_table, dst_table
     if len(src_table) >= _MANY and count <= _SPARSE * len(src_table):
-        ordered = _bitmap(src_table, count).nonzero()[0]
+        seen = np.zeros(count, np.bool_)
+        seen[src_table] = True
+        ordered = seen.nonzero()[0]
         if len(ordered) == len(src_table):  # no source is named twice
             dst_of = np.empty(count, np.int64)  # looking up takes half the time of sorting
             dst_of[src_table] = dst_table

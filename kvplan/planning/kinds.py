@@ -233,10 +233,14 @@ def plan_block_to_block(
         if how is Coalesce.SORTED:
             count = max(source.count, target.count)
             src_table, dst_table = sorted_pairs(src_table, dst_table, count)
+        # In place where the sorted pairs are new arrays: fewer pages to touch in a large plan.
+        out = (None, None) if src_table is tables.src else (src_table, dst_table)
+        sizes = np.empty(num_blocks, np.uint64)
+        sizes.fill(stride)
         segments = Segments.adopt(
-            (src_table * stride).view(np.uint64),
-            (dst_table * stride).view(np.uint64),
-            np.full(num_blocks, stride, np.uint64),
+            np.multiply(src_table, stride, out[0]).view(np.uint64),
+            np.multiply(dst_table, stride, out[1]).view(np.uint64),
+            sizes,
             merged=how is not Coalesce.NONE,
         )
     nbytes = num_blocks * stride

@@ -133,8 +133,10 @@ class Segments:
                 src, dst = src[first], dst[first]
                 nbytes = ends - src
         segments = cls.__new__(cls)
-        for column in (src, dst, nbytes, *(it.counts for it in repeats)):
+        for column in (src, dst, nbytes):
             column.setflags(write=False)
+        for repeat in repeats:
+            repeat.counts.setflags(write=False)
         _assign(segments, "src_offsets", src)
         _assign(segments, "dst_offsets", dst)
         _assign(segments, "nbytes", nbytes)

@@ -36,6 +36,7 @@ from kvplan import (
     LLMStatusCode,
 )
 from kvplan.engine.routes import Routes
+from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.values import LinkState
 from tests.datadist.conftest import link
@@ -44,6 +45,8 @@ from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
+
+pytestmark = pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL there are no routes")
 
 PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)

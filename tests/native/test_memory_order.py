@@ -1,4 +1,4 @@
-"""The orders of docs/memory-ordering.md, in the model of aarch64: what each forbids.
+"""The orders of docs/internals/memory-ordering.md, in the model of aarch64: what each forbids.
 
 The programs are written down by hand from the C sources that their names say. Each is tried as it
 is, and with each of the given orders taken away: then what is forbidden is possible, or the order

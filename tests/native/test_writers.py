@@ -476,17 +476,18 @@ def test_by_address_into_another_process(there: There) -> None:
 # space layout randomization.
 OTHER_PROGRAM = """
 import ctypes, sys
+from mmap import PAGESIZE
 from multiprocessing.connection import Connection
 target, table = map(int, sys.argv[1:])
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
-for address, nbytes in ((target & ~4095, (1 << 20) + 4096), (table, 5 * 4096)):
+for address, nbytes in ((target & -PAGESIZE, (1 << 20) + PAGESIZE), (table, 5 * PAGESIZE)):
     found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 3, 0x100022, -1, 0)
     assert found == address, ctypes.get_errno()
 tests = Connection(0)
 tests.send((True, None))
 tests.recv()
-written = sum(ctypes.string_at(target, 1 << 20)) + sum(ctypes.string_at(table, 5 * 4096))
+written = sum(ctypes.string_at(target, 1 << 20)) + sum(ctypes.string_at(table, 5 * PAGESIZE))
 tests.send((True, written))
 tests.poll(None)
 """
@@ -508,10 +509,12 @@ def test_not_after_the_owner_has_died(there: There) -> None:
 
 # An entry that says what one says who was stopped, or killed, in the middle of a piece.
 LEFT = """
+    from mmap import PAGESIZE
+
     from kvnative._writers import Ticket
 
     def announce(entry, number):
-        words = (ctypes.c_uint64 * 16).from_address(table.address + (entry + 1) * 4096)
+        words = (ctypes.c_uint64 * 16).from_address(table.address + (entry + 1) * PAGESIZE)
         words[2] = number
 """
 

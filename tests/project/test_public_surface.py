@@ -52,7 +52,7 @@ NEVER_THERE = {
 def public_objects() -> dict[str, Any]:
     """Every class and function that the reference names, by its own name."""
     found = {}
-    for page in (ROOT / "docs/reference/api").glob("*.md"):
+    for page in sorted((ROOT / "docs/reference/api").glob("*.md")):
         for kind, name in DIRECTIVE.findall(page.read_text()):
             for it in members(name) if kind == "module" else [resolve_name(name)]:
                 if inspect.isclass(it) or inspect.isfunction(it):

@@ -39,21 +39,28 @@ print(json.dumps({"outputs": command.get_outputs(), "includes": includes}))
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A module over a library of two sources, built in place."""
+    folder = tmp_path_factory.mktemp("built")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, folder)
     for name in ("include/kvnative", "kvnative/src/core", "kvplan"):
-        (tmp_path / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
     for name in ("kvnative", "kvplan"):
-        (tmp_path / name / "__init__.py").touch()
-    (tmp_path / "kvnative/_one.pyx").write_text(MODULE)
+        (folder / name / "__init__.py").touch()
+    (folder / "kvnative/_one.pyx").write_text(MODULE)
     for name, number in (("one", 1), ("two", 2)):
-        source = tmp_path / f"kvnative/src/core/{name}.c"
+        source = folder / f"kvnative/src/core/{name}.c"
         source.write_text(f"int kvn_{name}(void) {{ return {number}; }}\n")
-    build(tmp_path)
-    return tmp_path
+    build(folder)
+    return folder
+
+
+@pytest.fixture
+def project(built: Path, tmp_path: Path) -> Path:
+    """A copy of it, with the times of its files."""
+    return shutil.copytree(built, tmp_path / "project")
 
 
 def build(project: Path, **switches: str) -> None:

@@ -1,8 +1,8 @@
-"""pytest plugin of tools/arm64_test: tests of what the emulator lacks are left out by name, and said.
+"""pytest plugin of tools/arm64_test: what an emulator cannot do is left out by name, and said.
 
 Each row of `LACKS` has one thing that qemu-user does not do as Linux does, and the tests that are
 about it, as patterns of their node ids. A pattern that fits no test of a file that was collected is
-an error: nothing is left out by mistake. KVPLAN_EMULATED=all runs them, to see what an emulator can do.
+an error: nothing is left out by mistake. With KVPLAN_EMULATED=all they are run.
 """
 
 from __future__ import annotations

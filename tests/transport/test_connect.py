@@ -261,12 +261,13 @@ def test_a_sandbox_does_not_make_address_checks_blind(owner: Owner) -> None:
         from kvnative._host import Pin
         from kvplan import LLMException
         fd = os.memfd_create("truncated")
-        os.ftruncate(fd, 8192)
-        whole = Pin(mmap.mmap(fd, 8192))
-        transport.register((whole.address, 8192))
-        os.ftruncate(fd, 4096)
+        page = mmap.PAGESIZE
+        os.ftruncate(fd, 2 * page)
+        whole = Pin(mmap.mmap(fd, 2 * page))
+        transport.register((whole.address, 2 * page))
+        os.ftruncate(fd, page)
         try:
-            transport.register((whole.address, 8192))
+            transport.register((whole.address, 2 * page))
         except LLMException as error:
             result = str(error)
         """,

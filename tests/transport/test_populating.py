@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -57,12 +58,12 @@ def pages() -> Iterator[BackgroundPages]:
 
 
 def test_what_is_there_is_mapped_and_the_thread_ends(pages: BackgroundPages) -> None:
-    arenas = [Arena(nbytes, prefault=True) for nbytes in (4096, 5 * CHUNK, 3 * MIB)]
+    arenas = [Arena(nbytes, prefault=True) for nbytes in (mmap.PAGESIZE, 5 * CHUNK, 3 * MIB)]
     twins = [twin_of(it) for it in arenas]
     for it in twins:
         pages.add(it, owner=None)
     wait_until_done()
-    assert [smaps_of(it.address)["Rss"] for it in twins] == [4096, 5 * CHUNK, 3 * MIB]
+    assert [smaps_of(it.address)["Rss"] for it in twins] == [mmap.PAGESIZE, 5 * CHUNK, 3 * MIB]
 
 
 def test_no_thread_where_nothing_is_to_do(pages: BackgroundPages) -> None:

@@ -25,8 +25,8 @@
 #define YIELDS 1000u /* for a place; then it is waited for with naps, some second */
 #define NAPS 10000u
 
-/* The first bytes of an entry's page. Which orders are needed says docs/memory-ordering.md: a fence between a
- * ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
+/* The first bytes of an entry's page. Which orders are needed says docs/internals/memory-ordering.md: a fence
+ * between a ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
 typedef struct entry {
     _Atomic uint64_t process; /* start time << PID_BITS | pid; 0: free */
     _Atomic uint64_t closed;  /* the gate is, for good: nobody has the entry any more */

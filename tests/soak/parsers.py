@@ -1,0 +1,301 @@
+"""Feeds changed documents to a parser of kvplan: messages of peers, plans, recordings.
+
+    python -m tests.soak.parsers messages|plans|recordings SEED SECONDS
+
+Each is refused with the error that its parser documents, or read; what is read must make sense: a
+message is written and read back as the same; a plan too, and native code does with it what the
+reference does, inside of its sides; of a recording every question is answered. The last line says
+in JSON how many came to what. After anything else it prints the input, and exits with 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import msgspec
+
+from kvplan import (
+    CacheDesc,
+    DataType,
+    KvCacheExtParam,
+    LLMException,
+    LLMStatusCode,
+    Plan,
+    plan_copy_blocks,
+    plan_pull_blocks,
+    plan_pull_cache,
+)
+from kvplan.control.messages import Undecodable, decode, encode
+from kvplan.recording.format import COMPRESSED, LENGTH, MAGIC
+from kvplan.recording.perfetto import trace_of
+from kvplan.recording.queries import who_wrote
+from kvplan.recording.reader import read
+from kvplan.recording.replay import replay
+from kvplan.recording.timeline import page_of
+from tests.control.test_messages import BODIES
+from tests.planning.test_schema_unlike import LAYERS, RESHARD
+from tests.recording.operations import record, recorder
+
+MOST_NBYTES = 1 << 22  # of both sides of plans that are executed
+STRANGE: list[Any] = [
+    *(0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 10**30),
+    *(0.5, float("inf"), float("nan"), True, False, None, "", "x" * 300, "\x1b[2J", b"", b"\xff"),
+    *([], {}, [[]], {"": None}, [0] * 100),
+]
+
+
+class Parser(Protocol):
+    """One of kvplan's, and what it is fed with."""
+
+    def make(self, random: Random) -> Any:
+        """An input."""
+
+    def check(self, given: Any) -> str:
+        """What came of it, in a word or two; raises what is not as documented."""
+
+
+def changed_value(value: Any, random: Random) -> Any:
+    """A document with one or a few places of it changed, in the ways that fool parsers."""
+    value = copy.deepcopy(value)
+    for _ in range(random.choice([1, 1, 1, 2, 5])):
+        place = value
+        path: list[tuple[Any, Any]] = []
+        while isinstance(place, dict | list) and place and (not path or random.random() < 0.9):
+            key = random.choice([*place] if isinstance(place, dict) else range(len(place)))
+            path.append((place, key))
+            place = place[key]
+        if not path:
+            return random.choice(STRANGE)
+        holder, key = path[-1]
+        chance = random.random()
+        if chance < 0.1:
+            del holder[key]
+        elif chance < 0.2 and isinstance(holder, list):
+            holder.insert(key, copy.deepcopy(random.choice(holder)))
+        elif chance < 0.5 and type(place) is int:
+            holder[key] = place + random.choice([-1, 1, 2, -place, place, 2**32, -(2**40)])
+        elif chance < 0.6:
+            another, there = random.choice(path)
+            holder[key] = copy.deepcopy(another[there])
+        elif chance < 0.7 and isinstance(place, bytes) and place:
+            holder[key] = changed_bytes(place, [place], random)
+        else:
+            holder[key] = copy.deepcopy(random.choice(STRANGE))
+    return value
+
+
+def changed_bytes(data: bytes, others: list[bytes], random: Random) -> bytes:
+    """The same of what has no structure: bits, cuts, repeats, the end of another one."""
+    it = bytearray(data)
+    for _ in range(random.choice([1, 1, 2, 4, 16])):
+        at = random.randrange(len(it) + 1)
+        chance = random.random()
+        if chance < 0.5 and at < len(it):
+            it[at] = random.choice([it[at] ^ 1 << random.randrange(8), 0, 0x7F, 0x80, 0xC1, 0xFF])
+        elif chance < 0.6:
+            del it[at : at + random.randint(1, 8)]
+        elif chance < 0.7:
+            it[at:at] = random.randbytes(random.randint(1, 8))
+        elif chance < 0.8:
+            it[at:at] = it[at : at + random.randint(1, 64)]
+        elif chance < 0.9:
+            other = random.choice(others)
+            it[at:] = other[random.randrange(len(other) + 1) :]
+        else:
+            del it[at:]
+    return bytes(it)
+
+
+def packed(value: Any, otherwise: bytes) -> bytes:
+    """As MessagePack; it has no integer of more than 64 bits."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except OverflowError:
+        return otherwise
+
+
+class Messages:
+    """Frames as peers send them."""
+
+    def __init__(self, _: Path) -> None:
+        self._frames = [encode(it, seq=number) for number, it in enumerate(BODIES)]
+
+    def make(self, random: Random) -> bytes:
+        frame = random.choice(self._frames)
+        if random.random() < 0.5:
+            return changed_bytes(frame, self._frames, random)
+        return frame[:1] + packed(
+            changed_value(msgspec.msgpack.decode(frame[1:]), random), frame[1:]
+        )
+
+    def check(self, given: bytes) -> str:
+        try:
+            envelope = decode(given)
+        except Undecodable as error:
+            return type(error).__name__
+        again = encode(envelope.body, seq=envelope.seq, reply_to=envelope.reply_to)
+        assert decode(again) == envelope
+        return "read"
+
+
+def must_be_invalid(error: LLMException) -> None:
+    """What parsers refuse, they refuse with this status."""
+    if error.status_code is not LLMStatusCode.LLM_PARAM_INVALID:
+        raise error
+
+
+def plans() -> list[Plan]:
+    """One of each kind, with and without layouts and repeats."""
+    slots = CacheDesc(4, (4, 64), DataType.DT_INT32)
+    blocks = CacheDesc(4, (8, 16), DataType.DT_INT32)
+    return [
+        plan_pull_cache(slots, slots, src_batch_index=1, dst_batch_index=2),
+        plan_pull_cache(slots, slots, ext_param=KvCacheExtParam((1, 1), (0, 0), 2)),
+        plan_pull_blocks(blocks, blocks, [1, 2, 5], [0, 3, 4]),
+        plan_pull_blocks(slots, blocks, None, [7, 0, 1, 2]),
+        plan_copy_blocks(blocks, {0: [1, 2], 3: [4]}),
+        RESHARD,
+        LAYERS,
+    ]
+
+
+def executed(plan: Plan, *, within: bool) -> str:
+    """Whether native code and the reference do the same with it."""
+    sizes = [it.num_tensors * it.tensor_nbytes for it in (plan.src, plan.dst)]
+    if sum(sizes) > MOST_NBYTES or plan.num_descriptors > 10_000:
+        return "read, and too large to execute"
+    found = replay(plan, within=within)
+    assert not found.parted, found.parted
+    return "read and skipped" if found.skipped else "read and executed"
+
+
+class Plans:
+    """Documents, as `Plan.from_dict` is given them."""
+
+    def __init__(self, _: Path) -> None:
+        self._documents = [it.to_dict() for it in plans()]
+
+    def make(self, random: Random) -> Any:
+        return changed_value(random.choice(self._documents), random)
+
+    def check(self, given: Any) -> str:
+        try:
+            plan = Plan.from_dict(given)
+        except LLMException as error:
+            must_be_invalid(error)
+            return "refused"
+        assert Plan.from_dict(plan.to_dict()) == plan
+        assert plan.explain()
+        return executed(plan, within=False)
+
+
+class Recordings:
+    """Files, as `kvplan trace` is given them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "changed.kvrec"
+        self._files: list[bytes] = []
+        for name, chosen in (("few", plans()[:3]), ("all", plans())):
+            it = recorder(folder / name)
+            for number, plan in enumerate(chosen):
+                record(it, plan, tag=f"request-{number}", error="failed" * (number % 3 == 2))
+            record(it, None, error="refused")
+            it.close()
+            self._files.append((folder / name).read_bytes())
+
+    def make(self, random: Random) -> bytes:
+        data = random.choice(self._files)
+        if random.random() < 0.3:
+            kept = random.choice([0, len(MAGIC), len(MAGIC), len(MAGIC) + 40])
+            return data[:kept] + changed_bytes(data[kept:], self._files, random)
+        rows = [*rows_in(data)]
+        for _ in range(random.choice([1, 1, 3])):
+            at = random.randrange(len(rows))
+            rows[at] = packed(changed_value(msgspec.msgpack.decode(rows[at]), random), rows[at])
+        return MAGIC + b"".join(LENGTH.pack(len(it)) + it for it in rows)
+
+    def check(self, given: bytes) -> str:
+        self._path.write_bytes(given)
+        try:
+            recording = read(self._path)
+        except LLMException as error:
+            must_be_invalid(error)
+            return "refused"
+        outcome = "read"
+        for it in recording.transfers:
+            try:
+                found = it.plans
+            except LLMException as error:
+                must_be_invalid(error)
+                outcome = "read, with damaged plans"
+                continue
+            for plan in found.values():
+                executed(plan, within=False)
+        for ask in (lambda: who_wrote(recording, 1, 3), lambda: asked(recording)):
+            try:
+                ask()
+            except LLMException as error:
+                must_be_invalid(error)
+        return outcome
+
+
+def asked(recording: Any) -> None:
+    """What is made of it for other programs is JSON, and a page."""
+    json.dumps(trace_of([(recording, recording.rows)]), allow_nan=False)
+    assert page_of([(recording, recording.rows)])
+
+
+def rows_in(data: bytes) -> list[bytes]:
+    """The rows of a file, as MessagePack."""
+    rows, at = [], len(MAGIC)
+    while at < len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size
+        if length & COMPRESSED:
+            length &= ~COMPRESSED
+            rows.append(zlib.decompress(data[at : at + length]))
+        else:
+            rows.append(data[at : at + length])
+        at += length
+    return rows
+
+
+PARSERS: dict[str, type[Messages] | type[Plans] | type[Recordings]] = {
+    "messages": Messages,
+    "plans": Plans,
+    "recordings": Recordings,
+}
+
+
+def run(name: str, seed: int, seconds: float) -> Counter[str]:
+    """Try as many as the time allows; an input's number and the seed make it again."""
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="kvplan-soak-") as folder:
+        parser: Parser = PARSERS[name](Path(folder))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            given = parser.make(Random(f"{seed} {counts['inputs']}"))
+            try:
+                counts[parser.check(given)] += 1
+            except Exception:
+                print(f"input {counts['inputs']} of seed {seed}: {given!r}", file=sys.stderr)
+                raise
+            counts["inputs"] += 1
+    return counts
+
+
+def main(name: str, seed: str, seconds: str) -> None:
+    print(json.dumps({"counts": run(name, int(seed), float(seconds))}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""`make soak` itself: what it reports, what its oracle sees, and a short round on each machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.soak.__main__ import PARTS, Command, Soak, main
+from tests.soak.chaos import MACHINES, Wrong, check_growth
+from tests.soak.chaos_process import strange, write
+from tests.soak.parsers import PARSERS
+
+
+def program(text: str) -> Command:
+    def command(seed: int) -> Sequence[str]:
+        return [sys.executable, "-c", text, str(seed)]
+
+    return command
+
+
+def soaked(tmp_path: Path, **parts: str) -> Soak:
+    it = Soak({name: program(text) for name, text in parts.items()}, tmp_path)
+    it.run(seed=7, seconds=0, rounds=2 * len(parts))
+    return it
+
+
+COUNTS = """
+import json
+held = {"1": {"first": dict.fromkeys(WHAT, 5), "last": dict.fromkeys(WHAT, 6)}}
+print("a line before"); print(json.dumps({"counts": {"moved": 3}, "held": held}))
+""".replace("WHAT", "('kib', 'descriptors', 'threads', 'mappings')")
+
+
+def test_a_summary_adds_up_what_the_rounds_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = soaked(tmp_path, chaos=COUNTS, fuzz="print('10 inputs')")
+    assert it.summary() == 0
+    text = capsys.readouterr().out
+    assert "round 3: chaos with seed 9; 0 failures so far" in text
+    assert "6 moved; most growth: kib 5 to 6" in text
+    assert "10 inputs" in text
+    assert "4 rounds, 0 failures" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise SystemExit('bytes of another request')", "ended with 1"),
+        ("import os; os.abort()", "ended with -6"),
+        ("import subprocess; subprocess.Popen(['sleep', '60'])", "left processes"),
+        ("open('/dev/shm/kvplan-soak-test', 'w')", "left ['kvplan-soak-test'] in /dev/shm"),
+    ],
+)
+def test_a_failure_says_how_to_repeat_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
+) -> None:
+    clean = "; import pathlib; pathlib.Path('/dev/shm/kvplan-soak-test').unlink(missing_ok=True)"
+    it = Soak({"bad": program(text), "good": program(f"pass{clean}")}, tmp_path)
+    it.run(seed=7, seconds=0, rounds=2)
+    assert it.summary() == 1
+    said = capsys.readouterr().out
+    assert why in said
+    assert "again: make soak PARTS=bad SEED=7 ROUNDS=1" in said
+    assert "round 2: good with seed 8; 1 failures so far" in said
+
+
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--parts", "chaos-local,chess"])
+    assert "parts=['chess']: known are chaos-local" in capsys.readouterr().err
+
+
+def test_the_oracle_sees_whose_bytes_they_are() -> None:
+    arrays = [np.zeros((4, 16), np.uint32) for _ in range(2)]
+    write(arrays, (1, 3), stamp=7)
+    assert strange(arrays, (1, 3), (7,)) == ""
+    assert "tensor 0, block 3" in strange(arrays, (3, 1), (7,))  # in another order
+    assert "of stamp 7 and not of (8,)" in strange(arrays, (1, 3), (8,))
+    assert strange(arrays, (1, 3), (8, 7)) == ""
+    arrays[1][3, 5] = arrays[1][3, 4]
+    assert "tensor 1, block 3, word 5 (of 1)" in strange(arrays, (1, 3), (7,))
+
+
+def test_growth_is_seen() -> None:
+    first = {"kib": 5, "descriptors": 5, "mappings": 5, "threads": [], "registrations": []}
+    check_growth({"1": {"first": first, "last": first}})
+    with pytest.raises(Wrong, match=r"cluster 1 has new threads: .'kvplan-control': 3"):
+        check_growth({"1": {"first": first, "last": first | {"threads": ["kvplan-control"] * 3}}})
+    for what in ("kib", "descriptors", "mappings"):
+        with pytest.raises(Wrong, match=f"cluster 1 .*grew from 5 to {10**6}"):
+            check_growth({"1": {"first": first, "last": first | {what: 10**6}}})
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_what_parsers_are_fed_with_is_the_same_for_a_seed(tmp_path: Path, name: str) -> None:
+    parser = PARSERS[name](tmp_path)
+    for number in range(20):
+        given = parser.make(Random(f"1 {number}"))
+        assert repr(parser.make(Random(f"1 {number}"))) == repr(given)
+        assert parser.check(given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_short_round_of_chaos(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], machine: str
+) -> None:
+    """As `make soak` starts it: it must come to an end in which all reach each other."""
+    name = f"chaos-{machine}"
+    it = Soak({name: lambda seed: [*PARTS[name](seed), "24"]}, tmp_path)
+    it.run(seed=3, seconds=0, rounds=1)
+    assert it.summary() == 0, capsys.readouterr().out
+    counts = it.tallies[name].counts
+    assert min(counts["pull moved"], counts["push moved"], counts["released"]) > 0
