@@ -129,7 +129,7 @@ class AscendDevice(Device):
     def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
         library = library or load_library()
         super().__init__(device_id, library)
-        self.notes_pins = "aclrtHostRegisterV2" not in library.missing
+        self.notes_pins: bool = "aclrtHostRegisterV2" not in library.missing
 
     @property
     def product(self) -> Product | None:

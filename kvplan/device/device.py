@@ -87,7 +87,7 @@ class Device:
             raise device_error(error, f"device {device_id} cannot be used") from error
         self._shared = shared
         self._closed = False
-        self.native = shared.native
+        self.native: NativeDevice = shared.native
 
     @property
     def soc_name(self) -> str:
@@ -274,9 +274,9 @@ class PinnedMemory:
     __slots__ = ("__weakref__", "_pinned", "address", "keep", "nbytes")
 
     def __init__(self, address: int, nbytes: int, pinned: Pinned, keep: object) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.keep = keep
+        self.address: int = address
+        self.nbytes: int = nbytes
+        self.keep: object = keep
         self._pinned = pinned
 
     def close(self) -> None:

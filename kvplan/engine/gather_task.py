@@ -66,7 +66,7 @@ class GatherNotices:
         self._operations: dict[PeerLink, Operation] = {}  # begun: the links stay until they end
         self._mutex = RLock()
         self._error: LLMException | None = None
-        self.any = self._new().notifies
+        self.any: bool = self._new().notifies
 
     def add(self, link: PeerLink) -> None:
         """The peer of `link` has a source.

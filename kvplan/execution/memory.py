@@ -114,7 +114,7 @@ class HostMemory:
         self.writable = writable
         # The arrays behind the addresses; None where the caller only gave numbers.
         self._owner = owner
-        self.held = owner is not None
+        self.held: bool = owner is not None
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Any], name: str = "arrays") -> HostMemory:

@@ -88,10 +88,10 @@ class Transfers:
 
     def _begin(self, host: Backend) -> None:
         self._executor = Executor(host)
-        self.rows = RowRequests()
+        self.rows: RowRequests = RowRequests()
         self._closed = False
         # Of a wrapper each copy is to be seen.
-        self.small_nbytes = SMALL_NBYTES if self._wrap is None else 0
+        self.small_nbytes: int = SMALL_NBYTES if self._wrap is None else 0
         self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
         self._mutex = RLock()  # of what follows; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()

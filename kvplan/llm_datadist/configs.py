@@ -302,7 +302,7 @@ class LlmConfig:
 
     def __init__(self) -> None:
         self._options: dict[str, str] = {}
-        self.ge_options = {}
+        self.ge_options = dict[str, str]()
 
     def generate_options(self) -> dict[str, str]:
         """Return the options by their keys, as `LLMDataDist.init` takes them.

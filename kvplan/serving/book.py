@@ -93,7 +93,7 @@ class LeaseBook:
         self._ended: dict[str, str] = {}  # transfers, and how, the oldest first
         # `finish` before `enter`: digest and number of readers, by reader.
         self._early: dict[str, dict[int, tuple[bytes, int]]] = {}
-        self.expired = 0
+        self.expired: int = 0
 
     def __len__(self) -> int:
         """How many requests hold blocks."""

@@ -139,7 +139,7 @@ class Exchange:
             token_unit=groups[0].token_unit,
             timeout_ms=options.pull_timeout_ms,
         )
-        self.book = LeaseBook(
+        self.book: LeaseBook = LeaseBook(
             engine,
             groups,
             options.lease_ttl_ms,

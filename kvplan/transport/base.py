@@ -197,9 +197,9 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     renewable: Renewable | None = None
 
     def __init__(self, metadata: _Metadata) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self.metadata = metadata
-        self.peer = str(metadata)
+        self.peer: str = str(metadata)
         self._table: RangeTable[_Range] = RangeTable(self.peer, metadata.ranges)
         self._why_closed: LLMException | None = None
 

@@ -267,6 +267,7 @@ class TestBadArguments:
         ("remote", "message"),
         [
             ((), "remote of cluster 2 has 0 addresses; exactly one"),
+            (None, "remote of cluster 2 has 0 addresses; exactly one"),
             (("127.0.0.1:1", "127.0.0.1:2"), "has 2 addresses"),
             ("127.0.0.1:0", "nobody listens on port 0"),
             ("127.0.0.1", "endpoint='127.0.0.1' must be"),

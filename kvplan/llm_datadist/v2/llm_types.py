@@ -343,7 +343,7 @@ class TransferWithCacheKeyConfig:
         self.src_layer_range = src_layer_range
         self.dst_layer_range = dst_layer_range
         self.src_batch_index = src_batch_index
-        self.dst_cluster_id = cache_key.cluster_id
+        self.dst_cluster_id: int = cache_key.cluster_id
 
     @property
     def src_batch_index(self) -> int:

@@ -45,7 +45,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     def __init__(self, metadata: Metadata, *, populate: str) -> None:
         super().__init__(metadata)
         self._peer_pid = metadata.identity.pid
-        self.is_to_self = self._peer_pid == self.pid
+        self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate)
         self._can_reach_registered = False
         self._mutex = threading.RLock()  # of the writer: one for all memory that is written to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvnative._host import GenerationTable
 from kvnative._writers import WriterTable
@@ -66,7 +66,7 @@ class LocalTransport(BaseTransport):
     make another there.
     """
 
-    name = LocalLink.transport
+    name: ClassVar[str] = LocalLink.transport
     reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvnative._backend import NativeError
 from kvnative._tcp import TcpService, check_encryption
@@ -40,7 +40,7 @@ class TcpTransport(BaseTransport):
     child it is of no use: make another there.
     """
 
-    name = TcpLink.transport
+    name: ClassVar[str] = TcpLink.transport
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TcpTransport(BaseTransport):
         self._congestion = _checked_congestion(congestion)
         self._registrations = Registrations(max_registrations, device)
         kinds: tuple[Kind, ...] = ("host",) if device is None else ("host", "device")
-        self.reaches = frozenset(kinds)
+        self.reaches: frozenset[Kind] = frozenset(kinds)
         self._device = device
         self._label = label
         self._instance = secrets.token_hex(16)
