@@ -27,7 +27,7 @@ class Lack(NamedTuple):
 LACKS = (
     Lack(
         "pages made present or huge",
-        "madvise does nothing, and says that it did; mincore finds no page; no hugetlbfs is mapped.",
+        "madvise does nothing, and says that it did; mincore finds no page; hugetlbfs is missing.",
         (
             "tests/native/test_arena.py::test_prefault_makes_every_page_present",
             "tests/native/test_pages.py::TestPopulating::test_what_is_there_is_mapped[*",
