@@ -8,8 +8,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -87,17 +89,36 @@ ssize_t process_vm_writev(pid_t pid, const struct iovec *local, unsigned long nu
     return move(pid, local, num_local, remote, num_remote, flags, 1);
 }
 
+/* `path`, or another spelling of it, in `room`. */
+static const char *real_stat(const char *path, char room[64])
+{
+    int length = 0;
+
+    if (sscanf(path, "/proc/%*[0-9a-z]/stat%n", &length) != 0 || length == 0 || path[length])
+        return path;
+    snprintf(room, 64, "/proc//%s", path + strlen("/proc/"));
+    return room;
+}
+
 FILE *fopen(const char *path, const char *mode)
 {
     static FILE *(*next)(const char *, const char *);
-    char spelled[64];
-    int pid, length = 0;
+    char room[64];
 
     if (!next)
         next = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen");
-    if (sscanf(path, "/proc/%d/stat%n", &pid, &length) == 1 && length > 0 && !path[length]) {
-        snprintf(spelled, sizeof spelled, "/proc//%d/stat", pid);
-        path = spelled;
-    }
-    return next(path, mode);
+    return next(real_stat(path, room), mode);
 }
+
+int open64(const char *path, int flags, ...)
+{
+    char room[64];
+    va_list more;
+
+    va_start(more, flags);
+    const unsigned mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, unsigned) : 0;
+    va_end(more);
+    return openat(AT_FDCWD, real_stat(path, room), flags, mode);
+}
+
+int open(const char *path, int flags, ...) __attribute__((alias("open64")));

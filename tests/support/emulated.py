@@ -24,7 +24,49 @@ class Lack(NamedTuple):
     tests: tuple[str, ...]
 
 
-LACKS: tuple[Lack, ...] = ()
+LACKS = (
+    Lack(
+        "pages made present or huge",
+        "madvise does nothing, and says that it did; mincore finds no page; hugetlbfs is missing.",
+        (
+            "tests/native/test_arena.py::test_prefault_makes_every_page_present",
+            "tests/native/test_pages.py::TestPopulating::test_what_is_there_is_mapped[*",
+            "tests/native/test_pages.py::TestPopulating::test_holes_stay_holes",
+            "tests/native/test_pages.py::TestPopulating::test_what_comes_later_is_found*",
+            "tests/native/test_pages.py::TestPopulating::test_pages_that_were_populated*",
+            "tests/native/test_pages.py::TestPopulating::test_it_takes_turns",
+            "tests/native/test_pages.py::TestHugePages::test_small_ones_by_option",
+            "tests/native/test_pages.py::TestHugetlb::test_where_none_are_reserved*",
+            "tests/transport/test_populating.py::*",
+            "tests/transport/test_memory_limit.py::test_prefault_takes_every_page_at_once",
+            "tests/datadist/test_memory_report.py::*",
+        ),
+    ),
+    Lack(
+        "memory of a NUMA node",
+        "mbind and move_pages do not exist (ENOSYS).",
+        ("tests/native/test_pages.py::TestNode::test_others_are_refused*",),
+    ),
+    Lack(
+        "fork beside threads",
+        "qemu 7.2 ends the child in an assertion of its own (cpu == current_cpu).",
+        (
+            "tests/native/test_executor_processes.py::test_a_forked_child_makes_its_own",
+            "tests/execution/test_calibration.py::test_a_process_that_ends_or_forks*forked*",
+            "tests/transport/tcp/test_linking.py::test_a_forked_child_leaves_all_to_its_parent",
+        ),
+    ),
+    Lack(
+        "a limit of address space",
+        "RLIMIT_AS is the emulator's own, which ends when it gets no memory.",
+        ("tests/native/test_out_of_memory.py::test_no_memory_for_*",),
+    ),
+    Lack(
+        "all interleavings of tcp",
+        "Their scheduler runs one thread at a time on any machine: nothing of aarch64 is in it.",
+        ("tests/tcp/test_interleavings.py::*",),
+    ),
+)
 
 _REASON = "emulated, without "
 
