@@ -130,7 +130,9 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     print(about.stdout, end="", flush=True)
     if "GIL ON" in about.stdout:
         return f"{about.stdout.strip()}: importing kvplan enabled the GIL", False
-    options = ("-p", "no:cacheprovider", "--timeout", "300")
+    # Hypothesis looks at NumPy's random state in a way that it warns of with some versions.
+    quiet = ("-W", "ignore:.*register_random.*")
+    options = ("-p", "no:cacheprovider", "--timeout", "300", *quiet)
     began = time.monotonic()
     log = PLACE / f"{name}.log"
     with log.open("w") as out:
@@ -264,7 +266,7 @@ def requirements(name: str) -> list[str]:
         running = [it.replace(">=", "==") for it in running]
     testing = [
         it
-        for it in [*extras["test"], *extras["prometheus"], *extras["otel"]]
+        for it in [*extras["test"], *extras["prometheus"], *extras["otel"], *extras["ucx"]]
         if not it.startswith(("kvplan", "selenium"))
     ]
     building = project["build-system"]["requires"] if name.endswith("t") else []
@@ -282,8 +284,9 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
     binary = ["--prefer-binary"] if name.endswith("t") else []
     bare = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
     if interpreter.root is None:
-        run([str(interpreter.python), "-m", "venv", "--without-pip", str(place)], cwd=ROOT)
-        command = [*PIP, "--python", str(place / "bin/python"), "install", "-q", *binary, *wanted]
+        # With a pip of its own: an older one takes wheels that need a GIL for such a Python.
+        run([str(interpreter.python), "-m", "venv", str(place)], cwd=ROOT)
+        command = [str(place / "bin/python"), "-m", "pip", "install", "-q", *binary, *wanted]
     else:
         (place / "bin").mkdir(parents=True)
         (place / "bin/python").symlink_to(interpreter.python)

@@ -1,6 +1,7 @@
 """Use an installed kvplan: each native module, a plan, a pull between two processes, the command.
 
-`tools/wheels.py` and the tests run this file by itself, where nothing else of the project is.
+`tools/wheels.py` and the tests run this file by itself, where nothing else of the project is. Its
+arguments are the transports that are tried; none: local and tcp.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def pull(options: dict[str, str]) -> None:
     """Pull three blocks of it, and compare all bytes."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    peer = spawn.Process(target=serve, args=(there, options))
+    peer = spawn.Process(target=serve, args=(there, options), daemon=True)
     peer.start()
     there.close()
     with LlmDataDist(2, LlmRole.DECODER) as decode:
         decode.initialize(options)
-        decode.link_clusters([ClusterInfo(1, here.recv())]).raise_for_status()
+        decode.link_clusters([ClusterInfo(1, here.recv())], 120_000).raise_for_status()
         cache = decode.allocate_blocks_cache(DESC)
         decode.pull_blocks(BlocksCacheKey(1), cache, THEIRS, MINE)
         for number, tensor in enumerate(decode.arrays(cache)):
@@ -75,7 +76,7 @@ def main() -> None:
         )
     )
     print(f"  {kvplan.plan_pull_blocks(DESC, DESC, THEIRS, MINE)!r}")
-    for transport in ("local", "tcp"):
+    for transport in sys.argv[1:] or ("local", "tcp"):
         pull({"kvplan.transport": transport})
         print(
             f"  pulled blocks {THEIRS} of another process over {transport}: all bytes as expected"

@@ -196,7 +196,8 @@ elif sys.argv[2] == "fork":
 def background(blocks: int, then: str, **environment: str) -> str:
     """A process that moves so many MiB, and what it says."""
     done = subprocess.run(
-        [sys.executable, "-c", BACKGROUND, str(blocks), then],
+        # Python 3.12 and later warn of a fork beside threads, which is what is tried here.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BACKGROUND, str(blocks), then],
         capture_output=True,
         text=True,
         check=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from kvplan.execution.tuning import (
 )
 
 MINE = Finding(builtin_tuning()._replace(bypass_nbytes=9 << 20), True, ("measured",), 250.0)
+# By the text of a RecursionError; the parser of 3.14 looks at the stack itself.
+TOO_DEEP = "Stack overflow" if sys.version_info >= (3, 14) else "recursion"
 LACKING = next(it for it in STRATEGIES if it not in usable_strategies())
 
 
@@ -82,7 +85,7 @@ def test_a_tuning_that_is_given() -> None:
         ('{"cached": "fast"}', "'fast': expected one of 'memcpy'"),
         (json.dumps({"bypassing": LACKING}), f"'{LACKING}' needs"),
         ("[1]", "must be auto, stored, builtin or a JSON object"),
-        ('{"a":' * 10_000, "recursion"),
+        ('{"a":' * 100_000, TOO_DEEP),
     ],
 )
 def test_an_option_is_checked_when_it_is_given(text: str, expected: str) -> None:
@@ -101,7 +104,7 @@ def test_an_option_is_checked_when_it_is_given(text: str, expected: str) -> None
         ("\0\xff", "Expecting value"),
         ("[]", "must be dict"),
         ('{"schema_version": 99, "machines": {}}', "schema_version=99 must be 1"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, TOO_DEEP),
         ("x" * (2 << 20), "more than 1048576 bytes"),
     ],
 )
@@ -165,6 +168,7 @@ def store_beside_ever_deeper_ones(path: Path) -> None:
         save_tuning(MINE)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="it writes as deep as it reads")
 def test_what_is_too_deep_to_be_written_again_is_refused(path: Path) -> None:
     """Python 3.12 reads deeper than it writes."""
     path.parent.mkdir()
