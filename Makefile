@@ -25,7 +25,7 @@ HOSTS ?= 1
 demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
-# Beside each other, as the tests often wait and mypy has one core: what is said comes as each ends.
+# In parallel, as the tests often wait, and mypy uses one core. The output of each comes when it ends.
 test: lint .venv/browser .venv/weights ## every check
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target unit types sanitize-addresses sanitize-threads
 
