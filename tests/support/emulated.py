@@ -48,6 +48,19 @@ LACKS = (
         ("tests/native/test_pages.py::TestNode::test_others_are_refused*",),
     ),
     Lack(
+        "a word that says that a peer lives",
+        "set_robust_list does not exist (ENOSYS): the system is asked instead; nor are there filters.",
+        (
+            "tests/transport/test_life.py::test_a_forked_child_has_a_word_of_its_own",
+            "tests/transport/test_life.py::test_tables_come_and_go_in_any_order",
+            "tests/transport/test_life.py::test_a_check_makes_no_system_call*",
+            "tests/transport/test_life.py::test_its_thread_starts_where_libraries_have_much*",
+            "tests/transport/test_life.py::test_a_kill_while_a_table_is_closed_leaves_no_word*",
+            "tests/transport/test_life.py::test_more_tables_than_the_kernel_marks",
+            "tests/transport/test_life.py::test_the_child_of_a_fork_without_handlers_has_a_word*",
+        ),
+    ),
+    Lack(
         "fork beside threads",
         "qemu 7.2 ends the child in an assertion of its own (cpu == current_cpu).",
         (
