@@ -49,7 +49,7 @@ LACKS = (
     ),
     Lack(
         "a word that says that a peer lives",
-        "set_robust_list does not exist (ENOSYS): the system is asked instead; nor are there filters.",
+        "set_robust_list does not exist (ENOSYS), nor filters of calls: the system is asked.",
         (
             "tests/transport/test_life.py::test_a_forked_child_has_a_word_of_its_own",
             "tests/transport/test_life.py::test_tables_come_and_go_in_any_order",
