@@ -38,7 +38,7 @@ LACKS = (
             "tests/native/test_pages.py::TestHugePages::test_small_ones_by_option",
             "tests/native/test_pages.py::TestHugetlb::test_where_none_are_reserved*",
             "tests/transport/test_populating.py::*",
-            "tests/transport/test_memory_limit.py::test_prefault_takes_every_page_at_once",
+            "tests/transport/test_memory_limit.py::*test_prefault_takes_every_page_at_once*",
             "tests/datadist/test_memory_report.py::*",
         ),
     ),
@@ -46,6 +46,19 @@ LACKS = (
         "memory of a NUMA node",
         "mbind and move_pages do not exist (ENOSYS).",
         ("tests/native/test_pages.py::TestNode::test_others_are_refused*",),
+    ),
+    Lack(
+        "a word that says that a peer lives",
+        "set_robust_list does not exist (ENOSYS), nor filters of calls: the system is asked.",
+        (
+            "tests/transport/test_life.py::test_a_forked_child_has_a_word_of_its_own",
+            "tests/transport/test_life.py::test_tables_come_and_go_in_any_order",
+            "tests/transport/test_life.py::test_a_check_makes_no_system_call*",
+            "tests/transport/test_life.py::test_its_thread_starts_where_libraries_have_much*",
+            "tests/transport/test_life.py::test_a_kill_while_a_table_is_closed_leaves_no_word*",
+            "tests/transport/test_life.py::test_more_tables_than_the_kernel_marks",
+            "tests/transport/test_life.py::test_the_child_of_a_fork_without_handlers_has_a_word*",
+        ),
     ),
     Lack(
         "fork beside threads",
