@@ -117,6 +117,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     tree = ROOT if not name.endswith("t") else copy_tree(name)
     python = [*interpreter.command(environment / "bin" / "python")]
     if tree != ROOT:
+        os.environ["KVPLAN_FREE_THREADED"] = "1"
         run([*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"], cwd=tree)
     about = subprocess.run(
         [*python, "-W", "error", "-c", PROBE],

@@ -31,7 +31,9 @@ class Foreign:
         self.change = change or (lambda tensor: None)
 
     def __dlpack__(self, *, max_version=None):
-        capsule = self.array.__dlpack__(max_version=max_version)
+        # NumPy before 2.1 does not know the argument; then kvplan asks without it.
+        asked = {} if max_version is None else {"max_version": max_version}
+        capsule = self.array.__dlpack__(**asked)
         name = b"dltensor" if max_version is None else b"dltensor_versioned"
         layout = dlpack._Tensor if max_version is None else dlpack._Versioned
         exported = layout.from_address(dlpack._pointer(capsule, name))
