@@ -4,9 +4,9 @@
 
 Names are `oldest` (Python 3.11 with the oldest NumPy, pyzmq, msgspec, click and rich that
 pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest that PyPI has for each, and `3.14t`,
-the build without a GIL (msgspec does not support 3.13t). An interpreter is one on PATH (python3.14t), of pyenv, or
-Debian's: unpacked in build/pythons and run there by chroot, which needs root; that without a GIL
-is compiled from Debian's sources. All with a GIL run the modules that are built in place here: the
+the build without a GIL (msgspec does not support 3.13t). An interpreter is one on PATH, of pyenv,
+or Debian's: unpacked in build/pythons and run there by chroot, which needs root; that without a GIL
+is compiled from Debian's source. All with a GIL run the modules that are built in place here: the
 stable ABI means that. That without has a build of its own, in a copy of the tree.
 
 Ends with one line for each; its exit status says whether any test failed.
