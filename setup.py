@@ -13,6 +13,7 @@ KVPLAN_DEBUG=1          -O0 -g, asserts on, Cython checks bounds
 KVPLAN_ANNOTATE=1       Cython writes its annotated HTML next to the generated C in build/
 KVPLAN_SANITIZE=a,b     compiles and links with -fsanitize=a,b; the first finding is fatal
 KVPLAN_LIMITED_API=0    builds for this Python alone instead of one abi3 wheel for 3.11 and later
+KVPLAN_FREE_THREADED=1  says to a Python without a GIL that none is needed: to try that
 KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors (CI sets it)
 """
 
@@ -41,6 +42,7 @@ def switch(name: str, default: str = "0") -> bool:
 DEBUG = switch("KVPLAN_DEBUG")
 ANNOTATE = switch("KVPLAN_ANNOTATE")
 WERROR = switch("KVPLAN_WERROR")
+FREE_THREADED = switch("KVPLAN_FREE_THREADED")
 SANITIZE = os.environ.get("KVPLAN_SANITIZE", "")
 # The free-threaded builds of Python 3.13 and 3.14 have no stable ABI.
 LIMITED_API = switch("KVPLAN_LIMITED_API", "1") and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -50,6 +52,7 @@ FLAVOUR = "-".join(
     [
         "debug" if DEBUG else "release",
         *(["abi3"] if LIMITED_API else []),
+        *(["nogil"] if FREE_THREADED else []),
         *SANITIZE.split(",") * bool(SANITIZE),
     ]
 )
@@ -222,8 +225,8 @@ setup(
             "wraparound": False,
             "embedsignature": True,
             "embedsignature.format": "clinic",
-            # What the GIL protects has critical sections and mutexes: docs/internals/adr/0009.
-            "freethreading_compatible": True,
+            # See docs/internals/adr/0009: prepared, and not promised yet.
+            "freethreading_compatible": FREE_THREADED,
         },
     )
     if modules

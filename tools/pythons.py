@@ -3,11 +3,11 @@
     python tools/pythons.py [--all] [--tests PATH ...] [NAME ...]
 
 Names are `oldest` (Python 3.11 with the oldest NumPy, pyzmq, msgspec, click and rich that
-pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest that PyPI has for each, and `3.13t`,
-`3.14t`, the builds without a GIL. An interpreter is one on PATH (python3.14t), of pyenv, or
-Debian's: unpacked in build/pythons and run there by chroot, which needs root; those without a GIL
-are compiled from Debian's sources. All with a GIL run the modules that are built in place here: the
-stable ABI means that. Those without have a build of their own, in a copy of the tree.
+pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest that PyPI has for each, and `3.14t`,
+the build without a GIL (msgspec does not support 3.13t). An interpreter is one on PATH, of pyenv,
+or Debian's: unpacked in build/pythons and run there by chroot, which needs root; that without a GIL
+is compiled from Debian's source. All with a GIL run the modules that are built in place here: the
+stable ABI means that. That without has a build of its own, in a copy of the tree.
 
 Ends with one line for each; its exit status says whether any test failed.
 """
@@ -28,13 +28,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 PIP = [sys.executable, "-m", "pip"]
-NAMES = ("oldest", "3.12", "3.13", "3.14", "3.13t", "3.14t")
+NAMES = ("oldest", "3.12", "3.13", "3.14", "3.14t")
 TESTS = ("native", "execution", "engine", "control", "links", "tcp", "datadist", "recording")
 """What differs between Pythons: all that is compiled, threads, loops, processes."""
 
 MIRROR = "http://deb.debian.org/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-SUITES = {"3.13": "trixie", "3.14": "sid", "3.13t": "trixie", "3.14t": "sid"}
+SUITES = {"3.13": "trixie", "3.14": "sid", "3.14t": "sid"}
 """Where Debian has which."""
 
 PROBE = """
@@ -117,6 +117,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     tree = ROOT if not name.endswith("t") else copy_tree(name)
     python = [*interpreter.command(environment / "bin" / "python")]
     if tree != ROOT:
+        os.environ["KVPLAN_FREE_THREADED"] = "1"
         run([*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"], cwd=tree)
     about = subprocess.run(
         [*python, "-W", "error", "-c", PROBE],
