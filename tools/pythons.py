@@ -132,7 +132,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     if "GIL ON" in about.stdout:
         return f"{about.stdout.strip()}: importing kvplan enabled the GIL", False
     # Hypothesis looks at NumPy's random state in a way that it warns of with some versions.
-    quiet = ("-W", "ignore:.*register_random.*")
+    quiet = ("-W", "ignore:It looks like `register_random`")
     options = ("-p", "no:cacheprovider", "--timeout", "300", *quiet)
     began = time.monotonic()
     log = PLACE / f"{name}.log"
