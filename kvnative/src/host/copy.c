@@ -3,6 +3,7 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -51,17 +52,22 @@ DEFINE_NON_TEMPORAL(nt_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
 DEFINE_NON_TEMPORAL(nt_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 DEFINE_NON_TEMPORAL(nt_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
 
-static bool has_avx2(void)
+/* Whether the processor has what a bit of leaf 7 says, and the system keeps the registers of `kept`. Not
+ * __builtin_cpu_supports: what zig's own runtime says to it is always no. */
+static bool has(unsigned bit, uint32_t kept)
 {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2");
+    unsigned a, b, c, d;
+    uint32_t low, high;
+
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
+        return false;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & kept) == kept && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit);
 }
 
-static bool has_avx512(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f");
-}
+static bool has_avx2(void) { return has(bit_AVX2, 0x06); }
+
+static bool has_avx512(void) { return has(bit_AVX512F, 0xe6); }
 
 static void copy_movsb(void *dst, const void *src, size_t nbytes)
 {
