@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.emulated import LACKS, Lack
 
-DOCUMENT = Path(__file__).parents[2] / "docs/aarch64.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/how-to/aarch64.md"
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=[it.what for it in LACKS])
