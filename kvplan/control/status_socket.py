@@ -59,6 +59,7 @@ class StatusSocket:
         self._describe = describe
         self._listener: socket.socket | None = None
         self._answering = 0
+        self._unanswered: set[socket.socket] = set()  # whoever takes one out has to close it
 
     def start(self) -> None:
         """Listen; in the control thread. An engine goes on without, if that cannot be."""
@@ -85,6 +86,8 @@ class StatusSocket:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
+        while self._unanswered:  # no worker comes to them any more
+            self._unanswered.pop().close()
 
     async def wait_closed(self) -> None:
         """All of it is gone with `close`."""
@@ -107,10 +110,15 @@ class StatusSocket:
                 connection.close()
                 return
             self._answering += 1
+            self._unanswered.add(connection)
             self._control.start_in_worker(self._answer, connection)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
+            try:
+                self._unanswered.remove(connection)
+            except KeyError:  # `close` has closed it
+                return
             with connection:
                 connection.settimeout(_SEND_S)
                 document = {"schema_version": SCHEMA_VERSION, **self._describe()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from textwrap import dedent
+from threading import Event
 from time import sleep
 from typing import Any
 
@@ -23,7 +26,8 @@ from kvplan import (
     LlmDataDist,
     LlmRole,
 )
-from kvplan.control.status_socket import read_all
+from kvplan.control.loop import ControlLoop
+from kvplan.control.status_socket import StatusSocket, read_all
 from tests.datadist.peer import Peer
 
 DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
@@ -57,6 +61,36 @@ def test_another_process_is_told_what_an_engine_does() -> None:
         assert own["operations"]["pull_blocks"]["nbytes"] == moved
         assert own["in_flight"] == []
     assert said_by(os.getpid(), 2) == []
+
+
+def test_who_has_not_been_answered_is_hung_up_on() -> None:
+    """The loop ends, and its workers have no time: a socket that is only forgotten is a warning."""
+    control, began, goes_on = ControlLoop(max_workers=1), Event(), Event()
+
+    def describe() -> dict[str, Any]:
+        began.set()
+        goes_on.wait()
+        return {}
+
+    async def in_turn(function: Callable[[], object] = int) -> None:
+        function()
+
+    control.start()
+    status = StatusSocket(control, "unanswered", describe)
+    control.run(in_turn(status.start))
+    name = f"\0kvplan-status-{os.geteuid()}-{os.getpid()}-unanswered"
+    with ExitStack() as opened:
+        first, second = (opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        first.connect(name)
+        assert began.wait(10)
+        second.connect(name)
+        for _ in range(2):  # the loop accepts in one turn, and the next one comes after it
+            control.run(in_turn())
+        control.stop()
+        assert second.recv(1) == b""
+        goes_on.set()
+        assert first.recv(1) == b"{"
+    gc.collect()
 
 
 def test_what_is_in_flight_is_listed() -> None:
