@@ -1,7 +1,8 @@
 """Takes packets out of a socket with the GIL held, so that several readers cannot reorder them.
 
 Between the call that receives a packet and the one that puts it into the queue no other thread
-runs, and no signal handler. Without a GIL a mutex keeps the other readers out.
+runs, no signal handler, and nothing that collecting garbage calls: what that looks at is made
+before. Without a GIL a mutex keeps the other readers out.
 """
 
 from libc.errno cimport EAGAIN, errno
@@ -40,7 +41,7 @@ def take_packets(packets, Py_ssize_t most, sender, queue, unread, int eventfd):
     Args:
         packets: a socket; nothing has arrived at one that is closed.
         sender: what stands in the queue before the bytes of each packet.
-        queue: a deque of pairs of the sender and the bytes.
+        queue: a deque of lists of the sender and the bytes.
         unread: a deque that gets a None for each.
         eventfd: is signalled if there were any.
 
@@ -53,16 +54,19 @@ def take_packets(packets, Py_ssize_t most, sender, queue, unread, int eventfd):
     cdef Py_ssize_t taken = 0
     cdef int fd = packets.fileno()
     cdef bint goes_on = fd >= 0
+    cdef list entry
     kvn_readers_lock()
     try:
         while goes_on and taken < most:
+            entry = [sender, None]
             nbytes = recv(fd, buffer, MOST, MSG_DONTWAIT | MSG_TRUNC)
             if nbytes < 0 and errno == EAGAIN:
                 break
             goes_on = 0 < nbytes <= MOST
             if goes_on:
+                entry[1] = buffer[:nbytes]
                 unread.append(None)  # first: whoever takes the packet takes one of these
-                queue.append((sender, buffer[:nbytes]))
+                queue.append(entry)
                 taken += 1
     finally:
         kvn_readers_unlock()

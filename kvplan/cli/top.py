@@ -180,7 +180,10 @@ def command(
         interrupted = True
         raise KeyboardInterrupt
 
-    usual = signal.signal(signal.SIGINT, interrupt)
+    # Not where Ctrl-C is for others: a shell that starts it with `&` lets it ignore that.
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         with suppress(KeyboardInterrupt), _shown() as show:
             show(page(compared([], before), before))
@@ -190,7 +193,8 @@ def command(
                 show(page(compared(before, after), after))
                 before = after
     finally:
-        signal.signal(signal.SIGINT, usual)
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     return ExitCode.OK
 
 

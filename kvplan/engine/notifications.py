@@ -130,7 +130,7 @@ class Notifications(PollableQueue[Notification]):
             self._direct.pop(fd, None)
 
     def _take(self) -> Notification:
-        notification = Notification._make(super()._take())  # a plain tuple if it came directly
+        notification = Notification._make(super()._take())  # a plain list if it came directly
         self._unread[notification.cluster_id].pop()
         return notification
 

@@ -22,6 +22,9 @@ _MANY = 512
 _SPARSE = 64
 """Blocks of a cache for each of a table, up to which a bitmap is faster than sorting."""
 
+_MOST = 1 << 21
+"""Blocks of a cache up to which that is so of bitmap and map together: 9 bytes for each."""
+
 _TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
@@ -58,18 +61,19 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
         return table
     if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
         raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
-    try:  # 30 us for 4,096 blocks; np.array takes 70, and a look at each one's type 40
-        table = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
-    except struct.error:  # some are not int, or beyond 64 bits
-        return _mixed_table(name, blocks)
-    # True and False were packed as 1 and 0; whatever else is no int was not packed.
+    held = tuple(blocks)  # as they are now: another thread may go on to change them
+    try:  # 25 us for 4,096 blocks; np.array takes 70, and a look at each one's type 40
+        table = np.frombuffer(struct.Struct(f"{len(held)}q").pack(*held), np.int64)
+    except (struct.error, TypeError):  # some are not int, or beyond 64 bits
+        return _mixed_table(name, held)
+    # Packed was what is an int, or stands for one: True and False as 1 and 0.
     for position in np.flatnonzero(table.view(np.uint64) <= 1).tolist():
-        if isinstance(blocks[position], bool | np.bool_):
+        if type(it := held[position]) is not int and np.asarray(it).dtype.kind == "b":
             raise TypeError(f"{name} must hold int, not bool")
     return table
 
 
-def _mixed_table(name: str, blocks: Sequence[int]) -> NDArray[Any]:
+def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
     """Return a table of which some are not int, or are beyond 64 bits; or say what is wrong."""
     types = {*map(type, blocks)}
     if not {bool, np.bool_}.isdisjoint(types):  # NumPy would take them for 1, next to an int
@@ -136,7 +140,7 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
         and np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1
     ):
         return src_table, dst_table
-    if len(src_table) >= _MANY and count <= _SPARSE * len(src_table):
+    if len(src_table) >= _MANY and count <= min(_SPARSE * len(src_table), _MOST):
         seen = np.zeros(count, np.bool_)
         seen[src_table] = True
         ordered = seen.nonzero()[0]

@@ -195,6 +195,23 @@ def test_a_pipe_gets_one_page_after_the_other(engines: tuple[LlmDataDist, LlmDat
     assert running.returncode == 0
 
 
+def test_where_ctrl_c_is_ignored_it_goes_on() -> None:
+    """As in what a shell has started with `&`: the next Ctrl-C is for another program."""
+    start = 'trap "" INT; exec "$@"'
+    arguments = ["-m", "kvplan", "top", "--pid", str(os.getpid()), "--interval", "0.1"]
+    with subprocess.Popen(
+        ["sh", "-c", start, "sh", sys.executable, *arguments], stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        try:
+            assert running.stdout.readline()
+            running.send_signal(signal.SIGINT)
+            assert [it for _ in range(6) if (it := running.stdout.readline()).strip()]
+            assert running.poll() is None
+        finally:
+            running.kill()
+
+
 def test_without_engines_it_says_so() -> None:
     assert shown([]).startswith("No engine of this user runs here.")
 

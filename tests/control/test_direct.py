@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
@@ -80,6 +81,36 @@ def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]
         os.close(eventfd)
     assert [int.from_bytes(data) for _, data in queue] == [*range(count)]
     assert len(unread) == count
+
+
+def test_a_reader_that_collects_garbage_lets_nobody_in(
+    ends: tuple[DirectSender, socket.socket],
+) -> None:
+    """What it calls may read itself, or let another thread run that does."""
+    sender, receiver = ends
+    packets = [b"%d" % i for i in range(WINDOW)]
+    assert [sender.send(it) for it in packets] == [True] * WINDOW
+    queue: deque[tuple[int, bytes]] = deque()
+    eventfd = os.eventfd(0, os.EFD_NONBLOCK)
+    calls = 0
+
+    def read(phase: str, _: object) -> None:
+        nonlocal calls
+        calls += 1
+        take_packets(receiver, 1, 7, queue, deque(), eventfd)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(read)
+    gc.set_threshold(1)
+    try:
+        while len(queue) < WINDOW:
+            take_packets(receiver, 5, 7, queue, deque(), eventfd)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(read)
+        os.close(eventfd)
+    assert calls > 0
+    assert [data for _, data in queue] == packets
 
 
 def test_no_more_than_the_window_lie_there_until_they_are_taken(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -22,6 +22,32 @@ DESC = CacheDesc(2, (8, 4), DataType.DT_INT8)
 class Block(IntEnum):
     FIRST = 5
     SECOND = 2
+
+
+class Lying(Sequence[int]):
+    """Says that it is shorter than it is."""
+
+    def __init__(self, *blocks: int) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.blocks[position]
+
+
+class Scalar:
+    """Of one element, as some libraries have it: it stands for an int, and NumPy can read it."""
+
+    def __init__(self, value: int | bool) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray[Any, Any]:
+        return np.array(self.value)
 
 
 def plan(src_blocks: Any, dst_blocks: Any = (0, 1)) -> Plan:
@@ -42,6 +68,9 @@ SAME: list[Any] = [
     deque([5, 2]),
     array("q", [5, 2]),
     *(np.array([5, 2], dtype=kind) for kind in INTEGER_TYPES),
+    Lying(5, 2),
+    [Scalar(5), 2],
+    [np.array(5), 2],
     np.array([5, 9, 2, 9])[::2],
     np.array([2, 5])[::-1],
     np.array([[5, 9], [2, 9]])[:, 0],
@@ -51,7 +80,12 @@ SAME: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("blocks", SAME, ids=repr)
+def without_address(value: object) -> str:
+    """Return its repr, the same in every process: they agree on the names of tests."""
+    return repr(value).split(" at 0x")[0]
+
+
+@pytest.mark.parametrize("blocks", SAME, ids=without_address)
 def test_every_kind_of_integers_means_the_same(blocks: Any) -> None:
     expected = plan([5, 2])
     assert plan(blocks) == expected
@@ -61,11 +95,6 @@ def test_every_kind_of_integers_means_the_same(blocks: Any) -> None:
     for column in (expected.segments.src_offsets, plan(blocks).segments.src_offsets):
         assert column.flags.c_contiguous
         assert column.dtype == np.uint64
-
-
-def without_address(value: object) -> str:
-    """Return its repr, the same in every process: they agree on the names of tests."""
-    return repr(value).split(" at 0x")[0]
 
 
 NOT_A_TABLE: list[Any] = [
@@ -92,6 +121,10 @@ NOT_A_TABLE: list[Any] = [
     [True, False],
     [5, True],
     [np.True_, 2],
+    [5, Scalar(True)],
+    [np.array(True), np.array(False)],
+    [np.array([5]), 2],
+    [np.array([5]), np.array([2])],
     [5, object()],
     [2**64, "2"],
     [2**64, 2.0],

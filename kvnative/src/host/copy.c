@@ -61,7 +61,7 @@ static bool has(unsigned bit, uint32_t kept)
 
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
         return false;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & kept) == kept && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit);
 }
 
