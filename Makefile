@@ -25,9 +25,12 @@ HOSTS ?= 1
 demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
-# In parallel, as the tests often wait, and mypy uses one core. The output of each comes when it ends.
+# In parallel, as the tests often wait, and mypy uses one core. What fails ends none of the others.
+CHECKS := unit types sanitize-addresses sanitize-threads
 test: lint .venv/browser .venv/weights ## every check
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target unit types sanitize-addresses sanitize-threads
+	@echo 'in parallel, and each printed when it has ended: $(CHECKS)'
+	@$(MAKE) --no-print-directory --keep-going --jobs 3 --output-sync=target $(CHECKS) || \
+	  { echo 'make test has failed: lines with *** above say where' >&2; exit 1; }
 
 lint: .venv/dev ## style, and the layers that no import may cross
 	$(BIN)/ruff check .
@@ -57,12 +60,12 @@ sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and th
 
 # No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever;
 # ThreadSanitizer lets a child make no threads.
-sanitize-addresses:
+sanitize-addresses: .venv/dev
 	tools/sanitize address,undefined -k 'not forked' tests/native tests/execution tests/transport \
 	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
 
-sanitize-threads:
+sanitize-threads: .venv/dev
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
 	  tests/native/test_{wrappers,striped,writers}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \

@@ -6,7 +6,7 @@ that is awaited: the event loop goes on meanwhile, and a deadline cancels the tr
 await. After that no byte moves any more, so that the next request can have the blocks.
 
 Four processes stand for prefill engines. Clients in this program ask, and compare every answer; one
-asks for a block that no peer has, and gets the error while all others go on.
+asks for what cannot be had, and gets an error each time while all others go on.
 """
 
 import argparse
@@ -18,8 +18,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec  # which kvplan brings
 import numpy as np
 
 from kvplan import (
@@ -57,6 +58,13 @@ def prefill(pipe: Connection, peer: int) -> None:
         pipe.recv()  # the service has ended
 
 
+class Request(msgspec.Struct, forbid_unknown_fields=True):
+    """What a client may send."""
+
+    peer: int
+    blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=PAGED.batch_size)]
+
+
 class Service:
     """Answers clients; owns the blocks of one cache."""
 
@@ -69,20 +77,32 @@ class Service:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the lines of one client, until it closes its connection."""
-        async for line in reader:
-            try:
-                answer = await self._fetch(**json.loads(line))
-            except LLMException as error:
-                answer = {"error": str(error)}
-            writer.write(json.dumps(answer).encode() + b"\n")
-            await writer.drain()
-        writer.close()
+        try:
+            async for line in reader:
+                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                await writer.drain()
+        except ConnectionError:
+            print("a client has gone before it had its answer")
+        finally:
+            writer.close()
 
-    async def _fetch(self, peer: int, blocks: list[int]) -> dict[str, Any]:
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        """Whatever is wrong is said to this client; the service goes on."""
+        try:
+            request = msgspec.json.decode(line, type=Request)
+            async with asyncio.timeout(DEADLINE_S):
+                return {"tensors": await self._fetch(request)}
+        except TimeoutError:
+            return {"error": f"not fetched within {DEADLINE_S} s"}
+        except (msgspec.MsgspecError, LLMException) as error:
+            return {"error": str(error)}
+
+    async def _fetch(self, it: Request) -> list[list[list[int]]]:
         """Pull blocks of a peer; returns, of each tensor, the numbers that each block holds."""
-        async with self._blocks(len(blocks)) as mine, asyncio.timeout(DEADLINE_S):
-            await self._datadist.submit_pull_blocks(BlocksCacheKey(peer), self._cache, blocks, mine)
-            return {"tensors": [[np.unique(it[b]).tolist() for b in mine] for it in self._tensors]}
+        async with self._blocks(len(it.blocks)) as mine:
+            key = BlocksCacheKey(it.peer)
+            await self._datadist.submit_pull_blocks(key, self._cache, it.blocks, mine)
+            return [[np.unique(tensor[b]).tolist() for b in mine] for tensor in self._tensors]
 
     @asynccontextmanager
     async def _blocks(self, count: int) -> AsyncIterator[list[int]]:
@@ -115,10 +135,11 @@ async def client(number: int, port: int) -> int:
 
 
 async def impossible(port: int) -> None:
-    """Ask for a block that no peer has."""
+    """Ask for a block that no peer has, for a peer that there is not, and for nothing known."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b'{"peer": 1, "blocks": [64]}\n')
-    print("a block too many:", json.loads(await reader.readline())["error"])
+    for request in (b'{"peer": 1, "blocks": [64]}', b'{"peer": 5, "blocks": [0]}', b"blocks!"):
+        writer.write(request + b"\n")
+        print(f"{request.decode()}: {json.loads(await reader.readline())['error']}")
     writer.close()
 
 

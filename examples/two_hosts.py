@@ -7,7 +7,7 @@
 Without the key no other engine can link, and the handshake is encrypted; --encrypt encrypts the
 caches as well. Prefill, which listens, waits until decode is done. A notification tells it so:
 kvplan delivers it after the last byte of the push. Each host compares all bytes that it was given,
-and ends with 1 if one is wrong, or the other host has failed.
+and ends with 1, and says why, if one is wrong or the other host has failed.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from kvplan import (
     DataType,
     LinkState,
     LlmDataDist,
+    LLMException,
     LlmRole,
     Options,
 )
@@ -50,11 +51,12 @@ def prefill(options: Options) -> None:
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(PREFILL))
         datadist.write_cache(cache, content(PREFILL))
         print(f"prefill: listening at {datadist.listen_address}", flush=True)
-        told = datadist.notifications()
-        while not told.wait(timeout_ms=500):
-            if any(link.state in GONE for link in datadist.links()) and len(told) == 0:
+        notifications = datadist.notifications()
+        while not notifications.wait(timeout_ms=500):
+            gone = any(link.state in GONE for link in datadist.links())
+            if gone and len(notifications) == 0:
                 sys.exit("FAILED: prefill: decode has gone, and has not said that it was done")
-        (message,) = told
+        (message,) = notifications
         print(f"prefill: cluster {message.cluster_id} says: {message.data.decode()}")
         expected = content(PREFILL)
         for tensor, pushed in zip(expected, content(DECODE), strict=True):
@@ -109,16 +111,21 @@ def main() -> None:
     parser.add_argument("--encrypt", action="store_true", help="encrypt the caches too")
     parser.add_argument("--transport", default="auto", help="auto (default), tcp, ucx, local")
     given = parser.parse_args()
-    options = Options(
-        listen_ip_info=given.listen or "",
-        cluster_key_file=given.key,
-        encrypt=given.encrypt,
-        transport=given.transport,
-    )
-    if given.listen:
-        prefill(options)
-    else:
-        decode(options, given.connect)
+    try:
+        options = Options(
+            listen_ip_info=given.listen or "",
+            cluster_key_file=given.key,
+            encrypt=given.encrypt,
+            transport=given.transport,
+        )
+        if given.listen:
+            prefill(options)
+        else:
+            decode(options, given.connect)
+    except LLMException as error:  # an argument, the key, the address, the other host
+        sys.exit(f"FAILED: {error}")
+    except KeyboardInterrupt:  # the engine is closed by now
+        sys.exit(130)
 
 
 if __name__ == "__main__":

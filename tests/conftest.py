@@ -1,7 +1,8 @@
 """Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
 
 The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
-`many` tries 20,000 new ones; `make explore` runs it.
+`soak`, of `make soak`, tries as many, selected by `--hypothesis-seed`; `many`, of `make explore`,
+20,000 new ones.
 
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
@@ -33,6 +34,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=20)
+settings.register_profile("soak", settings.get_profile("sanitized"), derandomize=False)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.register_profile(
     "many",

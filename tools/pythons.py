@@ -9,7 +9,8 @@ or Debian's: unpacked in build/pythons and run there by chroot, which needs root
 is compiled from Debian's source. All with a GIL run the modules that are built in place here: the
 stable ABI means that. That without has a build of its own, in a copy of the tree.
 
-Ends with one line for each; its exit status says whether any test failed.
+Ends with one line for each. Its exit status is 1 if a test failed, or if one that was named could
+not be tried.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ print(f"Python {platform.python_version()}{gil}, NumPy {numpy.__version__}, pyzm
       f" {zmq.__version__}, msgspec {msgspec.__version__}")
 """
 
-
 WHICH = """
 import sys, sysconfig
 free = sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -74,11 +74,8 @@ class Interpreter(NamedTuple):
         if self.root is None:
             return [str(python or self.python)]
         inside = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
-        mounts = (
-            "for it in /proc /dev /tmp "
-            + str(ROOT)
-            + "; do mkdir -p $0$it; mount --rbind $it $0$it; done"
-        )
+        shared = f"for it in /proc /dev /tmp {ROOT}"
+        mounts = f"{shared}; do mkdir -p $0$it; mount --rbind $it $0$it; done"
         return [
             *("unshare", "--mount", "sh", "-ec", f'{mounts}; exec chroot $0 "$@"', str(self.root)),
             *(str(self.python), "-c", inside, str(ROOT), str(python or self.python)),
@@ -100,9 +97,12 @@ def main() -> int:
     for name in arguments.names or NAMES:
         try:
             outcome, passed = attempt(name, selected)
-            failed |= not passed
         except MissingPythonError as error:
-            outcome = f"not tried: {error}"
+            outcome, passed = f"not tried: {error}", name not in arguments.names
+        except subprocess.CalledProcessError as error:
+            command = " ".join(map(str, error.cmd))
+            outcome, passed = f"failed: `{command}` ended with {error.returncode}", False
+        failed |= not passed
         table.append(f"{name:8} {outcome}")
         print(f"=== {table[-1]}", flush=True)
     print("\n".join(["", *table]))
@@ -114,11 +114,13 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     interpreter = find("3.11" if name == "oldest" else name)
     print(f"=== {name}: {interpreter.origin}", flush=True)
     environment = make_environment(name, interpreter)
-    tree = ROOT if not name.endswith("t") else copy_tree(name)
-    python = [*interpreter.command(environment / "bin" / "python")]
-    if tree != ROOT:
-        os.environ["KVPLAN_FREE_THREADED"] = "1"
-        run([*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"], cwd=tree)
+    tree, variables = ROOT, dict(os.environ)
+    python = interpreter.command(environment / "bin" / "python")
+    if name.endswith("t"):
+        tree = copy_tree(name)
+        variables["KVPLAN_FREE_THREADED"] = "1"
+        build = [*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=tree, env=variables, check=True)
     about = subprocess.run(
         [*python, "-W", "error", "-c", PROBE],
         cwd=tree,
@@ -143,19 +145,17 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
             stdout=out,
             stderr=subprocess.STDOUT,
             check=False,
-            env=os.environ | {"PYTHONPATH": str(tree)},
+            env=variables | {"PYTHONPATH": str(tree)},
         )
-    lines = log.read_text().splitlines()
-    print("\n".join(it for it in lines if it.startswith(("FAILED", "ERROR"))), flush=True)
+    lines = log.read_text().splitlines() or [""]
+    for it in lines:
+        if it.startswith(("FAILED", "ERROR")):
+            print(it, flush=True)
     seconds = time.monotonic() - began
     return (
         f"{about.stdout.strip()}: {lines[-1].strip('= ')[:100]} ({seconds:.0f} s, {log})",
         done.returncode == 0,
     )
-
-
-def run(command: list[str], cwd: Path = PLACE) -> None:
-    subprocess.run(command, cwd=cwd, check=True)
 
 
 # ---- interpreters
@@ -171,9 +171,8 @@ def find(name: str) -> Interpreter:
             return Interpreter(Path(it), str(it))
     if name not in SUITES:
         raise MissingPythonError(f"no python{name} on PATH or of pyenv, and Debian has none")
-    PLACE.mkdir(parents=True, exist_ok=True)
-    if os.geteuid() != 0:
-        raise MissingPythonError(f"no python{name}, and to use Debian's takes root")
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise MissingPythonError(f"no python{name}; to use Debian's takes root and apt-get")
     return compiled(name) if name.endswith("t") else unpacked(name)
 
 
@@ -188,11 +187,8 @@ def apt(place: Path, suite: str, *command: str) -> None:
     for it in ("lists/partial", "archives/partial"):
         (place / "apt" / it).mkdir(parents=True, exist_ok=True)
     sources = place / "apt" / "sources.list"
-    sources.write_text(
-        "".join(
-            f"{kind} [signed-by={KEYRING}] {MIRROR} {suite} main\n" for kind in ("deb", "deb-src")
-        )
-    )
+    where = f"[signed-by={KEYRING}] {MIRROR} {suite} main\n"
+    sources.write_text(f"deb {where}deb-src {where}")
     (place / "apt" / "status").touch()
     options = {
         "Dir::State": place / "apt",
@@ -202,6 +198,7 @@ def apt(place: Path, suite: str, *command: str) -> None:
         "Dir::Etc::SourceParts": "-",
         "APT::Sandbox::User": "root",
         "APT::Install-Recommends": "0",
+        "APT::Update::Error-Mode": "any",  # else `update` succeeds without a network
     }
     given = [f"-o{key}={value}" for key, value in options.items()]
     done = subprocess.run(
@@ -223,7 +220,7 @@ def unpacked(name: str) -> Interpreter:
         wanted = (f"python{name}", "base-files", "dash", "coreutils", "libstdc++6", "procps")
         apt(place, suite, "install", "--yes", "--download-only", *wanted)
         for package in sorted((place / "apt/archives").glob("*.deb")):
-            run(["dpkg", "-x", str(package), str(root)])
+            subprocess.run(["dpkg", "-x", package, root], check=True)
         for it in ("passwd", "group", "hosts", "nsswitch.conf"):
             shutil.copy(Path("/etc", it), root / "etc")
         (place / "ready").touch()
@@ -234,7 +231,7 @@ def compiled(name: str) -> Interpreter:
     """Compile it without a GIL from Debian's source package."""
     place = PLACE / f"compiled-{name}"
     python = place / "installed" / "bin" / f"python{name}"
-    if not python.exists():
+    if not (place / "ready").exists():
         shutil.rmtree(place, ignore_errors=True)
         (place / "source").mkdir(parents=True)
         apt(place, SUITES[name], "update")
@@ -252,6 +249,7 @@ def compiled(name: str) -> Interpreter:
             with (place / "log").open("a") as log:
                 subprocess.run(step, cwd=source, stdout=log, stderr=log, check=True)
         shutil.rmtree(source)
+        (place / "ready").touch()
     return Interpreter(python, f"compiled from Debian {SUITES[name]}'s source, in {place}")
 
 
@@ -286,30 +284,18 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
     bare = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
     if interpreter.root is None:
         # With a pip of its own: an older one takes wheels that need a GIL for such a Python.
-        run([str(interpreter.python), "-m", "venv", str(place)], cwd=ROOT)
+        subprocess.run([interpreter.python, "-m", "venv", place], check=True)
         command = [str(place / "bin/python"), "-m", "pip", "install", "-q", *binary, *wanted]
     else:
         (place / "bin").mkdir(parents=True)
         (place / "bin/python").symlink_to(interpreter.python)
         (place / "pyvenv.cfg").write_text(f"home = {interpreter.python.parent}\n")
         target = place / "lib" / f"python{name}" / "site-packages"
-        tags = (
-            "manylinux_2_28",
-            "manylinux_2_27",
-            "manylinux_2_26",
-            "manylinux_2_17",
-            "manylinux2014",
-        )
-        machine = os.uname().machine
+        glibcs = ("_2_28", "_2_27", "_2_26", "_2_17", "2014")
+        platforms = [f"--platform=manylinux{it}_{os.uname().machine}" for it in glibcs]
+        command = [*PIP, "install", "-q", "--target", str(target), "--only-binary=:all:"]
         # pip would ask whether this Python is new enough, and not that one.
-        command = [*PIP, "install", "-q", "--target", str(target), "--ignore-requires-python"]
-        command += ["--only-binary=:all:"]
-        command += [
-            "--python-version",
-            name,
-            *(f"--platform={it}_{machine}" for it in tags),
-            *wanted,
-        ]
+        command += ["--ignore-requires-python", "--python-version", name, *platforms, *wanted]
     subprocess.run(command, env=bare, check=True)
     stamp.write_text("\n".join(wanted))
     return place

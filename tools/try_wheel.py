@@ -64,16 +64,14 @@ def main() -> None:
     modules = [it.name for it in pkgutil.iter_modules(kvnative.__path__)]
     for name in modules:
         importlib.import_module(f"kvnative.{name}")
-    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    gil = ""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        on = getattr(sys, "_is_gil_enabled", lambda: True)()
+        gil = f"; the GIL is {'on' if on else 'off'}"
     print(
         f"  kvplan {importlib.metadata.version('kvplan')} on Python {platform.python_version()},"
         f" {platform.machine()}, NumPy {np.__version__}: {len(modules)} modules imported"
-        f" from {Path(kvplan.__file__).parents[1]}"
-        + (
-            f"; the GIL is {'on' if gil else 'off'}"
-            if sysconfig.get_config_var("Py_GIL_DISABLED")
-            else ""
-        )
+        f" from {Path(kvplan.__file__).parents[1]}{gil}"
     )
     print(f"  {kvplan.plan_pull_blocks(DESC, DESC, THEIRS, MINE)!r}")
     for transport in sys.argv[1:] or ("local", "tcp"):

@@ -3,10 +3,10 @@
     python tools/wheels.py [--out DIRECTORY] [ARCHITECTURE ...]
 
 zig, which is a wheel itself, compiles against glibc 2.28 for x86-64 and aarch64, on either. Each
-wheel is built from the sdist. auditwheel says which manylinux tag it could have; what each file in
-it needs of glibc is read once more. Then it is installed in a
-new environment, where tools/try_wheel.py uses it, and nothing of this project is in reach. A wheel
-for aarch64 is tried on the emulated machine of `make arm64`, where there is one.
+wheel is built from the sdist. auditwheel says which manylinux tag it could have; then what each of
+its files needs of glibc is read from the file itself. tools/try_wheel.py uses the wheel in a new
+environment, where nothing of this project is in reach. One for aarch64 is tried on the emulated
+machine of `make arm64`, if that was set up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ PYTHON = (3, 11)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the files go")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "dist",
+        help="where the files go, in place of those of the same version",
+    )
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="default: both")
     arguments = parser.parse_args()
     wanted = arguments.architectures or ARCHITECTURES
@@ -52,12 +57,12 @@ def main() -> None:
         )
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(PLACE, ignore_errors=True)
     sdist = make_sdist(out)
     print(f"{sdist.name}: {sdist.stat().st_size:,} bytes", flush=True)
-    shutil.rmtree(PLACE, ignore_errors=True)
     with tarfile.open(sdist) as archive:
-        archive.extractall(PLACE, filter="data")
-    (tree,) = PLACE.iterdir()
+        archive.extractall(PLACE / "source", filter="data")
+    (tree,) = (PLACE / "source").iterdir()
     for architecture in wanted:
         wheel = build(tree, architecture, out)
         print(f"\n{wheel.name}: {wheel.stat().st_size:,} bytes")
@@ -92,15 +97,19 @@ def bare() -> dict[str, str]:
 
 
 def show(*command: str | Path, cwd: Path, **variables: str) -> None:
-    subprocess.run(command, cwd=cwd, env=bare() | variables, check=True)
+    """Run it, and show what it prints."""
+    done = subprocess.run(command, cwd=cwd, env=bare() | variables, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}")
 
 
 def make_sdist(out: Path) -> Path:
-    for old in out.glob("kvplan-*"):
+    """Return it, in `out`, where it replaces this version's files; other versions' stay."""
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", PLACE, ROOT)
+    (sdist,) = PLACE.glob("kvplan-*.tar.gz")
+    for old in out.glob(sdist.name.removesuffix(".tar.gz") + "[.-]*"):
         old.unlink()
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT)
-    (sdist,) = out.glob("kvplan-*.tar.gz")
-    return sdist
+    return Path(shutil.copy(sdist, out))
 
 
 def build(tree: Path, architecture: str, out: Path) -> Path:
@@ -174,7 +183,8 @@ def attempt(wheel: Path, architecture: str) -> None:
         tried = ("python", "-W", "error", program, "tcp")
         show(emulated, *tried, cwd=place.parent, PYTHONPATH=str(place))
     else:
-        print(f"  not tried: this machine is {platform.machine()}; make arm64-setup emulates one")
+        how = "; make arm64-setup emulates one" if architecture == "aarch64" else ""
+        print(f"  not tried: this machine is {platform.machine()}{how}")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def replay(
         recordings, cache_id: as for `locate`.
 
     Raises:
-        TypeError, LLMException: as `locate` does.
+        TypeError, ValueError, LLMException: as `locate` does.
     """
     parts = _parts(plan)
     read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")

@@ -40,7 +40,9 @@ SHOWN = {
     "several_peers": ["from cluster 3: <Plan pull_blocks", "LINKED with cluster 3: 6144 bytes"],
     "role_switch": ["LLM_EXIST_LINK", "cluster 1, DECODER", "tensor 3: 1300 1301 1302 1303"],
     "asyncio_service": [
-        "a block too many: src_blocks[0]=64 is out of range [0, 64)",
+        '"blocks": [64]}: src_blocks[0]=64 is out of range [0, 64)',
+        '"blocks": [0]}: cluster 5 is not linked',
+        "blocks!: JSON is malformed",
         "8 clients at once: 80 answers, every number as it should be",
         "peer 4: ",
     ],
@@ -96,6 +98,7 @@ def test_says_what_it_is_about(
         ),
         ("role_switch", "cache, ALL, ALL)", "cache, ALL, ALL[::-1])"),
         ("asyncio_service", "1_000 * tensor + block", "1_000 * tensor + block + (block == 63)"),
+        ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),  # a client waits for none
         pytest.param(
             "torch_tensors",
             "THEIRS, MINE, num_tokens=TOKENS)",

@@ -166,6 +166,14 @@ def test_one_wrong_block_between_two_hosts_is_found(
     assert both.prefill.returncode == done.returncode == 1
 
 
+def test_two_hosts_says_what_is_wrong_in_one_line(python: Path, tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "two_hosts.py", tmp_path)
+    done = start(python, tmp_path, "two_hosts.py", "--listen=127.0.0.1:0", "--key=none.key")
+    assert done.returncode == 1
+    assert done.stderr.startswith("FAILED: cluster key none.key: No such file")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_wrong_block_table_fails_its_unit_tests(python: Path, tmp_path: Path) -> None:
     source = (FOLDER / "test_block_tables.py").read_text()
     right = "dst_token=num_cached"

@@ -1,7 +1,10 @@
 """The README, the Makefile and CI name the same commands, and the versions agree."""
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +39,52 @@ def test_ci_runs_the_readmes_test_command_and_nothing_else() -> None:
     assert script.stat().st_mode & 0o111
     lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     assert lines == ["set -eu", 'cd "$(dirname "$0")/.."', "exec make test"]
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_check_that_fails_ends_no_other_and_is_found_at_the_end(tmp_path: Path) -> None:
+    """With programs that stand for the checks, and stamps that say that they are installed."""
+    for name in ("setup.py", "pyproject.toml", "requirements/constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    program(tmp_path / "tools/sanitize", 'echo "sanitized: $1"')
+    for name in ("ruff", "cython-lint", "lint-imports", "python"):
+        program(tmp_path / ".venv/bin" / name, "")
+    program(tmp_path / ".venv/bin/mypy", "echo 'error: wrong type'; exit 1")
+    program(tmp_path / ".venv/bin/pytest", "echo 'all passed'")
+    for name in ("ready", "dev", "browser", "weights"):
+        (tmp_path / ".venv" / name).touch()
+    kept = {name: text for name, text in os.environ.items() if name not in ("MAKEFLAGS", "TESTS")}
+    done = subprocess.run(["make", "test"], cwd=tmp_path, env=kept, capture_output=True, text=True)
+    for text in (
+        "error: wrong type",
+        "all passed",
+        "sanitized: address,undefined",
+        "sanitized: th",
+    ):
+        assert text in done.stdout
+    assert done.returncode == 2
+    assert "types] Error 1" in done.stderr
+    assert "make test has failed" in done.stderr.splitlines()[-2]
+
+
+def test_a_python_that_was_named_and_cannot_be_had_is_a_failure(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/pythons.py", "3.14t"],
+        env={"PATH": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        "3.14t    not tried: no python3.14t; to use Debian's takes root and apt-get" in done.stdout
+    )
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_one_version_everywhere() -> None:

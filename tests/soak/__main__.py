@@ -57,15 +57,9 @@ def _races(machine: str) -> Command:
 
 def _race_tests(seed: int) -> Sequence[str]:
     chosen = RACES[seed % len(RACES)].split()
-    return [
-        "tools/sanitize",
-        "thread",
-        "-q",
-        "-k",
-        "not forked",
-        f"--hypothesis-seed={seed}",
-        *chosen,
-    ]
+    environment = ["env", "HYPOTHESIS_PROFILE=soak"]  # that of CI has no regard to a seed
+    options = ["-q", "-k", "not forked", f"--hypothesis-seed={seed}"]
+    return [*environment, "tools/sanitize", "thread", *options, *chosen]
 
 
 def _parser(name: str) -> Command:
@@ -147,7 +141,7 @@ def orphans(names: set[str]) -> set[str]:
             opened = [str(it.readlink()) for it in (process / "fd").iterdir()]
             text = "\n".join([(process / "maps").read_text(errors="replace"), *opened])
             names = {it for it in names if f"/dev/shm/{it}" not in text}
-    return names
+    return names & shared_memory()  # one may have gone meanwhile, with its process
 
 
 class Soak:
@@ -248,6 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"parts={unknown}: known are {', '.join(PARTS)}")
     seed = int(time.time()) if given.seed is None else given.seed
     soak = Soak({it: PARTS[it] for it in names}, ROOT / "build" / "soak")
+    for it in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the round is ended too
+        signal.signal(it, signal.default_int_handler)
     try:
         soak.run(seed, given.minutes * 60, given.rounds)
     except KeyboardInterrupt:

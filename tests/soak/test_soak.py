@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.soak.__main__ import PARTS, Command, Soak, main
+from tests.soak.__main__ import PARTS, ROOT, Command, Soak, main
 from tests.soak.chaos import MACHINES, Wrong, check_growth
 from tests.soak.chaos_process import strange, write
 from tests.soak.parsers import PARSERS
@@ -74,6 +75,53 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--parts", "chaos-local,chess"])
     assert "parts=['chess']: known are chaos-local" in capsys.readouterr().err
+
+
+def test_it_ends_its_round_when_it_is_ended() -> None:
+    command = [sys.executable, "-m", "tests.soak", "--parts", "fuzz-plans", "--rounds", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
+        try:
+            assert soak.stdout is not None
+            assert "round 1: fuzz-plans" in soak.stdout.readline()
+            children = Path(f"/proc/{soak.pid}/task/{soak.pid}/children")
+            while not (child := children.read_text().strip()):
+                assert soak.poll() is None
+            while "parsers" not in Path(f"/proc/{child}/cmdline").read_text():
+                assert soak.poll() is None
+            while "libkvn" not in Path(f"/proc/{child}/maps").read_text():
+                assert soak.poll() is None
+            soak.terminate()
+            rest = soak.stdout.read()
+        finally:
+            soak.kill()
+    assert soak.returncode == 130
+    assert "0 rounds, 0 failures" in rest
+    assert not Path(f"/proc/{child}").exists()
+
+
+EXAMPLES = """
+from hypothesis import given, strategies
+
+@given(strategies.integers())
+def test_numbers(number):
+    print(number)
+"""
+
+
+def test_examples_under_thread_sanitizer_are_those_of_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(EXAMPLES)
+    first, command = 0, PARTS["races-tests"]
+    said = []
+    for seed in (first, first, first + 1):
+        environment, _, options = " ".join(command(seed)).partition(" tools/sanitize thread ")
+        (option,) = (it for it in options.split() if it.startswith("--hypothesis-seed"))
+        pytest_ = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "tests.conftest", option]
+        done = subprocess.run(
+            [*environment.split(), *pytest_, str(tmp_path / "test_it.py")],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        said.append(done.stdout.rpartition("in ")[0])
+    assert said[0] == said[1] != said[2]
 
 
 def test_the_oracle_sees_whose_bytes_they_are() -> None:
