@@ -170,13 +170,13 @@ def test_what_nobody_fetches_expires(make_peer: MakePeer, make_worker: MakeWorke
 
 
 def test_what_is_expected_does_not_expire(make_peer: MakePeer, make_worker: MakeWorker) -> None:
-    peer = make_peer(lease_ttl_ms=400)
+    peer = make_peer(lease_ttl_ms=1000)
     consumer = make_worker(renew_interval_ms=50)
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     peer.worker.finish(1, 12, [5], 8)
     wanted = reference([peer.source], 0, 11, 21)
     consumer.exchange.expect("mine", wanted)
-    assert peer.worker.freed() == {"request-12"}  # after its 400 ms, those of the other too
+    assert peer.worker.freed() == {"request-12"}  # after its second, those of the other too
     peer.worker.finish(2, 13, [5], 8)
     assert peer.worker.freed() == {"request-13"}
     assert consumer.fetch(wanted, [7, 1, 30]).error is None
