@@ -41,8 +41,9 @@ KINDS = ("pull", "pull", "rows", "wait", "cancel", "push", "push", "layers")
 ALLOWED = {"moved", "cancelled", *(it.name for it in EXPECTED)}
 GROWTH_KIB = 8 << 10
 SETTLED_S = 20
-GROWTH = {"descriptors": 4, "mappings": 40}
-MOST_THREADS = 2
+# Of UCX 42 to 48 descriptors come and go; a leak of one for each release would be some 30.
+GROWTH = {"descriptors": 8, "mappings": 40}
+MOST_THREADS = 4
 # As many as transfers of an engine were in flight at once: they end with it. 31 threads were most.
 CHANNELS, MOST_CHANNELS = ("kvn-acl", "kvsim-"), 16
 
