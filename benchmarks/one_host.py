@@ -119,11 +119,11 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
 
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
     """How many times as many requests a second as NIXL."""
+    us, them, settings = requests(run)[asked]  # first: without NIXL there is no row
     limit = ""
     if asked[0] != "single":
         cached, past = bare(run)[asked[1]]
         limit = f"; bare copies {1e6 * cached:.1f} us, past the caches {1e6 * past:.1f} us"
-    us, them, settings = requests(run)[asked]
     tensors = 1 if asked[0] == "single" else 64
     note = (
         f"{tensors} x {asked[1]} blocks of 32 KiB, new ones each time: {1e6 * us:.1f} us beside "

@@ -115,10 +115,10 @@ class StatusSocket:
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            try:
-                self._unanswered.remove(connection)
-            except KeyError:  # `close` has closed it
-                return
+            self._unanswered.remove(connection)
+        except KeyError:  # `close` has closed it, and no other comes
+            return
+        try:
             with connection:
                 connection.settimeout(_SEND_S)
                 document = {"schema_version": SCHEMA_VERSION, **self._describe()}
