@@ -61,6 +61,38 @@ LACKS = (
         ),
     ),
     Lack(
+        "processes of another user, or less visible",
+        "The emulated machine is a user namespace, which has one user and may not mount /proc.",
+        (
+            "tests/transport/test_connect.py::TestPermission::test_one_user_is_enough*",
+            "tests/transport/test_connect.py::TestPermission::test_another_user*",
+            "tests/transport/test_connect.py::TestPermission::test_a_peer_that_is_not_dumpable",
+            "tests/transport/test_connect.py::TestNamespaces::test_a_proc_that_hides_others",
+        ),
+    ),
+    Lack(
+        "filters of calls",
+        "prctl refuses them (EINVAL).",
+        ("tests/transport/test_connect.py::test_a_sandbox_*",),
+    ),
+    Lack(
+        "floods",
+        "To make thousands of connections takes longer than what they are to keep out waits.",
+        (
+            "tests/control/test_data_streams.py::test_a_flood_of_half_open_connections*",
+            "tests/control/test_hostile.py::test_a_flood_from_one_address*",
+        ),
+    ),
+    Lack(
+        "much data that is encrypted",
+        "It takes 30 times as long, and passes deadlines; tests with little data are run.",
+        (
+            "tests/tcp/test_transfers.py::*[encrypted*",
+            "tests/tcp/test_device.py::*[encrypted*",
+            "tests/transport/tcp/test_transfers.py::*encrypted*",
+        ),
+    ),
+    Lack(
         "fork beside threads",
         "qemu 7.2 ends the child in an assertion of its own (cpu == current_cpu).",
         (
