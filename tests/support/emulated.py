@@ -114,7 +114,7 @@ LACKS = (
     ),
     Lack(
         "a limit of address space",
-        "RLIMIT_AS is the emulator's own, which ends when it gets no memory, or is asked for 10 TB.",
+        "RLIMIT_AS is the emulator's own, which ends where memory is refused or 10 TB asked for.",
         (
             "tests/native/test_out_of_memory.py::test_no_memory_for_*",
             "tests/transport/test_memory_limit.py::test_more_than_there_is_can_be_asked_for",
