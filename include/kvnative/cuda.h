@@ -59,11 +59,13 @@ enum {
     KVN_CUDA_CAPABILITY_MINOR = 76,
     KVN_CUDA_HOST_POINTER_OF_REGISTERED = 91, /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
     KVN_CUDA_VIRTUAL_MEMORY = 102,
-    KVN_CUDA_FILE_DESCRIPTORS = 103 /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
+    KVN_CUDA_FILE_DESCRIPTORS = 103, /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
+    KVN_CUDA_GPU_DIRECT_RDMA = 110   /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 };
 
 /* CUpointer_attribute, and the size of what each writes */
 enum {
+    KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: of none, as mapped memory is */
     KVN_CUDA_POINTER_MEMORY_TYPE = 2,    /* unsigned */
     KVN_CUDA_POINTER_IS_MANAGED = 8,     /* unsigned */
     KVN_CUDA_POINTER_DEVICE = 9,         /* int */
@@ -157,6 +159,7 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuCtxDestroy_v2, (CUcontext context))                                                       \
     X(cuCtxGetCurrent, (CUcontext *context))                                                      \
     X(cuCtxSetCurrent, (CUcontext context))                                                       \
+    X(cuCtxSynchronize, (void))                                                                   \
     X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags))                                    \
     X(cuMemGetInfo_v2, (size_t *free_nbytes, size_t *total_nbytes))                               \
     X(cuMemAlloc_v2, (CUdeviceptr *address, size_t nbytes))                                       \
