@@ -52,7 +52,7 @@ void sim_condition_init(pthread_cond_t *condition);
 /* Address space of a device, or 0; never given twice. */
 SIM_API uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment);
 /* Bytes that all processes hold on the device; adds change for this one unless that exceeds limit. */
-int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
+SIM_API int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
 
 void sim_memory_totals(uint64_t *device_bytes, uint64_t *pinned, uint64_t *registered);
 

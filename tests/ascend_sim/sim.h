@@ -226,12 +226,15 @@ typedef enum {
     SIM_COUNT_CONTEXTS,
     SIM_COUNT_REGIONS, /* HCCL */
     SIM_COUNT_COMMS,   /* HCCL */
+    SIM_COUNT_HANDLES, /* CUDA: of memory that cuMemCreate made, or that was imported */
+    SIM_COUNT_RANGES,  /* CUDA: reserved addresses */
+    SIM_COUNT_MODULES, /* CUDA */
     SIM_NUM_COUNTS,
 } sim_counted;
 
 SIM_API void sim_count(sim_counted what, int change);
 /* JSON: {"streams":,"events":,"contexts":,"device_bytes":,"pinned":,"registered":,"regions":,
- * "comms":}; readable until this thread's next call. Logged as {"call":"leaks", ...} by aclFinalize
+ * "comms":,"handles":,"ranges":,"modules":}; readable until this thread's next call. Logged as {"call":"leaks", ...} by aclFinalize
  * and when the process ends. */
 SIM_API const char *kvsim_leaks(void);
 SIM_API void sim_leaks_note(const char *when);

@@ -135,6 +135,7 @@ static void end(cuda_context *context) {
     }
     cuda_modules_drop(context);
     sim_context_destroy(context->handle, 1);
+    cuda_ipc_drop(context);
     free_memory(context, is_lost);
 }
 

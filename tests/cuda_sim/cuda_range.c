@@ -124,6 +124,10 @@ int cuda_range_check(const cuda_context *context, const cuda_range *range, int w
             code = ILLEGAL_ADDRESS;
         }
         sim_memory_release(now);
+        if (!code && traits.origin == CUDA_OPENED && cuda_ipc_is_freed(memory->address)) {
+            sim_violation("work on memory of another process, which has freed it");
+            code = ILLEGAL_ADDRESS;
+        }
     }
     return code;
 }

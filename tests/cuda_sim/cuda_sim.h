@@ -159,6 +159,10 @@ int cuda_range_check(const cuda_context *context, const cuda_range *range, int w
 unsigned char *cuda_range_view(const cuda_range *range, uint64_t offset, uint64_t *nbytes);
 /* Whether a kernel in that context may touch memory. */
 int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int writes);
+/* Of memory of another process, opened here: whether that has freed it, and lives. */
+int cuda_ipc_is_freed(uint64_t address);
+/* Forgets what a context has opened; its memory is freed by the caller. */
+void cuda_ipc_drop(const cuda_context *context);
 /* The reserved range around an address, or 0. */
 int cuda_reservation_find(uint64_t address, uint64_t *start, uint64_t *nbytes);
 
