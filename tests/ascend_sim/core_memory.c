@@ -158,7 +158,7 @@ void sim_memory_describe(uint64_t address, sim_traits traits) {
     if (memory) {
         memory->traits = traits;
     }
-    num_removed++; /* what was found before may be refused now */
+    __atomic_add_fetch(&num_removed, 1, __ATOMIC_RELEASE); /* may be refused now */
     pthread_mutex_unlock(&mutex);
 }
 
@@ -190,12 +190,7 @@ int sim_memory_is_used(uint64_t address) {
     return used;
 }
 
-uint64_t sim_memory_epoch(void) {
-    pthread_mutex_lock(&mutex);
-    uint64_t epoch = num_removed;
-    pthread_mutex_unlock(&mutex);
-    return epoch;
-}
+uint64_t sim_memory_epoch(void) { return __atomic_load_n(&num_removed, __ATOMIC_ACQUIRE); }
 
 static int check_whole_pages(uint64_t address, uint64_t nbytes) {
     uint64_t page = sim_settings_now().page_bytes;
@@ -331,7 +326,7 @@ void sim_host_unmap(int device, uint64_t address, uint64_t nbytes) {
 static void remove_at(size_t index) {
     memmove(memories + index, memories + index + 1, (num_memories - index - 1) * sizeof *memories);
     num_memories--;
-    num_removed++;
+    __atomic_add_fetch(&num_removed, 1, __ATOMIC_RELEASE);
 }
 
 int sim_memory_free(sim_memory_kind kind, uint64_t address) {

@@ -162,7 +162,8 @@ SIM_API sim_traits sim_memory_traits(const sim_memory *memory);
 SIM_API uint64_t sim_memory_owned(const void *owner, sim_memory_kind *kind);
 /* Whether anything but the registry refers to the memory that begins there: queued work does. */
 SIM_API int sim_memory_is_used(uint64_t address);
-/* Changes whenever memory is freed or described: what was found before may be gone, or refused. */
+/* Changes whenever memory is freed or described: what was found before may be gone, or refused. Only a hint
+ * for who looks again under the lock. */
 SIM_API uint64_t sim_memory_epoch(void);
 /* mapped: into the device's address space; whole pages, and no byte of it twice. Else only noted. */
 SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped);

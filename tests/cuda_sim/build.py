@@ -56,7 +56,7 @@ def build(variant: str = DEFAULT) -> Path:
 
 def _kernels() -> list[Path]:
     """What NVRTC compiles for GPUs, and C++ here for the host."""
-    return sorted(KERNELS.glob("*.cu"))
+    return sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*_kernel.h")])
 
 
 def _everything() -> list[Path]:
@@ -101,7 +101,7 @@ def _compile(source: Path, version: int) -> Path:
         partial = made.with_suffix(f".{os.getpid()}.{version}")
         compiler = ("g++", *CXXFLAGS) if is_cpp else ("gcc", *CFLAGS)
         _run(
-            *compiler, *defines, f"-I{CORE}", f"-I{KERNELS}", "-c", str(source), "-o", str(partial)
+            *compiler, *defines, f"-I{CORE}", f"-I{KERNELS.parent}", "-c", str(source), "-o", str(partial)
         )
         partial.replace(made)
     return made

@@ -46,6 +46,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #include "core.h"
 
 #define CUDA SIM_API int
@@ -183,5 +187,24 @@ int cuda_copies_enqueue(const cuda_context *context, sim_stream *stream, const s
 
 /* The stream of a handle, in that context: 400 where it is none, or of another. */
 int cuda_stream_find(const cuda_context *context, void *handle, sim_stream **stream);
+
+/* ---- kernels: what NVRTC made PTX of, compiled for the host (kernels.cpp) ---- */
+
+typedef struct cuda_kernel {
+    const char *name;
+    int num_parameters;
+    const size_t *sizes; /* of the parameters */
+    void (*block)(void *const *parameters); /* runs one block, on this thread */
+} cuda_kernel;
+
+/* NULL where there is none. */
+const cuda_kernel *cuda_kernel_find(const char *name);
+/* Runs all blocks, in an order that the seed says, on several threads. 0, or the code of the context. */
+int cuda_kernel_run(const cuda_kernel *kernel, const cuda_context *context, unsigned num_blocks,
+                    unsigned num_threads, void *const *parameters);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
