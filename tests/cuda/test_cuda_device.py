@@ -228,7 +228,7 @@ def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
         with pytest.raises(CudaError, match=f"^{call}: 2 "):
             device.allocate(100)
     assert cuda_simulator.left() == {}
-    with pytest.raises(CudaError, match="no device has|more than any device has"):
+    with pytest.raises(CudaError, match="are more than any device has"):
         device.allocate((1 << 64) - 1)
     buffer = device.allocate(10)
     with pytest.raises(CudaError, match=r"address 0x\w+ is no memory of a device"):
