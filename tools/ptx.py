@@ -31,7 +31,9 @@ VERSION = "7.2"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--ptx", type=Path, help="write the PTX alone to this file, for ptxas")
     given = parser.parse_args()

@@ -42,7 +42,9 @@ def descriptors(draw: st.DrawFn, alike: bool) -> Descriptors:
 @pytest.mark.parametrize("few", [True, False], ids=["parameters", "memory"])
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
 @given(data=st.data(), blocks=st.integers(1, 5))
-def test_it_leaves_what_numpy_does(data: st.DataObject, blocks: int, alike: bool, few: bool) -> None:
+def test_it_leaves_what_numpy_does(
+    data: st.DataObject, blocks: int, alike: bool, few: bool
+) -> None:
     work = data.draw(descriptors(alike))
     dst, src = memories(1 + max((max(it[:2]) + it[2] for it in work.rows), default=0))
     expected = work.expected(dst, src)
@@ -52,7 +54,7 @@ def test_it_leaves_what_numpy_does(data: st.DataObject, blocks: int, alike: bool
     assert (work.control.begun, work.control.stop) == (1, 0)
 
 
-@pytest.mark.parametrize("dst_at", range(0, 17))
+@pytest.mark.parametrize("dst_at", range(17))
 @pytest.mark.parametrize("src_at", [0, 1, 2, 4, 8, 15])
 def test_each_alignment_of_both_sides(dst_at: int, src_at: int) -> None:
     dst, src = memories(3 * PIECE)

@@ -32,7 +32,9 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     assert expected - names == set()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert packages == {"kvplan", "kvnative", "pytest_kvplan.py"}
-    assert [name for name in names if name.endswith((".c", ".cu", ".pyx")) or "wrappers" in name] == []
+    assert [
+        name for name in names if name.endswith((".c", ".cu", ".pyx")) or "wrappers" in name
+    ] == []
 
 
 def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
