@@ -101,9 +101,9 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
     times and stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json
     (~/.cache/kvplan). `kvplan estimate` and `kvplan explain --transport` then use them;
     plan.estimate("local") in a program does not, unless it is given
-    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. On a host with CUDA the ways
-    in which the first GPU copies are compared for each size, which takes some seconds more, and
-    stored by its kind in cuda.json beside the others. Exits with 2 if something could not be
+    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. On a host with CUDA the
+    ways in which the first GPU copies are compared for each size, which takes some seconds more,
+    and stored by its kind in cuda.json beside the others. Exits with 2 if something could not be
     measured, or could not be stored.
     """
     asked = tuple(dict.fromkeys(names)) or (COPIES, CUDA, *TRANSPORT_OF)
@@ -213,7 +213,7 @@ class TunedCuda(NamedTuple):
 
 
 def _tune_cuda(*, dry_run: bool, is_asked: bool) -> TunedCuda | None:
-    """Measure the first GPU, and store what is best; None: there is none, and nobody has asked for it.
+    """Measure the first GPU, and store what is best; None: there is none, and none was asked for.
 
     Raises:
         OSError, LLMException: it cannot be stored.

@@ -1,7 +1,8 @@
 """Which way a CUDA device copies best: measured, and stored by the kind of GPU.
 
-There are three: one launch of kvplan's kernel for a whole batch, the driver's batch call, and a copy of the
-driver's for each descriptor (kvnative/src/cuda/copies.h). Until a GPU was measured what is built in holds.
+There are three: one launch of kvplan's kernel for a whole batch, the driver's batch call, and a copy
+of the driver's for each descriptor (kvnative/src/cuda/copies.h). Until a GPU was measured what is
+built in holds.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _SPAN_NBYTES: Final = 64 << 20
 _MAX_COUNT: Final = 4096
 _ROUNDS: Final = 5
 _NO_WORSE: Final = 1.05
-"""A way is taken where it takes at most so many times as long as the best: in the order of `_FORCED`, which
-is that of how soon it stops."""
+"""A way is taken where it takes at most so many times as long as the best of those behind it in
+`_FORCED`: the kernel is the one that can be stopped."""
 _FORCED: Final[Mapping[Way, tuple[int, int]]] = {
     "kernel": (NO_LIMIT, NO_LIMIT),
     "batch": (0, NO_LIMIT),

@@ -26,7 +26,7 @@ PIECE = 4096
 LOOK = 256 << 10
 WARPS = 8
 NEVER = 2**64 - 1
-# Device addresses are not the host's: what is not translated is seen. A multiple of 256, as all memory is.
+# Not the host's addresses: what is not translated is seen. Multiples of 256, as all memory is.
 DST, SRC = 0x7F00_0000_0000, 0x7E00_0000_0000
 
 U64 = ctypes.c_ulonglong

@@ -1,4 +1,4 @@
-"""How bytes are copied on a CUDA device: by the kernel, in batches or one by one, and stopped in time.
+"""How bytes are copied on a CUDA device: by the kernel, in batches or one by one, and stopped.
 
 Over the stand-in for the driver, which runs the kernel's source on the host and checks each access.
 """
@@ -142,13 +142,11 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     device: Device, cuda_simulator: CudaControls
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", [64])
-    end = case.sides[1].address + device.page_nbytes(case.sides[1].address)
     target = np.array(
         [end - 32 if end != case.sides[1].address else end + (2 << 20) - 32], np.uint64
     )
-    source = np.array([case.sides[0].address], np.uint64)
     report = Executor(device.backend("device_to_device")).run(
-        Descriptors.from_columns(target, source, np.array([2 << 30], np.uint64))
+        Descriptors.from_columns(target, source, np.array([4 * MIB], np.uint64))
     )
     assert (report.status, report.failed) == (KVN_INVALID, 0)
 
