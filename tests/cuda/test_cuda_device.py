@@ -342,9 +342,9 @@ def until(happened: Callable[[], bool]) -> None:
 
 def test_an_error_of_work_names_the_call(device: Device, cuda_simulator: CudaControls) -> None:
     host, buffer = device.allocate_host(100), device.allocate(100)
-    cuda_simulator.add_fault("cuMemcpyAsync:1=1")
+    cuda_simulator.add_fault("cuLaunchKernel:1=1")
     report = moved(device, host.address, buffer.address, 100, "host_to_device")
-    assert "cuMemcpyAsync: 1 (CUDA_ERROR_INVALID_VALUE)" in report.message
+    assert "cuLaunchKernel: 1 (CUDA_ERROR_INVALID_VALUE)" in report.message
     assert moved(device, host.address, buffer.address, 100, "host_to_device").status == KVN_OK
 
 
