@@ -66,7 +66,7 @@ class TestPeers:
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
         peer.run("datadist.deallocate_cache(cache)")
-        with refused("LLM_KV_CACHE_NOT_EXIST", ""):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 1"):
             user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
 
 
