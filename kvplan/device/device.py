@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvnative._acl import Device as NativeDevice
     from kvnative._acl import DeviceBuffer, HostBuffer, Pinned
     from kvnative._backend import Backend
+    from kvplan.device.sharing import Sharing
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
@@ -88,6 +89,11 @@ class Device:
         self._shared = shared
         self._closed = False
         self.native: NativeDevice = shared.native
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How processes of this host share its memory; None: they do not, as by default."""
+        return None
 
     @property
     def soc_name(self) -> str:
