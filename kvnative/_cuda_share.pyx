@@ -9,8 +9,7 @@ from posix.unistd cimport close, getpid
 from kvnative._device cimport Device, kvn_device, kvn_device_ops
 from kvnative._host cimport kvn_failure, unsigned
 
-__all__ = ["Exported", "Imported", "check_reach", "export", "import_descriptor", "import_handle",
-           "uuid"]
+__all__ = ["Exported", "Imported", "check_reach", "export", "import_descriptor", "import_handle"]
 
 cdef extern from "cuda/ops.h" nogil:
     const kvn_device_ops kvn_cuda_ops
@@ -34,7 +33,6 @@ cdef extern from "cuda/share.h" nogil:
                         kvn_cuda_exported *out, kvn_failure *failure)
     int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid,
                              kvn_failure *failure)
-    int kvn_cuda_get_uuid(const kvn_device *device, kvn_cuda_uuid *out, kvn_failure *failure)
     int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes,
                                    kvn_cuda_imported *out, kvn_failure *failure)
     int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle,
@@ -188,22 +186,6 @@ def import_handle(Device device not None, bytes handle not None, nbytes) -> Impo
     device.library.check(status, &failure)
     made.is_mapped = True
     return made
-
-
-def uuid(Device device not None) -> bytes:
-    """Return the 16 bytes that no other GPU has.
-
-    Raises:
-        DeviceError: what CUDA says.
-    """
-    cdef kvn_cuda_uuid found
-    cdef kvn_failure failure
-    cdef int status
-    check_device(device)
-    with nogil:
-        status = kvn_cuda_get_uuid(&device.device, &found, &failure)
-    device.library.check(status, &failure)
-    return PyBytes_FromStringAndSize(found.bytes, sizeof(found))
 
 
 def check_reach(Device device not None, bytes uuid not None) -> None:

@@ -25,22 +25,14 @@ class CudaSharing:
 
     Args:
         native: the device.
-
-    Raises:
-        LLMException: what CUDA says.
-
-    Attributes:
         uuid: of the GPU: 32 hexadecimal digits.
     """
 
-    def __init__(self, native: NativeDevice) -> None:
+    def __init__(self, native: NativeDevice, uuid: str) -> None:
         self._native = native
         self._mutex = threading.RLock()  # a finalizer may register memory
         self._buffers: WeakValueDictionary[int, Exported] = WeakValueDictionary()  # by address
-        try:
-            self.uuid: str = _cuda_share.uuid(native).hex()
-        except NativeError as error:
-            raise device_error(error, f"device {native.id}") from error
+        self.uuid = uuid
 
     def export(self, address: int, nbytes: int, buffer: DeviceBuffer | None) -> Exported:
         """See `Sharing.export`; of one buffer always the same."""

@@ -111,15 +111,6 @@ static int uuid_of(const kvn_device *device, int ordinal, CUdevice *number, kvn_
     return KVN_CUDA_CALL(device, failure, cuDeviceGetUuid, out, *number);
 }
 
-int kvn_cuda_get_uuid(const kvn_device *device, kvn_cuda_uuid *out, kvn_failure *failure)
-{
-    CUdevice number;
-
-    if (kvn_device_check_process(device, failure) != KVN_OK)
-        return failure->status;
-    return uuid_of(device, device->id, &number, out, failure);
-}
-
 int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, kvn_failure *failure)
 {
     CUdevice ours, theirs;

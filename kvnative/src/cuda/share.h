@@ -33,7 +33,6 @@ int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes,
 
 /* Whether memory of the GPU with this UUID can be used by `device`. KVN_UNSUPPORTED: not, and why. */
 int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, kvn_failure *failure);
-int kvn_cuda_get_uuid(const kvn_device *device, kvn_cuda_uuid *out, kvn_failure *failure);
 
 /* Maps `nbytes` bytes of what descriptor `fd` of this process exports; the descriptor is not needed any more. */
 int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, kvn_cuda_imported *out,
