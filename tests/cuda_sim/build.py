@@ -101,7 +101,14 @@ def _compile(source: Path, version: int) -> Path:
         partial = made.with_suffix(f".{os.getpid()}.{version}")
         compiler = ("g++", *CXXFLAGS) if is_cpp else ("gcc", *CFLAGS)
         _run(
-            *compiler, *defines, f"-I{CORE}", f"-I{KERNELS.parent}", "-c", str(source), "-o", str(partial)
+            *compiler,
+            *defines,
+            f"-I{CORE}",
+            f"-I{KERNELS.parent}",
+            "-c",
+            str(source),
+            "-o",
+            str(partial),
         )
         partial.replace(made)
     return made
