@@ -173,7 +173,7 @@ def test_what_breaks_the_programs_context_leaves_ours_alone(
     with pytest.raises(CudaError, match=r"^cuStreamQuery: 719 \(CUDA_ERROR_LAUNCH_FAILED\)"):
         primary.write(theirs.address, bytes(100))
     with pytest.raises(CudaError, match="719"):
-        primary.allocate(100)
+        primary.backend("host_to_device")
     own.write(ours.address, bytes(100))
     del ours, theirs, own, primary
     gc.collect()
@@ -354,8 +354,8 @@ def test_a_forked_child_can_use_nothing_and_breaks_nothing(cuda_simulator: CudaC
     script = """
 import gc, os
 from kvnative._backend import NativeError
-from kvnative._cuda import CudaLibrary
-library = CudaLibrary.load()
+from kvplan.device.cuda import load_library
+library = load_library()
 device = library.device(2)
 buffer, host = device.allocate(10), device.allocate_host(10)
 backend = device.backend("host_to_device")
