@@ -25,9 +25,9 @@ __all__ = [
 
 
 @pytest.fixture
-def machine(cuda_simulator: CudaControls) -> Iterator[Machine]:
-    """The simulated device; what the fixtures of tests/datadist ask for."""
-    machine = machine_of("cuda", cluster_id=2)
+def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """The simulated device, linked by local, or another; what fixtures of tests/datadist ask for."""
+    machine = machine_of(getattr(request, "param", "cuda"), cluster_id=2)
     before = machine.left()  # of a test that failed
     yield machine
     gc.collect()
