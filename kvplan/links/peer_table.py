@@ -251,7 +251,7 @@ def not_reached(cache: PeerCache, transport: str) -> LLMException:
         (
             "device",
             "both engines need a device, and a transport that reaches it: hccl; local, if "
-            "it is memory of CUDA that peers can map, else the log of its engine says why not; or tcp",
+            "it is memory of CUDA that peers can map (the log of its engine says why not); or tcp",
         )
         if cache.desc.placement is Placement.DEVICE
         else ("host", "let its engine allocate it, or link over another transport (local)")

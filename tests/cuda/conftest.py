@@ -26,7 +26,7 @@ __all__ = [
 
 @pytest.fixture
 def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """The simulated device, linked by local, or another; what fixtures of tests/datadist ask for."""
+    """The simulated device, linked by local, or another: for fixtures of tests/datadist."""
     machine = machine_of(getattr(request, "param", "cuda"), cluster_id=2)
     before = machine.left()  # of a test that failed
     yield machine
