@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -75,11 +77,11 @@ class TestPeers:
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
         peer.run("datadist.deallocate_cache(cache)")
-        with refused("LLM_KV_CACHE_NOT_EXIST", ""):
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
 
     def test_the_link_is_that_of_the_machine(self, machine: Machine, user: LlmDataDist) -> None:
-        assert [it.transport for it in user.links] == [machine.transport]
+        assert [it.transport for it in user.links()] == [machine.transport]
 
 
 class TestOneHost:
@@ -104,17 +106,18 @@ class TestOneHost:
             side = Side(1)
             address = side.expandable()
             of_it = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=kvplan.Shard(num_layers=1))
-            cache = datadist.register_blocks_cache(of_it, [address], BlocksCacheKey(2))
+            cache = datadist.register_blocks_cache(of_it, [address], BlocksCacheKey(1, 2))
         """)
         one = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=Shard(num_layers=1))
         cache = user.allocate_blocks_cache(one)
         with refused(
             "LLM_FEATURE_NOT_ENABLED", "in device memory, which transport local does not reach"
         ):
-            user.pull_blocks(BlocksCacheKey(2), cache, [0], [0])
+            user.pull_blocks(BlocksCacheKey(1, 2), cache, [0], [0])
         peer.run("""
             datadist.unregister_cache(cache.cache_id)
             side.free_expandable(address)
+            assert side.close() == {}
             del side
         """)
 
@@ -148,10 +151,10 @@ class TestOneHost:
         user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
         cache = user.allocate_blocks_cache(DEVICE)
         for key in (1, 2):
-            peer.run(f"cache = datadist.allocate_blocks_cache({OF_PEER}, BlocksCacheKey({key}))")
-            user.pull_blocks(BlocksCacheKey(key), cache, [0], [0])
+            peer.run(f"cache = datadist.allocate_blocks_cache({OF_PEER}, BlocksCacheKey(1, {key}))")
+            user.pull_blocks(BlocksCacheKey(1, key), cache, [0], [0])
             peer.run("datadist.deallocate_cache(cache)")
-        assert len(sim_log.calls("cuMemImportFromShareableHandle")) == 1
+        assert len(sim_log.calls("cuMemImportFromShareableHandle", pid=os.getpid())) == 1
 
 
 def test_two_engines_of_one_process(
