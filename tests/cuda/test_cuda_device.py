@@ -322,6 +322,7 @@ def test_a_stream_is_kept_while_its_work_goes_on(
     columns = [np.array([it], np.uint64) for it in (target.address, source.address, 1000)]
     with Executor(device.backend("host_to_device")) as executor:
         task = executor.submit(Descriptors.from_columns(*columns))
+        until(lambda: cuda_simulator.faults_left() == 0)
         sim_log.restart()
         ended = threading.Thread(target=task.cancel)
         ended.start()
