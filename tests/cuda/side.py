@@ -161,8 +161,8 @@ class Side:
         gc.collect()
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    def close(self) -> dict[str, Any]:
-        """End all; returns what more there is than before, and a violation of CUDA's rules."""
+    def end(self) -> None:
+        """Give all back."""
         logging.getLogger("kvplan").removeHandler(self._handler)
         self.transport.close()
         self._registered.clear()
@@ -175,6 +175,10 @@ class Side:
         gc.collect()
         self.program.ok("cuDevicePrimaryCtxRelease_v2", self.device_id)
         self.program.ok("cuCtxSetCurrent", None)
+
+    def close(self) -> dict[str, Any]:
+        """End all; returns what more there is than before, and a violation of CUDA's rules."""
+        self.end()
         left, violations = self._before
         found: dict[str, Any] = {}
         deadline = time.monotonic() + DEADLINE_S

@@ -22,9 +22,11 @@ from kvplan import (
     Shard,
 )
 from tests.ascend.simulator import Log
+from tests.cuda.side import pattern
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.conftest import MakeEngine
+from tests.datadist.layers import wait_until
 from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
 from tests.device.engines import DEVICE, HOST, contents, engine_on, filled, same
@@ -121,6 +123,30 @@ class TestOneHost:
             del side
         """)
 
+    def test_memory_of_the_program_is_let_go_of(
+        self, machine: Machine, user: LlmDataDist, peer: Peer, sim_log: Log
+    ) -> None:
+        """Once the peer has heard that its cache is gone: its owner may want to free it."""
+        peer.run("""
+            from tests.cuda.side import Side
+            side = Side(1)
+            address = side.allocate("program", 1, 8 * 96 * 2)
+            of_it = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=kvplan.Shard(num_layers=1))
+            cache = datadist.register_blocks_cache(of_it, [address], BlocksCacheKey(1, 2))
+        """)
+        one = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=Shard(num_layers=1))
+        cache = user.allocate_blocks_cache(one)
+        user.pull_blocks(BlocksCacheKey(1, 2), cache, [3], [0])
+        assert user.read_cache(cache)[0][0].tobytes() == pattern(1, 1536)[576:768].tobytes()
+        assert len(sim_log.calls("cuIpcOpenMemHandle_v2")) == 1
+        peer.run("datadist.unregister_cache(cache.cache_id)")
+        wait_until(lambda: bool(sim_log.calls("cuIpcCloseMemHandle")))
+        peer.run("""
+            side.free(address)
+            side.end()
+            del side
+        """)
+
     def test_a_lease_that_is_released(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
     ) -> None:
@@ -188,7 +214,7 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
             datadist.register_cache(
                 CacheDesc(1, (8, 96), DataType.DT_UINT16, Placement.DEVICE), [theirs]
             )
-    program.ok("cuMemFree_v2", theirs)
+        program.ok("cuMemFree_v2", theirs)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     program.ok("cuCtxSetCurrent", None)
     assert cuda_simulator.contexts() == 0
