@@ -72,7 +72,7 @@ def on_host_only(machine: Machine, why: str) -> None:
     """Skip a test that asks for something that device memory has not."""
     import pytest  # a peer, which imports this module, has no use for it
 
-    if machine.name.startswith("ascend"):
+    if machine.name.startswith(("ascend", "cuda")):
         pytest.skip(why)
 
 
