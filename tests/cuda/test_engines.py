@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -199,6 +200,7 @@ def test_two_engines_of_one_process(
 
 def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
     """What kvplan allocates works as before; the program's memory is refused, by name."""
+    before = cuda_simulator.contexts()
     program = Cuda()
     program.ok("cuInit", 0)
     program.primary(3)
@@ -217,7 +219,7 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
         program.ok("cuMemFree_v2", theirs)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     program.ok("cuCtxSetCurrent", None)
-    assert cuda_simulator.contexts() == 0
+    assert cuda_simulator.contexts() <= before
 
 
 def test_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) -> None:
@@ -235,11 +237,13 @@ def test_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) ->
 
 def test_nothing_is_left_of_pools(cuda_simulator: CudaControls) -> None:
     pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
+    before = cuda_simulator.contexts()
     with engine_on(cuda_simulator, **pools) as datadist:
         device, host = (filled(datadist, it, 1, paged=True) for it in (DEVICE, HOST))
         datadist.swap_blocks(host, device, {row: row for row in range(8)})
         assert same(datadist.read_cache(device), contents(1))
-    assert cuda_simulator.contexts() == 0
+    gc.collect()
+    assert cuda_simulator.contexts() <= before
 
 
 def test_a_device_that_is_not_there(cuda_simulator: CudaControls) -> None:
