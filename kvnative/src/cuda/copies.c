@@ -94,12 +94,15 @@ static int count_reached(const kvn_device *device, kvn_direction direction, cons
                          const uint64_t *src, const uint64_t *nbytes, size_t *count, size_t *failed,
                          kvn_failure *failure)
 {
-    kvn_cuda_ranges ranges = {.device = device};
+    kvn_cuda_ranges targets = {.device = device}, sources = {.device = device};
 
     for (size_t i = 0; i < *count; i++) {
-        const kvn_cuda_reach to = kvn_cuda_reach_of(&ranges, dst[i], nbytes[i]);
-        const kvn_cuda_reach from = kvn_cuda_reach_of(&ranges, src[i], nbytes[i]);
+        kvn_cuda_reach to = KVN_CUDA_REACHED, from = KVN_CUDA_REACHED;
 
+        if (!kvn_cuda_is_beside(&targets, dst[i], nbytes[i]))
+            to = kvn_cuda_reach_of(&targets, dst[i], nbytes[i]);
+        if (!kvn_cuda_is_beside(&sources, src[i], nbytes[i]))
+            from = kvn_cuda_reach_of(&sources, src[i], nbytes[i]);
         if (to == KVN_CUDA_REACHED && from == KVN_CUDA_REACHED)
             continue;
         *count = i;

@@ -1,7 +1,5 @@
 #include "cuda/reach.h"
 
-#define REGION_BITS 21 /* of an address: a slot of what is known */
-
 static kvn_cuda_reach judge(const kvn_device *device, unsigned type, unsigned is_managed, int number,
                             CUcontext context)
 {
@@ -48,13 +46,18 @@ static bool holds(const kvn_cuda_range *range, uint64_t address)
 
 static const kvn_cuda_range *look_up(kvn_cuda_ranges *ranges, uint64_t address)
 {
-    kvn_cuda_range *slot = &ranges->known[(address >> REGION_BITS) % KVN_CUDA_KNOWN];
+    const size_t count = ranges->num_asked < KVN_CUDA_KNOWN ? ranges->num_asked : KVN_CUDA_KNOWN;
+    size_t at = 0;
 
     if (holds(&ranges->latest, address))
         return &ranges->latest;
-    if (!holds(slot, address))
-        *slot = ask(ranges->device, address);
-    ranges->latest = *slot;
+    while (at < count && !holds(&ranges->known[at], address))
+        at++;
+    if (at == count) {
+        at = ranges->num_asked++ % KVN_CUDA_KNOWN;
+        ranges->known[at] = ask(ranges->device, address);
+    }
+    ranges->latest = ranges->known[at];
     return &ranges->latest;
 }
 
