@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    # What another accelerator's library offers, too; see `kvnative._acl`.
-    from kvnative._acl import AclLibrary as NativeLibrary
-    from kvnative._acl import Device as NativeDevice
-    from kvnative._acl import DeviceBuffer, HostBuffer, Pinned
+    from kvnative._acl import AclLibrary
     from kvnative._backend import Backend
+    from kvnative._cuda import CudaLibrary
+    from kvnative._device import Device as NativeDevice
+    from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
+    from kvplan.device.sharing import Sharing
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
 _LOG = Log("kvplan")
 _WHERE = {
     "device": "memory of another device",
+    "foreign": "device memory of another context in this process",
     "host": "pinned host memory",
     "managed": "unified memory",
     "pageable": "host memory",
@@ -44,7 +46,7 @@ class _Shared:
     backends: dict[CopyDirection, Backend] = field(default_factory=dict)
 
 
-_shared: dict[tuple[int, str, int], _Shared] = {}  # by process, library and device
+_shared: dict[tuple[int, DeviceLibrary, int], _Shared] = {}  # by process, library and device
 _mutex = threading.RLock()
 
 
@@ -65,8 +67,8 @@ class Device:
         native: the device itself, which other users in this process share.
     """
 
-    def __init__(self, device_id: int, library: NativeLibrary) -> None:
-        self._key = os.getpid(), library.path, device_id
+    def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
+        self._key = os.getpid(), library, device_id
         self._pinned: WeakSet[PinnedMemory] = WeakSet()
         self._closed = True  # until there is something to close
         self.id = device_id
@@ -90,9 +92,14 @@ class Device:
         self.native: NativeDevice = shared.native
 
     @property
-    def soc_name(self) -> str:
+    def sharing(self) -> Sharing | None:
+        """How processes of this host share its memory; None: they do not, as by default."""
+        return None
+
+    @property
+    def name(self) -> str:
         """The name of its chip, such as "Ascend910B3"."""
-        return self.native.soc_name
+        return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """New zeroed memory of the device; it goes with its last reference.
@@ -209,7 +216,7 @@ class Device:
                 known = shared.backends.setdefault(direction, self.native.backend(direction))
         if (reason := self.native.fallback_reason) and not shared.logged_fallback:
             shared.logged_fallback = True
-            _LOG.warning("device=%d copies one by one, and not in batches: %s", self.id, reason)
+            _LOG.warning("device=%d does not copy in the fastest way: %s", self.id, reason)
         return known
 
     def describe(self) -> dict[str, object]:
@@ -218,7 +225,7 @@ class Device:
         return {
             "id": self.id,
             "physical_id": self.native.physical_id,
-            "soc": self.soc_name,
+            "name": self.name,
             "library": self.native.library.path,
             "version": self.native.library.version,
             "free_bytes": free,
@@ -246,7 +253,7 @@ class Device:
 
     def __repr__(self) -> str:
         state = ": closed" if self._closed else ""
-        return f"<{type(self).__name__} {self.id}, {self.soc_name}{state}>"
+        return f"<{type(self).__name__} {self.id}, {self.name}{state}>"
 
     def _locate(self, address: int) -> tuple[str, int]:
         try:

@@ -86,7 +86,7 @@ def _hccl(options: TransportOptions) -> Transport:
 
     if not isinstance(options.device, AscendDevice):
         raise LLMException(
-            "there is no accelerator (kvplan.accelerator)",
+            "there is no Ascend device (kvplan.accelerator)",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     from kvplan.transport.hccl.transport import HcclTransport
@@ -124,7 +124,7 @@ def _tcp(options: TransportOptions) -> Transport:
 TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
     "hccl": _hccl,
     "local": lambda options: LocalTransport(
-        permit_any_peer=options.permit_any_peer, populate=options.populate
+        permit_any_peer=options.permit_any_peer, populate=options.populate, device=options.device
     ),
     "ucx": _ucx,
     "tcp": _tcp,

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from kvnative._cuda import CudaLibrary, Device
+from tests.ascend.fixtures import sim_folder, sim_log
+from tests.cuda_sim.simulator import CudaControls, cuda_simulator
+from tests.datadist.conftest import idle, make_engine, make_peer, pair, peer, user
+from tests.datadist.machine import Machine, machine_of
+
+__all__ = [
+    "cuda_simulator",
+    "idle",
+    "make_engine",
+    "make_peer",
+    "pair",
+    "peer",
+    "sim_folder",
+    "sim_log",
+    "user",
+]
+
+
+COLUMNS_NBYTES = 8192 * 28  # of the descriptors of a launch
+
+
+@pytest.fixture
+def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """The simulated device, linked by local, or another: for fixtures of tests/datadist."""
+    machine = machine_of(getattr(request, "param", "cuda"), cluster_id=2)
+    before = machine.left()  # of a test that failed
+    yield machine
+    gc.collect()
+    assert {kind for kind, count in machine.left().items() if count > before.get(kind, 0)} == set()
+
+
+@pytest.fixture
+def device(cuda_simulator: CudaControls) -> Iterator[Device]:
+    """Number 3 of eight, in its primary context; nothing may be left but what it has for itself.
+
+    That goes with the device, which pytest still holds.
+    """
+    device = CudaLibrary.load().device(3)
+    yield device
+    device.close()
+    gc.collect()
+    assert {*besides_launches(cuda_simulator.left())} <= {"streams"}
+
+
+def besides_launches(left: dict[str, int]) -> dict[str, int]:
+    """Less what a device keeps as long as it is there: its kernel, and what launches read."""
+    columns = left.get("device_bytes", 0) // COLUMNS_NBYTES
+    kept = {"modules": 1, "pinned": 1 + columns, "device_bytes": columns * COLUMNS_NBYTES}
+    return {kind: count for kind, count in left.items() if count > kept.get(kind, 0)}
