@@ -153,6 +153,17 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     assert (report.status, report.failed) == (KVN_INVALID, 0)
 
 
+def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: CudaControls) -> None:
+    executor = Executor(device.backend("device_to_device"))
+    case = between(device, cuda_simulator, "device_to_device", [100] * 300)
+    cuda_simulator.add_fault(f"{LAUNCH}:1=701")
+    report = executor.run(case.descriptors)
+    assert report.status != KVN_OK
+    assert report.message.startswith(f"{LAUNCH}: 701 (")
+    assert device.fallback_reason == ""
+    run(executor, case)
+
+
 def test_what_launches_have_used_is_given_back_with_the_device(
     cuda_simulator: CudaControls,
 ) -> None:
