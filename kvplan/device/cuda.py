@@ -6,9 +6,11 @@ import ctypes
 import os
 import re
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from kvplan.device.cuda_sharing import CudaSharing
 from kvplan.device.device import Device
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
@@ -97,6 +99,12 @@ class CudaDevice(Device):
                 cuda_copies.apply(self, tunings)
         except (OSError, LLMException) as error:
             _LOG.info("device=%d copies as is built in: %s", device_id, error)
+
+    @cached_property
+    def sharing(self) -> CudaSharing:
+        """How processes of this host share its memory."""
+        uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
+        return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
 
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""

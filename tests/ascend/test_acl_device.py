@@ -91,7 +91,7 @@ def test_properties_of_a_device(device: Device, monkeypatch: pytest.MonkeyPatch)
     else:
         assert device.attribute(402) == 3  # PHY_CHIP_ID
         assert device.attribute(9999) is None
-    with pytest.raises(TypeError, match=r"comes from AclLibrary\.device"):
+    with pytest.raises(TypeError, match=r"comes from the device\(\) of its library"):
         Device()
 
 

@@ -18,6 +18,7 @@ from kvplan.cli.info.look import COSTS
 from kvplan.device.ascend import A2, A3, A950
 from kvplan.transport.tcp.transport import connections_of
 from tests.ascend_sim.build import build
+from tests.cuda_sim.build import build as build_cuda
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME", "KVPLAN_ASCEND_LIBRARY")
@@ -192,6 +193,39 @@ class TestBrokenLibraries:
         assert not failed["works"]
         assert "507013 (DMA error)" in failed["why_not"]
         assert all(copy["works"] for copy in tried.values())
+
+
+class TestSimulatedGpus:
+    def test_as_json(self) -> None:
+        library = str(build_cuda())
+        it = found(KVPLAN_CUDA_LIBRARY=library, KVPLAN_ASCEND_LIBRARY="", KVSIM_DEVICES="2")
+        cuda = it["cuda"]
+        assert (cuda["library"], cuda["version"], cuda["missing"]) == (library, "13.0", [])
+        assert [device["id"] for device in cuda["devices"]] == [0, 1]
+        for device in cuda["devices"]:
+            assert (device["name"], device["capability"]) == ("Simulated GPU", "9.0")
+            assert device["free_bytes"] <= device["total_bytes"]
+        assert all(copy["works"] for copy in it["copies"])
+        assert len(it["copies"]) == 3
+        assert "no Ascend device" in transport(it, "hccl")["why_not"]
+
+    def test_one_that_cannot_be_opened(self) -> None:
+        text = info(
+            KVPLAN_CUDA_LIBRARY=str(build_cuda()),
+            KVPLAN_ASCEND_LIBRARY="",
+            KVSIM_DEVICES="2",
+            KVSIM_FAULTS="cuDevicePrimaryCtxRetain:2=46",
+        )
+        said = "Simulated GPU, 1 of 2 devices can be opened, driver of CUDA 13.0"
+        assert said in " ".join(text.split())
+
+    def test_a_driver_without_a_device(self) -> None:
+        text = info(
+            KVPLAN_CUDA_LIBRARY=str(build_cuda()),
+            KVPLAN_ASCEND_LIBRARY="",
+            KVSIM_FAULTS="cuInit:1=100",
+        )
+        assert "none: cuInit: 100 (CUDA_ERROR_NO_DEVICE)" in " ".join(text.split())
 
 
 class TestSimulatedDevices:

@@ -9,13 +9,14 @@ import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LlmRole, Transfers
 from tests.ascend.fixtures import sim_folder, simulator
+from tests.cuda_sim.simulator import cuda_simulator
 from tests.datadist.machine import Machine, machine_of
 from tests.datadist.peer import Peer
 from tests.support.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[[], Peer]
-__all__ = ["sim_folder", "simulator"]  # fixtures
+__all__ = ["cuda_simulator", "sim_folder", "simulator"]  # fixtures
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,6 +28,8 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """What a test runs on; of a device nothing may be left when the test's engines have gone."""
     if request.param.startswith("ascend"):
         request.getfixturevalue("simulator")
+    elif request.param == "cuda":
+        request.getfixturevalue("cuda_simulator")
     machine = machine_of(request.param, cluster_id=2)
     before = machine.left()  # of a test that failed
     yield machine

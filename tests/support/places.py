@@ -7,7 +7,8 @@ Suites whose engines another network namespace has are run by tests/across/.
 
 KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
     and over nothing else; "ascend_tcp": those of tests/datadist on simulated devices over TCP;
-    "ucx", "ascend": those that are marked, over UCX, and on simulated devices.
+    "ucx", "ascend": those that are marked, over UCX, and on simulated devices; "cuda": those of
+    tests/datadist on simulated CUDA devices, whose memory peers map.
     (tests/links is about the conversation, and has transports of its own.)
 KVPLAN_TEST_TCP_CONNECTIONS: how many their links have then; else 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
@@ -56,6 +57,8 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
         if metafunc.definition.get_closest_marker(marker)
     ]
     fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp, *others]
+    if "ascend" in fit:
+        fit.append("cuda")  # where it is asked for
     names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
     known = [it for it in names if it in fit]
     # Not with QUICK=1: what has run on the host, and devices over TCP where both have run alone.

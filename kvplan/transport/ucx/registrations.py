@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvnative._ucx import UcxRegion, UcxWorker
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.registrations import Releasable
 
 _WORD_NBYTES: Final = 8
 
@@ -212,7 +213,7 @@ def _mapped(
         ) from error
 
 
-def _release(region: UcxRegion, pin: Pin | None) -> None:
+def _release(region: UcxRegion, pin: Releasable | None) -> None:
     region.release()
     if pin is not None:
         pin.release()
