@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvnative._cuda import CudaLibrary, Device
+from kvnative._cuda_share import export, import_descriptor
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_INVALID,
@@ -151,6 +152,33 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
         Descriptors.from_columns(target, source, np.array([4 * MIB], np.uint64))
     )
     assert (report.status, report.failed) == (KVN_INVALID, 0)
+
+
+def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", [100] * 20)
+    owner = device.library.device(4)
+    theirs = owner.allocate(case.source.nbytes)
+    owner.write(theirs.address, case.source)
+    executor = Executor(device.backend("device_to_device"))
+
+    def pull(source: int) -> tuple[int, int, int]:
+        case.target[:] = UNTOUCHED
+        sim_log.restart()
+        descriptors = Descriptors.from_columns(
+            case.dst_offsets + np.uint64(case.sides[1].address),
+            case.src_offsets + np.uint64(source),
+            case.nbytes,
+        )
+        assert executor.run(descriptors).status == KVN_OK
+        case.assert_moved()
+        return counts(sim_log)
+
+    exported = export(owner, theirs.address, case.source.nbytes)
+    mapped = import_descriptor(device, exported.fd, exported.nbytes)
+    assert pull(mapped.address) == (1, 0, 0)
+    assert pull(theirs.address) == (0, 0, 20), "whether this GPU reaches it there is the driver's"
 
 
 def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: CudaControls) -> None:
