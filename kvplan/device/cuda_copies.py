@@ -82,16 +82,16 @@ def scattered(dst: int, src: int, nbytes: int, span_nbytes: int) -> Descriptors:
 def time_copies(
     device: Device,
     direction: CopyDirection,
-    way: Way,
+    way: Way | None,
     nbytes: int,
     *,
     span_nbytes: int = _SPAN_NBYTES,
 ) -> float:
     """Seconds from the submission of scattered descriptors to the end, the least of some tries.
 
-    The way is that of transfers that others make on the device meanwhile, too.
-
     Args:
+        way: that is taken, by transfers that others make on the device meanwhile, too; None: that
+            which the device takes.
         nbytes: of a descriptor; there are 4,096 at most.
         span_nbytes: of each side, and the most that is moved.
 
@@ -106,8 +106,9 @@ def time_copies(
     descriptors = scattered(target.address, source.address, nbytes, span_nbytes)
     before = copy_tuning(native, direction)
     executor = Executor(native.backend(direction))
-    kernel_below, batch_below = _FORCED[way]
-    tune_copies(native, direction, CopyTuning(kernel_below, batch_below, before.blocks))
+    if way is not None:
+        kernel_below, batch_below = _FORCED[way]
+        tune_copies(native, direction, CopyTuning(kernel_below, batch_below, before.blocks))
     try:
         return min(_time(executor, descriptors) for _ in range(_ROUNDS))
     finally:
@@ -121,6 +122,56 @@ def _time(executor: Executor, descriptors: Descriptors) -> float:
     if report.status != 0:
         raise LLMException(report.message)
     return took
+
+
+class Figure(NamedTuple):
+    """Scattered blocks beside one contiguous copy of as many bytes, in the same run.
+
+    Attributes:
+        direction: of the copies.
+        block_nbytes, blocks: what was moved.
+        seconds: it took.
+        contiguous_seconds: of one copy of the driver's.
+    """
+
+    direction: CopyDirection
+    block_nbytes: int
+    blocks: int
+    seconds: float
+    contiguous_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the bandwidth of the contiguous copy."""
+        return self.contiguous_seconds / self.seconds
+
+
+def figures(device: Device, blocks: int = _MAX_COUNT) -> list[Figure]:
+    """Measure what copies are judged by: 4, 32 and 256 KiB within, 32 KiB to and fro, one block.
+
+    Takes `blocks` x 256 KiB of the device twice, and an eighth of that of pinned memory.
+
+    Raises:
+        NativeError, LLMException: what the device says.
+    """
+    asked: list[tuple[CopyDirection, int, int]] = [
+        ("device_to_device", 4 << 10, blocks),
+        ("device_to_device", 32 << 10, blocks),
+        ("device_to_device", 256 << 10, blocks),
+        ("host_to_device", 32 << 10, blocks),
+        ("device_to_host", 32 << 10, blocks),
+        ("device_to_device", 4 << 10, 1),
+    ]
+    return [
+        Figure(
+            direction,
+            nbytes,
+            count,
+            time_copies(device, direction, None, nbytes, span_nbytes=nbytes * count),
+            time_copies(device, direction, "single", nbytes * count, span_nbytes=nbytes * count),
+        )
+        for direction, nbytes, count in asked
+    ]
 
 
 def calibrate(timer: Timer) -> Found:

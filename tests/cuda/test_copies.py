@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvnative._cuda import CudaLibrary, Device
+from kvnative._cuda_share import export, import_descriptor
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_INVALID,
@@ -153,6 +154,44 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     assert (report.status, report.failed) == (KVN_INVALID, 0)
 
 
+def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", [100] * 20)
+    owner = device.library.device(4)
+    theirs = owner.allocate(case.source.nbytes)
+    owner.write(theirs.address, case.source)
+    executor = Executor(device.backend("device_to_device"))
+
+    def pull(source: int) -> tuple[int, int, int]:
+        case.target[:] = UNTOUCHED
+        sim_log.restart()
+        descriptors = Descriptors.from_columns(
+            case.dst_offsets + np.uint64(case.sides[1].address),
+            case.src_offsets + np.uint64(source),
+            case.nbytes,
+        )
+        assert executor.run(descriptors).status == KVN_OK
+        case.assert_moved()
+        return counts(sim_log)
+
+    exported = export(owner, theirs.address, case.source.nbytes)
+    mapped = import_descriptor(device, exported.fd, exported.nbytes)
+    assert pull(mapped.address) == (1, 0, 0)
+    assert pull(theirs.address) == (0, 0, 20), "whether this GPU reaches it there is the driver's"
+
+
+def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: CudaControls) -> None:
+    executor = Executor(device.backend("device_to_device"))
+    case = between(device, cuda_simulator, "device_to_device", [100] * 300)
+    cuda_simulator.add_fault(f"{LAUNCH}:1=701")
+    report = executor.run(case.descriptors)
+    assert report.status != KVN_OK
+    assert report.message.startswith(f"{LAUNCH}: 701 (")
+    assert device.fallback_reason == ""
+    run(executor, case)
+
+
 def test_what_launches_have_used_is_given_back_with_the_device(
     cuda_simulator: CudaControls,
 ) -> None:
@@ -209,12 +248,15 @@ def test_one_that_runs_is_told_and_waited_for(device: Device, cuda_simulator: Cu
 
 
 def test_copies_that_cannot_be_stopped_are_waited_for(
-    device: Device, cuda_simulator: CudaControls
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
-    cuda_simulator.set("latency_us", 100_000)
     executor = Executor(device.backend("device_to_device"))
     case = between(device, cuda_simulator, "device_to_device", [9 * MIB])
-    report = executor.run(case.descriptors, 20)
+    cuda_simulator.set("latency_us", 100_000)
+    task = executor.submit(case.descriptors)
+    while not sim_log.calls(SINGLE):
+        task.wait(1, give_up=False)
+    report = task.cancel()
     cuda_simulator.set("latency_us", 0)
-    assert report.status in (KVN_OK, KVN_TIMEOUT)
+    assert report.status in (KVN_OK, KVN_CANCELLED)
     case.assert_moved()

@@ -111,6 +111,21 @@ def test_each_way_is_the_one_that_is_measured(
     assert copy_tuning(opened.native, direction) == before
 
 
+def test_figures_are_of_scattered_blocks_and_of_one_copy(opened: CudaDevice, sim_log: Log) -> None:
+    found = cuda_copies.figures(opened, blocks=4)
+    assert [(it.direction, it.block_nbytes, it.blocks) for it in found[:2]] == [
+        ("device_to_device", 4 * KIB, 4),
+        ("device_to_device", 32 * KIB, 4),
+    ]
+    assert len(found) == 6
+    assert all(it.share == it.contiguous_seconds / it.seconds for it in found)
+    assert sim_log.counts("cuLaunchKernel") == {"cuLaunchKernel": 6 * 5}
+    assert {it.fields["bytes"] for it in sim_log.calls("cuMemcpyAsync")} == {
+        4 * KIB,
+        *(4 * KIB * it for it in (4, 32, 256)),
+    }
+
+
 def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path) -> None:
     assert cuda_copies.load(opened) is None
     tunings = {it: CopyTuning(64 * KIB, NO_LIMIT, 7) for it in DIRECTIONS}

@@ -26,6 +26,7 @@ typedef struct kvn_cuda_device {
     pthread_mutex_t mutex;          /* guards what follows */
     kvn_cuda_allocated *allocated;  /* by address, ascending */
     size_t num_allocated;
+    struct kvn_cuda_mapped *mapped; /* of cuda/reach.c: memory of peers */
     CUstream idle[KVN_CUDA_MAX_IDLE]; /* for `copy` and `clear` */
     size_t num_idle;
 } kvn_cuda_device;

@@ -1,5 +1,59 @@
 #include "cuda/reach.h"
 
+#include <errno.h>
+#include <stdlib.h>
+
+/* ---- memory of peers ---- */
+
+typedef struct kvn_cuda_mapped {
+    struct kvn_cuda_mapped *next;
+    uint64_t address;
+    uint64_t nbytes;
+} kvn_cuda_mapped;
+
+int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_mapped *made = malloc(sizeof *made);
+
+    if (!made)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note what a peer has shared");
+    pthread_mutex_lock(&state->mutex);
+    *made = (kvn_cuda_mapped){state->mapped, address, nbytes};
+    state->mapped = made;
+    pthread_mutex_unlock(&state->mutex);
+    return KVN_OK;
+}
+
+void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_mapped **link = &state->mapped, *found;
+
+    pthread_mutex_lock(&state->mutex);
+    while (*link && (*link)->address != address)
+        link = &(*link)->next;
+    found = *link;
+    if (found)
+        *link = found->next;
+    pthread_mutex_unlock(&state->mutex);
+    free(found);
+}
+
+static bool is_mapped(const kvn_device *device, uint64_t address)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    const kvn_cuda_mapped *it;
+
+    pthread_mutex_lock(&state->mutex);
+    for (it = state->mapped; it && address - it->address >= it->nbytes; it = it->next)
+        ;
+    pthread_mutex_unlock(&state->mutex);
+    return it != NULL;
+}
+
+/* ---- what the driver knows ---- */
+
 static kvn_cuda_reach judge(const kvn_device *device, unsigned type, unsigned is_managed, int number,
                             CUcontext context)
 {
@@ -9,7 +63,7 @@ static kvn_cuda_reach judge(const kvn_device *device, unsigned type, unsigned is
         return KVN_CUDA_COPIED; /* a kernel would move its pages to the device */
     if (type == KVN_CUDA_MEMORY_HOST)
         return KVN_CUDA_REACHED;
-    /* Of another device only where peer access was enabled, which cannot be asked for an address. */
+    /* Of another device only where this one was given access, which the driver does not say of an address. */
     return number == device->id && (!context || context == device->context) ? KVN_CUDA_REACHED
                                                                              : KVN_CUDA_COPIED;
 }
@@ -31,6 +85,8 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
         KVN_CUDA_OK)
         return found;
     found.reach = judge(device, type, is_managed, number, context);
+    if (found.reach == KVN_CUDA_COPIED && !is_managed && is_mapped(device, address))
+        found.reach = KVN_CUDA_REACHED;
     found.first = start;
     found.last = start + nbytes;
     /* A driver that does not say how far it goes says something of this byte. */

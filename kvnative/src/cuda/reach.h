@@ -27,6 +27,11 @@ typedef struct kvn_cuda_ranges {
     kvn_cuda_range known[KVN_CUDA_KNOWN];
 } kvn_cuda_ranges;
 
+/* Memory of a peer was mapped for this device, or will be unmapped. Of that on another GPU the driver does not
+ * say who reaches it. KVN_NO_MEMORY. */
+int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
+void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address);
+
 /* Of all bytes of [address, address + nbytes), the least. */
 kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes);
 

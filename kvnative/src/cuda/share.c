@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cuda/memory.h"
+#include "cuda/reach.h"
 
 /* What the driver knows of the allocation that holds an address. */
 typedef struct allocation {
@@ -179,6 +180,17 @@ static int import_descriptor(const kvn_device *device, int fd, kvn_cuda_imported
     return status;
 }
 
+/* The copy kernel may be given it. */
+static int note_import(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure)
+{
+    kvn_failure ignored;
+    const int status = kvn_cuda_reach_add(device, imported->address, imported->nbytes, failure);
+
+    if (status != KVN_OK)
+        kvn_cuda_unmap(device, imported, &ignored);
+    return status;
+}
+
 int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, kvn_cuda_imported *out,
                                kvn_failure *failure)
 {
@@ -190,7 +202,7 @@ int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes
         status = import_descriptor(device, fd, out, failure);
         kvn_device_leave(device, previous);
     }
-    return status;
+    return status == KVN_OK ? note_import(device, out, failure) : status;
 }
 
 static int import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle,
@@ -225,7 +237,7 @@ int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *
         status = import_handle(device, handle, out, failure);
         kvn_device_leave(device, previous);
     }
-    return status;
+    return status == KVN_OK ? note_import(device, out, failure) : status;
 }
 
 int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure)
@@ -235,6 +247,7 @@ int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, 
 
     if (status != KVN_OK)
         return status;
+    kvn_cuda_reach_remove(device, imported->address);
     if (imported->is_legacy) {
         status = KVN_CUDA_CALL(device, failure, cuIpcCloseMemHandle, imported->address);
     } else {
