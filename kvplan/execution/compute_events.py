@@ -106,8 +106,8 @@ def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
                 f"{other}_stream, and this engine's device those of {prefix}"
             )
     raise TypeError(
-        f"{name}={shown(event)} must be an event or a stream of the model's compute (an object with "
-        f"{prefix}_event or {prefix}_stream), or the handle of an event as an int, not "
+        f"{name}={shown(event)} must be an event or a stream of the model's compute, an object "
+        f"with {prefix}_event or {prefix}_stream, or the handle of an event, an int, not "
         f"{type(event).__name__}"
     )
 
