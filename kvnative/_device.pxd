@@ -72,6 +72,7 @@ cdef extern from "device/events.h" nogil:
         kvn_gate gate
 
     kvn_events *kvn_events_create(kvn_device *device)
+    void kvn_events_close(kvn_events *events)
     void kvn_events_destroy(kvn_events *events)
     int kvn_event_take_stream(
         kvn_events *events, void *stream, kvn_event *out, kvn_failure *failure

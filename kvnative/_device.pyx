@@ -453,6 +453,9 @@ cdef class Device:
     def close(self) -> None:
         """Take no more; what was made of it goes on until it is let go. Idempotent."""
         self.closed = True
+        if self.events is not NULL and self.library.pid == getpid():
+            with nogil:
+                kvn_events_close(self.events)
         devices = self.library.devices
         if devices.get(self.device.id) is self:
             del devices[self.device.id]

@@ -28,6 +28,7 @@ struct kvn_events {
     pthread_t thread;
     bool started;
     bool stopping;
+    bool closed; /* units are not kept */
     kvn_list waiting;
     const kvn_gate_waiter *looked_at; /* by the thread, without the mutex */
     kvn_event_unit *units[2];         /* given back, reached or not: without a stream, and with one */
@@ -50,8 +51,10 @@ static kvn_event_unit *find_unit(kvn_events *events, bool streams)
     pthread_mutex_lock(&events->mutex);
     while ((unit = *link) && !is_reached(events, unit))
         link = &unit->next;
-    if (unit)
+    if (unit) {
         *link = unit->next;
+        unit->next = NULL;
+    }
     pthread_mutex_unlock(&events->mutex);
     return unit;
 }
@@ -90,14 +93,34 @@ static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn
     return status;
 }
 
+static void destroy_units(kvn_events *events, kvn_event_unit *unit)
+{
+    void *previous = NULL;
+    kvn_failure ignored; /* a forked child: it has no part in them */
+
+    if (!unit || kvn_device_enter(events->device, &previous, &ignored) != KVN_OK)
+        return;
+    while (unit) {
+        kvn_event_unit *next = unit->next;
+        destroy_unit(events, unit);
+        unit = next;
+    }
+    kvn_device_leave(events->device, previous);
+}
+
 static void keep_unit(kvn_events *events, kvn_event_unit *unit)
 {
     kvn_event_unit **units = &events->units[unit->stream != NULL];
+    bool closed;
 
     pthread_mutex_lock(&events->mutex);
-    unit->next = *units;
-    *units = unit;
+    closed = events->closed;
+    unit->next = closed ? NULL : *units;
+    if (!closed)
+        *units = unit;
     pthread_mutex_unlock(&events->mutex);
+    if (closed)
+        destroy_units(events, unit);
 }
 
 /* ---- the thread ---- */
@@ -260,8 +283,8 @@ static int follow(kvn_events *events, void *event, kvn_event_unit **unit, kvn_fa
 
 static int take(kvn_events *events, int status, kvn_event_unit *unit, kvn_event *out)
 {
-    if (status != KVN_OK && unit)
-        destroy_unit(events, unit);
+    if (status != KVN_OK)
+        destroy_units(events, unit);
     if (status == KVN_OK)
         *out = (kvn_event){.gate = {.enter = enter, .leave = leave}, .events = events, .unit = unit};
     return status;
@@ -323,25 +346,28 @@ kvn_events *kvn_events_create(kvn_device *device)
     return events;
 }
 
+void kvn_events_close(kvn_events *events)
+{
+    kvn_event_unit *units[2];
+
+    pthread_mutex_lock(&events->mutex);
+    events->closed = true;
+    memcpy(units, events->units, sizeof units);
+    memset(events->units, 0, sizeof events->units);
+    pthread_mutex_unlock(&events->mutex);
+    destroy_units(events, units[0]);
+    destroy_units(events, units[1]);
+}
+
 void kvn_events_destroy(kvn_events *events)
 {
-    void *previous = NULL;
-    kvn_failure ignored;
-
+    kvn_events_close(events);
     pthread_mutex_lock(&events->mutex);
     events->stopping = true;
     pthread_cond_broadcast(&events->changed);
     pthread_mutex_unlock(&events->mutex);
     if (events->started)
         pthread_join(events->thread, NULL);
-    if (kvn_device_enter(events->device, &previous, &ignored) == KVN_OK) {
-        for (size_t i = 0; i < 2; i++)
-            for (kvn_event_unit *unit; (unit = events->units[i]);) {
-                events->units[i] = unit->next;
-                destroy_unit(events, unit);
-            }
-        kvn_device_leave(events->device, previous);
-    }
     pthread_cond_destroy(&events->changed);
     pthread_mutex_destroy(&events->mutex);
     free(events);

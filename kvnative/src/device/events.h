@@ -21,6 +21,8 @@ typedef struct kvn_event {
 
 /* All of one device, which outlives them. NULL: no memory. */
 kvn_events *kvn_events_create(kvn_device *device);
+/* No more are taken; those that are go when they are given back. Any number of times. */
+void kvn_events_close(kvn_events *events);
 /* None that was taken is left. What stands behind a point that is never reached is left to the device. */
 void kvn_events_destroy(kvn_events *events);
 
