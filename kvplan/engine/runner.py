@@ -667,9 +667,7 @@ class OperationRunner:
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.submit(
-            plan, src, dst, on_outcome, descriptors, operation.after
-        )
+        task = engine.transfers.submit(plan, src, dst, on_outcome, descriptors, operation.after)
         try:
             operation.submitted = True
             if operation.follows_up or report is not None:
@@ -696,9 +694,7 @@ class OperationRunner:
             on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
         gate_of = None if engine.device is None else engine.device.gate
-        task = engine.transfers.layered(
-            plan, src, dst, on_outcome, on_last, descriptors, gate_of
-        )
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)
         operation.submitted = True
         (engine.prompt if prompt else engine.completion).watch(task)
         return task

@@ -1,4 +1,4 @@
-"""A model's compute on a simulated device: a stream of a framework, in the device's primary context."""
+"""A model's compute on a simulated device: a stream of a framework, in the primary context."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Compute:
         self._acl.ok("aclrtMemsetAsync", address, nbytes, value, nbytes, self.npu_stream)
 
     def event(self) -> SimpleNamespace:
-        """Return an event behind what was issued so far, with what one of torch_npu says of itself."""
+        """Return an event behind what was issued so far, as one of torch_npu."""
         name = "aclrtCreateEventExWithFlag"
         event = self._acl.made(name, SYNC)
         self._events.append(event)
