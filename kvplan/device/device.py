@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    # What another accelerator's library offers, too; see `kvnative._acl`.
-    from kvnative._acl import AclLibrary as NativeLibrary
-    from kvnative._acl import Device as NativeDevice
-    from kvnative._acl import DeviceBuffer, HostBuffer, Pinned
+    from kvnative._acl import AclLibrary
     from kvnative._backend import Backend
     from kvnative._executor import Gate
     from kvplan.execution.compute_events import ComputeEvent
+    from kvnative._cuda import CudaLibrary
+    from kvnative._device import Device as NativeDevice
+    from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
 _LOG = Log("kvplan")
 _WHERE = {
     "device": "memory of another device",
+    "foreign": "device memory of another context in this process",
     "host": "pinned host memory",
     "managed": "unified memory",
     "pageable": "host memory",
@@ -48,7 +49,7 @@ class _Shared:
     backends: dict[CopyDirection, Backend] = field(default_factory=dict)
 
 
-_shared: dict[tuple[int, str, int], _Shared] = {}  # by process, library and device
+_shared: dict[tuple[int, DeviceLibrary, int], _Shared] = {}  # by process, library and device
 _mutex = threading.RLock()
 
 
@@ -72,8 +73,8 @@ class Device:
 
     prefix = ""
 
-    def __init__(self, device_id: int, library: NativeLibrary) -> None:
-        self._key = os.getpid(), library.path, device_id
+    def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
+        self._key = os.getpid(), library, device_id
         self._pinned: WeakSet[PinnedMemory] = WeakSet()
         self._closed = True  # until there is something to close
         self.id = device_id
@@ -97,9 +98,9 @@ class Device:
         self.native: NativeDevice = shared.native
 
     @property
-    def soc_name(self) -> str:
+    def name(self) -> str:
         """The name of its chip, such as "Ascend910B3"."""
-        return self.native.soc_name
+        return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """New zeroed memory of the device; it goes with its last reference.
@@ -216,7 +217,7 @@ class Device:
                 known = shared.backends.setdefault(direction, self.native.backend(direction))
         if (reason := self.native.fallback_reason) and not shared.logged_fallback:
             shared.logged_fallback = True
-            _LOG.warning("device=%d copies one by one, and not in batches: %s", self.id, reason)
+            _LOG.warning("device=%d does not copy in the fastest way: %s", self.id, reason)
         return known
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
@@ -244,7 +245,7 @@ class Device:
         return {
             "id": self.id,
             "physical_id": self.native.physical_id,
-            "soc": self.soc_name,
+            "name": self.name,
             "library": self.native.library.path,
             "version": self.native.library.version,
             "free_bytes": free,
@@ -272,7 +273,7 @@ class Device:
 
     def __repr__(self) -> str:
         state = ": closed" if self._closed else ""
-        return f"<{type(self).__name__} {self.id}, {self.soc_name}{state}>"
+        return f"<{type(self).__name__} {self.id}, {self.name}{state}>"
 
     def _locate(self, address: int) -> tuple[str, int]:
         try:

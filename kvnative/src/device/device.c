@@ -67,7 +67,7 @@ void kvn_device_leave(const kvn_device *device, void *previous)
 
     if (!previous)
         previous = device->primary;
-    if (previous && previous != device->context)
+    if (previous != device->context)
         device->ops->set_context(device, previous, &ignored);
 }
 
@@ -289,6 +289,13 @@ void kvn_device_fall_back(kvn_device *device, const char *why)
         snprintf(device->fallback, sizeof device->fallback, "%s", why);
         atomic_store(&device->batch_copies, 0);
     }
+    pthread_mutex_unlock(&device->mutex);
+}
+
+void kvn_device_note_fallback(kvn_device *device, const char *why)
+{
+    pthread_mutex_lock(&device->mutex);
+    snprintf(device->fallback, sizeof device->fallback, "%s", why);
     pthread_mutex_unlock(&device->mutex);
 }
 

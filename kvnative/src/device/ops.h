@@ -25,7 +25,8 @@ typedef enum kvn_memory_kind {
     KVN_MEMORY_PAGEABLE, /* of the host; also what the runtime does not know */
     KVN_MEMORY_PINNED,   /* of the host */
     KVN_MEMORY_DEVICE,
-    KVN_MEMORY_MANAGED /* moves between the two by itself */
+    KVN_MEMORY_MANAGED, /* moves between the two by itself */
+    KVN_MEMORY_FOREIGN  /* of this device, but of another context in this process: out of reach in ours */
 } kvn_memory_kind;
 
 /* Where memory lies. */
@@ -37,9 +38,17 @@ typedef struct kvn_memory_place {
 
 /* The batch copies that work on a device: flags. */
 typedef enum kvn_batch_copies {
-    KVN_BATCH_ASYNC = 1 << 0,   /* copy_batch on a stream */
-    KVN_BATCH_BLOCKING = 1 << 1 /* copy_batch without one: what pageable memory is better copied with */
+    KVN_BATCH_ASYNC = 1 << 0,    /* copy_batch on a stream, between host and device */
+    KVN_BATCH_BLOCKING = 1 << 1, /* copy_batch without one: what pageable memory is better copied with */
+    KVN_BATCH_WITHIN = 1 << 2,   /* copy_batch on a stream, within the device */
+    KVN_BATCH_PINNED = 1 << 3    /* on a stream of pinned host memory only: other goes by copy_async */
 } kvn_batch_copies;
+
+/* In bytes that move in the same time. */
+typedef struct kvn_copy_costs {
+    uint64_t shard;      /* of one more channel: less than that is not cut; UINT64_MAX: nothing is */
+    uint64_t descriptor; /* of each, besides its bytes */
+} kvn_copy_costs;
 
 typedef struct kvn_device_ops {
     const char *name;    /* of backends, and in names of threads, so short: "acl" */
@@ -48,17 +57,22 @@ typedef struct kvn_device_ops {
     uint64_t max_batch;  /* descriptors of one copy_batch */
     bool can_abort;      /* abort_stream stops work, also what waits for an event: else events are waited for
                           * by a thread, as nothing that stands behind one on a stream could be given up */
+    unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
+    kvn_copy_costs host_costs; /* of copies from and to the host */
+    kvn_copy_costs within_costs;
 
     /* ---- contexts; on any thread ---- */
 
     /* A context to work in: one of our own where an error of a stream would be that of all streams of its
-     * context, as a framework in the same process has one too. *primary is what threads have current that had
-     * none before a call of ours: others go on in them. On return either may be current. */
-    int (*open_context)(const kvn_device *device, void **context, void **primary, kvn_failure *failure);
+     * context, as a framework in the same process has one too. *primary (preset to NULL) is what threads have
+     * current that had none before a call of ours: others go on in them; NULL: none again. On return either
+     * may be current. It may set the device's `state`. */
+    int (*open_context)(kvn_device *device, void **context, void **primary, kvn_failure *failure);
     /* What was made in it is gone. */
-    void (*close_context)(const kvn_device *device, void *context);
+    void (*close_context)(kvn_device *device, void *context);
     /* The context that is current on this thread; NULL when there is none, which is not a failure. */
     void *(*get_context)(const kvn_device *device);
+    /* NULL where get_context has said so, of a kind that leaves *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
 
     /* ---- memory ---- */
@@ -112,20 +126,21 @@ typedef struct kvn_device_ops {
     /* KVN_OK: what it was last recorded for is done. KVN_PENDING. Never waits. */
     int (*query_event)(const kvn_device *device, void *event, kvn_failure *failure);
 
-    /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST; copy_async also _DEVICE_TO_DEVICE ---- */
+    /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE ---- */
 
     /* Issues one copy. Of pageable memory it may be done on return. */
     int (*copy_async)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                       uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
-    /* Which kvn_batch_copies the runtime has. Where KVN_BATCH_ASYNC is not among them `why` is a sentence;
-     * preset to "". */
+    /* Which kvn_batch_copies the runtime has. Where it lacks those that are fastest `why` is a sentence; preset
+     * to "". */
     unsigned (*batch_copies)(const kvn_device *device, char *why, size_t room);
-    /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns.
+    /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns. It may take
+     * fewer than it is given, at least one: then *count is how many.
      * KVN_UNSUPPORTED: nothing was copied, and no batch ever will be. Other failures: *failed (preset to
      * SIZE_MAX) is the index of the descriptor at fault, where that is known. NULL where batch_copies is
      * always 0. */
-    int (*copy_batch)(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                      const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_stream stream,
+    int (*copy_batch)(kvn_device *device, kvn_direction direction, const uint64_t *dst,
+                      const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
                       size_t *failed, kvn_failure *failure);
 } kvn_device_ops;
 

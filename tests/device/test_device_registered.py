@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMStatusCode, Placement
-from kvplan.device.ascend import AscendDevice
-from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, desc, engine_on, same
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan.device.device import Device
 from tests.ascend.simulator import Controls
+from tests.device.engines import (
+    DEVICE,
+    HOST,
+    NUM_TENSORS,
+    ROWS,
+    contents,
+    desc,
+    engine_on,
+    kind_of,
+    same,
+)
 from tests.support.refusals import refused
 
 Allocate = Callable[..., list[int]]
@@ -26,13 +36,13 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
 
 
 @pytest.fixture
-def allocate(datadist: LlmDataDist) -> Iterator[Allocate]:
-    """Memory as torch_npu would have it; the addresses of its tensors."""
-    devices: list[AscendDevice] = []
+def allocate(simulator: Controls, datadist: LlmDataDist) -> Iterator[Allocate]:
+    """Memory as a framework would have it; the addresses of its tensors."""
+    devices: list[Device] = []
     buffers: list[Any] = []
 
     def make(of: CacheDesc = DEVICE, device_id: int = 3) -> list[int]:
-        devices.append(AscendDevice(device_id))
+        devices.append(kind_of(simulator).device(device_id))
         buffers.append(devices[-1].allocate(of.nbytes))
         start = buffers[-1].address
         return [start + number * of.tensor_nbytes for number in range(of.num_tensors)]
@@ -44,28 +54,6 @@ def allocate(datadist: LlmDataDist) -> Iterator[Allocate]:
         it.close()
     devices.clear()
     gc.collect()
-
-
-@pytest.fixture
-def in_no_super_pod(simulator: Controls) -> Iterator[None]:
-    """The device is that of an A3 by itself."""
-    simulator.set("soc", "Ascend910_9391")
-    simulator.set("super_pod_id", -1)
-    yield
-    simulator.set("super_pod_id", 0)
-    simulator.set("soc", "Ascend910B1")
-
-
-def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
-    allocate: Allocate, datadist: LlmDataDist, in_no_super_pod: None
-) -> None:
-    """Its number is negative there."""
-    cache = datadist.register_blocks_cache(DEVICE, allocate())
-    datadist.write_cache(cache, contents(1))
-    assert same(datadist.read_cache(cache), contents(1))
-    host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
-        datadist.register_blocks_cache(DEVICE, [it.ctypes.data for it in host])
 
 
 def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist) -> None:
@@ -93,7 +81,9 @@ def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> N
     assert all(np.array_equal(it[0], it[1]) and np.array_equal(it[0], it[2]) for it in found)
 
 
-def test_memory_that_is_freed_is_found_gone(allocate: Allocate, datadist: LlmDataDist) -> None:
+def test_memory_that_is_freed_is_found_gone(
+    allocate: Allocate, datadist: LlmDataDist, simulator: Controls
+) -> None:
     addresses = allocate()
     ad_hoc = Cache(DEVICE, tensor_addrs=tuple(addresses))
     registered = datadist.register_cache(DEVICE, addresses)
@@ -103,7 +93,7 @@ def test_memory_that_is_freed_is_found_gone(allocate: Allocate, datadist: LlmDat
     with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
     # A registered cache is the program's word; the device knows better.
-    with refused("LLM_PARAM_INVALID", "aclrtMemcpy"):
+    with refused("LLM_PARAM_INVALID", kind_of(simulator).refusal):
         datadist.read_cache(registered)
 
 
