@@ -19,10 +19,11 @@ from kvplan import (
     Options,
     PoolConfig,
 )
-from tests.ascend.compute import Compute
 from tests.ascend.device import OnDevice, OnDeviceOverTcp
-from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, engine_on
 from tests.ascend.simulator import Controls
+from tests.cuda.device import OnCuda
+from tests.device.compute import Compute, compute_on, handle_of
+from tests.device.engines import DEVICE, HOST, NUM_TENSORS, engine_on
 from tests.support.refusals import refused
 
 ROW_NBYTES = DEVICE.stride
@@ -39,8 +40,8 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
 
 
 @pytest.fixture
-def compute(datadist: LlmDataDist) -> Iterator[Compute]:
-    made = Compute()
+def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
+    made = compute_on(simulator)
     yield made
     made.close()
 
@@ -69,7 +70,7 @@ class TestInside:
             datadist.submit_copy_blocks(cache, {0: [5, 6]}, after=event),
             datadist.submit_swap_blocks(cache, host, {0: 3}, after=compute, tag="out"),
         ]
-        compute.destroy(event.npu_event)
+        compute.destroy(handle_of(event))
         assert all(still(it) for it in tasks)
         compute.release()
         for it in tasks:
@@ -112,7 +113,7 @@ class TestInside:
     @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
     def test_finalize_stops_it(self, simulator: Controls, of: Any) -> None:
         with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:
-            compute = Compute()
+            compute = compute_on(simulator)
             cache = datadist.allocate_blocks_cache(of)
             compute.hold()
             task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
@@ -134,7 +135,7 @@ class TestInside:
 class Pair:
     """A prefill that computes on device 3, and a decode on device 4, in one process."""
 
-    def __init__(self, engine: type[LlmDataDist]) -> None:
+    def __init__(self, simulator: Controls, engine: type[LlmDataDist]) -> None:
         self.decode, self.prefill = engine(4, LlmRole.DECODER), engine(3, LlmRole.PROMPT)
         for it in (self.decode, self.prefill):
             it.initialize(Options(listen_ip_info="127.0.0.1:0"))
@@ -142,7 +143,7 @@ class Pair:
         self.mine = self.prefill.allocate_blocks_cache(DEVICE)
         address = self.decode.listen_address
         self.prefill.link_clusters([ClusterInfo(4, address)]).raise_for_status()
-        self.compute = Compute(3)
+        self.compute = compute_on(simulator)
 
     def arrived(self) -> list[Any]:
         return self.decode.read_cache(self.theirs)
@@ -153,9 +154,12 @@ class Pair:
             it.finalize()
 
 
-@pytest.fixture(params=[OnDevice, OnDeviceOverTcp], ids=["hccl", "tcp"])
+@pytest.fixture(params=["hccl", "tcp"])
 def linked(simulator: Controls, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(request.param)
+    if simulator.accelerator == "cuda" and request.param == "hccl":
+        pytest.skip("HCCL is between Ascend devices")
+    over_tcp = OnCuda if simulator.accelerator == "cuda" else OnDeviceOverTcp
+    made = Pair(simulator, OnDevice if request.param == "hccl" else over_tcp)
     yield made
     made.close()
 
@@ -237,30 +241,35 @@ class TestWhatIsRefused:
         with pytest.raises(TypeError, match=says):
             datadist.submit_copy_blocks(cache, {0: [5]}, after=event)
 
-    @pytest.mark.parametrize(
-        ("event", "says"),
-        [
-            (SimpleNamespace(cuda_event=16), "is of another accelerator: it has cuda_event"),
-            (SimpleNamespace(npu_event=0), "was never recorded"),
-            (SimpleNamespace(npu_event="x"), r"npu_event of SimpleNamespace must be in \[0, 2"),
+    def test_no_such_event(self, simulator: Controls, datadist: LlmDataDist) -> None:
+        prefix, other = ("npu", "cuda") if simulator.accelerator == "ascend" else ("cuda", "npu")
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        for event, says in (
+            (SimpleNamespace(**{f"{other}_event": 16}), f"another accelerator: it has {other}_ev"),
+            (SimpleNamespace(**{f"{other}_stream": 16}), "another accelerator"),
+            (SimpleNamespace(**{f"{prefix}_event": 0}), "was never recorded"),
+            (SimpleNamespace(**{f"{prefix}_event": "x"}), r"event of SimpleNamespace must be in"),
+            (SimpleNamespace(**{f"{prefix}_stream": -1}), r"must be in \[0, 2\*\*64\)"),
             (0, r"after=0: the handle of an event must be in \[1, 2\*\*64\)"),
             (1 << 64, "the handle of an event must be in"),
-        ],
-    )
-    def test_no_such_event(self, datadist: LlmDataDist, event: Any, says: str) -> None:
-        cache = datadist.allocate_blocks_cache(DEVICE)
-        with refused("LLM_PARAM_INVALID", says):
-            datadist.submit_copy_blocks(cache, {0: [5]}, after=event)
+        ):
+            with refused("LLM_PARAM_INVALID", says):
+                datadist.submit_copy_blocks(cache, {0: [5]}, after=event)  # type: ignore[arg-type]
         datadist.copy_blocks(cache, {0: [5]})
 
+    @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)  # CUDA may break
     def test_events_that_the_device_does_not_know(
-        self, datadist: LlmDataDist, compute: Compute
+        self, simulator: Controls, datadist: LlmDataDist, compute: Compute
     ) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
         event = compute.event()
-        compute.destroy(event.npu_event)
-        elsewhere = Compute(4)
-        for given, code in ((event, 107017), (event.npu_event, 107017), (elsewhere, 107003)):
+        compute.destroy(handle_of(event))
+        elsewhere = compute_on(simulator, 4)
+        for given, code in (
+            (event, 107017),
+            (handle_of(event), 107017),
+            (elsewhere, 107003),
+        ):
             with pytest.raises(LLMException, match=f"after=.* on device 3: .* {code}"):
                 datadist.submit_copy_blocks(cache, {0: [5]}, after=given)
         elsewhere.close()
