@@ -3,8 +3,9 @@
     python tools/ptx.py           write it
     python tools/ptx.py --check   1, and why, where the one in the tree is another
 
-The compiler is NVRTC, a library of NVIDIA's that needs no GPU (requirements/ptx.txt). Whether the file is that
-of the sources can be told without it: its first lines have a hash of all that it is made from.
+The compiler is NVRTC, a library of NVIDIA's that needs no GPU (requirements/ptx.txt). Whether the
+file is that of the sources can be told without it: its first lines have a hash of all that it is
+made from.
 """
 
 import argparse
@@ -22,17 +23,19 @@ RESULT = ROOT / "kvnative/src/cuda/copy_ptx.h"
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
 COMPILER = "12.9.86"  # as requirements/ptx.txt pins it
 
-# Volta: the first with the memory model that the kernel's fences are from. Every later GPU takes it.
+# Volta: the first with the memory model that the kernel's fences are from. Every later GPU takes
+# it: ptxas of CUDA 13.5 compiles the text for sm_75 to sm_100, though not for Volta itself any more.
 ARCHITECTURE = "70"
 OPTIONS = [f"--gpu-architecture=compute_{ARCHITECTURE}", "--std=c++17"]
-# A driver refuses PTX of a version that came after it (222), and NVRTC writes its own, the newest: for us that
-# of CUDA 11.2, the oldest driver that kvplan takes. The kernel uses nothing that came later: ptxas agrees.
+# A driver refuses PTX of a version that came after it (222), and NVRTC writes its own, the newest.
+# Here it is that of CUDA 11.2, the oldest driver that kvplan takes: the kernel uses nothing that
+# came later, which ptxas checks, for it refuses what the version does not have.
 VERSION = "7.2"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--ptx", type=Path, help="write the PTX alone to this file, for ptxas")

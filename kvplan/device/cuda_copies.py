@@ -1,8 +1,8 @@
 """Which way a CUDA device copies best: measured, and stored by the kind of GPU.
 
-There are three: one launch of kvplan's kernel for a whole batch, the driver's batch call, and a copy
-of the driver's for each descriptor (kvnative/src/cuda/copies.h). Until a GPU was measured what is
-built in holds.
+There are three: one launch of kvplan's kernel for a whole batch, the driver's batch call, and a
+copy of the driver's for each descriptor (kvnative/src/cuda/copies.h). Until a GPU was measured what
+is built in holds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def memories(nbytes: int) -> tuple[Memory, Memory]:
 
 @st.composite
 def descriptors(draw: st.DrawFn, alike: bool) -> Descriptors:
-    """At most FEW, in any order on both sides, a few bytes apart, so that neighbours' bytes are seen."""
+    """Some, in any order on both sides, a few bytes apart, so that neighbours' bytes are seen."""
     sizes = st.one_of(
         st.integers(0, 40), st.integers(PIECE - 20, PIECE + 20), st.integers(0, 100_000)
     )

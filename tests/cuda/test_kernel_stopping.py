@@ -1,8 +1,9 @@
-"""How a launch is given up: all interleavings of the host and of some blocks, in a memory with store buffers.
+"""How a launch is given up: all interleavings of the host and of some blocks.
 
-A model of what copy.cu and launch.c do with the two words. A processor's stores wait in its buffer until it
-flushes them, at any time, and at its fences at the latest: so a load may be before an earlier store of the
-same processor to another word, as it may on GPUs and hosts.
+A model of what copy.cu and launch.c do with the two words, in a memory with store buffers. A
+processor's stores wait in its buffer until it flushes them, at any time, and at its fences at the
+latest: so a load may be before an earlier store of the same processor to another word, as it may on
+GPUs and hosts.
 """
 
 from __future__ import annotations

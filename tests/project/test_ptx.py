@@ -1,4 +1,4 @@
-"""The PTX of the copy kernel is that of its sources, and NVRTC makes it again where it is installed."""
+"""The PTX of the copy kernel is that of its sources; NVRTC, where it is, makes it again."""
 
 import importlib.metadata
 import importlib.util
@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def ptx() -> ModuleType:
     spec = importlib.util.spec_from_file_location("ptx", ROOT / "tools/ptx.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
