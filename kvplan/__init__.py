@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
+        ComputeEvent,
         HostMemory,
         LayerProgress,
         LayerTask,
@@ -105,6 +106,7 @@ __all__ = [
     "ClusterInfo",
     "Coalesce",
     "Completions",
+    "ComputeEvent",
     "CostLine",
     "DataType",
     "Estimate",
@@ -168,8 +170,8 @@ __all__ = [
 _LAZY = {
     name: room
     for room, names in {
-        "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
-        "submit",
+        "kvplan.execution": "ComputeEvent HostMemory LayerProgress LayerTask TransferTask "
+        "Transfers execute submit",
         "kvplan.inspection.cost": "TRANSPORT_COSTS CostLine Estimate TransportCost",
         "kvplan.inspection.measured_costs": "MeasuredCosts load_costs",
         "kvplan.engine.completion": "Completions",

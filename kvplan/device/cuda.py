@@ -90,6 +90,8 @@ class CudaDevice(Device):
         LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what CUDA says.
     """
 
+    prefix = "cuda"
+
     def __init__(self, device_id: int, library: CudaLibrary | None = None) -> None:
         super().__init__(device_id, library or load_library())
         from kvplan.device import cuda_copies  # not where there is no library

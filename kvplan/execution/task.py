@@ -201,7 +201,9 @@ class TransferTask:
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""
         if not self._task.done:
-            return f"{self.plan!r} in flight"
+            held = getattr(self._task, "held", False)  # not of layers: they are ready one by one
+            behind = ", behind an event that has not come" if held else ""
+            return f"{self.plan!r} in flight{behind}"
         error = None
         try:
             self._conclude()
