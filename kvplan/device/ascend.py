@@ -126,6 +126,8 @@ class AscendDevice(Device):
             the host.
     """
 
+    tensor_kind = "npu"
+
     def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
         library = library or load_library()
         super().__init__(device_id, library)

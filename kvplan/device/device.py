@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -63,7 +63,10 @@ class Device:
     Attributes:
         id: its logical number.
         native: the device itself, which other users in this process share.
+        tensor_kind: what torch calls such devices.
     """
+
+    tensor_kind: ClassVar[str] = ""
 
     def __init__(self, device_id: int, library: NativeLibrary) -> None:
         self._key = os.getpid(), library.path, device_id
