@@ -176,6 +176,9 @@ cdef class AclLibrary(DeviceLibrary):
             return int(visible[device])
         return device
 
+    cdef str name_of(self, int32_t device):
+        return self.soc_name()
+
     cdef object attribute_of(self, int32_t device, int number):
         cdef kvn_failure failure
         cdef int64_t value = 0

@@ -12,6 +12,7 @@ cdef extern from "device/ops.h" nogil:
         KVN_MEMORY_PINNED
         KVN_MEMORY_DEVICE
         KVN_MEMORY_MANAGED
+        KVN_MEMORY_FOREIGN
     ctypedef struct kvn_memory_place:
         int kind
         uint32_t device
@@ -104,6 +105,8 @@ cdef class DeviceLibrary:
     cdef int begin(self) except -1
     # Number of a device on the server.
     cdef int physical_number(self, int32_t device) except? -1
+    # Name of its chip.
+    cdef str name_of(self, int32_t device)
     # None where this version does not know it.
     cdef object attribute_of(self, int32_t device, int number)
 

@@ -43,6 +43,7 @@ cdef dict KINDS = {
     KVN_MEMORY_PINNED: "host",
     KVN_MEMORY_DEVICE: "device",
     KVN_MEMORY_MANAGED: "managed",
+    KVN_MEMORY_FOREIGN: "foreign",
 }
 
 
@@ -78,7 +79,7 @@ cdef class DeviceLibrary:
         self.devices = weakref.WeakValueDictionary()
 
     def __init__(self, *args, **kwargs):
-        raise TypeError("a DeviceLibrary is one of its subclasses: AclLibrary.load()")
+        raise TypeError("a DeviceLibrary is one of its subclasses: AclLibrary, CudaLibrary")
 
     cdef int check_process(self) except -1:
         if self.ops is NULL:
@@ -102,6 +103,9 @@ cdef class DeviceLibrary:
 
     cdef int physical_number(self, int32_t device) except? -1:
         return device
+
+    cdef str name_of(self, int32_t device):
+        return ""
 
     cdef object attribute_of(self, int32_t device, int number):
         return None
@@ -128,7 +132,7 @@ cdef class Device:
     """A device of this process: its memory, and the backends that copy to, from and in it."""
 
     def __init__(self, *args, **kwargs):
-        raise TypeError("a Device comes from AclLibrary.device()")
+        raise TypeError("a Device comes from the device() of its library")
 
     @staticmethod
     cdef Device open_number(DeviceLibrary library, int32_t number):
@@ -165,9 +169,9 @@ cdef class Device:
         return self.library.physical_number(self.device.id)
 
     @property
-    def soc_name(self) -> str:
+    def name(self) -> str:
         """Name of its chip."""
-        return self.library.soc_name()
+        return self.library.name_of(self.device.id)
 
     @property
     def fallback_reason(self) -> str:
@@ -271,7 +275,11 @@ cdef class Device:
         return pinned
 
     def locate(self, address) -> tuple[str, int]:
-        """Return where memory lies: "device", "host" (pinned), "managed" or "pageable"; its device.
+        """Return where memory lies, and its device.
+
+        Returns:
+            "device", "host" (pinned), "managed", "pageable"; or "foreign": on this device, but out of
+            reach, as another context in this process has it.
 
         Raises:
             DeviceError: the device cannot be asked.
@@ -409,7 +417,7 @@ cdef class Device:
         return self.closed
 
     def __repr__(self):
-        return f"<Device {self.device.id}: {self.soc_name}>"
+        return f"<Device {self.device.id}: {self.name}>"
 
 
 @cython.final

@@ -51,7 +51,7 @@ def described(device: str, datadist: LlmDataDist) -> str:
     """Say where the caches of an engine lie."""
     if datadist.device is None:
         return "KV cache in host memory"
-    text = f"KV cache in memory of device {datadist.device.id}, {datadist.device.soc_name}"
+    text = f"KV cache in memory of device {datadist.device.id}, {datadist.device.name}"
     if device == "simulated":
         text += ": SIMULATED"
     return text

@@ -23,22 +23,30 @@ typedef void *CUstream;
 typedef void *CUevent;
 typedef uint64_t CUmemGenericAllocationHandle;
 
-/* Results that are treated in some way of their own. */
+/* Results that mean something of their own. */
 enum {
     KVN_CUDA_OK = 0,
     KVN_CUDA_INVALID_VALUE = 1,
     KVN_CUDA_OUT_OF_MEMORY = 2,
     KVN_CUDA_NOT_INITIALIZED = 3,
     KVN_CUDA_DEINITIALIZED = 4,
+    KVN_CUDA_STUB_LIBRARY = 34,
+    KVN_CUDA_DEVICE_UNAVAILABLE = 46,
     KVN_CUDA_NO_DEVICE = 100,
     KVN_CUDA_INVALID_DEVICE = 101,
     KVN_CUDA_INVALID_CONTEXT = 201,
     KVN_CUDA_NO_BINARY_FOR_GPU = 209,
+    KVN_CUDA_ECC_UNCORRECTABLE = 214,
+    KVN_CUDA_PEER_ACCESS_UNSUPPORTED = 217,
     KVN_CUDA_INVALID_PTX = 218,
+    KVN_CUDA_JIT_COMPILER_NOT_FOUND = 221,
     KVN_CUDA_UNSUPPORTED_PTX_VERSION = 222,
+    KVN_CUDA_JIT_COMPILATION_DISABLED = 223,
     KVN_CUDA_INVALID_HANDLE = 400,
     KVN_CUDA_NOT_READY = 600,
     KVN_CUDA_ILLEGAL_ADDRESS = 700,
+    KVN_CUDA_LAUNCH_OUT_OF_RESOURCES = 701,
+    KVN_CUDA_LAUNCH_TIMEOUT = 702,
     KVN_CUDA_PEER_ACCESS_ALREADY_ENABLED = 704,
     KVN_CUDA_CONTEXT_IS_DESTROYED = 709,
     KVN_CUDA_HOST_MEMORY_ALREADY_REGISTERED = 712,
@@ -46,6 +54,9 @@ enum {
     KVN_CUDA_LAUNCH_FAILED = 719,
     KVN_CUDA_NOT_PERMITTED = 800,
     KVN_CUDA_NOT_SUPPORTED = 801,
+    KVN_CUDA_SYSTEM_NOT_READY = 802,
+    KVN_CUDA_SYSTEM_DRIVER_MISMATCH = 803,
+    KVN_CUDA_COMPAT_NOT_SUPPORTED = 804, /* on this device */
     KVN_CUDA_UNKNOWN = 999
 };
 
@@ -59,11 +70,13 @@ enum {
     KVN_CUDA_CAPABILITY_MINOR = 76,
     KVN_CUDA_HOST_POINTER_OF_REGISTERED = 91, /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
     KVN_CUDA_VIRTUAL_MEMORY = 102,
-    KVN_CUDA_FILE_DESCRIPTORS = 103 /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
+    KVN_CUDA_FILE_DESCRIPTORS = 103, /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
+    KVN_CUDA_GPU_DIRECT_RDMA = 110   /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 };
 
 /* CUpointer_attribute, and the size of what each writes */
 enum {
+    KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: of none, as mapped memory is */
     KVN_CUDA_POINTER_MEMORY_TYPE = 2,    /* unsigned */
     KVN_CUDA_POINTER_IS_MANAGED = 8,     /* unsigned */
     KVN_CUDA_POINTER_DEVICE = 9,         /* int */
@@ -157,6 +170,7 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuCtxDestroy_v2, (CUcontext context))                                                       \
     X(cuCtxGetCurrent, (CUcontext *context))                                                      \
     X(cuCtxSetCurrent, (CUcontext context))                                                       \
+    X(cuCtxSynchronize, (void))                                                                   \
     X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags))                                    \
     X(cuMemGetInfo_v2, (size_t *free_nbytes, size_t *total_nbytes))                               \
     X(cuMemAlloc_v2, (CUdeviceptr *address, size_t nbytes))                                       \

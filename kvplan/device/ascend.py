@@ -136,10 +136,10 @@ class AscendDevice(Device):
     @property
     def product(self) -> Product | None:
         """Its generation; None: one that does not transfer one-sided."""
-        return product_of(self.soc_name)
+        return product_of(self.name)
 
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         product = self.product
         name = None if product is None else product.name
-        return {**super().describe(), "product": name, "driver": driver_version()}
+        return {**super().describe(), "soc": self.name, "product": name, "driver": driver_version()}

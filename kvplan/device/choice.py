@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvplan.logs import Log
-from kvplan.status import LLMException
+from kvplan.status import LLMException, invalid
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,41 +16,82 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 
 
-def _ascend(device_id: int) -> Device:
+def _ascend(device_id: int, cuda_context: str) -> Device:
     from kvplan.device.ascend import AscendDevice  # its modules only where it is used
 
+    del cuda_context
     return AscendDevice(device_id)
 
 
-# In order of preference.
-_OPEN: Final[Mapping[str, Callable[[int], Device]]] = {"ascend": _ascend}
+def _cuda(device_id: int, cuda_context: str) -> Device:
+    from kvplan.device.cuda import CudaDevice, load_library
+
+    return CudaDevice(device_id, load_library(cuda_context))
+
+
+# In the order in which "auto" tries them: no host has both, and Ascend was first.
+_OPEN: Final[Mapping[str, Callable[[int, str], Device]]] = {"ascend": _ascend, "cuda": _cuda}
 
 ACCELERATORS: Final = ("auto", "none", *_OPEN)
 """What can be asked for."""
 
+CUDA_CONTEXTS: Final = ("primary", "own")
+"""Whose context a CUDA device works in: the primary one, which frameworks in the same process use,
+or one of its own."""
 
-def open_accelerator(choice: str, device_id: int) -> Device | None:
+
+def check_accelerator(name: str, value: object) -> None:
+    """Refuse what is none of `ACCELERATORS`.
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    if check_type(name, value, str) not in ACCELERATORS:
+        raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
+
+
+def check_context(name: str, value: object) -> None:
+    """Refuse what is no context that a CUDA device may work in.
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    if check_type(name, value, str) not in CUDA_CONTEXTS:
+        raise invalid(f"{name}={shown(value)} must be one of {', '.join(CUDA_CONTEXTS)}")
+
+
+def open_accelerator(
+    choice: str, device_id: int, cuda_context: str = "primary"
+) -> Device | None:
     """Return the device to use; close it in the end.
 
     Args:
-        choice: one of `ACCELERATORS`. "auto": the device where there is one; else none, which is
-            logged with its reason.
+        choice: one of `ACCELERATORS`. "auto": the first of them where there is one; else none,
+            which is logged with the reasons.
         device_id: its logical number.
+        cuda_context: that a CUDA device works in.
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED: the one that was asked for cannot be used, and why.
     """
     if choice == "none":
         return None
-    for name in _OPEN if choice == "auto" else (choice,):
+    if choice != "auto":
         try:
-            return _OPEN[name](device_id)
+            return _OPEN[choice](device_id, cuda_context)
         except LLMException as error:
-            if choice != "auto":
-                raise LLMException(
-                    f"accelerator={choice!r}: {error.args[0]}", status_code=error.status_code
-                ) from error
-            _LOG.info(
-                "accelerator=auto: caches with placement=DEVICE are in host memory: %s", error
-            )
+            raise LLMException(
+                f"accelerator={choice!r}: {error.args[0]}", status_code=error.status_code
+            ) from error
+    reasons = []
+    for open_one in _OPEN.values():
+        try:
+            return open_one(device_id, cuda_context)
+        except LLMException as error:
+            reasons.append(str(error))
+    _LOG.info(
+        "accelerator=auto: caches with placement=DEVICE are in host memory: %s", "; ".join(reasons)
+    )
     return None

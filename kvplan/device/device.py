@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    # What another accelerator's library offers, too; see `kvnative._acl`.
-    from kvnative._acl import AclLibrary as NativeLibrary
-    from kvnative._acl import Device as NativeDevice
-    from kvnative._acl import DeviceBuffer, HostBuffer, Pinned
+    from kvnative._acl import AclLibrary
     from kvnative._backend import Backend
+    from kvnative._cuda import CudaLibrary
+    from kvnative._device import Device as NativeDevice
+    from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
 _LOG = Log("kvplan")
 _WHERE = {
     "device": "memory of another device",
+    "foreign": "device memory of another context in this process",
     "host": "pinned host memory",
     "managed": "unified memory",
     "pageable": "host memory",
@@ -44,7 +45,7 @@ class _Shared:
     backends: dict[CopyDirection, Backend] = field(default_factory=dict)
 
 
-_shared: dict[tuple[int, str, int], _Shared] = {}  # by process, library and device
+_shared: dict[tuple[int, DeviceLibrary, int], _Shared] = {}  # by process, library and device
 _mutex = threading.RLock()
 
 
@@ -68,8 +69,8 @@ class Device:
 
     tensor_kind: ClassVar[str] = ""
 
-    def __init__(self, device_id: int, library: NativeLibrary) -> None:
-        self._key = os.getpid(), library.path, device_id
+    def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
+        self._key = os.getpid(), library, device_id
         self._pinned: WeakSet[PinnedMemory] = WeakSet()
         self._closed = True  # until there is something to close
         self.id = device_id
@@ -93,9 +94,9 @@ class Device:
         self.native: NativeDevice = shared.native
 
     @property
-    def soc_name(self) -> str:
+    def name(self) -> str:
         """The name of its chip, such as "Ascend910B3"."""
-        return self.native.soc_name
+        return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """New zeroed memory of the device; it goes with its last reference.
@@ -221,7 +222,7 @@ class Device:
         return {
             "id": self.id,
             "physical_id": self.native.physical_id,
-            "soc": self.soc_name,
+            "name": self.name,
             "library": self.native.library.path,
             "version": self.native.library.version,
             "free_bytes": free,
@@ -249,7 +250,7 @@ class Device:
 
     def __repr__(self) -> str:
         state = ": closed" if self._closed else ""
-        return f"<{type(self).__name__} {self.id}, {self.soc_name}{state}>"
+        return f"<{type(self).__name__} {self.id}, {self.name}{state}>"
 
     def _locate(self, address: int) -> tuple[str, int]:
         try:

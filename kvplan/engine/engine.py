@@ -98,7 +98,9 @@ class Engine:
         with ExitStack() as held:
             held.callback(self._end_recording)  # first: it is last, and has the links' end too
             held.callback(self.notifications.close)
-            self.device = open_accelerator(options.accelerator, options.device_id)
+            self.device = open_accelerator(
+                options.accelerator, options.device_id, options.cuda_context
+            )
             if self.device is not None:
                 held.callback(self.device.close)
             reach = TransportOptions(

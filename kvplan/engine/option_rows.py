@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvplan.device.choice import ACCELERATORS
+from kvplan.device.choice import check_accelerator, check_context
 from kvplan.engine.numa import MAX_NODE
 from kvplan.engine.pools import PAGES, PoolConfig
 from kvplan.execution.tuning import check_choice as check_tuning_choice
@@ -185,11 +185,6 @@ def _check_backend(name: str, value: object) -> None:
         raise invalid(f'{name}={shown(value)} must be empty or "hixl"')
 
 
-def _check_accelerator(name: str, value: object) -> None:
-    if check_type(name, value, str) not in ACCELERATORS:
-        raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
-
-
 def _check_pages(name: str, value: object) -> None:
     if check_type(name, value, str) not in PAGES:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(PAGES)}")
@@ -261,7 +256,8 @@ ROWS: Final = (
         _number("", low=0, high=7, width=_UINT32).check,
         optional=True,
     ),
-    Row("accelerator", ("kvplan.accelerator",), _text, _check_accelerator),
+    Row("accelerator", ("kvplan.accelerator",), _text, check_accelerator),
+    Row("cuda_context", ("kvplan.cuda_context",), _text, check_context),
     _number("staging_nbytes", "kvplan.staging_nbytes", low=0, high=64 << 30),
     _string("transport", "kvplan.transport"),
     Row("ucx_devices", ("kvplan.ucx_devices",), _text, check_devices),

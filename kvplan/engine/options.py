@@ -53,9 +53,12 @@ class Options:
         link_retry_count: times that `link_clusters` tries to connect, within its timeout_ms; `link`
             tries until its time is over.
         rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
-        accelerator: "ascend": caches with Placement.DEVICE are in the memory of that device;
-            "none": the placement is a label, and all caches are in host memory; "auto": as "ascend"
-            where its runtime library and the device are found, else as "none".
+        accelerator: "ascend" or "cuda": caches with Placement.DEVICE are in the memory of that
+            device; "none": the placement is a label, and all caches are in host memory; "auto": as
+            the first of them whose library and device are found, else as "none".
+        cuda_context: that a CUDA device works in: "primary", which the program's frameworks use as
+            well; "own": errors of their streams are not those of transfers then, but what they
+            allocate cannot be registered.
         transport: how peers' memory is reached; "auto" chooses.
         staging_nbytes: of device memory, through which memory goes that HCCL does not take as it
             is; 0: none, and such transfers are refused.
@@ -126,6 +129,7 @@ class Options:
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
     accelerator: str = "auto"
+    cuda_context: str = "primary"
     staging_nbytes: int = 32 << 20
     transport: str = "auto"
     ucx_devices: str = ""

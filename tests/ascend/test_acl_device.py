@@ -83,7 +83,7 @@ def test_a_device_is_one_object_while_it_is_used(device: Device) -> None:
 
 
 def test_properties_of_a_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (device.id, device.soc_name) == (3, "Ascend910B1")
+    assert (device.id, device.name) == (3, "Ascend910B1")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")  # the system knows better
     assert device.physical_id == 3
     if OLD:

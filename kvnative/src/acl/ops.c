@@ -27,7 +27,7 @@ static void *get_context(const kvn_device *device)
 
 /* Of our own: torch_npu has the primary one stop on failure, with all streams in it. That one stays, too, as
  * HCCL has it set in its threads, and others may reset the device as often as they have set it. */
-static int open_context(const kvn_device *device, void **context, void **primary, kvn_failure *failure)
+static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
     if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK ||
         CALL(device, failure, aclrtGetCurrentContext, primary) != KVN_OK)
@@ -35,7 +35,7 @@ static int open_context(const kvn_device *device, void **context, void **primary
     return CALL(device, failure, aclrtCreateContext, context, device->id);
 }
 
-static void close_context(const kvn_device *device, void *context)
+static void close_context(kvn_device *device, void *context)
 {
     if (kvn_acl_of(device)->aclrtDestroyContext(context) != KVN_ACL_OK)
         kvn_acl_forget(kvn_acl_of(device));

@@ -67,7 +67,7 @@ void kvn_device_leave(const kvn_device *device, void *previous)
 
     if (!previous)
         previous = device->primary;
-    if (previous && previous != device->context)
+    if (previous != device->context)
         device->ops->set_context(device, previous, &ignored);
 }
 

@@ -23,10 +23,11 @@ typedef struct kvn_pinned {
 struct kvn_device {
     const kvn_device_ops *ops;
     const void *runtime; /* what the ops are called with: theirs to know */
+    void *state;         /* what else they have of the device, from open_context to close_context */
     int32_t id;
     pid_t pid;                /* of the process that opened it: no other may use it */
     void *context;            /* that we work in */
-    void *primary;            /* the device's: never destroyed by us */
+    void *primary;            /* what threads without a context get; NULL: none */
     atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
     pthread_mutex_t mutex;    /* guards what follows */
     char fallback[256];       /* why not all batch copies are used; "" while they are */
@@ -44,7 +45,8 @@ int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
 
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */
 int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure);
-/* Puts back the context that was current, or the primary one if there was none. */
+/* Puts back the context that was current, or the primary one if there was none; of a kind that has no such
+ * one, none. */
 void kvn_device_leave(const kvn_device *device, void *previous);
 
 /* ---- from any thread; each enters and leaves. As the rows of kvn_device_ops ---- */

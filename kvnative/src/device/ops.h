@@ -24,7 +24,8 @@ typedef enum kvn_memory_kind {
     KVN_MEMORY_PAGEABLE, /* of the host; also what the runtime does not know */
     KVN_MEMORY_PINNED,   /* of the host */
     KVN_MEMORY_DEVICE,
-    KVN_MEMORY_MANAGED /* moves between the two by itself */
+    KVN_MEMORY_MANAGED, /* moves between the two by itself */
+    KVN_MEMORY_FOREIGN  /* of this device, but of another context in this process: out of reach in ours */
 } kvn_memory_kind;
 
 /* Where memory lies. */
@@ -49,13 +50,15 @@ typedef struct kvn_device_ops {
     /* ---- contexts; on any thread ---- */
 
     /* A context to work in: one of our own where an error of a stream would be that of all streams of its
-     * context, as a framework in the same process has one too. *primary is what threads have current that had
-     * none before a call of ours: others go on in them. On return either may be current. */
-    int (*open_context)(const kvn_device *device, void **context, void **primary, kvn_failure *failure);
+     * context, as a framework in the same process has one too. *primary (preset to NULL) is what threads have
+     * current that had none before a call of ours: others go on in them; NULL: none again. On return either
+     * may be current. It may set the device's `state`. */
+    int (*open_context)(kvn_device *device, void **context, void **primary, kvn_failure *failure);
     /* What was made in it is gone. */
-    void (*close_context)(const kvn_device *device, void *context);
+    void (*close_context)(kvn_device *device, void *context);
     /* The context that is current on this thread; NULL when there is none, which is not a failure. */
     void *(*get_context)(const kvn_device *device);
+    /* NULL where get_context has said so, of a kind that leaves *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
 
     /* ---- memory ---- */

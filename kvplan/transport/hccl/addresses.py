@@ -114,7 +114,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
         if given.version == "1.2" and device.product is A2:
             raise invalid(
                 "local_comm_res (llm.LocalCommRes): version is '1.2'; devices of "
-                f"{device.soc_name} have no super pods: it must be 1.0"
+                f"{device.name} have no super pods: it must be 1.0"
             )
         return given
     try:

@@ -261,7 +261,7 @@ class HcclTransport(BaseTransport):
 def _product_of(device: AscendDevice) -> Product:
     if (product := device.product) is None:
         raise LLMException(
-            f"device {device.id} is {device.soc_name}, which does not transfer one-sided over "
+            f"device {device.id} is {device.name}, which does not transfer one-sided over "
             "HCCL; Atlas A2, A3 and 950 do",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )

@@ -1,0 +1,54 @@
+# CUDA devices, as other Cython modules may see them: cimport this to work with the driver's calls.
+from libc.stdint cimport int32_t, uint32_t
+
+from kvnative._device cimport DeviceLibrary, kvn_device_ops
+from kvnative._host cimport kvn_failure
+
+
+cdef extern from "kvnative/cuda.h" nogil:
+    ctypedef struct kvn_cuda:
+        pass
+
+
+cdef extern from "cuda/library.h" nogil:
+    ctypedef struct kvn_cuda_library:
+        kvn_cuda calls
+        bint own_context
+    ctypedef struct kvn_cuda_facts:
+        char name[128]
+        char uuid[41]
+        char pci[32]
+        int major
+        int minor
+
+    int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *failure)
+    void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room)
+    const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n)
+    int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure)
+    int kvn_cuda_library_version(const kvn_cuda_library *library)
+    int kvn_cuda_library_devices(
+        const kvn_cuda_library *library, uint32_t *count, kvn_failure *failure
+    )
+    int kvn_cuda_library_facts(
+        const kvn_cuda_library *library, int32_t device, kvn_cuda_facts *out, kvn_failure *failure
+    )
+    int kvn_cuda_library_attribute(
+        const kvn_cuda_library *library, int32_t device, int attribute, int *value,
+        kvn_failure *failure
+    )
+
+
+cdef extern from "cuda/ops.h" nogil:
+    const kvn_device_ops kvn_cuda_ops
+
+
+cdef class CudaLibrary(DeviceLibrary):
+    cdef kvn_cuda_library library
+    cdef bint initialized
+    cdef readonly str context
+    cdef readonly tuple missing
+
+    @staticmethod
+    cdef CudaLibrary open_file(str file, str context)
+    cdef list list_missing(self)
+    cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1

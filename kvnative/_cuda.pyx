@@ -1,0 +1,188 @@
+"""CUDA devices through the driver API: its library, opened at run time, and its errors."""
+
+cimport cython
+from libc.stdint cimport int32_t, uint32_t
+
+from kvnative._device cimport DeviceLibrary
+from kvnative._host cimport kvn_failure
+from kvnative._native cimport KVN_UNSUPPORTED
+
+import os
+import threading
+
+from kvnative._backend import NativeError
+from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
+
+# The one module to import for CUDA devices: what they are comes along.
+__all__ = ["CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
+
+NAME = "libcuda.so.1"
+CONTEXTS = ("primary", "own")
+
+cdef dict LIBRARIES = {}  # (path, context) -> CudaLibrary: a library is never closed
+LIBRARIES_LOCK = threading.Lock()
+
+
+class CudaError(DeviceError):
+    """A call of CUDA's driver failed: the message has the call, its code, and the driver's words.
+
+    Attributes:
+        code: the CUresult; 0 where the failure is not CUDA's.
+        status: one of the KVN_ constants.
+    """
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class CudaLibrary(DeviceLibrary):
+    """The CUDA driver's library of this process, for devices that work in one kind of context.
+
+    Attributes:
+        path: the file that it was found in.
+        version: the newest CUDA that the driver knows, "12.4" say; None: unknown.
+        context: "primary" or "own".
+        missing: names of the calls that later versions have and this one lacks.
+    """
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a CudaLibrary comes from CudaLibrary.load()")
+
+    @staticmethod
+    def load(path: str | None = None, str context not None = "primary") -> CudaLibrary:
+        """Open the library, or return the one that is open.
+
+        Args:
+            path: its file, a folder that has it, or a name for the loader's own search; None:
+                libcuda.so.1, as the loader finds it.
+            context: that devices work in: "primary", where the program's frameworks allocate, whose
+                memory is out of reach in another; "own".
+
+        Raises:
+            ValueError: another context.
+            NativeError: it is not there, or cannot be opened, or is too old: says what was tried.
+        """
+        if context not in CONTEXTS:
+            raise ValueError(f"context is {context!r}; it must be one of"
+                             f" {', '.join(map(repr, CONTEXTS))}")
+        file = os.path.join(path, NAME) if path and os.path.isdir(path) else path or NAME
+        try:
+            return CudaLibrary.open_file(file, context)
+        except CudaError as error:
+            raise NativeError(f"no CUDA library: {error}") from error
+
+    @staticmethod
+    cdef CudaLibrary open_file(str file, str context):
+        cdef kvn_failure failure
+        cdef char found[4096]
+        cdef CudaLibrary self = CudaLibrary.__new__(CudaLibrary)
+        cdef bytes encoded = os.fsencode(file)
+        cdef const char *name = encoded
+        cdef int status
+        self.ops = &kvn_cuda_ops
+        self.runtime = &self.library
+        self.error = CudaError
+        self.context = context
+        with nogil:
+            status = kvn_cuda_library_open(name, &self.library, &failure)
+        self.check(status, &failure)
+        self.library.own_context = context == "own"
+        kvn_cuda_library_path(&self.library, found, sizeof(found))
+        self.path = os.fsdecode(<bytes>found)
+        self.missing = tuple(self.list_missing())
+        version = kvn_cuda_library_version(&self.library)
+        self.version = f"{version // 1000}.{version % 1000 // 10}" if version else None
+        with LIBRARIES_LOCK:
+            return LIBRARIES.setdefault((os.path.realpath(self.path), context), self)
+
+    cdef list list_missing(self):
+        cdef list names = []
+        cdef const char *name = kvn_cuda_missing(&self.library.calls, 0)
+        while name is not NULL:
+            names.append(name.decode())
+            name = kvn_cuda_missing(&self.library.calls, len(names))
+        return names
+
+    cdef int begin(self) except -1:
+        cdef kvn_failure failure
+        cdef int status
+        self.check_process()
+        if self.initialized:
+            return 0
+        with nogil:
+            status = kvn_cuda_library_init(&self.library, &failure)
+        self.check(status, &failure)
+        self.initialized = True
+        return 0
+
+    def device_count(self) -> int:
+        """Return how many devices this process can use.
+
+        Raises:
+            CudaError: there is none, say.
+        """
+        cdef kvn_failure failure
+        cdef uint32_t count = 0
+        cdef int status
+        self.begin()
+        with nogil:
+            status = kvn_cuda_library_devices(&self.library, &count, &failure)
+        self.check(status, &failure)
+        return count
+
+    def uuid(self, int device_id) -> str:
+        """Return what tells a device from all others, "GPU-" and 36 characters.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        cdef kvn_cuda_facts facts
+        self.facts_of(device_id, &facts)
+        return facts.uuid.decode()
+
+    def pci_id(self, int device_id) -> str:
+        """Return where a device is plugged in, "0000:17:00.0" say.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        cdef kvn_cuda_facts facts
+        self.facts_of(device_id, &facts)
+        return facts.pci.decode(errors="replace")
+
+    def capability(self, int device_id) -> tuple[int, int]:
+        """Return the compute capability of a device, (9, 0) say.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        cdef kvn_cuda_facts facts
+        self.facts_of(device_id, &facts)
+        return facts.major, facts.minor
+
+    cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1:
+        cdef kvn_failure failure
+        cdef int status
+        self.begin()
+        with nogil:
+            status = kvn_cuda_library_facts(&self.library, device, out, &failure)
+        self.check(status, &failure)
+        return 0
+
+    cdef str name_of(self, int32_t device):
+        cdef kvn_cuda_facts facts
+        self.facts_of(device, &facts)
+        return facts.name.decode(errors="replace")
+
+    cdef object attribute_of(self, int32_t device, int number):
+        cdef kvn_failure failure
+        cdef int value = 0
+        cdef int status
+        with nogil:
+            status = kvn_cuda_library_attribute(&self.library, device, number, &value, &failure)
+        if status == KVN_UNSUPPORTED:
+            return None
+        self.check(status, &failure)
+        return value
+
+    def __repr__(self):
+        return f"<CudaLibrary {self.path}, {self.context} context>"

@@ -1,0 +1,184 @@
+#include "cuda/library.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- opening ---- */
+
+/* Looks all calls up. The first required one that is missing, or NULL. */
+static const char *fill_table(void *file, kvn_cuda *calls)
+{
+    const char *missing = NULL;
+
+    /* POSIX: a function's address as dlsym returns it, stored through a pointer to an object. */
+#define LOOK_UP(name, parameters) *(void **)&calls->name = dlsym(file, #name);
+#define REQUIRE(name, parameters)                                                                 \
+    LOOK_UP(name, parameters) if (!calls->name && !missing) missing = #name;
+    KVN_CUDA_REQUIRED(REQUIRE)
+    KVN_CUDA_OPTIONAL(LOOK_UP)
+#undef REQUIRE
+#undef LOOK_UP
+    return missing;
+}
+
+int kvn_cuda_library_open(const char *path, kvn_cuda_library *out, kvn_failure *failure)
+{
+    const char *missing;
+    void *file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+
+    memset(out, 0, sizeof *out);
+    if (!file) {
+        const char *error = dlerror();
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s",
+                        error ? error : "the loader does not say why");
+    }
+    missing = fill_table(file, &out->calls);
+    if (missing)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "%s has no %s; kvplan needs the driver of CUDA 11.2 or later", path, missing);
+    return KVN_OK;
+}
+
+void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room)
+{
+    Dl_info found;
+
+    /* The address of a function as an object pointer: POSIX again. */
+    if (!dladdr(*(void *const *)&library->calls.cuInit, &found) || !found.dli_fname)
+        found.dli_fname = "";
+    snprintf(out, room, "%s", found.dli_fname);
+}
+
+const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n)
+{
+#define COUNT(name, parameters)                                                                   \
+    if (!cuda->name && n-- == 0)                                                                  \
+        return #name;
+    KVN_CUDA_OPTIONAL(COUNT)
+#undef COUNT
+    return NULL;
+}
+
+static int ended(const kvn_cuda_library *library, const char *call, CUresult code, kvn_failure *failure)
+{
+    return code == KVN_CUDA_OK ? KVN_OK : kvn_cuda_fail(&library->calls, call, code, failure);
+}
+
+#define CALL(library, failure, name, ...)                                                         \
+    ended(library, #name, (library)->calls.name(__VA_ARGS__), failure)
+
+int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure)
+{
+    return CALL(library, failure, cuInit, 0);
+}
+
+/* ---- devices ---- */
+
+int kvn_cuda_library_version(const kvn_cuda_library *library)
+{
+    int version = 0;
+
+    return library->calls.cuDriverGetVersion(&version) == KVN_CUDA_OK ? version : 0;
+}
+
+int kvn_cuda_library_devices(const kvn_cuda_library *library, uint32_t *count, kvn_failure *failure)
+{
+    int found = 0;
+    const int status = CALL(library, failure, cuDeviceGetCount, &found);
+
+    *count = (uint32_t)found;
+    return status;
+}
+
+static void write_uuid(const kvn_cuda_uuid *uuid, char out[41])
+{
+    char *at = out + sprintf(out, "GPU");
+
+    for (size_t i = 0; i < sizeof uuid->bytes; i++)
+        at += sprintf(at, i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
+                      uuid->bytes[i]);
+}
+
+int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t ordinal, kvn_cuda_facts *out,
+                           kvn_failure *failure)
+{
+    kvn_cuda_uuid uuid;
+    CUdevice device;
+
+    memset(out, 0, sizeof *out);
+    if (CALL(library, failure, cuDeviceGet, &device, ordinal) != KVN_OK ||
+        CALL(library, failure, cuDeviceGetName, out->name, (int)sizeof out->name, device) != KVN_OK ||
+        CALL(library, failure, cuDeviceGetUuid, &uuid, device) != KVN_OK ||
+        CALL(library, failure, cuDeviceGetPCIBusId, out->pci, (int)sizeof out->pci, device) != KVN_OK ||
+        CALL(library, failure, cuDeviceGetAttribute, &out->major, KVN_CUDA_CAPABILITY_MAJOR, device) !=
+            KVN_OK ||
+        CALL(library, failure, cuDeviceGetAttribute, &out->minor, KVN_CUDA_CAPABILITY_MINOR, device) !=
+            KVN_OK)
+        return failure->status;
+    write_uuid(&uuid, out->uuid);
+    return KVN_OK;
+}
+
+int kvn_cuda_library_attribute(const kvn_cuda_library *library, int32_t ordinal, int attribute, int *value,
+                               kvn_failure *failure)
+{
+    CUdevice device;
+
+    if (CALL(library, failure, cuDeviceGet, &device, ordinal) != KVN_OK)
+        return failure->status;
+    if (CALL(library, failure, cuDeviceGetAttribute, value, attribute, device) == KVN_OK)
+        return KVN_OK;
+    if (failure->code == KVN_CUDA_INVALID_VALUE) /* an attribute of later drivers */
+        failure->status = KVN_UNSUPPORTED;
+    return failure->status;
+}
+
+/* ---- errors ---- */
+
+/* What does not mean KVN_FAILED. The driver has the words. */
+static int status_of(CUresult code)
+{
+    switch (code) {
+    case KVN_CUDA_INVALID_VALUE:
+    case KVN_CUDA_NOT_INITIALIZED:
+    case KVN_CUDA_DEINITIALIZED:
+    case KVN_CUDA_INVALID_DEVICE:
+    case KVN_CUDA_INVALID_CONTEXT:
+    case KVN_CUDA_INVALID_HANDLE:
+    case KVN_CUDA_CONTEXT_IS_DESTROYED:
+    case KVN_CUDA_HOST_MEMORY_ALREADY_REGISTERED:
+    case KVN_CUDA_HOST_MEMORY_NOT_REGISTERED: return KVN_INVALID;
+    case KVN_CUDA_OUT_OF_MEMORY:
+    case KVN_CUDA_LAUNCH_OUT_OF_RESOURCES: return KVN_NO_DEVICE_MEMORY;
+    case KVN_CUDA_STUB_LIBRARY:
+    case KVN_CUDA_NO_DEVICE:
+    case KVN_CUDA_NO_BINARY_FOR_GPU:
+    case KVN_CUDA_PEER_ACCESS_UNSUPPORTED:
+    case KVN_CUDA_INVALID_PTX:
+    case KVN_CUDA_JIT_COMPILER_NOT_FOUND:
+    case KVN_CUDA_UNSUPPORTED_PTX_VERSION:
+    case KVN_CUDA_JIT_COMPILATION_DISABLED:
+    case KVN_CUDA_NOT_SUPPORTED:
+    case KVN_CUDA_SYSTEM_NOT_READY:
+    case KVN_CUDA_SYSTEM_DRIVER_MISMATCH:
+    case KVN_CUDA_COMPAT_NOT_SUPPORTED: return KVN_UNSUPPORTED;
+    case KVN_CUDA_DEVICE_UNAVAILABLE: /* another process has it for itself */
+    case KVN_CUDA_NOT_PERMITTED: return KVN_DENIED;
+    case KVN_CUDA_ECC_UNCORRECTABLE: return KVN_DEVICE_MEMORY;
+    case KVN_CUDA_LAUNCH_TIMEOUT: return KVN_TIMEOUT;
+    default: return KVN_FAILED;
+    }
+}
+
+int kvn_cuda_fail(const kvn_cuda *cuda, const char *call, CUresult code, kvn_failure *failure)
+{
+    const char *name = NULL, *words = NULL;
+
+    if (cuda->cuGetErrorName(code, &name) != KVN_CUDA_OK || !name)
+        name = "a code that this driver has no name for";
+    if (cuda->cuGetErrorString(code, &words) != KVN_CUDA_OK)
+        words = NULL;
+    return kvn_fail(failure, status_of(code), code, "%s: %d (%s)%s%s", call, code, name,
+                    words ? ": " : "", words ? words : "");
+}

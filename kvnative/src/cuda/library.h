@@ -1,0 +1,52 @@
+/* The CUDA driver's library of this process: opened, its calls looked up, and its errors in words. It is
+ * never closed: other parts of the program use it, and its threads outlive whoever used it last. */
+#ifndef KVN_CUDA_LIBRARY_H
+#define KVN_CUDA_LIBRARY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "core/failure.h"
+#include "kvnative/cuda.h"
+
+typedef struct kvn_cuda_library {
+    kvn_cuda calls;
+    bool own_context; /* devices work in a context of their own, not in the primary one */
+} kvn_cuda_library;
+
+/* Opens `file`, a path or a name for the loader's own search. `failure` names the call that is missing, or
+ * says what the loader said. */
+int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *failure);
+/* The file that the calls come from, as the loader knows it. */
+void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room);
+/* Name of the n-th optional call that the library lacks; NULL when there are no more. */
+const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n);
+/* cuInit: as often as anybody likes. KVN_UNSUPPORTED: no device, say. */
+int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure);
+
+/* ---- what it says of devices; after init, no context is needed ---- */
+
+typedef struct kvn_cuda_facts {
+    char name[128]; /* "NVIDIA H100 80GB HBM3", say */
+    char uuid[41];  /* "GPU-" and 36 characters, as nvidia-smi prints it */
+    char pci[32];   /* "0000:17:00.0" */
+    int major;      /* its compute capability */
+    int minor;
+} kvn_cuda_facts;
+
+/* The newest CUDA that the driver knows: 12040 for 12.4. 0 where it does not say. */
+int kvn_cuda_library_version(const kvn_cuda_library *library);
+/* How many the process may use: CUDA_VISIBLE_DEVICES is the driver's business. */
+int kvn_cuda_library_devices(const kvn_cuda_library *library, uint32_t *count, kvn_failure *failure);
+int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t device, kvn_cuda_facts *out,
+                           kvn_failure *failure);
+/* KVN_UNSUPPORTED where this driver does not know it. */
+int kvn_cuda_library_attribute(const kvn_cuda_library *library, int32_t device, int attribute, int *value,
+                               kvn_failure *failure);
+
+/* ---- errors ---- */
+
+/* "call: code (its name): the driver's words". Returns the KVN_ status of the CUresult `code`. */
+int kvn_cuda_fail(const kvn_cuda *cuda, const char *call, CUresult code, kvn_failure *failure);
+
+#endif

@@ -1,0 +1,192 @@
+#include "cuda/memory.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int ask(const kvn_device *device, int attribute)
+{
+    int value = 0; /* also where the driver does not know the attribute */
+
+    kvn_cuda_of(device)->cuDeviceGetAttribute(&value, attribute, kvn_cuda_state(device)->number);
+    return value;
+}
+
+int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+
+    state->can_export = ask(device, KVN_CUDA_FILE_DESCRIPTORS) != 0;
+    state->allocation = (kvn_cuda_allocation){
+        .type = KVN_CUDA_ALLOCATION_PINNED,
+        .handle_types = state->can_export ? KVN_CUDA_HANDLE_FILE_DESCRIPTOR : 0,
+        .location = {.type = KVN_CUDA_LOCATION_DEVICE, .id = state->number},
+        .gpu_direct_rdma = ask(device, KVN_CUDA_GPU_DIRECT_RDMA) != 0,
+    };
+    if (!ask(device, KVN_CUDA_VIRTUAL_MEMORY))
+        return KVN_OK;
+    return KVN_CUDA_CALL(device, failure, cuMemGetAllocationGranularity, &state->granularity,
+                         &state->allocation, KVN_CUDA_GRANULARITY_MINIMUM);
+}
+
+/* ---- what is allocated; with the mutex ---- */
+
+/* Index of the first that ends beyond `address`. */
+static size_t find(const kvn_cuda_device *state, uint64_t address)
+{
+    size_t low = 0, high = state->num_allocated;
+
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (state->allocated[middle].address + state->allocated[middle].nbytes > address)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+static bool note(kvn_cuda_device *state, kvn_cuda_allocated it)
+{
+    kvn_cuda_allocated *allocated;
+    size_t at;
+
+    pthread_mutex_lock(&state->mutex);
+    allocated = realloc(state->allocated, (state->num_allocated + 1) * sizeof *allocated);
+    if (allocated) {
+        at = find(state, it.address);
+        memmove(allocated + at + 1, allocated + at, (state->num_allocated - at) * sizeof *allocated);
+        allocated[at] = it;
+        state->allocated = allocated;
+        state->num_allocated++;
+    }
+    pthread_mutex_unlock(&state->mutex);
+    return allocated != NULL;
+}
+
+/* Takes the allocation that begins at `address` out of the table. */
+static bool forget(kvn_cuda_device *state, uint64_t address, kvn_cuda_allocated *out)
+{
+    bool found;
+    size_t at;
+
+    pthread_mutex_lock(&state->mutex);
+    at = find(state, address);
+    found = at < state->num_allocated && state->allocated[at].address == address;
+    if (found) {
+        *out = state->allocated[at];
+        state->num_allocated--;
+        memmove(state->allocated + at, state->allocated + at + 1,
+                (state->num_allocated - at) * sizeof *state->allocated);
+    }
+    pthread_mutex_unlock(&state->mutex);
+    return found;
+}
+
+bool kvn_cuda_allocated_at(const kvn_device *device, uint64_t address, kvn_cuda_allocated *out)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    bool found;
+    size_t at;
+
+    pthread_mutex_lock(&state->mutex);
+    at = find(state, address);
+    found = at < state->num_allocated && state->allocated[at].address <= address;
+    if (found)
+        *out = state->allocated[at];
+    pthread_mutex_unlock(&state->mutex);
+    return found && state->can_export;
+}
+
+/* ---- making and unmaking ---- */
+
+/* At a new address, which the device may read and write. */
+static int map(const kvn_device *device, kvn_cuda_allocated *it, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+    const kvn_cuda_access access = {
+        .location = {.type = KVN_CUDA_LOCATION_DEVICE, .id = kvn_cuda_state(device)->number},
+        .flags = KVN_CUDA_ACCESS_READ_WRITE,
+    };
+
+    if (KVN_CUDA_CALL(device, failure, cuMemAddressReserve, &it->address, it->nbytes, 0, 0, 0) != KVN_OK)
+        return failure->status;
+    if (KVN_CUDA_CALL(device, failure, cuMemMap, it->address, it->nbytes, 0, it->handle, 0) == KVN_OK) {
+        if (KVN_CUDA_CALL(device, failure, cuMemSetAccess, it->address, it->nbytes, &access, 1) == KVN_OK)
+            return KVN_OK;
+        cuda->cuMemUnmap(it->address, it->nbytes);
+    }
+    cuda->cuMemAddressFree(it->address, it->nbytes);
+    return failure->status;
+}
+
+/* Goes on where a call fails; the first failure counts. */
+static int unmap(const kvn_device *device, const kvn_cuda_allocated *it, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+    const CUresult unmapped = cuda->cuMemUnmap(it->address, it->nbytes);
+    const CUresult released = cuda->cuMemRelease(it->handle);
+    const CUresult freed = cuda->cuMemAddressFree(it->address, it->nbytes);
+
+    if (kvn_cuda_ended(device, "cuMemUnmap", unmapped, failure) != KVN_OK ||
+        kvn_cuda_ended(device, "cuMemRelease", released, failure) != KVN_OK ||
+        kvn_cuda_ended(device, "cuMemAddressFree", freed, failure) != KVN_OK)
+        return failure->status;
+    return KVN_OK;
+}
+
+static int allocate_plain(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    CUdeviceptr address = 0;
+    const int status = KVN_CUDA_CALL(device, failure, cuMemAlloc_v2, &address, nbytes);
+
+    *out = (void *)(uintptr_t)address;
+    return status;
+}
+
+int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_allocated it = {0};
+    int status;
+
+    if (state->granularity == 0)
+        return allocate_plain(device, nbytes, out, failure);
+    it.nbytes = (nbytes + state->granularity - 1) / state->granularity * state->granularity;
+    if (it.nbytes < nbytes)
+        return kvn_fail(failure, KVN_NO_DEVICE_MEMORY, 0, "%" PRIu64 " bytes are more than any device has",
+                        nbytes);
+    status = KVN_CUDA_CALL(device, failure, cuMemCreate, &it.handle, it.nbytes, &state->allocation, 0);
+    if (status == KVN_UNSUPPORTED || status == KVN_DENIED) /* on virtual GPUs, say */
+        return allocate_plain(device, nbytes, out, failure);
+    if (status != KVN_OK)
+        return status;
+    status = map(device, &it, failure);
+    if (status != KVN_OK) {
+        kvn_cuda_of(device)->cuMemRelease(it.handle);
+        return status;
+    }
+    if (!note(state, it)) {
+        unmap(device, &it, failure);
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note an allocation");
+    }
+    *out = (void *)(uintptr_t)it.address;
+    return KVN_OK;
+}
+
+int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    const uint64_t at = (uintptr_t)address;
+    kvn_cuda_allocated it;
+    CUresult finished;
+    int status;
+
+    if (!forget(kvn_cuda_state(device), at, &it))
+        return KVN_CUDA_CALL(device, failure, cuMemFree_v2, at);
+    finished = kvn_cuda_of(device)->cuCtxSynchronize();
+    /* A context that has failed runs nothing more: what is mapped can go. */
+    status = unmap(device, &it, failure);
+    return finished == KVN_CUDA_OK ? status
+                                   : kvn_cuda_ended(device, "cuCtxSynchronize", finished, failure);
+}

@@ -1,0 +1,338 @@
+#include "cuda/ops.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+#include "core/clock.h"
+#include "cuda/copies.h"
+#include "cuda/memory.h"
+
+/* How long a wait asks again and again: a copy of a few blocks is done by then, and a thread that sleeps
+ * takes as long to run again. */
+#define SPIN_NS 50000
+/* Then it sleeps for this part of the time that it has waited: so it ends late by as much at most, and a long
+ * wait costs no processor. */
+#define SLEEP_PART 16
+#define TIMER_SLACK_NS 1000 /* of a sleep; the system's own is 50 us */
+
+#define CALL KVN_CUDA_CALL
+
+/* ---- contexts ---- */
+
+static void *get_context(const kvn_device *device)
+{
+    CUcontext context = NULL;
+
+    return kvn_cuda_of(device)->cuCtxGetCurrent(&context) == KVN_CUDA_OK ? context : NULL;
+}
+
+/* NULL takes the topmost off this thread's stack of contexts. */
+static int set_context(const kvn_device *device, void *context, kvn_failure *failure)
+{
+    return CALL(device, failure, cuCtxSetCurrent, context);
+}
+
+static bool is_own(const kvn_device *device)
+{
+    return ((const kvn_cuda_library *)device->runtime)->own_context;
+}
+
+/* The primary one is where a framework in the same process allocates, and memory of one context is out of
+ * reach in another. */
+static int take_context(const kvn_device *device, void **context, kvn_failure *failure)
+{
+    const CUdevice number = kvn_cuda_state(device)->number;
+
+    if (!is_own(device))
+        return CALL(device, failure, cuDevicePrimaryCtxRetain, context, number);
+    if (CALL(device, failure, cuCtxCreate_v2, context, 0, number) != KVN_OK)
+        return failure->status;
+    if (set_context(device, NULL, failure) == KVN_OK) /* it was put on this thread's stack */
+        return KVN_OK;
+    kvn_cuda_of(device)->cuCtxDestroy_v2(*context);
+    *context = NULL;
+    return failure->status;
+}
+
+static void give_context(const kvn_device *device, void *context)
+{
+    if (is_own(device))
+        kvn_cuda_of(device)->cuCtxDestroy_v2(context);
+    else
+        kvn_cuda_of(device)->cuDevicePrimaryCtxRelease_v2(kvn_cuda_state(device)->number);
+}
+
+static int open_state(kvn_device *device, void **context, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+
+    if (CALL(device, failure, cuDeviceGet, &state->number, device->id) != KVN_OK ||
+        kvn_cuda_memory_init(device, failure) != KVN_OK)
+        return failure->status;
+    return take_context(device, context, failure);
+}
+
+/* *primary stays NULL: a thread without a context has none again after a call of ours, so that a framework
+ * chooses its device as if we had not been there. */
+static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
+{
+    kvn_cuda_device *state = calloc(1, sizeof *state);
+    int error = state ? pthread_mutex_init(&state->mutex, NULL) : ENOMEM;
+
+    (void)primary;
+    device->state = state;
+    if (!error && open_state(device, context, failure) == KVN_OK)
+        return KVN_OK;
+    if (!error)
+        pthread_mutex_destroy(&state->mutex);
+    free(state);
+    device->state = NULL;
+    return error ? kvn_fail(failure, KVN_NO_MEMORY, error, "no memory for device %d: %s", (int)device->id,
+                            strerror(error))
+                 : failure->status;
+}
+
+static void close_context(kvn_device *device, void *context)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    void *previous = get_context(device);
+    kvn_failure ignored; /* a context that failed, or was destroyed: its memory goes with it */
+
+    if (set_context(device, context, &ignored) == KVN_OK) {
+        kvn_cuda_copies_close(device);
+        for (size_t i = 0; i < state->num_idle; i++)
+            kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
+        set_context(device, previous, &ignored);
+    }
+    give_context(device, context);
+    pthread_mutex_destroy(&state->mutex);
+    free(state->allocated);
+    free(state);
+    device->state = NULL;
+}
+
+/* ---- memory ---- */
+
+static int allocate_host(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    return CALL(device, failure, cuMemHostAlloc, out, nbytes, KVN_CUDA_HOST_PORTABLE | KVN_CUDA_HOST_MAPPED);
+}
+
+static int free_host(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    return CALL(device, failure, cuMemFreeHost, address);
+}
+
+static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+{
+    return CALL(device, failure, cuMemHostRegister_v2, address, nbytes,
+                KVN_CUDA_HOST_PORTABLE | KVN_CUDA_HOST_MAPPED);
+}
+
+static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    const int status = CALL(device, failure, cuMemHostUnregister, address);
+
+    return status != KVN_OK && failure->code == KVN_CUDA_HOST_MEMORY_NOT_REGISTERED ? KVN_OK : status;
+}
+
+static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure)
+{
+    int asked[] = {KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_DEVICE,
+                   KVN_CUDA_POINTER_CONTEXT};
+    unsigned type = 0, is_managed = 0;
+    int number = 0;
+    CUcontext context = NULL;
+    void *answers[] = {&type, &is_managed, &number, &context};
+
+    /* What the driver does not know has no type, and is no failure. */
+    if (CALL(device, failure, cuPointerGetAttributes, sizeof asked / sizeof *asked, asked, answers,
+             address) != KVN_OK)
+        return failure->status;
+    if (type == 0)
+        return KVN_OK;
+    out->device = (uint32_t)number;
+    if (is_managed)
+        out->kind = KVN_MEMORY_MANAGED;
+    else if (type == KVN_CUDA_MEMORY_HOST)
+        out->kind = KVN_MEMORY_PINNED;
+    else if (number == device->id && context && context != device->context)
+        out->kind = KVN_MEMORY_FOREIGN;
+    else
+        out->kind = KVN_MEMORY_DEVICE;
+    return KVN_OK;
+}
+
+static int memory(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
+                  kvn_failure *failure)
+{
+    return CALL(device, failure, cuMemGetInfo_v2, free_nbytes, total_nbytes);
+}
+
+/* ---- streams ---- */
+
+/* Not ordered with the default stream, which is every program's. */
+static int create_stream(const kvn_device *device, kvn_stream *out, kvn_failure *failure)
+{
+    return CALL(device, failure, cuStreamCreate, out, KVN_CUDA_STREAM_NON_BLOCKING);
+}
+
+/* KVN_PENDING while it has work; the failure of the work. */
+static int query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    const CUresult code = kvn_cuda_of(device)->cuStreamQuery(stream);
+
+    return code == KVN_CUDA_NOT_READY ? KVN_PENDING
+                                      : kvn_cuda_ended(device, "cuStreamQuery", code, failure);
+}
+
+static void sleep_ns(int64_t ns)
+{
+    const int slack = prctl(PR_GET_TIMERSLACK);
+    const struct timespec time = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+
+    prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
+    nanosleep(&time, NULL);
+    prctl(PR_SET_TIMERSLACK, slack);
+}
+
+/* CUDA waits for ever, or not at all. */
+static int wait_stream(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure)
+{
+    const int64_t begin = kvn_now_ns(), deadline = begin + ms * INT64_C(1000000);
+    int status;
+
+    while ((status = query(device, stream, failure)) == KVN_PENDING) {
+        const int64_t now = kvn_now_ns();
+        if (now >= deadline)
+            break;
+        if (now - begin >= SPIN_NS)
+            sleep_ns((now - begin) / SLEEP_PART);
+    }
+    return status;
+}
+
+static int wait_until_done(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    int status;
+
+    do
+        status = wait_stream(device, stream, 1000, failure);
+    while (status == KVN_PENDING);
+    return status;
+}
+
+/* cuStreamDestroy returns at once, and the work goes on: so none may be left. */
+static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    if (wait_until_done(device, stream, failure) != KVN_OK)
+        return failure->status;
+    return CALL(device, failure, cuStreamDestroy_v2, stream);
+}
+
+/* Nothing of CUDA stops work that was given to a stream. */
+static int abort_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    const int status = query(device, stream, failure);
+
+    return status != KVN_PENDING ? status
+                                 : kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                                            "CUDA cannot stop the work of a stream, which goes on");
+}
+
+static int drop_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    const int status = abort_stream(device, stream, failure);
+
+    return status == KVN_OK ? CALL(device, failure, cuStreamDestroy_v2, stream) : status;
+}
+
+/* ---- copies that wait ---- */
+
+/* On streams of their own: what CUDA's blocking calls use is the default stream, in which they would wait for
+ * all that a program does. */
+static int take_stream(const kvn_device *device, CUstream *out, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+
+    *out = NULL;
+    pthread_mutex_lock(&state->mutex);
+    if (state->num_idle > 0)
+        *out = state->idle[--state->num_idle];
+    pthread_mutex_unlock(&state->mutex);
+    return *out ? KVN_OK : create_stream(device, out, failure);
+}
+
+static void give_stream(const kvn_device *device, CUstream stream)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    bool is_kept;
+
+    pthread_mutex_lock(&state->mutex);
+    is_kept = state->num_idle < KVN_CUDA_MAX_IDLE;
+    if (is_kept)
+        state->idle[state->num_idle++] = stream;
+    pthread_mutex_unlock(&state->mutex);
+    if (!is_kept)
+        kvn_cuda_of(device)->cuStreamDestroy_v2(stream);
+}
+
+/* Waits for what was issued, also where it is only a part, and gives the stream back. */
+static int finish(const kvn_device *device, CUstream stream, int issued, kvn_failure *failure)
+{
+    kvn_failure later;
+    const int ended = wait_until_done(device, stream, issued == KVN_OK ? failure : &later);
+
+    give_stream(device, stream);
+    return issued == KVN_OK ? ended : issued;
+}
+
+static int copy(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                uint64_t nbytes, kvn_failure *failure)
+{
+    CUstream stream;
+
+    (void)direction; /* the driver knows of each address where it lies */
+    if (take_stream(device, &stream, failure) != KVN_OK)
+        return failure->status;
+    return finish(device, stream, CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream), failure);
+}
+
+static int clear(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    CUstream stream;
+
+    if (take_stream(device, &stream, failure) != KVN_OK)
+        return failure->status;
+    return finish(device, stream, CALL(device, failure, cuMemsetD8Async, address, 0, nbytes, stream), failure);
+}
+
+const kvn_device_ops kvn_cuda_ops = {
+    .name = "cuda",
+    .runtime = "the CUDA driver",
+    .max_batch = UINT64_MAX,
+    .open_context = open_context,
+    .close_context = close_context,
+    .get_context = get_context,
+    .set_context = set_context,
+    .allocate = kvn_cuda_allocate,
+    .free = kvn_cuda_free,
+    .allocate_host = allocate_host,
+    .free_host = free_host,
+    .pin = pin,
+    .unpin = unpin,
+    .locate = locate,
+    .copy = copy,
+    .clear = clear,
+    .memory = memory,
+    .create_stream = create_stream,
+    .destroy_stream = destroy_stream,
+    .abort_stream = abort_stream,
+    .drop_stream = drop_stream,
+    .wait_stream = wait_stream,
+    .copy_async = kvn_cuda_copy_async,
+    .batch_copies = kvn_cuda_batch_copies,
+};

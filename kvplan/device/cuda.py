@@ -1,0 +1,90 @@
+"""CUDA devices: the driver's library of this host, never linked."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from kvplan.device.device import Device
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from kvnative._cuda import CudaLibrary
+
+OVERRIDE: Final = "KVPLAN_CUDA_LIBRARY"
+"""Environment variable: where it is set, the only place that is looked at: a library, or the folder
+that has libcuda.so.1. Empty: there is none. Otherwise the loader finds libcuda.so.1."""
+
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+
+def load_library(context: str = "primary") -> CudaLibrary:
+    """Return the CUDA driver's library for devices in that context, loaded once in a process.
+
+    Args:
+        context: "primary" or "own".
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
+            was looked for, and what the loader said.
+    """
+    place = os.environ.get(OVERRIDE)
+    if place == "":
+        raise _not_there(f"{OVERRIDE} is empty")
+    from kvnative._backend import NativeError
+    from kvnative._cuda import CudaLibrary
+
+    try:
+        return CudaLibrary.load(place, context)
+    except NativeError as error:
+        raise _not_there(str(error)) from error
+
+
+def _not_there(reason: str) -> LLMException:
+    return LLMException(
+        f"no driver library of CUDA can be used: {reason}",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    )
+
+
+def driver_version() -> str | None:
+    """The version of the kernel's driver, "550.54.15" say; None: unknown."""
+    with suppress(OSError, UnicodeDecodeError):
+        found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _DRIVER.read_text())
+        return found[1] if found else None
+    return None
+
+
+class CudaDevice(Device):
+    """A CUDA device of this process, as long as one engine uses it.
+
+    May be used from several threads; in a forked child it is of no use.
+
+    Args:
+        device_id: its number among the devices that CUDA_VISIBLE_DEVICES leaves.
+        library: of the driver; None: the one that is found, for the primary context.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what CUDA says.
+    """
+
+    tensor_kind = "cuda"
+
+    def __init__(self, device_id: int, library: CudaLibrary | None = None) -> None:
+        super().__init__(device_id, library or load_library())
+
+    def describe(self) -> dict[str, object]:
+        """What people want to know of it, by name."""
+        library = cast("CudaLibrary", self.native.library)
+        major, minor = library.capability(self.id)
+        return {
+            **super().describe(),
+            "uuid": library.uuid(self.id),
+            "pci": library.pci_id(self.id),
+            "capability": f"{major}.{minor}",
+            "context": library.context,
+            "driver": driver_version(),
+        }
