@@ -4,7 +4,7 @@ The profile `sanitized` tries the first of those of `ci`: each takes several tim
 `soak`, of `make soak`, tries as many, selected by `--hypothesis-seed`; `many`, of `make explore`,
 20,000 new ones.
 
-No test finds an Ascend device by itself, whether this machine has one or a test before it has
+No test finds an accelerator by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
 no test finds UCX: those that want it ask for the fixture `ucx`. Copies are made as is built in: no
 test measures the machine because another one has moved much.
@@ -46,6 +46,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
+os.environ["KVPLAN_CUDA_LIBRARY"] = ""
 os.environ["KVPLAN_TUNING"] = "builtin"
 hide()
 

@@ -62,9 +62,7 @@ def check_context(name: str, value: object) -> None:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(CUDA_CONTEXTS)}")
 
 
-def open_accelerator(
-    choice: str, device_id: int, cuda_context: str = "primary"
-) -> Device | None:
+def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary") -> Device | None:
     """Return the device to use; close it in the end.
 
     Args:

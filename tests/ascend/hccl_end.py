@@ -91,7 +91,7 @@ class End:
         acl = AclLibrary.load()
         self.library = HcclLibrary.load(acl)
         self.device = acl.device(device)
-        self.controls = Controls(Path(os.environ[HOME]))
+        self.controls = Controls(Path(os.environ[HOME]) / "lib64" / "libkvsim_core.so")
         self.memories: dict[int, Memory] = {}
         self.regions: dict[int, Region] = {}
         self.stagings: dict[str, Staging] = {}

@@ -69,10 +69,14 @@ class Log:
 
 
 class Controls:
-    """Of the simulator that this process has loaded, or will: its core is one for all libraries."""
+    """Of the simulator that this process has loaded, or will: its core is one for all libraries.
 
-    def __init__(self, home: Path) -> None:
-        core = ctypes.CDLL(str(home / "lib64" / "libkvsim_core.so"))
+    Args:
+        library: the core, or a library that needs it.
+    """
+
+    def __init__(self, library: Path) -> None:
+        core = ctypes.CDLL(str(library))
         core.kvsim_host_view.argtypes, core.kvsim_host_view.restype = (
             [ctypes.c_uint64],
             ctypes.c_void_p,
@@ -117,7 +121,7 @@ class Controls:
 @cache
 def controls(variant: str = VARIANT) -> Controls:
     """Those of this process."""
-    return Controls(build(variant))
+    return Controls(build(variant) / "lib64" / "libkvsim_core.so")
 
 
 @contextmanager

@@ -70,7 +70,7 @@ ACL aclrtDestroyContext(void *context) {
     sim_call call;
     int code = acl_enter(&call, __func__);
     code = ACL_CHECK(code, context);
-    code = code ? code : sim_context_destroy(context);
+    code = code ? code : sim_context_destroy(context, 0);
     return sim_leave(&call, code, "%s", "");
 }
 

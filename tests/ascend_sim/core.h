@@ -41,8 +41,8 @@ SIM_API void sim_unlock(void);
 extern pthread_cond_t sim_progress;
 extern pthread_mutex_t sim_mutex;
 
-void *sim_handle_new(void);
-int64_t sim_now_us(void);
+SIM_API void *sim_handle_new(void);
+SIM_API int64_t sim_now_us(void);
 /* Waits for the condition until the time, -1 for ever; the lock is held. Whether time is over. */
 int sim_wait_until(pthread_cond_t *condition, int64_t deadline_us);
 void sim_condition_init(pthread_cond_t *condition);
@@ -52,7 +52,7 @@ void sim_condition_init(pthread_cond_t *condition);
 /* Address space of a device, or 0; never given twice. */
 SIM_API uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment);
 /* Bytes that all processes hold on the device; adds change for this one unless that exceeds limit. */
-int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
+SIM_API int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
 
 void sim_memory_totals(uint64_t *device_bytes, uint64_t *pinned, uint64_t *registered);
 
@@ -61,12 +61,22 @@ void sim_memory_totals(uint64_t *device_bytes, uint64_t *pinned, uint64_t *regis
 SIM_API int sim_device_set(int device);
 SIM_API int sim_device_reset(int device, int force);
 SIM_API int sim_context_create(int device, void **handle);
-SIM_API int sim_context_destroy(void *handle);
+SIM_API int sim_context_destroy(void *handle, int force);
+/* NULL: the thread has none then. */
 SIM_API int sim_context_set(void *handle);
+/* From the first error of its work on nothing goes on in the context, which keeps the error. */
+SIM_API void sim_context_stop_on_failure(void *handle);
+/* That error; 0 where it has not failed. */
+SIM_API int sim_context_failed(void *handle);
+/* Lets such a context fail. */
+SIM_API void sim_context_fail(void *handle, int code);
 SIM_API int sim_context_get(void **handle);
 /* With the lock: the thread's context, NULL where it has none. */
 sim_context *sim_context_current(void);
 int sim_context_device(const sim_context *context);
+void *sim_context_handle(const sim_context *context);
+/* With the lock: NULL where the handle names none. */
+sim_context *sim_context_find(const void *handle);
 /* With the lock: the context stops on failure, and with what it has failed since (0: it has not). */
 typedef struct {
     int stops;
@@ -83,6 +93,14 @@ SIM_API int sim_peer_access(int device, int peer, int change);
 
 SIM_API int sim_stream_create(uint32_t flags, void **handle);
 SIM_API int sim_stream_destroy(void *handle, int force);
+/* Destroys it without waiting: its work goes on. */
+SIM_API int sim_stream_leave(void *handle);
+/* How many streams of a context have not been destroyed. */
+SIM_API int sim_context_streams(void *context);
+/* Whether all work of the context's streams is done, of those that were left, too. */
+SIM_API int sim_streams_are_idle(void *context);
+/* Waits for that. 0, or the first error. */
+SIM_API int sim_context_wait_for(void *context);
 SIM_API int sim_stream_abort(sim_stream *stream);
 /* Once for a stream; to stop is for all streams of its context, and from its first error none goes on. */
 SIM_API int sim_stream_set_failure_mode(sim_stream *stream, int stops);
@@ -104,6 +122,8 @@ typedef enum { SIM_EVENT_PLAIN, SIM_EVENT_FLAGGED, SIM_EVENT_EX } sim_event_kind
 
 SIM_API int sim_event_create(sim_event_kind kind, uint32_t flags, void **handle);
 SIM_API int sim_event_destroy(void *handle);
+/* The context in which it was made; NULL where there is no such event. */
+SIM_API void *sim_event_context(void *handle);
 SIM_API int sim_event_record(void *handle, sim_stream *stream, const sim_fault *fault);
 SIM_API int sim_event_reset(void *handle, sim_stream *stream);
 SIM_API int sim_event_stream_wait(void *handle, sim_stream *stream, const sim_fault *fault);

@@ -3,6 +3,7 @@
 
 #include "core.h"
 #include "core_log.h"
+#include "core_stream.h"
 
 struct sim_context {
     void *handle;
@@ -26,7 +27,7 @@ static int check_device(int device) {
     return 0;
 }
 
-static sim_context *find(const void *handle) {
+sim_context *sim_context_find(const void *handle) {
     sim_context *context = contexts;
     while (context && context->handle != handle) {
         context = context->next;
@@ -60,9 +61,10 @@ static void destroy(sim_context *context, int force) {
     sim_lock();
 }
 
-sim_context *sim_context_current(void) { return current ? find(current) : NULL; }
+sim_context *sim_context_current(void) { return current ? sim_context_find(current) : NULL; }
 sim_context_failure *sim_context_failure_of(const sim_context *context) { return context->failure; }
 int sim_context_device(const sim_context *context) { return context->device; }
+void *sim_context_handle(const sim_context *context) { return context->handle; }
 sim_stream **sim_context_default_stream(sim_context *context) { return &context->default_stream; }
 
 int sim_current_device(void) {
@@ -118,14 +120,14 @@ int sim_context_create(int device, void **handle) {
     return 0;
 }
 
-int sim_context_destroy(void *handle) {
+int sim_context_destroy(void *handle, int force) {
     sim_lock();
-    sim_context *context = find(handle);
+    sim_context *context = sim_context_find(handle);
     if (!context || primaries[context->device] == context) {
         sim_unlock();
         return sim_error(SIM_PARAM, "%p is not a context of aclrtCreateContext", handle);
     }
-    destroy(context, 0);
+    destroy(context, force);
     sim_unlock();
     sim_count(SIM_COUNT_CONTEXTS, -1);
     return 0;
@@ -133,12 +135,35 @@ int sim_context_destroy(void *handle) {
 
 int sim_context_set(void *handle) {
     sim_lock();
-    int code = find(handle) ? 0 : sim_error(SIM_PARAM, "%p is not a context", handle);
+    int code = !handle || sim_context_find(handle) ? 0 : sim_error(SIM_PARAM, "%p is not a context", handle);
     if (!code) {
         current = handle;
     }
     sim_unlock();
     return code;
+}
+
+void sim_context_stop_on_failure(void *handle) {
+    sim_lock();
+    sim_context_find(handle)->failure->stops = 1;
+    sim_unlock();
+}
+
+int sim_context_failed(void *handle) {
+    sim_lock();
+    sim_context *context = sim_context_find(handle);
+    int code = context ? context->failure->code : 0;
+    sim_unlock();
+    return code;
+}
+
+void sim_context_fail(void *handle, int code) {
+    sim_lock();
+    sim_context *context = sim_context_find(handle);
+    if (context) {
+        sim_context_stop(context, code);
+    }
+    sim_unlock();
 }
 
 int sim_context_get(void **handle) {

@@ -10,6 +10,7 @@
 
 struct sim_event {
     void *handle;
+    void *context;
     sim_event_kind kind;
     uint32_t flags;
     unsigned references;
@@ -57,9 +58,12 @@ static int is_complete(const sim_event *event) {
     return has_record(event) && event->num_completed >= event->num_recorded;
 }
 
-/* Whether its stream was aborted since, so that it will never complete. */
+/* Whether its stream was aborted since, or its context failed, so that it will never complete. */
+static int has_failed(const sim_event *event) {
+    return event->stream && event->stream->failure->code;
+}
 static int is_lost(const sim_event *event) {
-    return event->stream && sim_stream_aborts(event->stream) != event->aborts;
+    return (event->stream && sim_stream_aborts(event->stream) != event->aborts) || has_failed(event);
 }
 
 int sim_event_create(sim_event_kind kind, uint32_t flags, void **handle) {
@@ -71,9 +75,11 @@ int sim_event_create(sim_event_kind kind, uint32_t flags, void **handle) {
         sim_die("no host memory");
     }
     sim_lock();
-    int has_context = sim_context_current() != NULL;
+    const sim_context *context = sim_context_current();
+    int has_context = context != NULL;
     if (has_context) {
         *event = (sim_event){.handle = sim_handle_new(), .kind = kind, .flags = flags,
+                             .context = sim_context_handle(context),
                              .references = 1, .next = events};
         events = event;
         *handle = event->handle;
@@ -102,6 +108,17 @@ int sim_event_destroy(void *handle) {
     sim_unlock();
     sim_count(SIM_COUNT_EVENTS, code ? 0 : -1);
     return code;
+}
+
+void *sim_event_context(void *handle) {
+    sim_lock();
+    sim_event *event = events;
+    while (event && event->handle != handle) {
+        event = event->next;
+    }
+    void *context = event ? event->context : NULL;
+    sim_unlock();
+    return context;
 }
 
 static marker *marker_new(sim_event *event, uint64_t record) {
@@ -160,7 +177,8 @@ int sim_event_record(void *handle, sim_stream *stream, const sim_fault *fault) {
 static int hold_back(void *argument, sim_stream *stream) {
     const marker *wait = argument;
     sim_lock();
-    while (wait->event->num_completed < wait->record && !stream->is_stopping) {
+    while (wait->event->num_completed < wait->record && !stream->is_stopping &&
+           !stream->failure->code && !has_failed(wait->event)) {
         sim_wait_until(&sim_progress, -1);
     }
     sim_unlock();

@@ -21,10 +21,12 @@ const char *kvsim_leaks(void) {
     pthread_mutex_lock(&mutex);
     snprintf(text, sizeof text,
              "{\"streams\":%d,\"events\":%d,\"contexts\":%d,\"device_bytes\":%llu,\"pinned\":%llu,"
-             "\"registered\":%llu,\"regions\":%d,\"comms\":%d}",
+             "\"registered\":%llu,\"regions\":%d,\"comms\":%d,\"handles\":%d,\"ranges\":%d,"
+             "\"modules\":%d}",
              counts[SIM_COUNT_STREAMS], counts[SIM_COUNT_EVENTS], counts[SIM_COUNT_CONTEXTS],
              (unsigned long long)device_bytes, (unsigned long long)pinned,
-             (unsigned long long)registered, counts[SIM_COUNT_REGIONS], counts[SIM_COUNT_COMMS]);
+             (unsigned long long)registered, counts[SIM_COUNT_REGIONS], counts[SIM_COUNT_COMMS],
+             counts[SIM_COUNT_HANDLES], counts[SIM_COUNT_RANGES], counts[SIM_COUNT_MODULES]);
     pthread_mutex_unlock(&mutex);
     return text;
 }

@@ -30,6 +30,6 @@ void sim_linger_check(const void *view, uint64_t nbytes, const char *what) {
     }
     pthread_mutex_unlock(&mutex);
     if (found) {
-        sim_note("violation", "\"what\":\"%s, while aborted work still uses the memory\"", what);
+        sim_violation("%s, while aborted work still uses the memory", what);
     }
 }

@@ -107,6 +107,37 @@ int sim_leave(const sim_call *call, int code, const char *fields, ...) {
     return code;
 }
 
+static int num_violations;
+static char last_violation[512];
+
+void sim_violation(const char *format, ...) {
+    char text[sizeof last_violation];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    pthread_mutex_lock(&mutex);
+    num_violations++;
+    memcpy(last_violation, text, sizeof text);
+    pthread_mutex_unlock(&mutex);
+    sim_note("violation", "\"what\":\"%s\"", text);
+}
+
+int kvsim_violations(void) {
+    pthread_mutex_lock(&mutex);
+    int count = num_violations;
+    pthread_mutex_unlock(&mutex);
+    return count;
+}
+
+const char *kvsim_last_violation(void) {
+    static _Thread_local char copy[sizeof last_violation];
+    pthread_mutex_lock(&mutex);
+    memcpy(copy, last_violation, sizeof copy);
+    pthread_mutex_unlock(&mutex);
+    return copy;
+}
+
 void sim_note(const char *what, const char *fields, ...) {
     va_list arguments;
     va_start(arguments, fields);

@@ -1,4 +1,5 @@
 /* The registry of device and pinned memory: who owns an address, and where its bytes really are. */
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,7 @@ static sim_memory **memories; /* by address; they never overlap */
 static size_t num_memories;
 static size_t capacity;
 static uint64_t next_serial = 1;
+static uint64_t num_removed;
 
 /* The index of the first memory that ends behind the address; mutex is held. */
 static size_t first_behind(uint64_t address) {
@@ -122,6 +124,73 @@ int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, in
     *address = memory->address;
     return 0;
 }
+
+int sim_memory_attach(int device, uint64_t address, uint64_t nbytes, int fd, uint64_t offset) {
+    sim_memory *memory = calloc(1, sizeof *memory);
+    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    void *view = own < 0 ? MAP_FAILED
+                         : mmap(NULL, round_up(nbytes, PAGE), PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_NORESERVE, own, (off_t)offset);
+    if (!memory || view == MAP_FAILED) {
+        free(memory);
+        if (own >= 0) {
+            close(own);
+        }
+        return sim_error(SIM_NO_MEMORY, "%llu bytes of a file", (unsigned long long)nbytes);
+    }
+    *memory = (sim_memory){.kind = SIM_MEMORY_DEVICE, .device = device, .address = address,
+                           .nbytes = nbytes, .page = HUGE_PAGE, .view = view, .fd = own};
+    pthread_mutex_lock(&mutex);
+    insert(memory);
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+
+static sim_memory *beginning_at(uint64_t address) {
+    size_t index = first_behind(address);
+    sim_memory *memory = index < num_memories ? memories[index] : NULL;
+    return memory && memory->address == address ? memory : NULL;
+}
+
+void sim_memory_describe(uint64_t address, sim_traits traits) {
+    pthread_mutex_lock(&mutex);
+    sim_memory *memory = beginning_at(address);
+    if (memory) {
+        memory->traits = traits;
+    }
+    __atomic_add_fetch(&num_removed, 1, __ATOMIC_RELEASE); /* may be refused now */
+    pthread_mutex_unlock(&mutex);
+}
+
+sim_traits sim_memory_traits(const sim_memory *memory) {
+    pthread_mutex_lock(&mutex);
+    sim_traits traits = memory->traits;
+    pthread_mutex_unlock(&mutex);
+    return traits;
+}
+
+uint64_t sim_memory_owned(const void *owner, sim_memory_kind *kind) {
+    uint64_t address = 0;
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < num_memories && !address; i++) {
+        if (memories[i]->traits.owner == owner) {
+            address = memories[i]->address;
+            *kind = memories[i]->kind;
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+    return address;
+}
+
+int sim_memory_is_used(uint64_t address) {
+    pthread_mutex_lock(&mutex);
+    sim_memory *memory = beginning_at(address);
+    int used = memory && memory->references > 1;
+    pthread_mutex_unlock(&mutex);
+    return used;
+}
+
+uint64_t sim_memory_epoch(void) { return __atomic_load_n(&num_removed, __ATOMIC_ACQUIRE); }
 
 static int check_whole_pages(uint64_t address, uint64_t nbytes) {
     uint64_t page = sim_settings_now().page_bytes;
@@ -257,6 +326,7 @@ void sim_host_unmap(int device, uint64_t address, uint64_t nbytes) {
 static void remove_at(size_t index) {
     memmove(memories + index, memories + index + 1, (num_memories - index - 1) * sizeof *memories);
     num_memories--;
+    __atomic_add_fetch(&num_removed, 1, __ATOMIC_RELEASE);
 }
 
 int sim_memory_free(sim_memory_kind kind, uint64_t address) {

@@ -96,6 +96,18 @@ static int set_number(const char *name, int64_t value) {
         settings.max_links = value;
     } else if (!strcmp(name, "issue_blocks")) {
         settings.issue_blocks = value;
+    } else if (!strcmp(name, "cuda_capability")) {
+        settings.cuda_capability = value;
+    } else if (!strcmp(name, "cuda_peers")) {
+        settings.cuda_peers = value;
+    } else if (!strcmp(name, "cuda_virtual")) {
+        settings.cuda_virtual = value;
+    } else if (!strcmp(name, "cuda_ipc")) {
+        settings.cuda_ipc = value;
+    } else if (!strcmp(name, "cuda_staged_us")) {
+        settings.cuda_staged_us = value;
+    } else if (!strcmp(name, "cuda_threads")) {
+        settings.cuda_threads = value;
     } else if (!strcmp(name, "page_bytes")) {
         settings.page_bytes = (uint64_t)value;
     } else if (!strcmp(name, "page_table_bytes")) {
@@ -159,6 +171,12 @@ __attribute__((constructor)) static void read_environment(void) {
         {"issue_blocks", "KVSIM_ISSUE_BLOCKS", "0"},
         {"page_bytes", "KVSIM_PAGE_BYTES", "4096"},
         {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
+        {"cuda_capability", "KVSIM_CUDA_CAPABILITY", "90"},
+        {"cuda_peers", "KVSIM_CUDA_PEERS", "1"},
+        {"cuda_virtual", "KVSIM_CUDA_VIRTUAL", "1"},
+        {"cuda_ipc", "KVSIM_CUDA_IPC", "1"},
+        {"cuda_staged_us", "KVSIM_CUDA_STAGED_US", "0"},
+        {"cuda_threads", "KVSIM_CUDA_THREADS", "2"},
         {"dir", "KVSIM_DIR", ""},
         {"log", "KVSIM_LOG", ""},
         {"faults", "KVSIM_FAULTS", ""},

@@ -11,6 +11,7 @@
 
 static sim_stream *streams;
 static int num_streams;
+static sim_context_failure no_failure; /* of a stream whose context may be gone */
 
 /* With the lock. Signals of the program are not for threads that it does not know of. */
 static sim_stream *make(sim_context *context, int is_default) {
@@ -123,6 +124,7 @@ int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_work work
     *operation = (sim_operation){.work = work, .dispose = dispose, .argument = argument,
                                  .nbytes = nbytes, .fault = fault ? *fault : (sim_fault){0, 0}};
     sim_lock();
+    operation->hangs = sim_num_hangs_ended;
     int code = 0;
     if (stream->is_stopping || stream->is_ending) {
         code = sim_error(SIM_STREAM_ABORT, "the stream is being aborted or destroyed");
@@ -221,15 +223,18 @@ int sim_stream_set_failure_mode(sim_stream *stream, int stops) {
     return code;
 }
 
-void sim_context_stop(sim_stream *failed, int code) {
+void sim_context_stop(const sim_context *context, int code) {
     sim_operation *dropped[MAX_STREAMS];
     int num_dropped = 0;
-    failed->failure->code = failed->failure->code ? failed->failure->code : code;
+    sim_context_failure *failure = sim_context_failure_of(context);
+    failure->code = failure->code ? failure->code : code;
     for (sim_stream *stream = streams; stream; stream = stream->next) {
-        if (stream->context == failed->context) {
+        if (stream->context == context) {
             dropped[num_dropped++] = sim_stream_empty(stream);
+            pthread_cond_broadcast(&stream->changed); /* what is slow or hangs ends, too */
         }
     }
+    pthread_cond_broadcast(&sim_progress);
     sim_unlock();
     for (int i = 0; i < num_dropped; i++) {
         sim_operations_dispose(dropped[i]);
@@ -262,14 +267,67 @@ int sim_stream_abort(sim_stream *stream) {
     return 0;
 }
 
-/* With the lock, which it gives up. Waits for the work unless force. */
-static void end(sim_stream *stream, int force) {
+static void unlink_stream(sim_stream *stream) {
     sim_stream **link = &streams;
     while (*link != stream) {
         link = &(*link)->next;
     }
     *link = stream->next;
     num_streams--;
+}
+
+void sim_stream_forget(sim_stream *stream) {
+    unlink_stream(stream);
+    stream->failure = &no_failure;
+    pthread_cond_broadcast(&sim_progress);
+    sim_stream_drop(stream);
+}
+
+int sim_stream_leave(void *handle) {
+    if (!handle) {
+        return sim_error(SIM_PARAM, "the default stream cannot be destroyed");
+    }
+    sim_lock();
+    sim_stream *stream;
+    int code = find(handle, &stream);
+    if (!code) {
+        stream->handle = NULL;
+        stream->is_left = stream->is_ending = 1;
+        pthread_detach(stream->thread);
+        pthread_cond_broadcast(&stream->changed);
+    }
+    sim_unlock();
+    sim_count(SIM_COUNT_STREAMS, code ? 0 : -1);
+    return code;
+}
+
+/* With the lock, which it gives up: one that was left ends by itself. */
+static void await_end(sim_stream *stream, int force) {
+    sim_stream_hold(stream);
+    if (force) {
+        stop(stream);
+        stream->aborts++;
+    }
+    for (;;) {
+        sim_stream *listed = streams;
+        while (listed && listed != stream) {
+            listed = listed->next;
+        }
+        if (!listed) {
+            break;
+        }
+        sim_wait_until(&sim_progress, -1);
+    }
+    sim_stream_drop(stream);
+}
+
+/* With the lock, which it gives up. Waits for the work unless force. */
+static void end(sim_stream *stream, int force) {
+    if (stream->is_left) {
+        await_end(stream, force);
+        return;
+    }
+    unlink_stream(stream);
     int is_counted = !stream->is_default;
     if (force) {
         stop(stream);
@@ -282,6 +340,7 @@ static void end(sim_stream *stream, int force) {
     sim_count(SIM_COUNT_STREAMS, is_counted ? -1 : 0);
     sim_lock();
     stream->aborts += (uint64_t)force;
+    stream->failure = &no_failure;
     pthread_cond_broadcast(&sim_progress);
     sim_stream_drop(stream);
 }
@@ -298,6 +357,44 @@ int sim_stream_destroy(void *handle, int force) {
     }
     sim_unlock();
     return code;
+}
+
+int sim_context_wait_for(void *handle) {
+    sim_lock();
+    const sim_context *context = sim_context_find(handle);
+    sim_unlock();
+    return context ? sim_streams_wait(context, -1) : sim_error(SIM_NO_CONTEXT, "it is gone");
+}
+
+int sim_streams_are_idle(void *handle) {
+    int idle = 1;
+    sim_lock();
+    const sim_context *context = sim_context_find(handle);
+    for (const sim_stream *stream = streams; stream; stream = stream->next) {
+        idle &= stream->context != context || stream->num_done == stream->num_queued;
+    }
+    sim_unlock();
+    return idle;
+}
+
+int sim_context_streams(void *handle) {
+    int count = 0;
+    sim_lock();
+    const sim_context *context = sim_context_find(handle);
+    for (const sim_stream *stream = streams; stream; stream = stream->next) {
+        count += stream->context == context && !stream->is_default && !stream->is_left;
+    }
+    sim_unlock();
+    return count;
+}
+
+void kvsim_hangs_end(void) {
+    sim_lock();
+    sim_num_hangs_ended++;
+    for (sim_stream *stream = streams; stream; stream = stream->next) {
+        pthread_cond_broadcast(&stream->changed);
+    }
+    sim_unlock();
 }
 
 void sim_streams_destroy(const sim_context *context, int force) {

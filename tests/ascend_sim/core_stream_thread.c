@@ -11,6 +11,7 @@
 
 pthread_mutex_t sim_mutex = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t sim_progress;
+uint64_t sim_num_hangs_ended;
 
 void sim_lock(void) { pthread_mutex_lock(&sim_mutex); }
 void sim_unlock(void) { pthread_mutex_unlock(&sim_mutex); }
@@ -40,9 +41,14 @@ int sim_wait_until(pthread_cond_t *condition, int64_t deadline_us) {
     return pthread_cond_timedwait(condition, &sim_mutex, &at) == ETIMEDOUT;
 }
 
+/* With the lock. */
+static int is_stopped(const sim_stream *stream) {
+    return stream->is_stopping || stream->failure->code;
+}
+
 int sim_stream_stopped(sim_stream *stream) {
     sim_lock();
-    int stopped = stream->is_stopping;
+    int stopped = is_stopped(stream);
     sim_unlock();
     return stopped;
 }
@@ -50,10 +56,21 @@ int sim_stream_stopped(sim_stream *stream) {
 int sim_stream_pause(sim_stream *stream, int64_t microseconds) {
     int64_t deadline = microseconds < 0 ? -1 : sim_now_us() + microseconds;
     sim_lock();
-    while (!stream->is_stopping && (deadline < 0 || sim_now_us() < deadline)) {
+    while (!is_stopped(stream) && (deadline < 0 || sim_now_us() < deadline)) {
         sim_wait_until(&stream->changed, deadline);
     }
-    int stopped = stream->is_stopping;
+    int stopped = is_stopped(stream);
+    sim_unlock();
+    return stopped;
+}
+
+/* Whether it was stopped, and did not only go on. */
+static int hang(sim_stream *stream, uint64_t ended) {
+    sim_lock();
+    while (!is_stopped(stream) && sim_num_hangs_ended == ended) {
+        sim_wait_until(&stream->changed, -1);
+    }
+    int stopped = is_stopped(stream);
     sim_unlock();
     return stopped;
 }
@@ -81,8 +98,8 @@ int64_t sim_duration_us(uint64_t nbytes) {
 /* Without the lock. The code that a synchronization shows. */
 static int perform(sim_stream *stream, sim_operation *operation) {
     int64_t duration = sim_duration_us(operation->nbytes);
-    if (operation->fault.kind == SIM_FAULT_HANG) {
-        duration = -1;
+    if (operation->fault.kind == SIM_FAULT_HANG && hang(stream, operation->hangs)) {
+        return 0;
     }
     if (duration && sim_stream_pause(stream, duration)) {
         return 0;
@@ -133,7 +150,7 @@ static void run_first(sim_stream *stream) {
     if (code && !stream->is_stopping) {
         stream->error = stream->error ? stream->error : code;
         if (stream->failure->stops) {
-            sim_context_stop(stream, code);
+            sim_context_stop(stream->context, code);
         }
     }
     pthread_cond_broadcast(&sim_progress);
@@ -151,6 +168,9 @@ void *sim_stream_thread(void *argument) {
         } else {
             sim_wait_until(&stream->changed, -1);
         }
+    }
+    if (stream->is_left) {
+        sim_stream_forget(stream);
     }
     sim_unlock();
     return NULL;

@@ -39,6 +39,12 @@ typedef struct {
     int64_t tls;               /* KVSIM_TLS: a bit for each device whose connections are encrypted, 0 */
     int64_t max_links;         /* KVSIM_MAX_LINKS of a device in a process: queue pairs, 512 */
     int64_t issue_blocks;      /* KVSIM_ISSUE_BLOCKS: 1: HCCL's batches block until it is 0, as when streams are full */
+    int64_t cuda_capability;   /* KVSIM_CUDA_CAPABILITY and the next: tests/cuda_sim/cuda_sim.h */
+    int64_t cuda_peers;
+    int64_t cuda_virtual;
+    int64_t cuda_ipc;
+    int64_t cuda_staged_us;
+    int64_t cuda_threads;
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;
 
@@ -53,7 +59,7 @@ typedef enum {
     SIM_FAULT_NONE,
     SIM_FAULT_CODE,    /* the call does nothing and returns the code */
     SIM_FAULT_SYNC,    /* the call succeeds, does nothing, and the code shows at synchronization */
-    SIM_FAULT_HANG,    /* the operation on the stream never ends; an abort ends it */
+    SIM_FAULT_HANG,    /* the operation on the stream never ends; an abort ends it, or kvsim_hangs_end */
     SIM_FAULT_PARTIAL, /* half of the work is done, then the code, shown as a real one would be */
 } sim_fault_kind;
 
@@ -77,6 +83,11 @@ SIM_API int sim_is_forked(void);
 SIM_API int sim_leave(const sim_call *call, int code, const char *fields, ...) SIM_PRINTF(3, 4);
 /* A log line that is not a call. */
 SIM_API void sim_note(const char *what, const char *fields, ...) SIM_PRINTF(2, 3);
+/* Misuse that hardware does not report, or not there: a log line {"call":"violation","what":text}, counted. */
+SIM_API void sim_violation(const char *text, ...) SIM_PRINTF(1, 2);
+SIM_API int kvsim_violations(void);
+/* The latest one; "" where there is none. Readable until this thread's next call. */
+SIM_API const char *kvsim_last_violation(void);
 /* Sets the text that aclGetRecentErrMsg gives to this thread; returns the code. */
 SIM_API int sim_error(int code, const char *text, ...) SIM_PRINTF(2, 3);
 /* The text of this thread, which is then forgotten; NULL where there is none. It stays readable
@@ -89,6 +100,8 @@ SIM_API int kvsim_fault_add(const char *specification);
 SIM_API void kvsim_faults_clear(void);
 /* How many faults have not happened yet. */
 SIM_API int kvsim_faults_left(void);
+/* Lets all operations that hang go on: they are done then. */
+SIM_API void kvsim_hangs_end(void);
 
 /* ---- memory ---- */
 
@@ -97,6 +110,15 @@ typedef enum {
     SIM_MEMORY_PINNED,     /* aclrtMallocHost: address == view */
     SIM_MEMORY_REGISTERED, /* aclrtHostRegister: the program's own memory, fd == -1 */
 } sim_memory_kind;
+
+/* What a front end wants to find again; the core does not look at it. */
+typedef struct {
+    void *owner;
+    int origin;
+    unsigned flags;
+    uint64_t readable; /* a bit for each device */
+    uint64_t writable;
+} sim_traits;
 
 typedef struct {
     sim_memory_kind kind;
@@ -108,6 +130,7 @@ typedef struct {
     unsigned char *view; /* where the bytes can be read and written */
     int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
     int mapped;          /* REGISTERED: for the device (MAPPED), which the driver does once */
+    sim_traits traits;   /* by sim_memory_traits */
     uint64_t serial;     /* never twice in a process: tells an allocation from a later one */
     unsigned references; /* of the core's own, like the next */
     int keep_view;
@@ -130,6 +153,18 @@ SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbyte
 SIM_API int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
                                    uint64_t padding, uint64_t *address);
 SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
+/* Device memory, at reserved address space of sim_space_take, whose bytes are those of an open file from its
+ * offset on; counted by who made the file. The descriptor is duplicated. 0, or SIM_NO_MEMORY. */
+SIM_API int sim_memory_attach(int device, uint64_t address, uint64_t nbytes, int fd, uint64_t offset);
+SIM_API void sim_memory_describe(uint64_t address, sim_traits traits);
+SIM_API sim_traits sim_memory_traits(const sim_memory *memory);
+/* Where some memory of the owner begins, and its kind; 0 where there is none. */
+SIM_API uint64_t sim_memory_owned(const void *owner, sim_memory_kind *kind);
+/* Whether anything but the registry refers to the memory that begins there: queued work does. */
+SIM_API int sim_memory_is_used(uint64_t address);
+/* Changes whenever memory is freed or described: what was found before may be gone, or refused. Only a hint
+ * for who looks again under the lock. */
+SIM_API uint64_t sim_memory_epoch(void);
 /* mapped: into the device's address space; whole pages, and no byte of it twice. Else only noted. */
 SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped);
 /* What HCCL does with host memory that it registers: maps it, unless it has mapped all of it already. Of
@@ -192,12 +227,15 @@ typedef enum {
     SIM_COUNT_CONTEXTS,
     SIM_COUNT_REGIONS, /* HCCL */
     SIM_COUNT_COMMS,   /* HCCL */
+    SIM_COUNT_HANDLES, /* CUDA: of memory that cuMemCreate made, or that was imported */
+    SIM_COUNT_RANGES,  /* CUDA: reserved addresses */
+    SIM_COUNT_MODULES, /* CUDA */
     SIM_NUM_COUNTS,
 } sim_counted;
 
 SIM_API void sim_count(sim_counted what, int change);
 /* JSON: {"streams":,"events":,"contexts":,"device_bytes":,"pinned":,"registered":,"regions":,
- * "comms":}; readable until this thread's next call. Logged as {"call":"leaks", ...} by aclFinalize
+ * "comms":,"handles":,"ranges":,"modules":}; readable until this thread's next call. Logged as {"call":"leaks", ...} by aclFinalize
  * and when the process ends. */
 SIM_API const char *kvsim_leaks(void);
 SIM_API void sim_leaks_note(const char *when);

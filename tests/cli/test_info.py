@@ -90,7 +90,7 @@ class TestWithoutAccelerator:
     def test_says_why_there_is_none_and_what_works_without(self) -> None:
         it = found(KVPLAN_ASCEND_LIBRARY="")
         assert "KVPLAN_ASCEND_LIBRARY is empty" in it["accelerator"]["why_not"]
-        assert "no accelerator" in transport(it, "hccl")["why_not"]
+        assert "no Ascend device" in transport(it, "hccl")["why_not"]
         for name in ("local", "tcp"):
             assert ways(it, name) == {("host", "host"): "direct"}
         assert re.match(r"127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+", transport(it, "tcp")["tried"])
@@ -273,7 +273,7 @@ class TestSimulatedDevices:
         it = simulated("8.5", "--device-id", "5")
         assert "device_id=5 is out of range [0, 2)" in it["accelerator"]["why_not"]
         assert len(it["accelerator"]["devices"]) == 2
-        assert "no accelerator" in transport(it, "hccl")["why_not"]
+        assert "no Ascend device" in transport(it, "hccl")["why_not"]
 
     def test_the_address_of_a_device(self, tmp_path: Path) -> None:
         conf = tmp_path / "hccn.conf"

@@ -17,6 +17,7 @@ def found() -> dict[str, Any]:
         "kvplan": "1.2.3",
         "native_modules": {"_executor": "", "_host": ""},
         "accelerator": {"places": [{"has": []}], "why_not": "no library"},
+        "cuda": {"why_not": "no library"},
         "ucx": {"version": "1.22.0", "missing_for_rdma": [no_rdma, "built without verbs"]},
         "copies": [{"local": "host", "remote": "host", "works": True, "why_not": ""}],
         "transports": [
@@ -58,7 +59,8 @@ def test_a_plain_host(found: dict[str, Any]) -> None:
         "kvplan 1.2.3 works here",
         "in this host shared memory (local), else sockets (tcp)",
         "across hosts sockets (tcp)",
-        "accelerator none: no library of Ascend (ACL) is installed where it is looked for",
+        "accelerator none: neither a library of Ascend (ACL) nor CUDA's driver is installed where it "
+        "is looked for",
         "RDMA none: this host has no RDMA device",
         "copies memcpy, from 24 MiB on nt-avx2, 2 threads (built in)",
     ]
@@ -68,7 +70,7 @@ def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
     for it in found["transports"]:
         it["works"] = True
     found["ucx"] = {"version": "1.18.0", "missing_for_rdma": [], "over": ["rc_mlx5/mlx5_0:1"]}
-    devices = [{"soc": "Ascend910B"}, {"why_not": "busy"}]
+    devices = [{"name": "Ascend910B"}, {"why_not": "busy"}]
     found["accelerator"] = {
         "soc": "Ascend910B", "num_devices": 2, "version": "8.5.0", "devices": devices, "places": [],
     }  # fmt: skip

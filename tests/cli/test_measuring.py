@@ -86,7 +86,7 @@ def test_bytes_that_arrive_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_transport_that_does_not_work_here_says_why() -> None:
-    with pytest.raises(LLMException, match="no accelerator"), linked("hccl", [SMALL]):
+    with pytest.raises(LLMException, match="no Ascend device"), linked("hccl", [SMALL]):
         pass
 
 

@@ -1,6 +1,6 @@
 """`kvplan info`: what this machine has, what kvplan can do with it, and why not more.
 
-The accelerator and UCX are looked at in a process of its own: a broken library may take it along.
+Accelerators and UCX are looked at in a process of its own: a broken library may take it along.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SAID: Final = 12
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="Time limit for looking at the accelerator and UCX.",
+    help="Time limit for looking at accelerators and UCX.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="All that was found, and where.")
 @json_option
@@ -138,6 +138,7 @@ def _gather(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accelerator": {},
+        "cuda": {},
         "ucx": {},
         "copies": [],
         "transports": [],

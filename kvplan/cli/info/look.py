@@ -1,4 +1,4 @@
-"""Looks at the accelerator and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`, see `apart`.
+"""Looks at accelerators and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`, see `apart`.
 
 Writes a line of JSON to FD for each step that begins and for all that was found, so that nothing is
 lost where a library ends the process, or never comes back.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from kvnative._backend import NativeError
 from kvnative.ascend_files import HOME_VARIABLES, homes
 from kvplan.cli.info import trial
+from kvplan.cli.info.cuda import look as look_at_cuda
 from kvplan.cli.info.ways import ways_between, ways_within
 from kvplan.device.ascend import OVERRIDE, load_library
 from kvplan.status import LLMException
@@ -24,6 +25,7 @@ from kvplan.status import LLMException
 if TYPE_CHECKING:
     from kvnative._acl import AclLibrary
     from kvplan.device.ascend import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport.choice import TransportOptions
     from kvplan.transport.ucx.transport import UcxTransport
 
@@ -61,14 +63,25 @@ def main() -> None:
 def look(note: Note, device_id: int) -> None:
     """Report to `note` what there is."""
     with _open_device(note, device_id) as device:
-        for way in ways_within(device is not None):
+        for way in ways_within(device):
             note(copies=trial.of_copies(way, device))
         _look_at_transports(note, device)
 
 
 @contextmanager
-def _open_device(note: Note, device_id: int) -> Iterator[AscendDevice | None]:
-    """Look at all devices, and hold that one open; None where it cannot be."""
+def _open_device(note: Note, device_id: int) -> Iterator[Device | None]:
+    """Look at all devices, and hold the one that engines would take open; None: they take none."""
+    ascend = _look_at_ascend(note, device_id)
+    cuda = look_at_cuda(note, device_id)
+    try:
+        yield ascend or cuda
+    finally:
+        for device in (ascend, cuda):
+            if device is not None:
+                device.close()
+
+
+def _look_at_ascend(note: Note, device_id: int) -> AscendDevice | None:
     from kvplan.device.ascend import AscendDevice
 
     note(step="opening the ACL library", accelerator={"places": _places_of_acl()})
@@ -80,21 +93,15 @@ def _open_device(note: Note, device_id: int) -> Iterator[AscendDevice | None]:
         note(accelerator={"soc": library.soc_name(), "num_devices": count})
     except (LLMException, NativeError) as error:
         note(accelerator={"why_not": _reason(error)})
-        yield None
-        return
+        return None
     note(accelerator={"devices": [_of_device(note, library, it) for it in range(count)]})
     note(step="opening the HCCL library", accelerator={"hccl": _of_hccl(library)})
     note(step=f"opening device {device_id}")
     try:
-        device = AscendDevice(device_id, library)
+        return AscendDevice(device_id, library)
     except LLMException as error:
         note(accelerator={"why_not": _reason(error)})
-        yield None
-        return
-    try:
-        yield device
-    finally:
-        device.close()
+    return None
 
 
 def _of_library(library: AclLibrary) -> dict[str, object]:
@@ -143,7 +150,7 @@ def _of_hccl(library: AclLibrary) -> dict[str, object]:
     }
 
 
-def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
+def _look_at_transports(note: Note, device: Device | None) -> None:
     from kvplan.transport.choice import TRANSPORTS, TransportOptions
 
     options = TransportOptions(device=device)
@@ -160,7 +167,7 @@ def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
 
 
 def _of_transport(
-    note: Note, name: str, device: AscendDevice | None, options: TransportOptions
+    note: Note, name: str, device: Device | None, options: TransportOptions
 ) -> dict[str, object]:
     from kvplan.transport.choice import TRANSPORTS
 

@@ -14,7 +14,7 @@ Found = dict[str, Any]
 def render(found: Found) -> str:
     """All of it, ending with a line's end."""
     parts = (
-        _host, _accelerator, _ucx, _copies, _transports, _tuned, _user_key, _limits, _pages,
+        _host, _accelerator, _cuda, _ucx, _copies, _transports, _tuned, _user_key, _limits, _pages,
         _stopped,
     )  # fmt: skip
     return "\n".join(line for part in parts for line in part(found)) + "\n"
@@ -56,6 +56,37 @@ def _accelerator(found: Found) -> Iterator[str]:
         yield from _hccl(it["hccl"])
     if "devices" in it and "why_not" in it:
         yield _row("", it["why_not"])
+
+
+def _cuda(found: Found) -> Iterator[str]:
+    it = found["cuda"]
+    yield ""
+    if "devices" not in it:
+        yield _heading("CUDA: none", it.get("why_not"))
+    else:
+        count = it["num_devices"]
+        yield f"CUDA: {count} device{'' if count == 1 else 's'}"
+    if "library" in it:
+        driver = f"driver {it['driver']}, " if it["driver"] else ""
+        yield _row("library", f"{it['library']}, {driver}of CUDA {it['version']}")
+    if it.get("missing"):
+        yield _row("", f"lacks {', '.join(it['missing'])}")
+    for device in it.get("devices", []):
+        yield _row(f"device {device['id']}", _cuda_device(device))
+    if "devices" in it and "why_not" in it:
+        yield _row("", it["why_not"])
+
+
+def _cuda_device(it: Found) -> str:
+    if "name" not in it:
+        return str(it["why_not"])
+    return "; ".join(
+        [
+            f"{it['name']} (compute capability {it['capability']})",
+            f"{_gib(it['free_bytes'])} of {_gib(it['total_bytes'])} GiB free",
+            f"{it['pci']}, {it['uuid']}",
+        ]
+    )
 
 
 def _device(it: Found) -> str:

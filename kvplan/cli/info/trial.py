@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvplan.cli.info.ways import Way
-    from kvplan.device.ascend import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.device.memory import DeviceMemory
     from kvplan.transport.ucx.link import UcxLink
     from kvplan.transport.ucx.transport import UcxTransport
@@ -39,7 +39,7 @@ _STOPS: Final = ([0, 2, 5, 7], [6, 1, 3, 0], [4, 7, 2, 5])
 _GIVEN, _CAME, _BACK = _STOPS
 
 
-def of_copies(way: Way, device: AscendDevice | None) -> dict[str, object]:
+def of_copies(way: Way, device: Device | None) -> dict[str, object]:
     """Copy that way, and say whether the right bytes came back, and how."""
     try:
         with ExitStack() as stack, Transfers() as transfers:
@@ -50,9 +50,7 @@ def of_copies(way: Way, device: AscendDevice | None) -> dict[str, object]:
     return {**way._asdict(), "works": not fault, "why_not": fault, "one_by_one": one_by_one}
 
 
-def _wrong_within(
-    way: Way, device: AscendDevice | None, transfers: Transfers, stack: ExitStack
-) -> str:
+def _wrong_within(way: Way, device: Device | None, transfers: Transfers, stack: ExitStack) -> str:
     """What is wrong with what came back; empty: nothing."""
     given, got = (_host(device, stack) for _ in range(2))
     generator = np.random.default_rng(7)
@@ -154,7 +152,7 @@ def _text_of(error: Exception) -> str:
     return str(error.args[0]) if error.args else type(error).__name__
 
 
-def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:
+def _host(device: Device | None, stack: ExitStack) -> NDArray[np.uint8]:
     """Tensors as an engine has them: in an arena, which the device reaches by itself."""
     arena = Arena(_DESC.nbytes)
     tensors = _tensors(memoryview(arena))
@@ -164,7 +162,7 @@ def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:
     return tensors
 
 
-def _on(device: AscendDevice) -> DeviceMemory:
+def _on(device: Device) -> DeviceMemory:
     from kvplan.device.memory import DeviceMemory
 
     buffer = device.allocate(_DESC.nbytes)

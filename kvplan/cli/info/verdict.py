@@ -42,7 +42,7 @@ def verdict(found: Found) -> Verdict:
         lines = [(f"{head} works here", "bold green")]
         lines.append((wrapped("in this host", _means(usable, _IN_HOST)), ""))
         lines.append((wrapped("across hosts", _means(usable, _ACROSS)), ""))
-    lines.append((wrapped("accelerator", _accelerator(found["accelerator"])), ""))
+    lines.append((wrapped("accelerator", _accelerator(found["accelerator"], found["cuda"])), ""))
     lines.append((wrapped("RDMA", _rdma(found, usable)), ""))
     lines.append((wrapped("copies", tuned_text(found["copies_tuned"])), ""))
     if it := found["stopped"]:
@@ -58,14 +58,28 @@ def _means(usable: Found, names: tuple[str, ...]) -> str:
     return ", else ".join(found) or "nothing works"
 
 
-def _accelerator(it: Found) -> str:
-    if "devices" not in it:
-        if not any(place["has"] for place in it.get("places", [])):
-            return "none: no library of Ascend (ACL) is installed where it is looked for"
-        return f"none: {it.get('why_not', 'not known')}"
-    working = [device for device in it["devices"] if "soc" in device]
-    text = f"{it['soc']}, {len(working)} of {it['num_devices']} devices can be opened"
-    return f"{text}, CANN {it['version'] or '(of unknown version)'}"
+def _accelerator(ascend: Found, cuda: Found) -> str:
+    if "devices" in ascend:
+        text = f"{ascend['soc']}, {_opened(ascend)}"
+        return f"{text}, CANN {ascend['version'] or '(of unknown version)'}"
+    if "devices" in cuda:
+        names = {device["name"] for device in cuda["devices"] if "name" in device}
+        text = f"{' and '.join(sorted(names)) or 'CUDA'}, {_opened(cuda)}"
+        return f"{text}, driver of CUDA {cuda['version']}"
+    broken = [
+        it.get("why_not", "not known")
+        for it in (ascend, cuda)
+        if "library" in it or any(place["has"] for place in it.get("places", []))
+    ]
+    neither = (
+        "neither a library of Ascend (ACL) nor CUDA's driver is installed where it is looked for"
+    )
+    return f"none: {'; '.join(broken) or neither}"
+
+
+def _opened(it: Found) -> str:
+    working = [device for device in it["devices"] if "name" in device]
+    return f"{len(working)} of {it['num_devices']} devices can be opened"
 
 
 def _rdma(found: Found, usable: Found) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from kvplan.device.ascend import AscendDevice
+from kvplan.device.cuda import CudaDevice
 from kvplan.transport.protocol import Kind
 
 if TYPE_CHECKING:
-    from kvplan.device.ascend import AscendDevice, Product
+    from kvplan.device.ascend import Product
+    from kvplan.device.device import Device
     from kvplan.transport.choice import TransportOptions
 
 How = Literal["direct", "staged", "refused"]
@@ -32,12 +35,13 @@ class Way(NamedTuple):
     note: str
 
 
-def ways_within(has_device: bool) -> list[Way]:
+def ways_within(device: Device | None) -> list[Way]:
     """Between caches of one process."""
     ways = [Way("host", "host", "direct", "plain copies, on a pool of threads")]
-    if has_device:
+    if device is not None:
+        copies = "copies of CUDA" if isinstance(device, CudaDevice) else "batch copies of ACL"
         ways += [
-            Way("host", "device", "direct", "batch copies of ACL"),
+            Way("host", "device", "direct", copies),
             Way("device", "device", "direct", "asynchronous copies on several streams, one device"),
         ]
     return ways
@@ -46,7 +50,7 @@ def ways_within(has_device: bool) -> list[Way]:
 def ways_between(
     transport: str,
     reaches: frozenset[Kind],
-    device: AscendDevice | None,
+    device: Device | None,
     options: TransportOptions,
 ) -> list[Way]:
     """Over a link of that transport, which works here."""
@@ -62,7 +66,7 @@ def _how(
     local: Kind,
     remote: Kind,
     reaches: frozenset[Kind],
-    device: AscendDevice | None,
+    device: Device | None,
     options: TransportOptions,
 ) -> tuple[How, str]:
     match transport:
@@ -74,7 +78,8 @@ def _how(
                 "device memory, or on one host link with kvplan.transport=local"
             )
         case "local" if remote not in reaches:
-            return "refused", "peers on this host reach no device memory: link over hccl"
+            over = "tcp" if isinstance(device, CudaDevice) else "hccl"
+            return "refused", f"peers on this host reach no device memory: link over {over}"
         case "local" if local == "host":
             return "direct", (
                 "allocated caches are mapped and copied, registered ones go by "
@@ -82,8 +87,8 @@ def _how(
             )
         case "local":
             return "direct", (
-                "caches that the peer's engine has allocated, by copies of ACL from pageable "
-                "memory; not what it has registered: copy that to a HOST cache"
+                "caches that the peer's engine has allocated, by copies from pageable memory; not "
+                "what it has registered: copy that to a HOST cache"
             )
         case "tcp" if "device" in (local, remote):
             return "staged", "over sockets, through buffers of the connection"
@@ -101,9 +106,9 @@ def _how(
 
 
 def _over_hccl(
-    local: Kind, remote: Kind, device: AscendDevice | None, options: TransportOptions
+    local: Kind, remote: Kind, device: Device | None, options: TransportOptions
 ) -> tuple[How, str]:
-    product = None if device is None else device.product
+    product = device.product if isinstance(device, AscendDevice) else None
     takes = product.registers if product is not None else frozenset()
     if local in takes:
         note = "by HCCL; staged where local memory is not registered"
