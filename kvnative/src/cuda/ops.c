@@ -1,6 +1,7 @@
 #include "cuda/ops.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -290,13 +291,30 @@ static int finish(const kvn_device *device, CUstream stream, int issued, kvn_fai
     return issued == KVN_OK ? ended : issued;
 }
 
+/* Refuses what is not memory of a device, by its first and last byte: an address that is not mapped would
+ * break the context for all of the program. */
+static int check_on_device(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    const uint64_t ends[] = {address, address + nbytes - 1};
+
+    for (size_t i = 0; i < 2; i++) {
+        kvn_memory_place place = {.kind = KVN_MEMORY_PAGEABLE};
+        if (locate(device, ends[i], &place, failure) != KVN_OK)
+            return failure->status;
+        if (place.kind != KVN_MEMORY_DEVICE && place.kind != KVN_MEMORY_MANAGED)
+            return kvn_fail(failure, KVN_INVALID, KVN_CUDA_INVALID_VALUE,
+                            "address 0x%" PRIx64 " is no memory of a device", ends[i]);
+    }
+    return KVN_OK;
+}
+
 static int copy(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                 uint64_t nbytes, kvn_failure *failure)
 {
     CUstream stream;
 
-    (void)direction; /* the driver knows of each address where it lies */
-    if (take_stream(device, &stream, failure) != KVN_OK)
+    if (check_on_device(device, direction == KVN_HOST_TO_DEVICE ? dst : src, nbytes, failure) != KVN_OK ||
+        take_stream(device, &stream, failure) != KVN_OK)
         return failure->status;
     return finish(device, stream, CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream), failure);
 }
@@ -305,7 +323,8 @@ static int clear(const kvn_device *device, uint64_t address, uint64_t nbytes, kv
 {
     CUstream stream;
 
-    if (take_stream(device, &stream, failure) != KVN_OK)
+    if (check_on_device(device, address, nbytes, failure) != KVN_OK ||
+        take_stream(device, &stream, failure) != KVN_OK)
         return failure->status;
     return finish(device, stream, CALL(device, failure, cuMemsetD8Async, address, 0, nbytes, stream), failure);
 }
