@@ -23,6 +23,9 @@ cdef extern from "process/peer.h" nogil:
     )
     int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
+    int kvn_peer_take_descriptor(
+        const kvn_peer *peer, int fd, int *out, kvn_failure *failure
+    )
     void kvn_peer_close(kvn_peer *peer)
 
 

@@ -129,6 +129,19 @@ cdef class Peer:
         self.check_open()
         check(kvn_peer_probe(&self.peer, where, &failure), &failure)
 
+    @cython.critical_section
+    def take_descriptor(self, int fd):
+        """Returns a descriptor here for what descriptor `fd` of the peer is; the caller closes it.
+
+        PermissionError for who may not attach to the peer; ProcessLookupError when it has exited;
+        ValueError when it has no such descriptor; OSError where the kernel cannot (Linux 5.6 can).
+        """
+        cdef kvn_failure failure
+        cdef int taken = -1
+        self.check_open()
+        check(kvn_peer_take_descriptor(&self.peer, fd, &taken, &failure), &failure)
+        return taken
+
     @property
     def pid(self):
         return self.peer.pid

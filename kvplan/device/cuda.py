@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from kvplan.device.cuda_sharing import CudaSharing
 from kvplan.device.device import Device
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -75,6 +77,12 @@ class CudaDevice(Device):
 
     def __init__(self, device_id: int, library: CudaLibrary | None = None) -> None:
         super().__init__(device_id, library or load_library())
+
+    @cached_property
+    def sharing(self) -> CudaSharing:
+        """How processes of this host share its memory."""
+        uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
+        return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
 
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
     from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
+    from kvplan.device.sharing import Sharing
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
@@ -92,6 +93,11 @@ class Device:
         self._shared = shared
         self._closed = False
         self.native: NativeDevice = shared.native
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How processes of this host share its memory; None: they do not, as by default."""
+        return None
 
     @property
     def name(self) -> str:

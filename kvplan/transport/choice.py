@@ -124,7 +124,7 @@ def _tcp(options: TransportOptions) -> Transport:
 TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
     "hccl": _hccl,
     "local": lambda options: LocalTransport(
-        permit_any_peer=options.permit_any_peer, populate=options.populate
+        permit_any_peer=options.permit_any_peer, populate=options.populate, device=options.device
     ),
     "ucx": _ucx,
     "tcp": _tcp,

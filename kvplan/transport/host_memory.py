@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvplan.transport.protocol import Registrable
+    from kvplan.transport.registrations import Releasable
 
 
 class MemoryLimit(NamedTuple):
@@ -148,7 +149,7 @@ class HostRange(NamedTuple):
 
 
 @contextmanager
-def released_if_refused(pin: Pin | None) -> Iterator[None]:
+def released_if_refused(pin: Releasable | None) -> Iterator[None]:
     """Release the pin if an exception passes: whoever keeps that shall not keep the memory too."""
     try:
         yield

@@ -18,7 +18,6 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvnative._host import Pin
     from kvplan.transport import protocol
 
 PATIENCE_S: Final = 1.0
@@ -40,12 +39,12 @@ class Registration(Generic[_Range_co]):
 
     Attributes:
         range: as peers name it.
-        pin: keeps memory of the host where it is; None: the caller does, or it is of a device.
+        pin: keeps the memory where it is; None: the caller does.
         keep: what else must not go before.
     """
 
     range: _Range_co
-    pin: Pin | None
+    pin: Releasable | None
     keep: object
 
     @property

@@ -436,7 +436,7 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
         return KVN_OK;
     kvn_guard_leave(guard, out);
     return stale ? refuse(fault, KVN_UNMAPPED, descriptor, writer->pid,
-                          "has deregistered the memory that it was to be written to")
+                          "has deregistered the memory that this transfer uses")
                  : refuse(fault, KVN_PEER_GONE, descriptor, writer->pid,
                           "did not wait for this one any more when that did not run, and takes no "
                           "more of its writes: link again");

@@ -10,6 +10,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#ifndef SYS_pidfd_getfd
+#define SYS_pidfd_getfd 438 /* on all processors; Linux 5.6 */
+#endif
+
 static int gone(const kvn_peer *peer, kvn_failure *failure)
 {
     return kvn_fail(failure, KVN_PEER_GONE, ESRCH, "process %d has exited", peer->pid);
@@ -113,6 +117,23 @@ int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
     return kvn_fail(failure, status, error,
                     "process_vm_readv of address 0x%" PRIx64 " in process %d: %s", address,
                     peer->pid, strerror(error));
+}
+
+int kvn_peer_take_descriptor(const kvn_peer *peer, int fd, int *out, kvn_failure *failure)
+{
+    *out = (int)syscall(SYS_pidfd_getfd, peer->pidfd, fd, 0); /* it is closed by exec */
+    if (*out >= 0)
+        return KVN_OK;
+    const int error = errno;
+    if (error == ESRCH)
+        return gone(peer, failure);
+    return kvn_fail(failure,
+                    error == EPERM    ? KVN_DENIED
+                    : error == EBADF  ? KVN_UNMAPPED
+                    : error == ENOSYS ? KVN_UNSUPPORTED
+                                      : KVN_FAILED,
+                    error, "pidfd_getfd of descriptor %d of process %d: %s", fd, peer->pid,
+                    strerror(error));
 }
 
 void kvn_peer_close(kvn_peer *peer)

@@ -26,6 +26,10 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 /* KVN_OK when the system lets this process reach `address` of the peer by process_vm_readv. */
 int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure);
 
+/* A descriptor of this process's own for what descriptor `fd` of the peer is, as dup has it. KVN_DENIED: only
+ * who may attach to the peer may do so; KVN_UNMAPPED: it has no such descriptor. */
+int kvn_peer_take_descriptor(const kvn_peer *peer, int fd, int *out, kvn_failure *failure);
+
 void kvn_peer_close(kvn_peer *peer); /* idempotent */
 
 #endif

@@ -10,8 +10,13 @@ import numpy as np
 from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._writers import Writer
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import BaseLink, check_process, link_failed
+from kvplan.transport.local.device_memory import (
+    LocalDeviceMemory,
+    PeerAllocations,
+    allocation_here,
+)
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered, words_of
 from kvplan.transport.local.metadata import Metadata, Range
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
+    from kvplan.device.device import Device
+    from kvplan.device.sharing import AllocationRef, Exported, Mapped
     from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
@@ -35,15 +42,18 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     deregistered, that was so before it: a transfer between two passed checks moved what it should.
 
     Attributes:
-        is_to_self: whether the peer is this process: its memory is never mapped again.
+        is_to_self: whether the peer is this process: its memory is not mapped again.
+        device: of this process, that memory of the peer's devices is mapped for; None: there is
+            none.
     """
 
     transport = "local"
     way = "mapped arenas, process_vm"
     detects_freed: Literal["check"] = "check"
 
-    def __init__(self, metadata: Metadata, *, populate: str) -> None:
+    def __init__(self, metadata: Metadata, *, populate: str, device: Device | None = None) -> None:
         super().__init__(metadata)
+        self.device = device
         self._peer_pid = metadata.identity.pid
         self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate)
@@ -51,10 +61,16 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._mutex = threading.RLock()  # of the writer: one for all memory that is written to
         self._writer: Writer | None = None
         self.process = hold(metadata.identity)
+        sharing = None if device is None else device.sharing
+        self._allocations = (
+            None
+            if device is None or sharing is None
+            else PeerAllocations(self.process, device, sharing)
+        )
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
-            if any(it.arena is None for it in metadata.ranges):
+            if any(not it.is_mapped for it in metadata.ranges):
                 self._probe()
         except (OSError, ValueError, MemoryError) as error:
             self.process.close()
@@ -84,14 +100,17 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     ) -> LocalPeerMemory:
         words = words_of(ranges)
         self.check_ranges(ranges, words)
-        arenas, shifts = self._mapped(ranges)
-        if arenas:
+        on_device = any(it.allocation is not None for it in ranges)
+        held, shifts = (self._mapped_for_device if on_device else self._mapped)(ranges)
+        if held:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
-        writer = self._writer_there() if writable else None
-        return LocalPeerMemory(
-            self, starts, sizes, ranges, words, arenas, writer, writable=writable
+        is_announced = writable or any(it.announces_reads for it in ranges)
+        writer = self._writer_there() if is_announced else None
+        kind = LocalDeviceMemory if on_device else LocalPeerMemory
+        return kind(
+            self, starts, sizes, ranges, words, held, writer, writable=writable, on_device=on_device
         )
 
     def _check_peer(self) -> None:
@@ -141,20 +160,22 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return LLMException(
             f"{self.peer} has registered this memory itself, and of another "
             "process the system copies it to and from host memory alone; a cache that its engine "
-            "allocates is reached, and so are caches on devices (transport hccl)",
+            "allocates is reached, and so are caches on devices",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
     def close(self, why: LLMException | None = None) -> None:
         """See `BaseLink.close`.
 
-        Arenas that `LocalPeerMemory` objects still use stay mapped until those are gone.
+        Memory that `LocalPeerMemory` objects still use stays mapped until those are gone.
         """
         super().close(why)
         self.process.close()  # in a forked child as well, which has descriptors of its own
 
     def _disconnect(self, why: LLMException) -> None:
         self._arenas.close()
+        if self._allocations is not None:
+            self._allocations.close()
         self._writer = None  # memory that is in use keeps it
 
     def _mapped(self, ranges: Sequence[Range]) -> tuple[list[Arena | Pin], Column]:
@@ -172,6 +193,43 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         pairs = zip(arenas, refs, strict=True)
         shifts = [(arena.address - ref.address) % 2**64 for arena, ref in pairs]
         return arenas, np.array(shifts, dtype=np.uint64)
+
+    def _mapped_for_device(self, ranges: Sequence[Range]) -> tuple[Sequence[object], Column]:
+        """As `_mapped`, of memory of the peer's devices; there is no other way to it."""
+        refs = [it.allocation for it in ranges if it.allocation is not None]
+        if len(refs) < len(ranges):
+            raise invalid(
+                f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
+                "one way"
+            )
+        if self._allocations is None:
+            raise LLMException(
+                f"{self.peer} has {ranges[0]}, and this process has no device that could reach it "
+                "(kvplan.accelerator)",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        held, shifts = [], []
+        for it, ref in zip(ranges, refs, strict=True):
+            mapped, address = self._hold_allocation(self._allocations, it, ref)
+            held.append(mapped)
+            shifts.append((address - ref.address) % 2**64)
+        return held, np.array(shifts, dtype=np.uint64)
+
+    def _hold_allocation(
+        self, allocations: PeerAllocations, it: Range, ref: AllocationRef
+    ) -> tuple[Exported | Mapped, int]:
+        """What holds an allocation open here, and where it is."""
+        if self.is_to_self and (here := allocation_here(it, allocations.device)) is not None:
+            return here, ref.address
+        try:
+            mapped = allocations.map(self, it)
+        except LLMException:
+            self.check_ranges([it], words_of([it]))  # ended just now? then that is the reason
+            raise
+        except (OSError, ValueError) as error:
+            self.check_ranges([it], words_of([it]))
+            raise self._refusal(error, f"has {it}, which cannot be mapped") from error
+        return mapped, mapped.address
 
     def _hold(self, it: Range) -> Arena | Pin | None:
         """Of a peer a mapping; of this process its own arena, None where the like was not offered.

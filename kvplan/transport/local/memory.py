@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
-    from kvnative._host import Pin
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard, Writer
     from kvplan.execution.memory import Direction, TensorMemory
@@ -121,18 +120,26 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         nbytes: Column,
         ranges: Sequence[Range],
         words: bytes,
-        arenas: Sequence[Arena | Pin],
+        held: Sequence[object],
         writer: Writer | None,
         *,
         writable: bool,
+        on_device: bool = False,
     ) -> None:
-        in_process = bool(arenas) or link.is_to_self
-        super().__init__(link, addresses, nbytes, ranges, writable=writable, in_process=in_process)
+        super().__init__(
+            link,
+            addresses,
+            nbytes,
+            ranges,
+            writable=writable,
+            in_process=bool(held) or link.is_to_self,
+            on_device=on_device,
+        )
         self._words = words  # of the ranges; those of leases follow
         self._leases: Sequence[BlockLease] = ()
         # What the addresses point into, held open; empty where they are the peer's own.
-        self._arenas = arenas
-        self._writer = writer  # that announces what is written; None: not writable
+        self._held = held
+        self._writer = writer  # that announces what is written; None: there is nothing to
         self._write_guard: WriteGuard | None = None
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
@@ -154,7 +161,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
             if direction == "get":
                 return None
             device = other.backend(pool, "get", self)
-        elif direction == "get" and self._arenas:
+        elif direction == "get" and self._held:
             return None
         known = self._backends.get(direction)
         if known is None or known[0] is not pool or known[1] is not device:
@@ -166,19 +173,19 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         assert self._writer is not None, "memory that is not writable is refused before"
         if device is not None:
             return self._writer.around(device, self._words)
-        if self._arenas:
+        if self._held:
             return self._writer.mapped(pool, self._words)
         return self._writer.by_address(pool, self._words)
 
     @property
     def guard(self) -> tuple[Peer, bytes] | None:
         """See `PeerMemory.guard`."""
-        return (self._link.process, self._words) if self._arenas else None
+        return (self._link.process, self._words) if self._held else None
 
     @property
     def write_guard(self) -> WriteGuard | None:
         """See `PeerMemory.write_guard`."""
-        if self._write_guard is None and self._writer is not None and self._arenas:
+        if self._write_guard is None and self._writer is not None and self._held:
             self._write_guard = self._writer.guarded(self._words)
         return self._write_guard
 
@@ -193,7 +200,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         it = self._copy()
         it._words = words
         it._leases = leases
-        it._arenas = self._arenas
+        it._held = self._held
         it._writer = self._writer
         it._write_guard = None
         it._backends = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvnative._host import GenerationTable
 from kvnative._writers import WriterTable
@@ -21,6 +21,7 @@ from kvplan.transport.local.metadata import (
     Range,
     WritersRef,
 )
+from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import (
     MAX_LEASES,
     PATIENCE_S,
@@ -35,8 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvnative._writers import Ticket
+    from kvplan.device.device import Device
+    from kvplan.device.sharing import AllocationRef, Exported
     from kvplan.transport import protocol
+    from kvplan.transport.local.metadata import ArenaRef
     from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.registrations import Releasable
 
 _LOG = Log("kvplan")
 _PR_SET_PTRACER = 0x59616D61
@@ -55,6 +60,27 @@ class LocalRegistration(Registration[Range]):
     __slots__ = ()
 
 
+class _Found(NamedTuple):
+    address: int
+    nbytes: int
+    pin: Releasable | None
+    arena: ArenaRef | None
+    allocation: AllocationRef | None
+
+
+class _ExportPin:
+    """Holds what is exported until it is released."""
+
+    __slots__ = ("_exported",)
+
+    def __init__(self, exported: Exported) -> None:
+        self._exported: Exported | None = exported
+
+    def release(self) -> None:
+        """Let go of it; idempotent."""
+        self._exported = None
+
+
 class LocalTransport(BaseTransport):
     """What this process lets its peers on this host reach, and its links to them.
 
@@ -67,7 +93,6 @@ class LocalTransport(BaseTransport):
     """
 
     name: ClassVar[str] = LocalLink.transport
-    reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(
         self,
@@ -75,6 +100,7 @@ class LocalTransport(BaseTransport):
         max_registrations: int = 65536,
         permit_any_peer: bool = False,
         populate: str = "background",
+        device: Device | None = None,
     ) -> None:
         """Show this process to its peers.
 
@@ -86,6 +112,8 @@ class LocalTransport(BaseTransport):
                 owners have filled, soon after the arena is mapped, by a thread; "now": all of them
                 with the arena, which allocates what its owner has not touched; "off": each at its
                 first use.
+            device: of this process. If its kind shares memory with processes of this host (CUDA
+                does), peers reach what of it is registered, and links reach theirs.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24], or `populate`
@@ -95,6 +123,10 @@ class LocalTransport(BaseTransport):
         super().__init__()
         check_populate("populate", populate)
         self._populate = populate
+        self._device = device
+        self._sharing = None if device is None else device.sharing
+        kinds: set[Kind] = {"host"} if self._sharing is None else {"host", "device"}
+        self.reaches: frozenset[Kind] = frozenset(kinds)
         try:
             self._identity = Identity.of_self()
             self._generations = GenerationTable(max_registrations, MAX_LEASES)
@@ -115,16 +147,17 @@ class LocalTransport(BaseTransport):
             memory: anything with a contiguous buffer (NumPy array, bytearray, mmap), which is held
                 until deregistered; or (address, nbytes), as of `tensor.data_ptr()`, which the
                 caller holds. An arena, a slice of its memoryview or an array over one is reached
-                by a plain copy, whichever transport has allocated it.
+                by a plain copy, whichever transport has allocated it. Or a `DeviceRange` of the
+                transport's device; it must lie in one allocation.
             keep: held as long as a peer may write to it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or
-                not contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already.
+                not contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already;
+                LLM_FEATURE_NOT_ENABLED: memory of a device that no other process can map.
             TypeError: neither of these.
         """
-        address, nbytes, pin, arena = host_range(memory, writable=writable)
-        ref = None if arena is None else offer(arena)
+        address, nbytes, pin, arena, allocation = self._find(memory, writable=writable)
         with self._registrations.mutex:
             try:
                 with released_if_refused(pin):
@@ -136,7 +169,7 @@ class LocalTransport(BaseTransport):
                     "max_registrations",
                     status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
                 ) from error
-            known = Range(address, nbytes, slot, generation, writable, ref)
+            known = Range(address, nbytes, slot, generation, writable, arena, allocation)
             it = LocalRegistration(known, pin, keep)
             self._registrations.add(it)
         return it
@@ -147,7 +180,9 @@ class LocalTransport(BaseTransport):
         A peer that is writing to it at this moment is waited for until it has finished a piece,
         some 0.1 ms, and reports an error; one that has died is not. One that does not get on (it is
         stopped, say) is waited for 1 s, once. What it then writes by address is refused; memory of
-        an arena, which it has mapped, is kept until it goes on or dies, and a warning names it. A
+        an arena or a device, which it has mapped, is kept until it goes on or dies, and a warning
+        names it. Memory of a device that the user has allocated is not kvplan's to keep: peers that
+        read it are waited for as well, and where the warning is logged it must not be freed. A
         second time is fine, and waits for the same.
 
         Raises:
@@ -241,7 +276,9 @@ class LocalTransport(BaseTransport):
                 refuses access: the message says what to allow; LLM_PARAM_INVALID: bad metadata.
         """
         self._check_open()
-        return LocalLink(Metadata.from_bytes(metadata), populate=self._populate)
+        return LocalLink(
+            Metadata.from_bytes(metadata), populate=self._populate, device=self._device
+        )
 
     def close(self) -> None:
         """Deregister everything, as `deregister`, and take the generation table down; idempotent.
@@ -268,6 +305,17 @@ class LocalTransport(BaseTransport):
     def _check_reachable(self, metadata: bytes) -> None:
         self.connect(metadata).close()  # some 0.1 ms
 
+    def _find(self, memory: Registrable, *, writable: bool) -> _Found:
+        if self._device is None or self._sharing is None or not isinstance(memory, DeviceRange):
+            address, nbytes, pin, arena = host_range(memory, writable=writable)
+            return _Found(address, nbytes, pin, None if arena is None else offer(arena), None)
+        if memory.buffer is None:
+            self._device.check_range("memory", memory.address, memory.nbytes)
+        exported = self._sharing.export(memory.address, memory.nbytes, memory.buffer)
+        return _Found(
+            memory.address, memory.nbytes, _ExportPin(exported), None, exported.ref
+        )
+
     def _remove(self, it: LocalRegistration) -> None:
         with self._registrations.mutex:
             if self._registrations.remove(it):
@@ -276,9 +324,10 @@ class LocalTransport(BaseTransport):
     def _wait_for_writers(self, ended: Sequence[LocalRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""
         writers = self._writers
-        late = writers.drain(PATIENCE_S) if any(it.writable for it in ended) else []
+        announced = [it for it in ended if it.writable or it.range.announces_reads]
+        late = writers.drain(PATIENCE_S) if announced else []
         for it in ended:
-            if late and it.writable and it.range.arena is not None:
+            if late and it in announced and it.range.is_mapped:
                 _warn(late, it)
                 QUARANTINE.add(lambda: any(map(writers.stands, late)), it)
             else:
@@ -286,12 +335,16 @@ class LocalTransport(BaseTransport):
 
 
 def _warn(late: Sequence[Ticket], memory: LocalRegistration) -> None:
+    what = "the memory is not used again"
+    if memory.range.announces_reads:
+        what = "do not free the memory, which is not kvplan's,"
     _LOG.warning(
-        "%s is deregistered, but %s was writing to this one's memory and has not moved "
-        "for %g s (is it stopped?): the memory is not used again before that goes on or ends",
+        "%s is deregistered, but %s was using this one's memory and has not moved for %g s (is it "
+        "stopped?): %s before that goes on or ends",
         memory.range,
         _processes(late),
         PATIENCE_S,
+        what,
     )
 
 

@@ -1,0 +1,247 @@
+#include "cuda/share.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <string.h>
+
+#include "cuda/memory.h"
+
+/* What the driver knows of the allocation that holds an address. */
+typedef struct allocation {
+    unsigned kind; /* 0: unknown */
+    unsigned is_managed;
+    int has_legacy_handle;
+    CUdeviceptr start;
+    size_t nbytes;
+} allocation;
+
+static int look_up(const kvn_device *device, uint64_t address, allocation *out, kvn_failure *failure)
+{
+    int attributes[] = {
+        KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_IS_LEGACY_IPC,
+        KVN_CUDA_POINTER_RANGE_START, KVN_CUDA_POINTER_RANGE_SIZE,
+    };
+    void *values[] = {&out->kind, &out->is_managed, &out->has_legacy_handle, &out->start, &out->nbytes};
+
+    *out = (allocation){0};
+    return KVN_CUDA_CALL(device, failure, cuPointerGetAttributes, sizeof attributes / sizeof *attributes,
+                attributes, values, address);
+}
+
+static bool holds(uint64_t start, uint64_t size, uint64_t address, uint64_t nbytes)
+{
+    return address >= start && address - start <= size && nbytes <= size - (address - start);
+}
+
+/* ---- the owner ---- */
+
+static int export_descriptor(const kvn_device *device, CUmemGenericAllocationHandle handle, int *out,
+                             kvn_failure *failure)
+{
+    if (KVN_CUDA_CALL(device, failure, cuMemExportToShareableHandle, out, handle,
+                      KVN_CUDA_HANDLE_FILE_DESCRIPTOR, 0) != KVN_OK)
+        return failure->status;
+    fcntl(*out, F_SETFD, FD_CLOEXEC); /* no program that this one executes shall keep the memory */
+    return KVN_OK;
+}
+
+static int refuse_parts(uint64_t address, uint64_t nbytes, uint64_t start, uint64_t size,
+                        kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                    "0x%" PRIx64 "+%" PRIu64 " is not inside one allocation (0x%" PRIx64 "+%" PRIu64
+                    "), and peers map them one by one; of torch set "
+                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+                    address, nbytes, start, size);
+}
+
+static int export_found(const kvn_device *device, uint64_t address, uint64_t nbytes,
+                        kvn_cuda_exported *out, kvn_failure *failure)
+{
+    kvn_cuda_allocated ours;
+    allocation found;
+
+    *out = (kvn_cuda_exported){.fd = -1};
+    if (kvn_cuda_allocated_at(device, address, &ours)) {
+        if (!holds(ours.address, ours.nbytes, address, nbytes))
+            return refuse_parts(address, nbytes, ours.address, ours.nbytes, failure);
+        out->address = ours.address;
+        out->nbytes = ours.nbytes;
+        return export_descriptor(device, ours.handle, &out->fd, failure);
+    }
+    if (look_up(device, address, &found, failure) != KVN_OK)
+        return failure->status;
+    if (found.kind != KVN_CUDA_MEMORY_DEVICE || found.is_managed)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "0x%" PRIx64 " is not memory that was allocated on a GPU", address);
+    if (!found.has_legacy_handle)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "0x%" PRIx64 " was allocated so that no peer can map it, as torch does with "
+                        "expandable segments or cudaMallocAsync: set "
+                        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native",
+                        address);
+    if (!holds(found.start, found.nbytes, address, nbytes))
+        return refuse_parts(address, nbytes, found.start, found.nbytes, failure);
+    out->address = found.start;
+    out->nbytes = found.nbytes;
+    return KVN_CUDA_CALL(device, failure, cuIpcGetMemHandle, &out->handle, found.start);
+}
+
+int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_cuda_exported *out,
+                    kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    out->fd = -1;
+    if (status == KVN_OK) {
+        status = export_found(device, address, nbytes, out, failure);
+        kvn_device_leave(device, previous);
+    }
+    return status;
+}
+
+/* ---- a peer ---- */
+
+static int uuid_of(const kvn_device *device, int ordinal, CUdevice *number, kvn_cuda_uuid *out,
+                   kvn_failure *failure)
+{
+    if (KVN_CUDA_CALL(device, failure, cuDeviceGet, number, ordinal) != KVN_OK)
+        return failure->status;
+    return KVN_CUDA_CALL(device, failure, cuDeviceGetUuid, out, *number);
+}
+
+int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, kvn_failure *failure)
+{
+    CUdevice ours, theirs;
+    kvn_cuda_uuid found;
+    int count = 0, can = 0;
+
+    if (kvn_device_check_process(device, failure) != KVN_OK ||
+        KVN_CUDA_CALL(device, failure, cuDeviceGetCount, &count) != KVN_OK ||
+        uuid_of(device, device->id, &ours, &found, failure) != KVN_OK)
+        return failure->status;
+    if (memcmp(&found, uuid, sizeof found) == 0)
+        return KVN_OK;
+    for (int i = 0; i < count; i++) {
+        if (uuid_of(device, i, &theirs, &found, failure) != KVN_OK)
+            return failure->status;
+        if (memcmp(&found, uuid, sizeof found) != 0)
+            continue;
+        if (KVN_CUDA_CALL(device, failure, cuDeviceCanAccessPeer, &can, ours, theirs) != KVN_OK)
+            return failure->status;
+        return can ? KVN_OK
+                   : kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                              "device %d cannot reach the memory of device %d: there is no peer access "
+                              "between the two (nvidia-smi topo -p2p r shows where there is)",
+                              device->id, i);
+    }
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                    "it is on a GPU that is not among the %d that this process can use: see "
+                    "CUDA_VISIBLE_DEVICES",
+                    count);
+}
+
+static int map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle,
+                      kvn_cuda_imported *out, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+    const kvn_cuda_access access = {
+        .location = {.type = KVN_CUDA_LOCATION_DEVICE, .id = kvn_cuda_state(device)->number},
+        .flags = KVN_CUDA_ACCESS_READ_WRITE,
+    };
+    CUdeviceptr at = 0;
+
+    if (KVN_CUDA_CALL(device, failure, cuMemAddressReserve, &at, out->nbytes, 0, 0, 0) != KVN_OK)
+        return failure->status;
+    if (KVN_CUDA_CALL(device, failure, cuMemMap, at, out->nbytes, 0, handle, 0) == KVN_OK) {
+        if (KVN_CUDA_CALL(device, failure, cuMemSetAccess, at, out->nbytes, &access, 1) == KVN_OK) {
+            out->address = at;
+            return KVN_OK;
+        }
+        cuda->cuMemUnmap(at, out->nbytes);
+    }
+    cuda->cuMemAddressFree(at, out->nbytes);
+    return failure->status;
+}
+
+static int import_descriptor(const kvn_device *device, int fd, kvn_cuda_imported *out,
+                             kvn_failure *failure)
+{
+    CUmemGenericAllocationHandle handle;
+    int status;
+
+    if (KVN_CUDA_CALL(device, failure, cuMemImportFromShareableHandle, &handle, (void *)(intptr_t)fd,
+             KVN_CUDA_HANDLE_FILE_DESCRIPTOR) != KVN_OK)
+        return failure->status;
+    status = map_handle(device, handle, out, failure);
+    kvn_cuda_of(device)->cuMemRelease(handle); /* the mapping keeps the memory */
+    return status;
+}
+
+int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, kvn_cuda_imported *out,
+                               kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    *out = (kvn_cuda_imported){.nbytes = nbytes};
+    if (status == KVN_OK) {
+        status = import_descriptor(device, fd, out, failure);
+        kvn_device_leave(device, previous);
+    }
+    return status;
+}
+
+static int import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle,
+                         kvn_cuda_imported *out, kvn_failure *failure)
+{
+    allocation found;
+    int status;
+    CUdeviceptr at = 0;
+
+    if (KVN_CUDA_CALL(device, failure, cuIpcOpenMemHandle_v2, &at, *handle, KVN_CUDA_IPC_LAZY_PEER_ACCESS) != KVN_OK)
+        return failure->status;
+    out->address = at;
+    status = look_up(device, at, &found, failure);
+    /* The peer has said how large it is: a copy beyond its end would be the end of this context. */
+    if (status == KVN_OK && !holds(found.start, found.nbytes, at, out->nbytes))
+        status = kvn_fail(failure, KVN_INVALID, 0,
+                          "the allocation has %zu bytes, and not %" PRIu64 " as its owner says",
+                          found.nbytes, out->nbytes);
+    if (status != KVN_OK)
+        kvn_cuda_of(device)->cuIpcCloseMemHandle(at);
+    return status;
+}
+
+int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle, uint64_t nbytes,
+                           kvn_cuda_imported *out, kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    *out = (kvn_cuda_imported){.nbytes = nbytes, .is_legacy = true};
+    if (status == KVN_OK) {
+        status = import_handle(device, handle, out, failure);
+        kvn_device_leave(device, previous);
+    }
+    return status;
+}
+
+int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    if (status != KVN_OK)
+        return status;
+    if (imported->is_legacy) {
+        status = KVN_CUDA_CALL(device, failure, cuIpcCloseMemHandle, imported->address);
+    } else {
+        status = KVN_CUDA_CALL(device, failure, cuMemUnmap, imported->address, imported->nbytes);
+        if (status == KVN_OK)
+            status = KVN_CUDA_CALL(device, failure, cuMemAddressFree, imported->address, imported->nbytes);
+    }
+    kvn_device_leave(device, previous);
+    return status;
+}

@@ -1,0 +1,46 @@
+/* Memory of CUDA devices that processes of one host share: exported by its owner, mapped by its peers.
+ *
+ * Memory of kvn_cuda_allocate is exported as a file descriptor: whoever has imported that keeps the memory,
+ * whatever its owner does. Memory of cuMemAlloc, as users have it, has a handle of 64 bytes instead (the older
+ * calls, cuIpc...), and must not be freed while a peer uses it. */
+#ifndef KVN_CUDA_SHARE_H
+#define KVN_CUDA_SHARE_H
+
+#include <stdbool.h>
+
+#include "device/device.h"
+#include "kvnative/cuda.h"
+
+typedef struct kvn_cuda_exported {
+    uint64_t address; /* of the allocation, which is exported whole */
+    uint64_t nbytes;
+    int fd; /* -1: `handle` it is */
+    kvn_cuda_ipc_memory handle;
+} kvn_cuda_exported;
+
+typedef struct kvn_cuda_imported {
+    uint64_t address; /* here */
+    uint64_t nbytes;
+    bool is_legacy; /* by a handle of cuIpcGetMemHandle */
+} kvn_cuda_imported;
+
+/* All of them from any thread; the device is a CUDA device. */
+
+/* KVN_UNSUPPORTED, with what to do: memory that lies in several allocations, or in one that cannot be shared.
+ * A descriptor is the caller's to close; who has imported it keeps the memory. */
+int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_cuda_exported *out,
+                    kvn_failure *failure);
+
+/* Whether memory of the GPU with this UUID can be used by `device`. KVN_UNSUPPORTED: not, and why. */
+int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, kvn_failure *failure);
+
+/* Maps `nbytes` bytes of what descriptor `fd` of this process exports; the descriptor is not needed any more. */
+int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, kvn_cuda_imported *out,
+                               kvn_failure *failure);
+/* Maps what has `handle`. KVN_INVALID: it has fewer bytes. A process cannot do so with its own. */
+int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle, uint64_t nbytes,
+                           kvn_cuda_imported *out, kvn_failure *failure);
+/* No copy that uses it is in flight. */
+int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure);
+
+#endif

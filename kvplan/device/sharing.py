@@ -1,0 +1,117 @@
+"""Memory of devices that processes of one host share, and what a kind of device does for it.
+
+The owner exports an allocation, whole; a peer that holds its `AllocationRef` maps it for a device
+of its own, and copies to and from it as if it were that device's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from kvnative._device import DeviceBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationRef:
+    """An allocation of a device as its owner publishes it.
+
+    Attributes:
+        device: UUID of the device: 32 hexadecimal digits, which no other device has.
+        address, nbytes: of the allocation, in the owner.
+        number: of its export; no other of that process has had it.
+        fd: the owner's descriptor of it, which peers take; -1: they map it by `handle`.
+        handle: hexadecimal digits; empty where there is a descriptor.
+    """
+
+    device: str
+    address: int
+    nbytes: int
+    number: int
+    fd: int
+    handle: str
+
+    @property
+    def is_kept_by_peers(self) -> bool:
+        """Whether a peer that has mapped it keeps it; else its owner must not free it meanwhile."""
+        return self.fd >= 0
+
+
+class Exported:
+    """An allocation that peers can map as long as this is held.
+
+    Args:
+        ref: as peers know it.
+        native: what exports it.
+        buffer: that it is; held, so that it is there as long as this. None: the user holds it.
+    """
+
+    __slots__ = ("__weakref__", "_native", "buffer", "ref")
+
+    def __init__(self, ref: AllocationRef, native: object, buffer: DeviceBuffer | None) -> None:
+        self.ref = ref
+        self.buffer = buffer
+        self._native = native
+        _EXPORTED[ref] = self
+
+
+class Mapped(Protocol):
+    """An allocation of a peer, mapped here until this is let go."""
+
+    @property
+    def address(self) -> int:
+        """Where it is, for the device that it was mapped for."""
+
+
+class Sharing(Protocol):
+    """What a device adds that shares its memory with processes of this host.
+
+    Attributes:
+        uuid: of the device, as in `AllocationRef`.
+    """
+
+    @property
+    def uuid(self) -> str:
+        """See above."""
+
+    def export(self, address: int, nbytes: int, buffer: DeviceBuffer | None) -> Exported:
+        """Let peers map the allocation that a range is a part of.
+
+        Args:
+            address, nbytes: of the range.
+            buffer: what was allocated here, that it is a part of; None: it is the user's.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, and what to do; what the
+                device says.
+        """
+
+    def map(self, ref: AllocationRef, fd: int) -> Mapped:
+        """Map an allocation of a peer.
+
+        Args:
+            ref: the peer's; nothing in it is believed.
+            fd: of this process, for what `ref.fd` is in the peer; -1 where that is -1.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach that one, and why;
+                what the device says.
+        """
+
+
+# What this process exports, so that a link to itself finds it instead of mapping it again.
+_EXPORTED: WeakValueDictionary[AllocationRef, Exported] = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def next_number() -> int:
+    """The number of another export of this process."""
+    return next(_numbers)
+
+
+def exported(ref: AllocationRef) -> Exported | None:
+    """What this process exports as `ref`, if it still does."""
+    return _EXPORTED.get(ref)
