@@ -1,5 +1,7 @@
-"""Tensors on a GPU are registered as they are: objects that speak their protocols, as the
-frameworks themselves are not installed, over memory of the stand-in for CUDA.
+"""Tensors on a GPU are registered as they are.
+
+No framework is installed here: objects that speak their protocols stand in for their tensors, over
+memory of the stand-in for CUDA.
 """
 
 from __future__ import annotations
