@@ -32,6 +32,7 @@ sys.path.append(str(ROOT))
 from cuda_tries.notes import Notes, SkippedError, Try, the_device  # noqa: E402
 
 from benchmarks import gpu  # noqa: E402
+from benchmarks.gpu_driver import SIMULATED  # noqa: E402
 from benchmarks.table import Row, Run, Unmeasured, format_table  # noqa: E402
 
 TRIES = {
@@ -52,9 +53,6 @@ TRIES = {
 """Name: the module of `cuda_tries` that has `try_<name>`."""
 
 NAMES = (*TRIES, *gpu.TOPIC)
-SIMULATED = "Simulated"
-"""What the stand-in of the tests calls its device."""
-
 QUICK_NBYTES = 1 << 20
 FAILED, BELOW, NO_GPU = 1, 3, 2
 
