@@ -20,6 +20,8 @@ from benchmarks import gpu_peer
 from benchmarks.copying import execute
 from benchmarks.gpu_driver import Driver
 from benchmarks.gpu_peer import CLUSTER, KEY, cache_of
+from benchmarks.libraries import nixl_on_gpu
+from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic, Unmeasured, timed
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors, lower
@@ -79,7 +81,8 @@ def driver_of(run: Run) -> Driver:
     """The run's bare driver."""
 
     def make() -> Driver:
-        driver = Driver(device_of(run))
+        device = device_of(run)
+        driver = Driver(device.native.library.path, device.id)
         run.opened.callback(driver.close)
         return driver
 
@@ -351,23 +354,28 @@ def large_blocks_of_peer(run: Run, name: str) -> Row:
     return between_processes(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 256 * KIB), 0.80)
 
 
-@TOPIC.row("gpu_request_ms")
+@TOPIC.row("gpu_request_over_nixl")
 def request(run: Run, name: str) -> Row:
     """A whole call, planning and all: 64 tensors x 64 blocks of 32 KiB from another process."""
     case = Scattered.of(nbytes_of(run, TENSORS * REQUEST_BLOCKS * REQUEST_BLOCK), REQUEST_BLOCK)
-    device, driver = device_of(run), driver_of(run)
-    source, target = (Pool(device, case.nbytes, on_device=True) for _ in range(2))
+    device_of(run)
     with linked(case) as datadist:
         cache = datadist.allocate_blocks_cache(cache_of(TENSORS, case.pool, case.block))
         there, here = (it.tolist() for it in case.tables())
         pull = partial(datadist.pull_blocks, KEY, cache, there, here)
-        ours, bare = run.medians(
-            timed(pull),
-            timed(partial(driver.copy, target.address, source.address, case.nbytes)),
-            rounds=ROUNDS,
-        )
-    note = "NIXL beside it is not measured here; limit: one contiguous copy"
-    return Row(name, 1e3 * ours, "ms", 1e3 * bare, target=None, note=note)
+        (ours,) = run.medians(timed(pull), rounds=ROUNDS)
+        said = f"{TENSORS} x {case.blocks} blocks of 32 KiB in {1e6 * ours:.0f} us"
+        try:
+            peers = nixl_on_gpu()
+        except Unmeasured as error:
+            raise Unmeasured(f"kvplan: {said}; of NIXL: {error}") from error
+        seconds = {}
+        for peer in peers:
+            with Pair(peer, LOOPBACK) as pair:
+                seconds[peer.settings] = pair.seconds("request", case.blocks)
+    best = min(seconds, key=lambda it: seconds[it])
+    note = f"{said} beside {1e6 * seconds[best]:.0f} us of NIXL ({best}), planning included"
+    return Row(name, 1 / ours, "/s", 1 / seconds[best], "at least", 5, note)
 
 
 class LayerPush:

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvplan.device.device import Device
-
 _int, _uint, _size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _pointer, _address = ctypes.c_void_p, ctypes.c_uint64
 
 _CALLS: dict[str, list[Any]] = {
+    "cuInit": [_uint],
     "cuDeviceGet": [_pointer, _int],
+    "cuDeviceGetName": [ctypes.c_char_p, _int, _int],
     "cuDeviceGetAttribute": [_pointer, _int, _int],
     "cuDriverGetVersion": [_pointer],
     "cuDevicePrimaryCtxRetain": [_pointer, _int],
@@ -70,7 +70,11 @@ class DriverError(Exception):
 
 
 class Driver:
-    """The driver in the device's primary context, which is current on the thread that made this.
+    """The driver in a device's primary context, which is current on the thread that made this.
+
+    Args:
+        library: of the driver, as a path.
+        number: of the device, as this process numbers them.
 
     Raises:
         DriverError: a call has failed.
@@ -81,18 +85,21 @@ class Driver:
         computes: whether `compute` runs a kernel; otherwise it sets memory.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._library = ctypes.CDLL(device.native.library.path)
+    def __init__(self, library: str = "libcuda.so.1", number: int = 0) -> None:
+        self._library = ctypes.CDLL(library)
         for name, arguments in _CALLS.items():
             getattr(self._library, name).argtypes = arguments
-        self._device = self._out(_int, "cuDeviceGet", device.id)
+        self._call("cuInit", 0)
+        self._device = self._out(_int, "cuDeviceGet", number)
+        name = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", name, len(name), self._device)
         self._context = self._out(_pointer, "cuDevicePrimaryCtxRetain", self._device)
         self.use()
         self.stream = self._out(_pointer, "cuStreamCreate", _NON_BLOCKING)
         version = self._out(_int, "cuDriverGetVersion")
         self.version = f"{version // 1000}.{version % 1000 // 10}"
         self._processors = self._out(_int, "cuDeviceGetAttribute", _MULTIPROCESSORS, self._device)
-        self.computes = not device.name.startswith(SIMULATED)
+        self.computes = not name.value.startswith(SIMULATED.encode())
         if self.computes:
             self._module = self._out(_pointer, "cuModuleLoadDataEx", _SPIN, 0, None, None)
             self._spin = self._out(_pointer, "cuModuleGetFunction", self._module, b"spin")

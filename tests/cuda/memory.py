@@ -19,7 +19,7 @@ class Program:
 
     def __init__(self, device_id: int = 0) -> None:
         self._device = CudaDevice(device_id)
-        self.driver = Driver(self._device)
+        self.driver = Driver(self._device.native.library.path, device_id)
         self._allocated: set[int] = set()
 
     def allocate(self, count: int, nbytes: int) -> list[int]:

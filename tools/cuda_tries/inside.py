@@ -40,7 +40,7 @@ def try_device(notes: Notes) -> None:
         content = np.empty(1 << 20, np.uint8)
         device.read(buffer.address, content)
         notes.expect("new memory is zeroed", not content.any())
-        driver = Driver(device)
+        driver = Driver(device.native.library.path)
         notes.add("CUDA of the driver", "says", driver.version)
         address = driver.allocate(1 << 20)
         device.check_range("of a program", address, 1 << 20)
@@ -176,7 +176,7 @@ def try_registering(notes: Notes) -> None:
     desc = paged(2, 64, 4096, Placement.DEVICE)
     given = random_bytes(1, 2, *desc.shape)
     with the_device() as device, engine() as datadist:
-        driver = Driver(device)
+        driver = Driver(device.native.library.path)
         addresses = [driver.allocate(desc.tensor_nbytes) for _ in range(2)]
         arrays = [CudaArray(it, desc.shape) for it in addresses]
         for name, tensors in (("by address", addresses), ("as arrays", arrays)):
@@ -203,7 +203,7 @@ def try_events(notes: Notes) -> None:
     with the_device() as device, engine() as datadist:
         if "after" not in inspect.signature(datadist.submit_copy_blocks).parameters:
             raise SkippedError("submit_* takes no after= in this version")
-        driver = Driver(device)
+        driver = Driver(device.native.library.path)
         if not driver.computes:
             notes.add("the kernel that computes", "skipped", "memory is set in place of it")
         cache = datadist.allocate_blocks_cache(desc)

@@ -50,7 +50,7 @@ class Peer:
         self.caches: dict[str, tuple[Cache, list[int]]] = {}
         self.leases: dict[str, Any] = {}
         assert self.datadist.device is not None
-        self.driver = Driver(self.datadist.device)
+        self.driver = Driver(self.datadist.device.native.library.path)
 
     def desc(self, placement: Placement) -> CacheDesc:
         return CacheDesc(self.tensors, self.shape, DataType.DT_UINT8, placement)
