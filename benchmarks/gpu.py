@@ -6,6 +6,7 @@ has one; on the stand-in of the tests it measures the stand-in.
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from kvplan import (
     LlmRole,
     plan_pull_blocks,
 )
+from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.transfers import Transfers, bind
 
 if TYPE_CHECKING:
@@ -392,7 +394,7 @@ class LayerPush:
         self._blocks = list(range(blocks))
         self._layer_us = layer_us
         self._events = [driver.event() for _ in range(TENSORS // 2)]
-        self.takes_events = False
+        self.takes_events = "event" in inspect.signature(LayerTask.ready).parameters
 
     def close(self) -> None:
         """Give the events back."""

@@ -42,15 +42,15 @@ def datadist(program: Program) -> Iterator[LlmDataDist]:
 
 
 def torch_like(address: int) -> Any:
-    return TorchTensor(SHOWN, None, "cuda:1", address)
+    return TorchTensor(SHOWN.copy(), None, "cuda:1", address)
 
 
 def cupy_like(address: int) -> Any:
-    return GpuTensor(SHOWN, address, device=(2, 1))
+    return GpuTensor(SHOWN.copy(), address, device=(2, 1))
 
 
 def numba_like(address: int) -> Any:
-    return CudaArray(SHOWN, address)
+    return CudaArray(SHOWN.copy(), address)
 
 
 @pytest.mark.parametrize("library", [torch_like, cupy_like, numba_like])
@@ -64,7 +64,7 @@ def test_registered_end_to_end(
     assert desc.placement is Placement.DEVICE
     cache = datadist.register_blocks_cache(desc, tensors)
     assert cache.tensor_addrs == tuple(addresses)
-    held = weakref.ref(tensors[1])
+    held = weakref.ref(tensors[1].array)  # whoever keeps the tensor keeps that
     del tensors
     gc.collect()
     assert held() is not None
