@@ -62,6 +62,19 @@ def check_context(name: str, value: object) -> None:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(CUDA_CONTEXTS)}")
 
 
+def current_device(choice: str) -> int | None:
+    """The device that the calling thread has set in its own calls of the runtime; None: none.
+
+    Args:
+        choice: one of `ACCELERATORS`; "auto": the first of them that has one.
+    """
+    from kvplan.device import ascend, cuda  # as above
+
+    known = {"ascend": ascend.current_device, "cuda": cuda.current_device}
+    chosen = known if choice == "auto" else known.keys() & {choice}
+    return next((it for name in chosen if (it := known[name]()) is not None), None)
+
+
 def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary") -> Device | None:
     """Return the device to use; close it in the end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from contextlib import suppress
@@ -50,6 +51,19 @@ def _not_there(reason: str) -> LLMException:
         f"no driver library of CUDA can be used: {reason}",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
+
+
+def current_device() -> int | None:
+    """The device whose context the calling thread has; None: it has none, or no library."""
+    try:
+        library = load_library()
+    except LLMException:
+        return None
+    number = ctypes.c_int()
+    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
+    if ctypes.CDLL(library.path).cuCtxGetDevice(ctypes.byref(number)) != 0:
+        return None
+    return number.value
 
 
 def driver_version() -> str | None:

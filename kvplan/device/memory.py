@@ -110,9 +110,14 @@ class DeviceMemory:
         if not other.on_device:
             return self.device.backend("device_to_host" if direction == "get" else "host_to_device")
         if isinstance(other, DeviceMemory) and other.device.native is not self.device.native:
+            sides = (
+                f"both sides are on device {self.device.id}, in different contexts"
+                if other.device.id == self.device.id
+                else f"one side is on device {self.device.id} and the other on device "
+                f"{other.device.id}"
+            )
             raise LLMException(
-                f"one side is on device {self.device.id} and the other on device "
-                f"{other.device.id}; between devices only linked engines transfer",
+                f"{sides}; between devices only linked engines transfer",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         return self.device.backend("device_to_device") if direction == "get" else None

@@ -166,7 +166,7 @@ class Hixl:
                 )
             if mem_type is MemType.MEM_DEVICE and running.datadist.device is None:
                 raise LLMException(
-                    "there is no device: no Ascend runtime library was found, or "
+                    "there is no device: no library of an accelerator was found, or "
                     "kvplan.accelerator=none; `kvplan info` says why",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )

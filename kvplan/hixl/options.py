@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.device.ascend import current_device
+from kvplan.device.choice import current_device
 from kvplan.engine.option_rows import OPTION_GLOBAL_RESOURCE_CONFIG, SPELLINGS
 from kvplan.engine.options import Options
 from kvplan.hixl.values import (
@@ -91,9 +91,9 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
     engine = Options.of(texts)
     if listen is not None:
         engine = replace(engine, listen_ip_info=str(listen))
-    if "device_id" not in {SPELLINGS[key].field for key in texts} and engine.accelerator != "none":
+    if "device_id" not in {SPELLINGS[key].field for key in texts}:
         # As in the original: the device that the program has set before.
-        engine = replace(engine, device_id=current_device() or 0)
+        engine = replace(engine, device_id=current_device(engine.accelerator) or 0)
     resources = engine.global_resource_config
     return Settings(
         name=local_engine,

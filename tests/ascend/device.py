@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvplan import Cache, LlmDataDist, Options, Transfers
 from kvplan.device.ascend import AscendDevice
+from kvplan.device.device import Device
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import tensor_arrays
 from tests.ascend.simulator import controls
@@ -23,10 +24,12 @@ NUM_DEVICES = 8
 class OnDevice(LlmDataDist):
     """Engines on a device each, numbered like their clusters."""
 
+    accelerator = "ascend"
+
     def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
         given = Options.of(options)
         device_id = self.cluster_id % NUM_DEVICES
-        super().initialize(replace(given, accelerator="ascend", device_id=device_id))
+        super().initialize(replace(given, accelerator=self.accelerator, device_id=device_id))
 
     def allocate_cache(self, *arguments: Any) -> Cache:
         return self._cleared(super().allocate_cache(*arguments))
@@ -72,12 +75,12 @@ class DeviceTensor:
     """Memory of a program's own on a device, as torch_npu would have it; NumPy sees it as an array.
 
     Args:
-        device_id: where.
+        device: where, which this closes.
         shape, dtype: of the array, which keeps this.
     """
 
-    def __init__(self, device_id: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._device = AscendDevice(device_id)
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._device = device
         self._buffer = self._device.allocate(int(np.prod(shape)) * dtype.itemsize)
         self.address: int = self._buffer.address
         self.__array_interface__ = {
@@ -97,14 +100,15 @@ class SimulatedAscend:
 
     name = "ascend"
     transport = "hccl"
-    engine = OnDevice
+    engine: type[LlmDataDist] = OnDevice
+    device: type[Device] = AscendDevice
 
     def __init__(self, cluster_id: int) -> None:
         self._device_id = cluster_id % NUM_DEVICES
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an array on the device of the cluster whose machine this is."""
-        array = np.asarray(DeviceTensor(self._device_id, shape, np.dtype(dtype)))
+        array = np.asarray(DeviceTensor(self.device(self._device_id), shape, np.dtype(dtype)))
         array[...] = 0
         return array
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tests.ascend_sim.build import build
 
+CORE = "libkvsim_core.so"
 HOME = "ASCEND_HOME_PATH"
 VARIANT = os.environ.get("KVSIM_VARIANT", "8.5")  # of this process; test_acl_variants.py sets it
 ELSEWHERE = "KVPLAN_ASCEND_LIBRARY"  # set to nothing in tests/conftest.py: most run without device
@@ -75,7 +76,9 @@ class Controls:
         library: the core, or a library that needs it.
     """
 
-    def __init__(self, library: Path) -> None:
+    accelerator = "ascend"
+
+    def __init__(self, library: Path | str) -> None:
         core = ctypes.CDLL(str(library))
         core.kvsim_host_view.argtypes, core.kvsim_host_view.restype = (
             [ctypes.c_uint64],
@@ -120,8 +123,13 @@ class Controls:
 
 @cache
 def controls(variant: str = VARIANT) -> Controls:
-    """Those of this process."""
-    return Controls(build(variant) / "lib64" / "libkvsim_core.so")
+    """Those of this process; of one that has loaded another simulator, the core of that."""
+    home = build(variant)
+    try:
+        ctypes.CDLL(CORE, os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return Controls(home / "lib64" / CORE)
+    return Controls(CORE)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Copies that a device takes part in: the bytes are those of the plan, and failures end them."""
+"""What of a device's copies is ACL's: how many calls they are, and that an abort ends them.
+
+What is the same on every device is in tests/device.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import kvplan
-from kvplan import (
-    Cache,
-    CacheDesc,
-    LlmDataDist,
-    LLMException,
-    LlmRole,
-    Options,
-    Placement,
-    PoolConfig,
-)
-from kvplan.planning import reference
-from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, desc, engine_on, same
+from kvplan import LlmDataDist, LLMException, LLMStatusCode, PoolConfig
+from kvplan.device.ascend import AscendDevice
 from tests.ascend.simulator import Controls, Log
+from tests.device.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, filled, same
 from tests.support.refusals import refused
-
-STRIDE = DEVICE.stride
-PLACEMENTS = [(src, dst) for src in Placement for dst in Placement]
 
 
 @pytest.fixture
@@ -37,54 +25,40 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
         del made
 
 
-def filled(datadist: LlmDataDist, of: CacheDesc, seed: int, *, paged: bool) -> Cache:
-    allocate = datadist.allocate_blocks_cache if paged else datadist.allocate_cache
-    cache = allocate(of)
-    datadist.write_cache(cache, contents(seed, of))
-    return cache
+@pytest.fixture
+def in_no_super_pod(simulator: Controls) -> Iterator[None]:
+    """The device is that of an A3 by itself."""
+    simulator.set("soc", "Ascend910_9391")
+    simulator.set("super_pod_id", -1)
+    yield
+    simulator.set("super_pod_id", 0)
+    simulator.set("soc", "Ascend910B1")
 
 
-@pytest.mark.parametrize(("src", "dst"), PLACEMENTS)
-def test_slots_are_copied_between_all_placements(
-    datadist: LlmDataDist, src: Placement, dst: Placement
+def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
+    datadist: LlmDataDist, in_no_super_pod: None
 ) -> None:
-    source = filled(datadist, desc(src), 1, paged=False)
-    target = filled(datadist, desc(dst), 2, paged=False)
-    datadist.copy_cache(source, target, 2, 5, offset=10, size=60)
-    expected = contents(2)
-    for to, by in zip(expected, contents(1), strict=True):
-        to[5, 5:35] = by[2, 5:35]  # two bytes each
-    assert same(datadist.read_cache(target), expected)
-    assert same(datadist.read_cache(source), contents(1))
+    """Its number is negative there."""
+    device = AscendDevice(3)
+    buffer = device.allocate(DEVICE.nbytes)
+    addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]
+    cache = datadist.register_blocks_cache(DEVICE, addresses)
+    datadist.write_cache(cache, contents(1))
+    assert same(datadist.read_cache(cache), contents(1))
+    host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
+        datadist.register_blocks_cache(DEVICE, [it.ctypes.data for it in host])
+    datadist.unregister_cache(cache.cache_id)
+    del buffer
+    device.close()
 
 
-@pytest.mark.parametrize(("src", "dst"), [(DEVICE, HOST), (HOST, DEVICE)], ids=["out", "in"])
-def test_blocks_are_swapped(datadist: LlmDataDist, src: CacheDesc, dst: CacheDesc) -> None:
-    source, target = (filled(datadist, it, i, paged=True) for i, it in enumerate((src, dst)))
-    datadist.swap_blocks(source, target, {0: 7, 1: 6, 5: 0})
-    expected = contents(1)
-    for to, by in zip(expected, contents(0), strict=True):
-        to[[7, 6, 0]] = by[[0, 1, 5]]
-    assert same(datadist.read_cache(target), expected)
-
-
-@pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
-def test_a_swap_is_between_placements(datadist: LlmDataDist, of: CacheDesc) -> None:
-    caches = [datadist.allocate_blocks_cache(of) for _ in range(2)]
-    with refused("LLM_PARAM_INVALID", "HOST.*DEVICE|placement"):
-        datadist.swap_blocks(*caches, {0: 1})
-
-
-def test_blocks_of_a_device_cache_are_copied(datadist: LlmDataDist, sim_log: Log) -> None:
+def test_blocks_of_a_device_are_copied_one_by_one(datadist: LlmDataDist, sim_log: Log) -> None:
     cache = filled(datadist, DEVICE, 1, paged=True)
     sim_log.restart()
     datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})
     copies = sim_log.calls("aclrtMemcpyAsync")
     assert len(copies) == 3 * NUM_TENSORS
-    expected = contents(1)
-    for it in expected:
-        it[[4, 6, 5]] = it[[1, 1, 2]]
-    assert same(datadist.read_cache(cache), expected)
 
 
 def test_a_swap_is_one_batch_and_one_wait(datadist: LlmDataDist, sim_log: Log) -> None:
@@ -95,54 +69,6 @@ def test_a_swap_is_one_batch_and_one_wait(datadist: LlmDataDist, sim_log: Log) -
     waited = [it for it in sim_log.calls("aclrtSynchronizeStreamWithTimeout") if it.code == 0]
     assert (len(sim_log.calls("aclrtMemcpyBatchAsync")), len(waited)) == (1, 1)
     assert same(datadist.read_cache(device), [it[::-1] for it in contents(1)])
-
-
-def test_a_task_holds_the_memory_that_it_copies(datadist: LlmDataDist, simulator: Controls) -> None:
-    source = filled(datadist, DEVICE, 1, paged=True)
-    target = filled(datadist, HOST, 2, paged=True)
-    array = datadist.arrays(target)[0]
-    simulator.set("latency_us", 50_000)
-    try:
-        task = datadist.submit_swap_blocks(source, target, {0: 3})
-        datadist.deallocate_cache(source)
-        datadist.deallocate_cache(target)
-        task.wait()
-    finally:
-        simulator.set("latency_us", 0)
-    assert np.array_equal(array[3], contents(1)[0][0])
-    del task
-
-
-def test_arrays_of_the_host_are_a_side(datadist: LlmDataDist) -> None:
-    cache = filled(datadist, DEVICE, 1, paged=False)
-    arrays = contents(2)
-    plan = kvplan.plan_copy_cache(DEVICE, DEVICE, src_batch_index=3, dst_batch_index=4)
-    kvplan.execute(plan, datadist.memory(cache), arrays)  # pageable
-    assert all(np.array_equal(a[4], b[3]) for a, b in zip(arrays, contents(1), strict=True))
-    for it in arrays:
-        it[3] += 1
-    kvplan.execute(plan, arrays, datadist.memory(cache))
-    found = datadist.read_cache(cache)
-    assert all(np.array_equal(a[4], b[3]) for a, b in zip(found, arrays, strict=True))
-
-
-def test_what_overlaps_on_the_device_is_seen(datadist: LlmDataDist) -> None:
-    cache = datadist.allocate_cache(DEVICE)
-    shifted = Cache(DEVICE, tensor_addrs=tuple(it + STRIDE // 2 for it in cache.tensor_addrs[::-1]))
-    wide = desc(rows=4)
-    inside = Cache(wide, tensor_addrs=tuple(it + STRIDE // 2 for it in cache.tensor_addrs))
-    assert shifted.cache_id == inside.cache_id == -1
-    with refused("LLM_PARAM_INVALID", "overlap in memory"):
-        datadist.copy_cache(cache, inside, 0, 0)
-
-
-def test_two_devices_of_one_process(simulator: Controls) -> None:
-    with engine_on(simulator, 3, 1) as one, LlmDataDist(2, LlmRole.MIX) as two:
-        two.initialize(Options(accelerator="ascend", device_id=4, transport="local"))
-        sides = [it.memory(it.allocate_cache(DEVICE)) for it in (one, two)]
-        with refused("LLM_FEATURE_NOT_ENABLED", "device 3 .* device 4; .*linked engines"):
-            kvplan.execute(kvplan.plan_copy_cache(DEVICE, DEVICE), *sides)
-        del sides
 
 
 class TestFailures:
@@ -179,32 +105,3 @@ class TestFailures:
             with pytest.raises(LLMException, match=r"cancel|finalize"):
                 task.wait()
             del task
-
-
-rows = st.integers(0, ROWS - 1)
-
-
-class TestAnyPlan:
-    """Plans leave the bytes that the reference executor leaves, wherever the sides are."""
-
-    @pytest.mark.parametrize(("src", "dst"), PLACEMENTS)
-    def test_as_the_reference(self, datadist: LlmDataDist, src: Placement, dst: Placement) -> None:
-        source = filled(datadist, desc(src), 1, paged=True)
-        target = filled(datadist, desc(dst), 2, paged=True)
-
-        @settings(max_examples=15)
-        @given(st.dictionaries(rows, rows, min_size=1).filter(_one_to_one), st.booleans())
-        def check(blocks: dict[int, int], coalesce: bool) -> None:
-            plan = kvplan.plan_push_blocks(
-                DEVICE, DEVICE, list(blocks), list(blocks.values()), coalesce=coalesce
-            )
-            expected = datadist.read_cache(target)
-            reference.execute(plan, datadist.read_cache(source), expected)
-            kvplan.execute(plan, datadist.memory(source), datadist.memory(target))
-            assert same(datadist.read_cache(target), expected)
-
-        check()
-
-
-def _one_to_one(blocks: dict[int, int]) -> bool:
-    return len(set(blocks.values())) == len(blocks)

@@ -18,10 +18,10 @@ from kvplan import (
     Options,
     PeerTensors,
 )
-from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, same
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import link
 from tests.datadist.peer import Peer
+from tests.device.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, same
 from tests.support.refusals import refused
 
 ALL = list(range(ROWS))

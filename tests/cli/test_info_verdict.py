@@ -59,8 +59,8 @@ def test_a_plain_host(found: dict[str, Any]) -> None:
         "kvplan 1.2.3 works here",
         "in this host shared memory (local), else sockets (tcp)",
         "across hosts sockets (tcp)",
-        "accelerator none: neither a library of Ascend (ACL) nor CUDA's driver is installed where it "
-        "is looked for",
+        "accelerator none: neither a library of Ascend (ACL) nor CUDA's driver is installed where "
+        "it is looked for",
         "RDMA none: this host has no RDMA device",
         "copies memcpy, from 24 MiB on nt-avx2, 2 threads (built in)",
     ]

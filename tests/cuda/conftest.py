@@ -1,5 +1,47 @@
 from __future__ import annotations
 
-from tests.cuda_sim.simulator import cuda_simulator, sim_folder
+import gc
+from collections.abc import Iterator
 
-__all__ = ["cuda_simulator", "sim_folder"]
+import pytest
+
+from kvnative._cuda import CudaLibrary, Device
+from tests.ascend.fixtures import sim_folder, sim_log
+from tests.cuda_sim.simulator import CudaControls, cuda_simulator
+from tests.datadist.conftest import idle, make_engine, make_peer, pair, peer, user
+from tests.datadist.machine import Machine, machine_of
+
+__all__ = [
+    "cuda_simulator",
+    "idle",
+    "make_engine",
+    "make_peer",
+    "pair",
+    "peer",
+    "sim_folder",
+    "sim_log",
+    "user",
+]
+
+
+@pytest.fixture
+def machine(cuda_simulator: CudaControls) -> Iterator[Machine]:
+    """The simulated device; what the fixtures of tests/datadist ask for."""
+    machine = machine_of("cuda", cluster_id=2)
+    before = machine.left()  # of a test that failed
+    yield machine
+    gc.collect()
+    assert {kind for kind, count in machine.left().items() if count > before.get(kind, 0)} == set()
+
+
+@pytest.fixture
+def device(cuda_simulator: CudaControls) -> Iterator[Device]:
+    """Number 3 of eight, in its primary context; nothing may be left but what it has for itself.
+
+    That goes with the device, which pytest still holds.
+    """
+    device = CudaLibrary.load().device(3)
+    yield device
+    device.close()
+    gc.collect()
+    assert {*cuda_simulator.left()} <= {"streams"}

@@ -29,6 +29,8 @@ VARIANT = os.environ.get("KVSIM_CUDA_VARIANT", DEFAULT)  # of this process
 class CudaControls(Controls):
     """Of the stand-in that this process has loaded, or will."""
 
+    accelerator = "cuda"
+
     def __init__(self, library: Path) -> None:
         super().__init__(library)
         self._core.kvsim_last_violation.restype = ctypes.c_char_p

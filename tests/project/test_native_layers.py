@@ -8,7 +8,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[2] / "kvnative/src"
 # Those of one row do not know each other; a folder may include what stands in rows before its own.
-FOLDERS = [["core"], ["host"], ["process"], ["device"], ["acl", "tcp", "ucx"], ["hccl"]]
+FOLDERS = [["core"], ["host"], ["process"], ["device"], ["acl", "cuda", "tcp", "ucx"], ["hccl"]]
 
 _INCLUDE = re.compile(r'^#include "(\w+/\w+)\.h"', re.MULTILINE)
 

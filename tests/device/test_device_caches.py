@@ -10,9 +10,8 @@ import pytest
 
 import kvplan
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, PoolConfig
-from kvplan.device.ascend import AscendDevice
-from tests.ascend.engines import DEVICE, HOST, contents, engine_on, same
 from tests.ascend.simulator import Controls, Log
+from tests.device.engines import DEVICE, HOST, contents, engine_on, kind_of, same
 from tests.support.refusals import refused
 
 POOL = 1 << 16
@@ -20,12 +19,13 @@ POOL = 1 << 16
 
 def test_a_pool_is_one_allocation_on_the_device(simulator: Controls, sim_log: Log) -> None:
     with engine_on(simulator, mem_pool_config=PoolConfig(POOL, page_shift=12)) as datadist:
-        assert simulator.left()["device_bytes"] == POOL
-        assert sim_log.counts("aclrtMallocAlign32") == {"aclrtMallocAlign32": 1}
+        call = kind_of(simulator).allocate
+        assert simulator.left()["device_bytes"] == kind_of(simulator).taken(POOL)
+        assert sim_log.counts(call) == {call: 1}
         caches = [datadist.allocate_cache(DEVICE) for _ in range(3)]
         first = min(it.tensor_addrs[0] for it in caches)
         assert all(first <= it < first + POOL for each in caches for it in each.tensor_addrs)
-        assert sim_log.counts("aclrtMallocAlign32") == {"aclrtMallocAlign32": 1}
+        assert sim_log.counts(call) == {call: 1}
         with refused("LLM_OUT_OF_MEMORY", "of the pool's 65536"):
             datadist.allocate_cache(CacheDesc(1, (1, POOL), DataType.DT_INT8))
         datadist.deallocate_cache(caches.pop())
@@ -33,19 +33,20 @@ def test_a_pool_is_one_allocation_on_the_device(simulator: Controls, sim_log: Lo
 
 
 def test_without_a_pool_each_cache_has_its_own(simulator: Controls) -> None:
+    one = kind_of(simulator).taken(DEVICE.nbytes)
     with engine_on(simulator) as datadist:
         first, second = datadist.allocate_cache(DEVICE), datadist.allocate_cache(DEVICE)
-        assert simulator.left() == {"device_bytes": 2 * DEVICE.nbytes}
+        assert simulator.left()["device_bytes"] == 2 * one
         assert not np.any(datadist.read_cache(first))
         datadist.deallocate_cache(first)
-        assert simulator.left() == {"device_bytes": DEVICE.nbytes}
+        assert simulator.left()["device_bytes"] == one
         datadist.deallocate_cache(second)
-        assert simulator.left() == {}
+        assert "device_bytes" not in simulator.left()
 
 
 def test_caches_of_the_host_are_pinned(simulator: Controls) -> None:
     with engine_on(simulator, host_mem_pool_config=PoolConfig(POOL)) as datadist:
-        assert simulator.left() == {"registered": 1}
+        assert simulator.left()["registered"] == 1
         cache = datadist.allocate_cache(HOST)
         assert datadist.device is not None
         assert datadist.device.native.locate(cache.tensor_addrs[0])[0] == "host"
@@ -64,7 +65,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     simulator: Controls, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_on(simulator) as datadist:
-        simulator.add_fault("aclrtHostRegisterV2:1=207006")
+        kind = kind_of(simulator)
+        simulator.add_fault(f"{kind.pin}:1={kind.not_pinned}")
         host, device = datadist.allocate_blocks_cache(HOST), datadist.allocate_blocks_cache(DEVICE)
         assert "slowly" in caplog.text
         expected = contents(1)
@@ -74,12 +76,15 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 
 def test_a_device_that_is_full(simulator: Controls) -> None:
+    kind = kind_of(simulator)
+    fault = f"{kind.allocate}:1={kind.full}"
+    said = f"of device 3, which has .* bytes free.*{kind.allocate}: {kind.full} "
     with engine_on(simulator) as datadist:
-        simulator.add_fault("aclrtMallocAlign32:1=207001")
-        with refused("LLM_DEVICE_OUT_OF_MEMORY", "of device 3, which has .* bytes free.*207001"):
+        simulator.add_fault(fault)
+        with refused("LLM_DEVICE_OUT_OF_MEMORY", said):
             datadist.allocate_cache(DEVICE)
         assert datadist.allocate_cache(DEVICE).cache_id == 2
-    simulator.add_fault("aclrtMallocAlign32:1=207018")
+    simulator.add_fault(fault)
     with (
         refused("LLM_DEVICE_OUT_OF_MEMORY", "device 3"),
         engine_on(simulator, mem_pool_config=PoolConfig(POOL)),
@@ -160,8 +165,10 @@ def test_no_array_shows_device_memory(simulator: Controls) -> None:
 def test_a_device_error_names_the_call(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(DEVICE)
-        simulator.add_fault("aclrtMemcpy:1=507054")
-        with refused("LLM_DEVICE_MEM_ERROR", "device 3 at 0x[0-9a-f]+: aclrtMemcpy: 507054"):
+        kind = kind_of(simulator)
+        simulator.add_fault(f"{kind.read}:1={kind.not_read}")
+        said = f"device 3 at 0x[0-9a-f]+: {kind.read}: {kind.not_read} "
+        with refused("LLM_DEVICE_MEM_ERROR", said):
             datadist.read_cache(cache)
         assert not np.any(datadist.read_cache(cache))
 
@@ -189,23 +196,34 @@ class TestChoice:
             assert datadist.device is None
         assert "device_id=99 is out of range [0, 8)" in caplog.text
 
-    @pytest.mark.parametrize("place", ["", "/nowhere/libacl_rt.so"])
-    def test_asked_for_and_not_there(self, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-        monkeypatch.setenv("KVPLAN_ASCEND_LIBRARY", place)
+    @pytest.mark.parametrize("place", ["", "/nowhere/library.so"])
+    @pytest.mark.parametrize(
+        ("accelerator", "library"), [("ascend", "runtime library"), ("cuda", "driver library")]
+    )
+    def test_asked_for_and_not_there(
+        self, monkeypatch: pytest.MonkeyPatch, accelerator: str, library: str, place: str
+    ) -> None:
+        monkeypatch.setenv(f"KVPLAN_{accelerator.upper()}_LIBRARY", place)
         datadist = LlmDataDist(1, LlmRole.MIX)
-        with refused("LLM_FEATURE_NOT_ENABLED", f"accelerator='ascend': no runtime.*{place}"):
-            datadist.initialize(Options(accelerator="ascend"))
+        said = f"accelerator='{accelerator}': no {library}.*{place}"
+        with refused("LLM_FEATURE_NOT_ENABLED", said):
+            datadist.initialize(Options(accelerator=accelerator))
         datadist.initialize()
         datadist.finalize()
 
     def test_what_can_be_asked_for(self) -> None:
-        with refused("LLM_PARAM_INVALID", "accelerator.*'npu' must be one of auto, none, ascend"):
+        said = "accelerator.*'npu' must be one of auto, none, ascend, cuda"
+        with refused("LLM_PARAM_INVALID", said):
             Options(accelerator="npu")
+        with refused("LLM_PARAM_INVALID", "cuda_context.*'mine' must be one of primary, own"):
+            Options(cuda_context="mine")
 
     def test_engines_share_a_device_until_the_last_has_gone(self, simulator: Controls) -> None:
         with engine_on(simulator, cluster_id=1) as first:
             with LlmDataDist(2, LlmRole.MIX) as second:
-                second.initialize(Options(accelerator="ascend", device_id=3, transport="local"))
+                second.initialize(
+                    Options(accelerator=simulator.accelerator, device_id=3, transport="local")
+                )
                 assert first.device is not None
                 assert second.device is not None
                 assert first.device.native is second.device.native
@@ -214,14 +232,14 @@ class TestChoice:
 
 
 def test_a_device_of_its_own(simulator: Controls) -> None:
-    device = AscendDevice(4)
+    device = kind_of(simulator).device(4)
     buffer = device.allocate(100)
     device.write(buffer.address, bytes(range(100)))
     found = bytearray(100)
     device.read(buffer.address, found)
     assert found == bytes(range(100))
     described = device.describe()
-    assert (described["id"], described["product"]) == (4, device.product and device.product.name)
+    assert (described["id"], described["name"]) == (4, device.name)
     device.close()
     device.close()
     with pytest.raises(kvplan.LLMException, match="closed"):

@@ -10,10 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMStatusCode, Placement
-from kvplan.device.ascend import AscendDevice
-from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, desc, engine_on, same
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan.device.device import Device
 from tests.ascend.simulator import Controls
+from tests.device.engines import (
+    DEVICE,
+    HOST,
+    NUM_TENSORS,
+    ROWS,
+    contents,
+    desc,
+    engine_on,
+    kind_of,
+    same,
+)
 from tests.support.foreign import GpuTensor, TorchTensor
 from tests.support.refusals import refused
 
@@ -28,13 +38,13 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
 
 
 @pytest.fixture
-def allocate(datadist: LlmDataDist) -> Iterator[Allocate]:
-    """Memory as torch_npu would have it; the addresses of its tensors."""
-    devices: list[AscendDevice] = []
+def allocate(simulator: Controls, datadist: LlmDataDist) -> Iterator[Allocate]:
+    """Memory as a framework would have it; the addresses of its tensors."""
+    devices: list[Device] = []
     buffers: list[Any] = []
 
     def make(of: CacheDesc = DEVICE, device_id: int = 3) -> list[int]:
-        devices.append(AscendDevice(device_id))
+        devices.append(kind_of(simulator).device(device_id))
         buffers.append(devices[-1].allocate(of.nbytes))
         start = buffers[-1].address
         return [start + number * of.tensor_nbytes for number in range(of.num_tensors)]
@@ -46,28 +56,6 @@ def allocate(datadist: LlmDataDist) -> Iterator[Allocate]:
         it.close()
     devices.clear()
     gc.collect()
-
-
-@pytest.fixture
-def in_no_super_pod(simulator: Controls) -> Iterator[None]:
-    """The device is that of an A3 by itself."""
-    simulator.set("soc", "Ascend910_9391")
-    simulator.set("super_pod_id", -1)
-    yield
-    simulator.set("super_pod_id", 0)
-    simulator.set("soc", "Ascend910B1")
-
-
-def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
-    allocate: Allocate, datadist: LlmDataDist, in_no_super_pod: None
-) -> None:
-    """Its number is negative there."""
-    cache = datadist.register_blocks_cache(DEVICE, allocate())
-    datadist.write_cache(cache, contents(1))
-    assert same(datadist.read_cache(cache), contents(1))
-    host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
-        datadist.register_blocks_cache(DEVICE, [it.ctypes.data for it in host])
 
 
 def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist) -> None:
@@ -95,7 +83,9 @@ def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> N
     assert all(np.array_equal(it[0], it[1]) and np.array_equal(it[0], it[2]) for it in found)
 
 
-def test_memory_that_is_freed_is_found_gone(allocate: Allocate, datadist: LlmDataDist) -> None:
+def test_memory_that_is_freed_is_found_gone(
+    allocate: Allocate, datadist: LlmDataDist, simulator: Controls
+) -> None:
     addresses = allocate()
     ad_hoc = Cache(DEVICE, tensor_addrs=tuple(addresses))
     registered = datadist.register_cache(DEVICE, addresses)
@@ -105,21 +95,28 @@ def test_memory_that_is_freed_is_found_gone(allocate: Allocate, datadist: LlmDat
     with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
     # A registered cache is the program's word; the device knows better.
-    with refused("LLM_PARAM_INVALID", "aclrtMemcpy"):
+    with refused("LLM_PARAM_INVALID", kind_of(simulator).refusal):
         datadist.read_cache(registered)
 
 
 class TestTensors:
-    """What stands in for torch_npu's: attributes alone, and memory of the simulated device."""
+    """What stands in for a framework's: attributes alone, and memory of the simulated device."""
+
+    @pytest.fixture
+    def own(self, simulator: Controls) -> str:
+        """What torch calls the engine's device."""
+        return f"{kind_of(simulator).device.tensor_kind}:3"
 
     @staticmethod
-    def on(addresses: list[int], device: str = "npu:3") -> list[TorchTensor]:
+    def on(device: str, addresses: list[int]) -> list[TorchTensor]:
         shown = np.zeros(DEVICE.shape, np.uint16)
         return [TorchTensor(shown, None, device, it) for it in addresses]
 
-    def test_are_registered_as_they_are(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+    def test_are_registered_as_they_are(
+        self, own: str, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
         addresses = allocate()
-        tensors = self.on(addresses)
+        tensors = self.on(own, addresses)
         desc = CacheDesc.from_tensors(tensors, None, shard=DEVICE.shard)
         assert desc.placement is Placement.DEVICE
         cache = datadist.register_blocks_cache(desc, tensors)
@@ -149,22 +146,24 @@ class TestTensors:
         with refused("LLM_PARAM_INVALID", "read-only arrays"):
             datadist.write_cache(cache, contents(1))
 
-    def test_elsewhere_are_refused(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+    def test_elsewhere_are_refused(
+        self, own: str, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
         addresses = allocate()
-        for device in ("npu:4", "cuda:3"):
-            with refused("LLM_PARAM_INVALID", rf"is on device {device}, and .*on device npu:3 \("):
-                datadist.register_cache(DEVICE, self.on(addresses, device))
-        with refused("LLM_PARAM_INVALID", r"\[0\] is on device npu:3; .*as placement=HOST says"):
-            datadist.register_cache(HOST, self.on(addresses))
+        for device in (own.replace("3", "4"), "xpu:3"):
+            with refused("LLM_PARAM_INVALID", rf"is on device {device}, and .*on device {own} \("):
+                datadist.register_cache(DEVICE, self.on(device, addresses))
+        with refused("LLM_PARAM_INVALID", rf"\[0\] is on device {own}; .*as placement=HOST says"):
+            datadist.register_cache(HOST, self.on(own, addresses))
         arrays = contents(1)
         with refused("LLM_PARAM_INVALID", "is host memory"):
-            datadist.register_cache(DEVICE, self.on([it.ctypes.data for it in arrays]))
+            datadist.register_cache(DEVICE, self.on(own, [it.ctypes.data for it in arrays]))
         with refused("LLM_PARAM_INVALID", r"memory of another device \(5\)"):
-            datadist.register_cache(DEVICE, self.on(allocate(device_id=5)))
+            datadist.register_cache(DEVICE, self.on(own, allocate(device_id=5)))
         with refused("LLM_PARAM_INVALID", "cache_desc says DT_UINT16 of shape"):
             wider = np.zeros(DEVICE.shape, np.uint32)
             datadist.register_cache(
-                DEVICE, [TorchTensor(wider, None, "npu:3", it) for it in addresses]
+                DEVICE, [TorchTensor(wider, None, own, it) for it in addresses]
             )
         assert datadist.caches() == []
 

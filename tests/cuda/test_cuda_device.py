@@ -1,0 +1,416 @@
+"""The driver's library, contexts, memory and streams of a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvnative._backend import KVN_NO_DEVICE_MEMORY, NativeError
+from kvnative._cuda import CudaError, CudaLibrary, Device
+from kvnative._executor import KVN_OK, Executor, Report
+from kvnative._lower import Descriptors
+from kvplan.device.cuda import CudaDevice
+from tests.ascend.simulator import Log
+from tests.cuda_sim.cuda_library import Cuda
+from tests.cuda_sim.simulator import LIBRARY, CudaControls, found
+
+PAGE = mmap.PAGESIZE
+GRANULE = 2 << 20
+NEW_FAILURE = "cuMemcpyAsync:1=sync:719"  # breaks the context of the stream
+
+
+@pytest.fixture
+def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
+    """What else the process does with CUDA, in calls of its own."""
+    cuda = Cuda()
+    cuda.ok("cuInit", 0)
+    yield cuda
+    cuda.ok("cuCtxSetCurrent", None)
+
+
+def moved(device: Device, source: int, target: int, nbytes: int, direction: str) -> Report:
+    columns = [np.array([it], np.uint64) for it in (target, source, nbytes)]
+    with Executor(device.backend(direction)) as executor:
+        return executor.run(Descriptors.from_columns(*columns))
+
+
+# ---- the library ----
+
+
+def test_the_library_is_found_once_for_each_context(cuda_simulator: CudaControls) -> None:
+    library = CudaLibrary.load()
+    with found() as file:
+        for path in (None, str(file), str(file.parent)):
+            assert CudaLibrary.load(path or str(file)) is library
+        own = CudaLibrary.load(str(file), "own")
+    assert own is not library
+    assert (library.context, own.context) == ("primary", "own")
+    assert library.path == own.path == str(file)
+    with pytest.raises(ValueError, match="context is 'mine'; it must be one of 'primary', 'own'"):
+        CudaLibrary.load(context="mine")
+
+
+def test_what_it_says_of_devices(cuda_simulator: CudaControls) -> None:
+    library = CudaLibrary.load()
+    assert (library.version, library.missing) == ("13.0", ())
+    assert library.device_count() == 8
+    assert library.capability(2) == (9, 0)
+    assert len({library.uuid(it) for it in range(8)}) == 8
+    assert len(library.uuid(0)) == len("GPU-") + 36
+    device = CudaDevice(3)
+    described = device.describe()
+    assert described["pci"] == library.pci_id(3)
+    assert (described["capability"], described["context"]) == ("9.0", "primary")
+    assert device.name == described["name"]
+    device.close()
+    with pytest.raises(CudaError, match=r"^cuDeviceGet: 101 \(CUDA_ERROR_INVALID_DEVICE\): "):
+        library.uuid(8)
+
+
+def test_what_is_not_the_library(cuda_simulator: CudaControls, tmp_path: Path) -> None:
+    with pytest.raises(NativeError, match=r"no CUDA library: .*/nothing/libcuda\.so: cannot open"):
+        CudaLibrary.load(str(tmp_path / "nothing" / "libcuda.so"))
+    with pytest.raises(NativeError, match=r"libm\.so\.6 has no cuInit; kvplan needs"):
+        CudaLibrary.load("libm.so.6")
+
+
+def test_an_older_driver_lacks_batch_copies() -> None:
+    script = """
+from kvnative._cuda import CudaLibrary
+from tests.cuda_sim.build import build
+it = CudaLibrary.load(str(build("12.4")))
+print(it.version, *it.missing)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["12.4", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]
+
+
+# ---- contexts ----
+
+
+def test_a_thread_has_the_context_that_it_had(device: Device, program: Cuda) -> None:
+    def use() -> None:
+        buffer = device.allocate(100)
+        device.write(buffer.address, bytes(100))
+        with pytest.raises(CudaError):
+            device.allocate(1 << 50)
+
+    def current() -> int | None:
+        out = ctypes.c_void_p()
+        program.ok("cuCtxGetCurrent", ctypes.byref(out))
+        return out.value
+
+    seen: list[int | None] = []
+
+    def without() -> None:
+        use()
+        seen.append(current())
+
+    thread = threading.Thread(target=without)
+    thread.start()
+    thread.join()
+    assert seen == [None]
+
+    theirs = program.primary(1)
+    use()
+    other = CudaLibrary.load(context="own").device(2)
+    other.allocate(100)
+    assert current() == theirs
+    program.ok("cuCtxSetCurrent", None)
+    assert current() is None  # nothing of ours lies below
+    del other
+    program.ok("cuDevicePrimaryCtxRelease_v2", 1)
+
+
+def test_the_primary_context_is_the_programs(device: Device, program: Cuda) -> None:
+    program.primary(3)
+    theirs = program.made("cuMemAlloc_v2", GRANULE)
+    assert device.locate(theirs) == ("device", 3)
+    device.write(theirs, b"kv")
+    program.ok("cuMemFree_v2", theirs)
+    program.ok("cuDevicePrimaryCtxRelease_v2", 3)
+
+
+def test_in_its_own_the_programs_memory_is_foreign(
+    cuda_simulator: CudaControls, program: Cuda
+) -> None:
+    program.primary(3)
+    theirs = program.made("cuMemAlloc_v2", GRANULE)
+    own = CudaLibrary.load(context="own").device(3)
+    assert own.locate(theirs) == ("foreign", 3)
+    with pytest.raises(CudaError, match=f"address {theirs:#x} is no memory of a device"):
+        own.read(theirs, bytearray(8))
+    mine = own.allocate(100)
+    assert own.locate(mine.address) == ("device", 3)
+    own.write(mine.address, b"kv")
+    del mine, own
+    program.ok("cuMemFree_v2", theirs)
+    program.ok("cuDevicePrimaryCtxRelease_v2", 3)
+    gc.collect()
+    assert cuda_simulator.left() == {}
+    assert cuda_simulator.contexts() == 0
+
+
+def test_what_breaks_the_programs_context_leaves_ours_alone(
+    cuda_simulator: CudaControls, program: Cuda
+) -> None:
+    """No other test uses this device: its primary context is of no use until it is released."""
+    own, primary = (CudaLibrary.load(context=it).device(6) for it in ("own", "primary"))
+    ours, theirs = own.allocate(100), primary.allocate(100)
+    cuda_simulator.add_fault(NEW_FAILURE)
+    with pytest.raises(CudaError, match=r"^cuStreamQuery: 719 \(CUDA_ERROR_LAUNCH_FAILED\)"):
+        primary.write(theirs.address, bytes(100))
+    with pytest.raises(CudaError, match="719"):
+        primary.backend("host_to_device")
+    own.write(ours.address, bytes(100))
+    del ours, theirs, own, primary
+    gc.collect()
+    assert cuda_simulator.left() == {}
+    assert cuda_simulator.contexts() == 0
+
+
+# ---- memory ----
+
+
+def test_memory_is_made_to_be_exported(device: Device, program: Cuda, sim_log: Log) -> None:
+    sim_log.restart()
+    buffer = device.allocate(GRANULE + 1)
+    program.primary(3)
+    assert program.attribute(buffer.address, 14) == 1  # as a file descriptor
+    program.ok("cuDevicePrimaryCtxRelease_v2", 3)
+    assert buffer.nbytes == GRANULE + 1
+    assert sim_log.calls("cuMemCreate")[0].fields["bytes"] == 2 * GRANULE
+    free, total = device.memory()
+    assert total - free >= 2 * GRANULE
+    del buffer
+    assert device.memory()[0] == free + 2 * GRANULE
+
+
+@pytest.mark.parametrize(("virtual", "exported"), [("0", 0), ("2", 0)])
+def test_where_it_cannot_be(
+    cuda_simulator: CudaControls, program: Cuda, virtual: str, exported: int
+) -> None:
+    cuda_simulator.set("cuda_virtual", virtual)
+    try:
+        device = CudaLibrary.load().device(5)
+        buffer = device.allocate(100)
+        device.write(buffer.address, b"kv")
+        program.primary(5)
+        assert program.attribute(buffer.address, 14) == exported
+        program.ok("cuDevicePrimaryCtxRelease_v2", 5)
+        del buffer, device
+        gc.collect()
+    finally:
+        cuda_simulator.set("cuda_virtual", "1")
+    assert cuda_simulator.left() == {}
+
+
+def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
+    with pytest.raises(
+        CudaError, match=r"^cuMemCreate: 2 \(CUDA_ERROR_OUT_OF_MEMORY\): out of memory$"
+    ) as caught:
+        device.allocate(1 << 50)
+    assert caught.value.status == KVN_NO_DEVICE_MEMORY
+    for call in ("cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"):
+        cuda_simulator.add_fault(f"{call}:1=2")
+        with pytest.raises(CudaError, match=f"^{call}: 2 "):
+            device.allocate(100)
+    assert cuda_simulator.left() == {}
+    with pytest.raises(CudaError, match="are more than any device has"):
+        device.allocate((1 << 64) - 1)
+    buffer = device.allocate(10)
+    with pytest.raises(CudaError, match=r"address 0x\w+ is no memory of a device"):
+        device.write(buffer.address, bytes(GRANULE + 1))
+    device.write(buffer.address, bytes(10))
+
+
+def test_where_memory_lies(device: Device) -> None:
+    other = device.library.device(5)
+    mine, theirs, host = device.allocate(100), other.allocate(100), device.allocate_host(100)
+    assert device.locate(mine.address + 99) == ("device", 3)
+    assert device.locate(theirs.address) == ("device", 5)
+    assert device.locate(host.address)[0] == "host"
+    pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    assert device.locate(pages.ctypes.data) == ("pageable", 0)
+    pinned = device.pin(pages.ctypes.data, PAGE)
+    assert device.locate(pages.ctypes.data)[0] == "host"
+    pinned.close()
+    assert device.locate(pages.ctypes.data)[0] == "pageable"
+
+
+def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:
+    pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    pinned = device.pin(pages.ctypes.data, PAGE)
+    program.primary(3)
+    program.ok("cuMemHostUnregister", pages.ctypes.data)
+    program.ok("cuDevicePrimaryCtxRelease_v2", 3)
+    pinned.close()
+
+
+def test_freeing_waits_for_what_the_program_does(
+    device: Device, program: Cuda, cuda_simulator: CudaControls
+) -> None:
+    """A kernel that still reads a cache would break the program's context."""
+    buffer, target = device.allocate(100), device.allocate(100)
+    program.primary(3)
+    stream = program.made("cuStreamCreate", 1)
+    cuda_simulator.add_fault("cuMemcpyAsync:1=hang")
+    program.ok("cuMemcpyAsync", target.address, buffer.address, 100, stream)
+    held = [buffer]
+    del buffer
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    cuda_simulator.end_hangs()
+    thread.join()
+    program.ok("cuStreamSynchronize", stream)
+    program.ok("cuStreamDestroy_v2", stream)
+    program.ok("cuDevicePrimaryCtxRelease_v2", 3)
+
+
+# ---- streams ----
+
+
+def test_nothing_uses_the_default_stream(device: Device, sim_log: Log) -> None:
+    """It has an order with all that a program does."""
+    sim_log.restart()
+    buffer, host = device.allocate(1000), device.allocate_host(1000)
+    device.write(buffer.address, bytes(range(250)) * 4)
+    device.clear(buffer.address, 10)
+    device.read(buffer.address, bytearray(1000))
+    assert moved(device, buffer.address, host.address, 1000, "device_to_host").status == KVN_OK
+    assert memoryview(host)[9:12].tolist() == [0, 10, 11]
+    created = {it.fields["stream"] for it in sim_log.calls("cuStreamCreate")}
+    assert {it.fields["flags"] for it in sim_log.calls("cuStreamCreate")} == {1}
+    issued = [it for it in sim_log.calls() if "stream" in it.fields and it.name != "cuStreamCreate"]
+    assert issued
+    assert {it.fields["stream"] for it in issued} <= created
+
+
+def test_copies_of_threads_do_not_wait_for_each_other(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
+    buffer = device.allocate(2 * GRANULE)
+    cuda_simulator.add_fault("cuMemsetD8Async:1=hang")
+    cleared = threading.Thread(target=device.clear, args=(buffer.address, 100))
+    cleared.start()
+    until(lambda: cuda_simulator.faults_left() == 0)
+    device.write(buffer.address + GRANULE, bytes(100))
+    assert cleared.is_alive()
+    cuda_simulator.end_hangs()
+    cleared.join()
+
+
+def test_a_stream_is_kept_while_its_work_goes_on(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    """CUDA stops no work: what passed its deadline is over only when the copy is."""
+    source, target = device.allocate_host(1000), device.allocate(1000)
+    memoryview(source)[:] = bytes(range(250)) * 4
+    cuda_simulator.add_fault("cuMemcpyAsync:1=hang")
+    columns = [np.array([it], np.uint64) for it in (target.address, source.address, 1000)]
+    with Executor(device.backend("host_to_device")) as executor:
+        task = executor.submit(Descriptors.from_columns(*columns))
+        sim_log.restart()
+        ended = threading.Thread(target=task.cancel)
+        ended.start()
+        until(lambda: len(sim_log.calls("cuStreamQuery")) > 20)
+        assert ended.is_alive()
+        assert sim_log.calls("cuStreamDestroy_v2") == []
+        cuda_simulator.end_hangs()
+        ended.join()
+        del task
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for what a thread is on its way to do."""
+    while not happened():
+        threading.Event().wait(0.001)
+
+
+def test_an_error_of_work_names_the_call(device: Device, cuda_simulator: CudaControls) -> None:
+    host, buffer = device.allocate_host(100), device.allocate(100)
+    cuda_simulator.add_fault("cuMemcpyAsync:1=1")
+    report = moved(device, host.address, buffer.address, 100, "host_to_device")
+    assert "cuMemcpyAsync: 1 (CUDA_ERROR_INVALID_VALUE)" in report.message
+    assert moved(device, host.address, buffer.address, 100, "host_to_device").status == KVN_OK
+
+
+# ---- other processes ----
+
+
+def test_a_forked_child_can_use_nothing_and_breaks_nothing(cuda_simulator: CudaControls) -> None:
+    script = """
+import gc, os
+from kvnative._backend import NativeError
+from kvplan.device.cuda import load_library
+library = load_library()
+device = library.device(2)
+buffer, host = device.allocate(10), device.allocate_host(10)
+backend = device.backend("host_to_device")
+child = os.fork()
+if child == 0:
+    try:
+        for use in (
+            lambda: device.allocate(1),
+            lambda: device.locate(buffer.address),
+            lambda: device.write(buffer.address, bytes(10)),
+            lambda: device.backend("device_to_host"),
+            lambda: library.device_count(),
+            lambda: library.device(2),
+        ):
+            try:
+                use()
+            except NativeError as error:
+                assert "forked" in str(error), error
+            else:
+                raise AssertionError("no error")
+        del buffer, host, backend
+        device.close()
+        del device
+        gc.collect()
+        os._exit(0)
+    except BaseException as error:
+        print(repr(error), flush=True)
+        os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+device.write(buffer.address, bytes(10))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_visible_devices_are_the_drivers_business() -> None:
+    script = f"""
+import os
+from tests.cuda_sim.build import build
+os.environ["{LIBRARY}"] = str(build())
+from kvplan.device.cuda import CudaDevice, load_library
+library = load_library()
+all = [library.uuid(it) for it in range(library.device_count())]
+device = CudaDevice(1)
+buffer = device.allocate(10)
+assert device.native.locate(buffer.address) == ("device", 1)
+print(*all)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "5,2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2

@@ -1,0 +1,104 @@
+"""What tests of device caches share: engines on a device of any kind, descriptions, contents."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, Shard
+from kvplan.device.ascend import AscendDevice
+from kvplan.device.cuda import CudaDevice
+from kvplan.device.device import Device
+from tests.ascend.simulator import Controls
+
+ROWS, ROW = 8, 96
+NUM_TENSORS = 3
+
+
+def desc(placement: Placement = Placement.DEVICE, rows: int = ROWS) -> CacheDesc:
+    shard = Shard(num_layers=NUM_TENSORS)  # one tensor a layer
+    return CacheDesc(NUM_TENSORS, (rows, ROW), DataType.DT_UINT16, placement, shard=shard)
+
+
+DEVICE, HOST = desc(), desc(Placement.HOST)
+
+
+def contents(seed: int, of: CacheDesc = DEVICE) -> list[NDArray[Any]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(1, 2**16, of.shape, np.uint16) for _ in range(of.num_tensors)]
+
+
+def same(found: list[NDArray[Any]], expected: list[NDArray[Any]]) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+class Kind(NamedTuple):
+    """How an accelerator does what a test watches or breaks.
+
+    Attributes:
+        device: of kvplan.
+        granularity: of its memory: what is allocated is a multiple.
+        allocate, pin, read: the calls for that, and a code with which each fails.
+        full: the code of `allocate` where nothing is free.
+        refusal: what it says of memory that was freed.
+    """
+
+    device: type[Device]
+    granularity: int
+    allocate: str
+    full: int
+    pin: str
+    not_pinned: int
+    read: str
+    not_read: int
+    refusal: str
+
+    def taken(self, nbytes: int) -> int:
+        """Return how much an allocation of that size takes."""
+        return -(-nbytes // self.granularity) * self.granularity
+
+
+KINDS = {
+    "ascend": Kind(
+        AscendDevice, 1, "aclrtMallocAlign32", 207001, "aclrtHostRegisterV2", 207006,
+        "aclrtMemcpy", 507054, "aclrtMemcpy",
+    ),
+    "cuda": Kind(
+        CudaDevice, 2 << 20, "cuMemCreate", 2, "cuMemHostRegister_v2", 800,
+        "cuMemcpyAsync", 214, "no memory of a device",
+    ),
+}  # fmt: skip
+
+
+def kind_of(simulator: Controls) -> Kind:
+    return KINDS[simulator.accelerator]
+
+
+@contextmanager
+def engine_on(
+    simulator: Controls, device_id: int = 3, cluster_id: int = 2, **options: Any
+) -> Iterator[LlmDataDist]:
+    """An engine on a device, of which nothing may be left when it is finalized and collected.
+
+    Without other options it uses the device for nothing but caches.
+    """
+    given = {"transport": "local", "device_id": device_id, **options}
+    with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
+        datadist.initialize(Options(accelerator=simulator.accelerator, **given))
+        yield datadist
+    del datadist
+    gc.collect()
+    assert simulator.left() == {}
+
+
+def filled(datadist: LlmDataDist, of: CacheDesc, seed: int, *, paged: bool) -> Cache:
+    allocate = datadist.allocate_blocks_cache if paged else datadist.allocate_cache
+    cache = allocate(of)
+    datadist.write_cache(cache, contents(seed, of))
+    return cache
