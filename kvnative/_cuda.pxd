@@ -1,7 +1,7 @@
 # CUDA devices, as other Cython modules may see them: cimport this to work with the driver's calls.
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvnative._device cimport DeviceLibrary, kvn_device_ops
+from kvnative._device cimport DeviceLibrary, kvn_device, kvn_device_ops
 from kvnative._host cimport kvn_failure
 
 
@@ -40,6 +40,20 @@ cdef extern from "cuda/library.h" nogil:
 
 cdef extern from "cuda/ops.h" nogil:
     const kvn_device_ops kvn_cuda_ops
+
+
+cdef extern from "cuda/copies.h" nogil:
+    ctypedef struct kvn_cuda_tuning:
+        uint64_t kernel_below
+        uint64_t batch_below
+        uint32_t blocks
+
+    kvn_cuda_tuning kvn_cuda_tuning_builtin(int direction)
+    kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, int direction)
+    void kvn_cuda_copies_tune(const kvn_device *device, int direction, kvn_cuda_tuning tuning)
+    int kvn_cuda_copies_way(
+        const kvn_device *device, int direction, uint64_t mean_nbytes, size_t count
+    )
 
 
 cdef class CudaLibrary(DeviceLibrary):

@@ -1,6 +1,6 @@
 """CUDA devices through the driver API: its library, opened at run time, and its errors."""
 
-from typing import Literal, Never, final
+from typing import Final, Literal, NamedTuple, Never, final
 
 from kvnative._device import (
     Device,
@@ -11,7 +11,23 @@ from kvnative._device import (
     Pinned,
 )
 
-__all__ = ["CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
+__all__ = [
+    "COPY_DIRECTIONS",
+    "CopyTuning",
+    "CudaError",
+    "CudaLibrary",
+    "Device",
+    "DeviceBuffer",
+    "HostBuffer",
+    "Pinned",
+    "builtin_copy_tuning",
+    "copy_tuning",
+    "copy_way",
+    "tune_copies",
+]
+
+_Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
+COPY_DIRECTIONS: Final[tuple[_Direction, ...]]
 
 class CudaError(DeviceError): ...
 
@@ -28,3 +44,15 @@ class CudaLibrary(DeviceLibrary):
     def uuid(self, device_id: int) -> str: ...
     def pci_id(self, device_id: int) -> str: ...
     def capability(self, device_id: int) -> tuple[int, int]: ...
+
+class CopyTuning(NamedTuple):
+    kernel_below: int
+    batch_below: int
+    blocks: int
+
+def builtin_copy_tuning(direction: _Direction) -> CopyTuning: ...
+def copy_tuning(device: Device, direction: _Direction) -> CopyTuning: ...
+def tune_copies(device: Device, direction: _Direction, tuning: CopyTuning) -> None: ...
+def copy_way(
+    device: Device, direction: _Direction, mean_nbytes: int, count: int
+) -> Literal["kernel", "batch", "single"]: ...

@@ -1,23 +1,39 @@
 """CUDA devices through the driver API: its library, opened at run time, and its errors."""
 
 cimport cython
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
+from kvnative._device cimport Device as NativeDevice
 from kvnative._device cimport DeviceLibrary
-from kvnative._host cimport kvn_failure
-from kvnative._native cimport KVN_UNSUPPORTED
+from kvnative._host cimport kvn_failure, unsigned
+from kvnative._native cimport (
+    KVN_DEVICE_TO_DEVICE,
+    KVN_DEVICE_TO_HOST,
+    KVN_HOST_TO_DEVICE,
+    KVN_UNSUPPORTED,
+)
 
 import os
 import threading
+from typing import NamedTuple
 
 from kvnative._backend import NativeError
 from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
 
 # The one module to import for CUDA devices: what they are comes along.
-__all__ = ["CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
+__all__ = ["COPY_DIRECTIONS", "CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer",
+           "HostBuffer", "Pinned", "builtin_copy_tuning", "copy_tuning", "copy_way", "tune_copies"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
+
+cdef dict DIRECTIONS = {
+    "host_to_device": KVN_HOST_TO_DEVICE,
+    "device_to_host": KVN_DEVICE_TO_HOST,
+    "device_to_device": KVN_DEVICE_TO_DEVICE,
+}
+COPY_DIRECTIONS = tuple(DIRECTIONS)
+WAYS = ("kernel", "batch", "single")  # kvn_cuda_way
 
 cdef dict LIBRARIES = {}  # (path, context) -> CudaLibrary: a library is never closed
 LIBRARIES_LOCK = threading.Lock()
@@ -186,3 +202,66 @@ cdef class CudaLibrary(DeviceLibrary):
 
     def __repr__(self):
         return f"<CudaLibrary {self.path}, {self.context} context>"
+
+
+class CopyTuning(NamedTuple):
+    """Which way bytes are copied in one direction, by the mean size of a batch's descriptors.
+
+    Attributes:
+        kernel_below: bytes: batches of smaller ones go by one launch of kvplan's kernel.
+        batch_below: then these by cuMemcpyBatchAsync; what is larger by a copy for each descriptor.
+        blocks: of the kernel, at most; 0: as many as the device runs at one time.
+    """
+
+    kernel_below: int
+    batch_below: int
+    blocks: int
+
+
+cdef int direction_of(object name) except -1:
+    if name not in DIRECTIONS:
+        raise ValueError(f"direction is {name!r}; it must be one of"
+                         f" {', '.join(map(repr, DIRECTIONS))}")
+    return DIRECTIONS[name]
+
+
+cdef int check_cuda(NativeDevice device) except -1:
+    device.check_usable()
+    if not isinstance(device.library, CudaLibrary):
+        raise TypeError(f"device is {device!r}; it must be a CUDA device")
+    return 0
+
+
+def builtin_copy_tuning(str direction not None) -> CopyTuning:
+    """Return what is built in: thought out, and measured on no device."""
+    cdef kvn_cuda_tuning tuning = kvn_cuda_tuning_builtin(direction_of(direction))
+    return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
+
+
+def copy_tuning(NativeDevice device not None, str direction not None) -> CopyTuning:
+    """Return what a device copies by."""
+    check_cuda(device)
+    cdef kvn_cuda_tuning tuning = kvn_cuda_copies_tuning(&device.device, direction_of(direction))
+    return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
+
+
+def tune_copies(NativeDevice device not None, str direction not None, tuning) -> None:
+    """Let a device copy by `tuning`, a CopyTuning, from now on."""
+    cdef kvn_cuda_tuning given
+    check_cuda(device)
+    given.kernel_below = unsigned("kernel_below", tuning.kernel_below)
+    given.batch_below = unsigned("batch_below", tuning.batch_below)
+    if not 0 <= tuning.blocks < 1 << 31:
+        raise ValueError(f"blocks is {tuning.blocks}; it must be 0 to 2**31 - 1")
+    given.blocks = tuning.blocks
+    kvn_cuda_copies_tune(&device.device, direction_of(direction), given)
+
+
+def copy_way(NativeDevice device not None, str direction not None, mean_nbytes, size_t count) -> str:
+    """Return how `count` descriptors of that mean size go: "kernel", "batch" or "single".
+
+    What the driver has refused so far is left out.
+    """
+    check_cuda(device)
+    cdef uint64_t mean = unsigned("mean_nbytes", mean_nbytes)
+    return WAYS[kvn_cuda_copies_way(&device.device, direction_of(direction), mean, count)]

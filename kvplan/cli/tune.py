@@ -40,6 +40,9 @@ SCHEMA_VERSION: Final = 1
 COPIES: Final = "copies"
 """What is tuned beside the transports: plain copies, for engines."""
 
+CUDA: Final = "cuda"
+"""The same: copies of each kind of GPU."""
+
 _TRIES: Final = 5
 """For copies, until nobody else has used the machine meanwhile."""
 
@@ -75,7 +78,7 @@ class Tuned(NamedTuple):
     "-t",
     "--transport",
     "names",
-    type=click.Choice([COPIES, *TRANSPORT_OF]),
+    type=click.Choice([COPIES, CUDA, *TRANSPORT_OF]),
     multiple=True,
     help="Only this one; can be given several times. Default: all of them.",
 )
@@ -98,15 +101,18 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
     times and stored by the model of the processor in $XDG_CACHE_HOME/kvplan/costs.json
     (~/.cache/kvplan). `kvplan estimate` and `kvplan explain --transport` then use them;
     plan.estimate("local") in a program does not, unless it is given
-    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. Exits with 2 if something
-    could not be measured, or could not be stored.
+    kvplan.load_costs().costs["local"]. About 500 MB of memory are used. On a host with CUDA the
+    ways in which the first GPU copies are compared for each size, which takes some seconds more,
+    and stored by its kind in cuda.json beside the others. Exits with 2 if something could not be
+    measured, or could not be stored.
     """
-    asked = tuple(dict.fromkeys(names)) or (COPIES, *TRANSPORT_OF)
-    chosen = tuple(it for it in asked if it != COPIES)
+    asked = tuple(dict.fromkeys(names)) or (COPIES, CUDA, *TRANSPORT_OF)
+    chosen = tuple(it for it in asked if it not in (COPIES, CUDA))
     path = costs_path()
     if not dry_run:
         _check_can_store(path)  # rather than after all has been measured
     copies = _tune_copies(dry_run=dry_run) if COPIES in asked else None
+    cuda = _tune_cuda(dry_run=dry_run, is_asked=bool(names)) if CUDA in asked else None
     found = []
     with progress_shown("measuring") as progress:
         for number, name in enumerate(chosen):
@@ -121,10 +127,11 @@ def command(names: tuple[str, ...], seconds: float, *, dry_run: bool, as_json: b
         save_costs(costs, path)
     where = str(path) if stored else None
     if as_json:
-        write_json(_document(found, where, copies))
+        write_json(_document(found, where, copies, cuda))
     else:
-        _write(found, where, copies)
+        _write(found, where, copies, cuda)
     is_whole = len(costs) == len(chosen) and (copies is None or copies.sure)
+    is_whole &= cuda is None or not cuda.why_not
     return ExitCode.OK if is_whole else ExitCode.TROUBLE
 
 
@@ -191,8 +198,54 @@ def _tune_copies(*, dry_run: bool) -> Finding:
     return found if dry_run or not found.sure else tuning.save_tuning(found)
 
 
-def _document(found: list[Tuned], path: str | None, copies: Finding | None) -> dict[str, object]:
+class TunedCuda(NamedTuple):
+    """What came of a GPU.
+
+    Attributes:
+        name: of its kind.
+        copies: how it copies now, by direction, in words.
+        why_not: it could not be measured.
+    """
+
+    name: str
+    copies: dict[str, str]
+    why_not: str = ""
+
+
+def _tune_cuda(*, dry_run: bool, is_asked: bool) -> TunedCuda | None:
+    """Measure the first GPU, and store what is best; None: there is none, and none was asked for.
+
+    Raises:
+        OSError, LLMException: it cannot be stored.
+    """
+    from kvnative._backend import NativeError
+    from kvplan.device.cuda import CudaDevice
+
+    try:
+        device = CudaDevice(0)
+    except LLMException as error:
+        return TunedCuda("", {}, str(error)) if is_asked else None
+    from kvplan.device import cuda_copies
+
+    try:
+        try:
+            found = cuda_copies.calibrate(partial(cuda_copies.time_copies, device))
+        except (NativeError, LLMException) as error:
+            return TunedCuda(device.native.name, {}, str(error))
+        if not dry_run:
+            cuda_copies.save(device, found.tunings)
+        return TunedCuda(
+            device.native.name, {str(it): how for it, how in found.words(device).items()}
+        )
+    finally:
+        device.close()
+
+
+def _document(
+    found: list[Tuned], path: str | None, copies: Finding | None, cuda: TunedCuda | None
+) -> dict[str, object]:
     return {
+        "cuda": None if cuda is None else cuda._asdict(),
         "copies": None
         if copies is None
         else {**copies._asdict(), "tuning": copies.tuning._asdict(), "reasons": [*copies.reasons]},
@@ -213,12 +266,17 @@ def _document(found: list[Tuned], path: str | None, copies: Finding | None) -> d
     }
 
 
-def _write(found: list[Tuned], path: str | None, copies: Finding | None) -> None:
+def _write(
+    found: list[Tuned], path: str | None, copies: Finding | None, cuda: TunedCuda | None
+) -> None:
     out = console()
     out.print(this_machine(), style="bold")
     if copies is not None:
         how = tuning_text(copies.tuning._asdict()) if copies.sure else f"{copies.reasons[0]}"
         out.print(f"copies, measured in {copies.took_ms:.0f} ms: {how}", highlight=False)
+    if cuda is not None:
+        how = "; ".join(f"{name.replace('_', ' ')}: {it}" for name, it in cuda.copies.items())
+        out.print(f"{cuda.name or 'CUDA'}: {cuda.why_not or how}", highlight=False)
     if not found:
         return
     rows = table("transport", ">transfers", ">fit is off by", ">time, of kvplan's own costs")

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvplan.device.cuda_sharing import CudaSharing
 from kvplan.device.device import Device
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
+
+_LOG = Log("kvplan")
 
 OVERRIDE: Final = "KVPLAN_CUDA_LIBRARY"
 """Environment variable: where it is set, the only place that is looked at: a library, or the folder
@@ -91,6 +94,13 @@ class CudaDevice(Device):
 
     def __init__(self, device_id: int, library: CudaLibrary | None = None) -> None:
         super().__init__(device_id, library or load_library())
+        from kvplan.device import cuda_copies  # not where there is no library
+
+        try:
+            if (tunings := cuda_copies.load(self)) is not None:
+                cuda_copies.apply(self, tunings)
+        except (OSError, LLMException) as error:
+            _LOG.info("device=%d copies as is built in: %s", device_id, error)
 
     @cached_property
     def sharing(self) -> CudaSharing:
@@ -102,6 +112,8 @@ class CudaDevice(Device):
         """What people want to know of it, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
+        from kvplan.device import cuda_copies
+
         return {
             **super().describe(),
             "uuid": library.uuid(self.id),
@@ -109,4 +121,5 @@ class CudaDevice(Device):
             "capability": f"{major}.{minor}",
             "context": library.context,
             "driver": driver_version(),
+            "copies": cuda_copies.describe(self),
         }

@@ -219,7 +219,7 @@ class Device:
                 known = shared.backends.setdefault(direction, self.native.backend(direction))
         if (reason := self.native.fallback_reason) and not shared.logged_fallback:
             shared.logged_fallback = True
-            _LOG.warning("device=%d copies one by one, and not in batches: %s", self.id, reason)
+            _LOG.warning("device=%d does not copy in the fastest way: %s", self.id, reason)
         return known
 
     def describe(self) -> dict[str, object]:

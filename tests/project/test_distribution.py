@@ -32,7 +32,9 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     assert expected - names == set()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert packages == {"kvplan", "kvnative", "pytest_kvplan.py"}
-    assert [name for name in names if name.endswith((".c", ".pyx")) or "wrappers" in name] == []
+    assert [
+        name for name in names if name.endswith((".c", ".cu", ".pyx")) or "wrappers" in name
+    ] == []
 
 
 def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
@@ -49,6 +51,7 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
         | tree("docs/**/*.md")
     )
     sources |= tree("kvnative/*.pyx") | tree("kvnative/src/**/*.[ch]") | tree("tests/**/*.py")
+    sources |= tree("kvnative/src/**/*.cu")
     sources |= tree("tests/support/*.pyx") | tree("tests/support/native/*.[ch]")
     assert (sources | PAGE) - names == set()
     assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []

@@ -1,17 +1,297 @@
 #include "cuda/copies.h"
 
+#include <errno.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "cuda/launch.h"
+#include "cuda/reach.h"
+
+/* Blocks that fit on a multiprocessor: 64 registers for each of 256 threads. */
+#define BLOCKS_EACH 4
+/* From and to the host the link is the limit, and a few blocks keep it busy: with 8 KiB in flight for each warp
+ * 32 blocks have 2 MiB, and PCIe 5 needs 55 GB/s x 2 us = 110 KB. The rest of the GPU is the model's. */
+#define HOST_BLOCKS 32
+/* A copy of the driver's own costs about 2 us from and to the host: there 128 KiB take that long at 55 GB/s. */
+#define HOST_KERNEL_BELOW (128u << 10)
+#define HOST_BATCH_BELOW (4u << 20)
+/* Within the device both are limited by its memory, and the copies of 8 MiB take about as long as their issue. */
+#define WITHIN_KERNEL_BELOW (8u << 20)
+/* Single copies of one call, so that who issues them looks now and then whether to stop. */
+#define SINGLES 64
+
+typedef struct copies {
+    kvn_cuda_launcher *launcher;
+    uint32_t num_blocks; /* of the kernel that the device runs at one time */
+    atomic_bool no_kernel;
+    atomic_bool no_batch;
+    pthread_mutex_t mutex;     /* guards what follows */
+    kvn_cuda_tuning tuning[3]; /* by direction */
+} copies;
+
+static copies *copies_of(const kvn_device *device) { return kvn_cuda_state(device)->copies; }
+
+static size_t row_of(kvn_direction direction) { return (size_t)direction - KVN_HOST_TO_DEVICE; }
+
+/* ---- which way ---- */
+
+kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction)
+{
+    if (direction == KVN_DEVICE_TO_DEVICE)
+        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW};
+    return (kvn_cuda_tuning){HOST_KERNEL_BELOW, HOST_BATCH_BELOW, HOST_BLOCKS};
+}
+
+kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction)
+{
+    copies *self = copies_of(device);
+    kvn_cuda_tuning tuning;
+
+    pthread_mutex_lock(&self->mutex);
+    tuning = self->tuning[row_of(direction)];
+    pthread_mutex_unlock(&self->mutex);
+    return tuning;
+}
+
+void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn_cuda_tuning tuning)
+{
+    copies *self = copies_of(device);
+
+    pthread_mutex_lock(&self->mutex);
+    self->tuning[row_of(direction)] = tuning;
+    pthread_mutex_unlock(&self->mutex);
+}
+
+kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, uint64_t mean_nbytes,
+                                 size_t count)
+{
+    const copies *self = copies_of(device);
+    const kvn_cuda_tuning tuning = kvn_cuda_copies_tuning(device, direction);
+    const bool has_kernel = !atomic_load(&self->no_kernel), has_batch = !atomic_load(&self->no_batch);
+    const uint64_t batch_below = has_kernel || tuning.batch_below > tuning.kernel_below
+                                     ? tuning.batch_below
+                                     : tuning.kernel_below;
+
+    if (has_kernel && mean_nbytes < tuning.kernel_below)
+        return KVN_CUDA_KERNEL;
+    return has_batch && count > 1 && mean_nbytes < batch_below ? KVN_CUDA_BATCH : KVN_CUDA_SINGLE;
+}
+
+/* ---- the three ways: *count is what they take, and did ---- */
+
+static int refuse_unknown(const uint64_t *column, const uint64_t *nbytes, size_t at, size_t *failed,
+                          kvn_failure *failure)
+{
+    *failed = at;
+    return kvn_fail(failure, KVN_INVALID, 0, "%" PRIu64 " bytes at 0x%" PRIx64
+                    " are not, or not all, memory of the device", nbytes[at], column[at]);
+}
+
+/* How many of the first descriptors the kernel can be given. KVN_INVALID where the device's side of the next one
+ * is no memory. */
+static int count_reached(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
+                         const uint64_t *src, const uint64_t *nbytes, size_t *count, size_t *failed,
+                         kvn_failure *failure)
+{
+    kvn_cuda_ranges ranges = {.device = device};
+
+    for (size_t i = 0; i < *count; i++) {
+        const kvn_cuda_reach to = kvn_cuda_reach_of(&ranges, dst[i], nbytes[i]);
+        const kvn_cuda_reach from = kvn_cuda_reach_of(&ranges, src[i], nbytes[i]);
+
+        if (to == KVN_CUDA_REACHED && from == KVN_CUDA_REACHED)
+            continue;
+        *count = i;
+        if (i > 0)
+            break; /* the next call says what is wrong with it */
+        if (to == KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
+            return refuse_unknown(dst, nbytes, i, failed, failure);
+        if (from == KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
+            return refuse_unknown(src, nbytes, i, failed, failure);
+    }
+    return KVN_OK;
+}
+
+static int copy_single(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
+                       const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
+                       size_t *failed, kvn_failure *failure)
+{
+    int status = KVN_OK;
+
+    if (*count > SINGLES)
+        *count = SINGLES;
+    for (size_t i = 0; i < *count && status == KVN_OK; i++) {
+        status = kvn_cuda_copy_async(device, direction, dst[i], src[i], nbytes[i], stream, failure);
+        if (status != KVN_OK)
+            *failed = i;
+    }
+    return status;
+}
+
+/* An array of uint64_t is one of CUdeviceptr, and of sizes. */
+static int copy_batch(const kvn_device *device, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
+                      size_t count, kvn_stream stream, size_t *failed, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+    kvn_cuda_copy_attributes attributes = {.src_access_order = KVN_CUDA_SRC_ACCESS_STREAM};
+    size_t first = 0;
+    int status;
+
+    if (cuda->cuMemcpyBatchAsync_v2)
+        status = KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync_v2, dst, src, (const size_t *)nbytes, count,
+                               &attributes, &first, 1, stream);
+    else
+        status = KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync, (CUdeviceptr *)dst, (CUdeviceptr *)src,
+                               (size_t *)nbytes, count, &attributes, &first, 1, failed, stream);
+    kvn_cuda_launcher_note(copies_of(device)->launcher, stream);
+    return status;
+}
+
+static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                       kvn_failure *failure)
+{
+    copies *self = copies_of(device);
+    const uint32_t blocks = kvn_cuda_copies_tuning(device, direction).blocks;
+    size_t reached = *count;
+
+    if (kvn_cuda_launcher_load(self->launcher, failure) != KVN_OK)
+        return failure->status;
+    if (count_reached(device, direction, dst, src, nbytes, &reached, failed, failure) != KVN_OK)
+        return failure->status;
+    if (reached == 0) {
+        *count = 1;
+        return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
+    }
+    *count = reached;
+    return kvn_cuda_launch(self->launcher, stream, blocks && blocks < self->num_blocks ? blocks : self->num_blocks,
+                           dst, src, nbytes, reached, failure);
+}
+
+/* What never works here; other refusals are of this batch. */
+static bool is_unsupported(const kvn_failure *failure)
+{
+    return failure->status == KVN_UNSUPPORTED || failure->code == KVN_CUDA_NOT_SUPPORTED;
+}
+
+static uint64_t mean(const uint64_t *nbytes, size_t count)
+{
+    uint64_t total = 0;
+
+    for (size_t i = 0; i < count; i++)
+        if (__builtin_add_overflow(total, nbytes[i], &total))
+            return UINT64_MAX;
+    return total / count;
+}
+
+int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                        kvn_failure *failure)
+{
+    copies *self = copies_of(device);
+    const uint64_t each = mean(nbytes, *count);
+    const size_t given = *count;
+    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, each, given);
+    int status;
+
+    if (way == KVN_CUDA_KERNEL) {
+        status = copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
+        if (status != KVN_UNSUPPORTED)
+            return status;
+        atomic_store(&self->no_kernel, true);
+        if (atomic_load(&self->no_batch))
+            return status; /* one by one, from now on */
+        kvn_device_note_fallback(device, failure->message);
+        way = kvn_cuda_copies_way(device, direction, each, given);
+        *count = given;
+    }
+    if (way == KVN_CUDA_BATCH) {
+        status = copy_batch(device, dst, src, nbytes, *count, stream, failed, failure);
+        if (status == KVN_OK || !is_unsupported(failure))
+            return status;
+        atomic_store(&self->no_batch, true);
+        if (atomic_load(&self->no_kernel))
+            return status;
+        kvn_device_note_fallback(device, failure->message);
+    }
+    return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
+}
+
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure)
 {
+    int status;
+
     (void)direction; /* the driver knows of each address where it lies */
-    return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
+    status = KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
+    kvn_cuda_launcher_note(copies_of(device)->launcher, stream);
+    return status;
 }
 
 unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
 {
     (void)device;
-    snprintf(why, room, "kvplan copies descriptors one by one on CUDA");
-    return 0;
+    (void)why;
+    (void)room;
+    return KVN_BATCH_ASYNC | KVN_BATCH_WITHIN | KVN_BATCH_PINNED;
 }
 
-void kvn_cuda_copies_close(const kvn_device *device) { (void)device; }
+/* ---- streams ---- */
+
+int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    return kvn_cuda_launcher_query(copies_of(device)->launcher, stream, failure);
+}
+
+int kvn_cuda_copies_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    return kvn_cuda_launcher_abort(copies_of(device)->launcher, stream, failure);
+}
+
+void kvn_cuda_copies_forget(const kvn_device *device, kvn_stream stream)
+{
+    kvn_cuda_launcher_forget(copies_of(device)->launcher, stream);
+}
+
+/* ---- opening ---- */
+
+static uint32_t ask_blocks(const kvn_device *device)
+{
+    int multiprocessors = 0;
+
+    kvn_cuda_of(device)->cuDeviceGetAttribute(&multiprocessors, KVN_CUDA_NUM_MULTIPROCESSORS,
+                                              kvn_cuda_state(device)->number);
+    return BLOCKS_EACH * (uint32_t)(multiprocessors > 0 ? multiprocessors : 1);
+}
+
+int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+    copies *self = calloc(1, sizeof *self);
+
+    if (self)
+        self->launcher = kvn_cuda_launcher_create(device);
+    if (!self || !self->launcher || pthread_mutex_init(&self->mutex, NULL)) {
+        if (self && self->launcher)
+            kvn_cuda_launcher_destroy(self->launcher);
+        free(self);
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the copies of device %d", (int)device->id);
+    }
+    self->num_blocks = ask_blocks(device);
+    atomic_init(&self->no_batch, !cuda->cuMemcpyBatchAsync && !cuda->cuMemcpyBatchAsync_v2);
+    for (int it = KVN_HOST_TO_DEVICE; it <= KVN_DEVICE_TO_DEVICE; it++)
+        self->tuning[row_of((kvn_direction)it)] = kvn_cuda_tuning_builtin((kvn_direction)it);
+    kvn_cuda_state(device)->copies = self;
+    return KVN_OK;
+}
+
+void kvn_cuda_copies_close(const kvn_device *device)
+{
+    copies *self = copies_of(device);
+
+    kvn_cuda_launcher_destroy(self->launcher);
+    pthread_mutex_destroy(&self->mutex);
+    free(self);
+    kvn_cuda_state(device)->copies = NULL;
+}

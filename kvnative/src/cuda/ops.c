@@ -9,6 +9,7 @@
 
 #include "core/clock.h"
 #include "cuda/copies.h"
+#include "cuda/launch.h"
 #include "cuda/memory.h"
 
 /* How long a wait asks again and again: a copy of a few blocks is done by then, and a thread that sleeps
@@ -73,7 +74,10 @@ static int open_state(kvn_device *device, void **context, kvn_failure *failure)
     if (CALL(device, failure, cuDeviceGet, &state->number, device->id) != KVN_OK ||
         kvn_cuda_memory_init(device, failure) != KVN_OK)
         return failure->status;
-    return take_context(device, context, failure);
+    if (take_context(device, context, failure) != KVN_OK || kvn_cuda_copies_open(device, failure) == KVN_OK)
+        return failure->status;
+    give_context(device, *context);
+    return failure->status;
 }
 
 /* *primary stays NULL: a thread without a context has none again after a call of ours, so that a framework
@@ -101,9 +105,10 @@ static void close_context(kvn_device *device, void *context)
     kvn_cuda_device *state = kvn_cuda_state(device);
     void *previous = get_context(device);
     kvn_failure ignored; /* a context that failed, or was destroyed: its memory goes with it */
+    const bool is_current = set_context(device, context, &ignored) == KVN_OK;
 
-    if (set_context(device, context, &ignored) == KVN_OK) {
-        kvn_cuda_copies_close(device);
+    kvn_cuda_copies_close(device);
+    if (is_current) {
         for (size_t i = 0; i < state->num_idle; i++)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
@@ -184,10 +189,7 @@ static int create_stream(const kvn_device *device, kvn_stream *out, kvn_failure 
 /* KVN_PENDING while it has work; the failure of the work. */
 static int query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
-    const CUresult code = kvn_cuda_of(device)->cuStreamQuery(stream);
-
-    return code == KVN_CUDA_NOT_READY ? KVN_PENDING
-                                      : kvn_cuda_ended(device, "cuStreamQuery", code, failure);
+    return kvn_cuda_copies_query(device, stream, failure);
 }
 
 static void sleep_ns(int64_t ns)
@@ -234,21 +236,18 @@ static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failu
     return CALL(device, failure, cuStreamDestroy_v2, stream);
 }
 
-/* Nothing of CUDA stops work that was given to a stream. */
+/* CUDA stops nothing that was given to a stream; launches of our kernel stop themselves. */
 static int abort_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
-    const int status = query(device, stream, failure);
-
-    return status != KVN_PENDING ? status
-                                 : kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                                            "CUDA cannot stop the work of a stream, which goes on");
+    return kvn_cuda_copies_abort(device, stream, failure);
 }
 
 static int drop_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
-    const int status = abort_stream(device, stream, failure);
-
-    return status == KVN_OK ? CALL(device, failure, cuStreamDestroy_v2, stream) : status;
+    if (abort_stream(device, stream, failure) != KVN_OK)
+        return failure->status;
+    kvn_cuda_copies_forget(device, stream);
+    return CALL(device, failure, cuStreamDestroy_v2, stream);
 }
 
 /* ---- copies that wait ---- */
@@ -332,7 +331,12 @@ static int clear(const kvn_device *device, uint64_t address, uint64_t nbytes, kv
 const kvn_device_ops kvn_cuda_ops = {
     .name = "cuda",
     .runtime = "the CUDA driver",
-    .max_batch = UINT64_MAX,
+    .aborted_code = KVN_CUDA_ABORTED,
+    .max_batch = KVN_CUDA_LAUNCH_COUNT,
+    .max_batches = KVN_CUDA_MAX_LAUNCHES,
+    /* One launch, and one copy after another, keep the device's memory or the link busy: nothing is cut. */
+    .host_costs = {.shard = UINT64_MAX},
+    .within_costs = {.shard = UINT64_MAX},
     .open_context = open_context,
     .close_context = close_context,
     .get_context = get_context,
@@ -354,4 +358,5 @@ const kvn_device_ops kvn_cuda_ops = {
     .wait_stream = wait_stream,
     .copy_async = kvn_cuda_copy_async,
     .batch_copies = kvn_cuda_batch_copies,
+    .copy_batch = kvn_cuda_copy_batch,
 };

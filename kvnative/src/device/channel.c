@@ -92,11 +92,18 @@ int kvn_channel_poll(kvn_channel *channel, int ms, kvn_channel_fault *fault)
 int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_channel_fault *fault)
 {
     int status = KVN_PENDING;
+    bool told = false;
 
     while (status == KVN_PENDING) {
-        if (atomic_load(stop) && channel->stream && drop_stream(channel, false))
+        told = atomic_load(stop);
+        if (told && channel->stream && drop_stream(channel, false))
             return KVN_CANCELLED;
         status = kvn_channel_poll(channel, SLICE_MS, fault);
+    }
+    /* Where a stream cannot be given up at once, it ends later with that code. */
+    if (told && status < 0 && fault->why.code && fault->why.code == channel->device->ops->aborted_code) {
+        kvn_channel_fault_begin(fault);
+        return KVN_CANCELLED;
     }
     return status;
 }

@@ -12,12 +12,6 @@
 /* Calls of a shard that are on the stream at one time: a stream holds a few thousand, and who issues
  * more blocks until the device gets on, where no abort reaches him. */
 #define MAX_ISSUED 1024
-/* What a shard and a descriptor cost, in bytes that move in the same time: to wake a channel takes
- * as long as issuing a dozen copies, so less is not worth another channel. Not measured on hardware. */
-#define HOST_SHARD_COST (4u << 20)
-#define HOST_COPY_COST (64u << 10)
-#define DEVICE_SHARD_COST (32u << 20)
-#define DEVICE_COPY_COST (2u << 20)
 /* Where host memory lies is asked once for each of these, and the answers of a few are kept. A wrong
  * guess about a neighbour costs time, never bytes: either call copies both kinds. */
 #define REGION_BITS 21
@@ -108,21 +102,22 @@ static bool is_pageable(transfer *t, uint64_t index)
     return host->region_pageable[slot];
 }
 
-/* ---- batches between host and device ---- */
+/* ---- batches ---- */
 
 typedef struct chunk {
-    uint64_t count;
+    size_t count;
     bool blocking; /* pageable memory, or there is no other way */
 } chunk;
 
 /* The descriptors from `at` that go in one call: not empty, no more than it takes, of one kind of memory. */
 static chunk next_chunk(transfer *t, unsigned copies)
 {
+    const unsigned on_stream = t->self->direction == KVN_DEVICE_TO_DEVICE ? KVN_BATCH_WITHIN : KVN_BATCH_ASYNC;
     const uint64_t *nbytes = t->shard->nbytes + t->at;
     const uint64_t left = t->shard->count - t->at, max_batch = ops_of(t)->max_batch;
     const uint64_t most = left < max_batch ? left : max_batch;
-    const bool look = copies == (KVN_BATCH_ASYNC | KVN_BATCH_BLOCKING);
-    chunk chunk = {.count = 1, .blocking = !(copies & KVN_BATCH_ASYNC)};
+    const bool look = (copies & KVN_BATCH_ASYNC) && (copies & (KVN_BATCH_BLOCKING | KVN_BATCH_PINNED));
+    chunk chunk = {.count = 1, .blocking = !(copies & on_stream)};
     uint64_t taken = nbytes[0];
 
     if (look)
@@ -147,9 +142,11 @@ static int copy_sliced(transfer *t, size_t *failed, kvn_failure *failure)
 
     while (left && status == KVN_OK) {
         const uint64_t nbytes = left < BLOCKING_NBYTES ? left : BLOCKING_NBYTES;
+        size_t count = 1;
+
         if (atomic_load(t->stop))
             return KVN_CANCELLED;
-        status = ops_of(t)->copy_batch(self->device, self->direction, &dst, &src, &nbytes, 1, NULL,
+        status = ops_of(t)->copy_batch(self->device, self->direction, &dst, &src, &nbytes, &count, NULL,
                                        failed, failure);
         dst += nbytes;
         src += nbytes;
@@ -158,28 +155,33 @@ static int copy_sliced(transfer *t, size_t *failed, kvn_failure *failure)
     return status;
 }
 
-static int copy_chunk(transfer *t, chunk chunk, size_t *failed, kvn_failure *failure)
+/* chunk->count is then what was copied. */
+static int copy_chunk(transfer *t, chunk *chunk, size_t *failed, kvn_failure *failure)
 {
     const copy_backend *self = t->self;
     const kvn_columns *shard = t->shard;
 
-    if (chunk.blocking && shard->nbytes[t->at] > BLOCKING_NBYTES)
+    if (chunk->blocking && shard->nbytes[t->at] > BLOCKING_NBYTES)
         return copy_sliced(t, failed, failure);
-    if (!chunk.blocking)
+    if (!chunk->blocking)
         t->issued++;
     return ops_of(t)->copy_batch(self->device, self->direction, shard->dst + t->at,
-                                 shard->src + t->at, shard->nbytes + t->at, chunk.count,
-                                 chunk.blocking ? NULL : kvn_channel_stream(t->channel), failed,
+                                 shard->src + t->at, shard->nbytes + t->at, &chunk->count,
+                                 chunk->blocking ? NULL : kvn_channel_stream(t->channel), failed,
                                  failure);
 }
 
 static int copy_batch(transfer *t, unsigned copies)
 {
-    const chunk chunk = next_chunk(t, copies);
+    const unsigned max_batches = ops_of(t)->max_batches;
+    chunk chunk = next_chunk(t, copies);
     kvn_failure failure;
     size_t failed = SIZE_MAX;
-    const int status = copy_chunk(t, chunk, &failed, &failure);
+    int status = max_batches && t->issued >= max_batches ? drain(t, t->fault) : KVN_OK;
 
+    if (status != KVN_OK)
+        return status;
+    status = copy_chunk(t, &chunk, &failed, &failure);
     if (status == KVN_CANCELLED)
         return status;
     if (status == KVN_UNSUPPORTED) {
@@ -230,9 +232,21 @@ static int copy_single(transfer *t)
 
 /* ---- the shard ---- */
 
+/* The kinds of batches that the next descriptor may go in. */
+static unsigned batches_for(transfer *t)
+{
+    const unsigned copies = atomic_load(&t->self->device->batch_copies);
+
+    if (t->self->direction == KVN_DEVICE_TO_DEVICE)
+        return copies & KVN_BATCH_WITHIN;
+    if ((copies & KVN_BATCH_PINNED) && is_pageable(t, t->at))
+        return copies & KVN_BATCH_BLOCKING;
+    return copies & ~(unsigned)KVN_BATCH_WITHIN;
+}
+
 static int issue(transfer *t)
 {
-    unsigned copies = 0;
+    unsigned copies;
 
     if (atomic_load(t->stop))
         return KVN_CANCELLED;
@@ -240,8 +254,7 @@ static int issue(transfer *t)
         t->at++; /* batch calls refuse them */
         return KVN_OK;
     }
-    if (t->self->direction != KVN_DEVICE_TO_DEVICE)
-        copies = atomic_load(&t->self->device->batch_copies);
+    copies = batches_for(t);
     return copies ? copy_batch(t, copies) : copy_single(t);
 }
 
@@ -272,6 +285,7 @@ kvn_backend *kvn_device_copy_create(kvn_device *device, kvn_channel **channels,
                                     unsigned num_channels, kvn_direction direction)
 {
     const bool is_within = direction == KVN_DEVICE_TO_DEVICE;
+    const kvn_copy_costs costs = is_within ? device->ops->within_costs : device->ops->host_costs;
     copy_backend *self = calloc(1, sizeof *self);
     int error = EINVAL;
 
@@ -287,7 +301,7 @@ kvn_backend *kvn_device_copy_create(kvn_device *device, kvn_channel **channels,
     }
     self->device = device;
     self->direction = direction;
-    self->backend.shard_cost = is_within ? DEVICE_SHARD_COST : HOST_SHARD_COST;
-    self->backend.descriptor_cost = is_within ? DEVICE_COPY_COST : HOST_COPY_COST;
+    self->backend.shard_cost = costs.shard;
+    self->backend.descriptor_cost = costs.descriptor;
     return &self->backend.base;
 }

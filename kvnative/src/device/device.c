@@ -292,6 +292,13 @@ void kvn_device_fall_back(kvn_device *device, const char *why)
     pthread_mutex_unlock(&device->mutex);
 }
 
+void kvn_device_note_fallback(kvn_device *device, const char *why)
+{
+    pthread_mutex_lock(&device->mutex);
+    snprintf(device->fallback, sizeof device->fallback, "%s", why);
+    pthread_mutex_unlock(&device->mutex);
+}
+
 void kvn_device_fallback(kvn_device *device, char *out, size_t room)
 {
     pthread_mutex_lock(&device->mutex);

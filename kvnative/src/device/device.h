@@ -79,6 +79,8 @@ int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *tot
 bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out);
 /* From now on without batch copies; the reason of the latest step down is kept. */
 void kvn_device_fall_back(kvn_device *device, const char *why);
+/* From now on with slower ones, for this reason. */
+void kvn_device_note_fallback(kvn_device *device, const char *why);
 /* Copies the reason, "" when there is none. */
 void kvn_device_fallback(kvn_device *device, char *out, size_t room);
 

@@ -37,15 +37,26 @@ typedef struct kvn_memory_place {
 
 /* The batch copies that work on a device: flags. */
 typedef enum kvn_batch_copies {
-    KVN_BATCH_ASYNC = 1 << 0,   /* copy_batch on a stream */
-    KVN_BATCH_BLOCKING = 1 << 1 /* copy_batch without one: what pageable memory is better copied with */
+    KVN_BATCH_ASYNC = 1 << 0,    /* copy_batch on a stream, between host and device */
+    KVN_BATCH_BLOCKING = 1 << 1, /* copy_batch without one: what pageable memory is better copied with */
+    KVN_BATCH_WITHIN = 1 << 2,   /* copy_batch on a stream, within the device */
+    KVN_BATCH_PINNED = 1 << 3    /* on a stream of pinned host memory only: other goes by copy_async */
 } kvn_batch_copies;
+
+/* In bytes that move in the same time. */
+typedef struct kvn_copy_costs {
+    uint64_t shard;      /* of one more channel: less than that is not cut; UINT64_MAX: nothing is */
+    uint64_t descriptor; /* of each, besides its bytes */
+} kvn_copy_costs;
 
 typedef struct kvn_device_ops {
     const char *name;    /* of backends, and in names of threads, so short: "acl" */
     const char *runtime; /* as messages call it: "the Ascend runtime" */
     int aborted_code;    /* of work whose stream was aborted; 0 where there is no such code */
     uint64_t max_batch;  /* descriptors of one copy_batch */
+    unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
+    kvn_copy_costs host_costs; /* of copies from and to the host */
+    kvn_copy_costs within_costs;
 
     /* ---- contexts; on any thread ---- */
 
@@ -98,20 +109,21 @@ typedef struct kvn_device_ops {
      * itself is returned here, once. */
     int (*wait_stream)(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure);
 
-    /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST; copy_async also _DEVICE_TO_DEVICE ---- */
+    /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE ---- */
 
     /* Issues one copy. Of pageable memory it may be done on return. */
     int (*copy_async)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                       uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
-    /* Which kvn_batch_copies the runtime has. Where KVN_BATCH_ASYNC is not among them `why` is a sentence;
-     * preset to "". */
+    /* Which kvn_batch_copies the runtime has. Where it lacks those that are fastest `why` is a sentence; preset
+     * to "". */
     unsigned (*batch_copies)(const kvn_device *device, char *why, size_t room);
-    /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns.
+    /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns. It may take
+     * fewer than it is given, at least one: then *count is how many.
      * KVN_UNSUPPORTED: nothing was copied, and no batch ever will be. Other failures: *failed (preset to
      * SIZE_MAX) is the index of the descriptor at fault, where that is known. NULL where batch_copies is
      * always 0. */
-    int (*copy_batch)(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                      const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_stream stream,
+    int (*copy_batch)(kvn_device *device, kvn_direction direction, const uint64_t *dst,
+                      const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
                       size_t *failed, kvn_failure *failure);
 } kvn_device_ops;
 

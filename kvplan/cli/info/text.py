@@ -73,6 +73,10 @@ def _cuda(found: Found) -> Iterator[str]:
         yield _row("", f"lacks {', '.join(it['missing'])}")
     for device in it.get("devices", []):
         yield _row(f"device {device['id']}", _cuda_device(device))
+        for direction, how in device.get("copies", {}).items():
+            yield _row("", f"{direction.replace('_', ' ')}: {how}")
+        if reason := device.get("fallback"):
+            yield _row("", f"not the fastest way: {reason}")
     if "devices" in it and "why_not" in it:
         yield _row("", it["why_not"])
 

@@ -1,0 +1,529 @@
+#include "cuda/launch.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/copy_ptx.h"
+
+/* A page of control words at a time. */
+#define CONTROLS (4096 / sizeof(kvn_copy_control))
+#define MAX_PIECES (1u << 30)
+#define LOG_NBYTES 4096 /* of the driver's compiler */
+
+/* CUjit_option */
+enum { JIT_ERROR_LOG = 5, JIT_ERROR_LOG_NBYTES = 6 };
+
+_Static_assert(sizeof(kvn_copy_few) <= 4096, "parameters of a launch are 4 KiB at most");
+_Static_assert(sizeof(kvn_copy_control) == 64, "a cache line for each launch");
+
+/* Columns of a launch that do not fit in its parameters: filled on the host, and copied to the device in front
+ * of the launch. One copy of up to 229 KB takes less than 10 us by DMA; read by the kernel from the host, each
+ * piece would wait for PCIe, and a binary search for each of its steps. */
+typedef struct columns {
+    char *host;
+    CUdeviceptr device;
+} columns;
+
+/* What one launch reads. */
+typedef struct launch {
+    struct launch *next;
+    kvn_copy_control *control;
+    columns columns; /* .host NULL: it has none yet */
+} launch;
+
+/* Launches that were given up before they began, on a stream that is not used any more: free again when the
+ * event comes. */
+typedef struct abandoned {
+    struct abandoned *next;
+    launch *launches;
+    CUevent event; /* NULL: it could not be made, and they are never free */
+} abandoned;
+
+/* A stream that has work, as far as is known. */
+typedef struct busy {
+    struct busy *next;
+    kvn_stream stream; /* NULL: of none, and may be taken for another */
+    launch *launches;
+    bool has_others; /* work that cannot be stopped */
+    bool was_told;   /* to stop: nothing is launched on it until it is idle */
+    bool is_void;    /* what was launched will touch nothing, and is `abandoned` */
+} busy;
+
+struct kvn_cuda_launcher {
+    const kvn_device *device;
+    pthread_mutex_t mutex; /* guards what follows: held while a launch is given to a stream and noted */
+    bool is_loaded;        /* or `refused` says why not */
+    kvn_failure refused;
+    CUmodule module;
+    CUfunction few;
+    CUfunction many;
+    launch *idle;
+    busy *streams;
+    abandoned *given_up;
+    bool has_lost; /* something that was given up: nothing is ever freed */
+    launch **pages; /* of control words: each the array of its launches */
+    size_t num_pages;
+};
+
+#define CALL KVN_CUDA_CALL
+
+/* ---- the kernel ---- */
+
+/* The driver compiles it for its GPU, and keeps what it has made in its own cache on disk. */
+static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
+{
+    const kvn_device *device = self->device;
+    char log[LOG_NBYTES] = "";
+    int options[] = {JIT_ERROR_LOG, JIT_ERROR_LOG_NBYTES};
+    void *values[] = {log, (void *)(uintptr_t)sizeof log};
+
+    if (CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK &&
+        CALL(device, failure, cuModuleGetFunction, &self->few, self->module, "kvn_copy_few_kernel") == KVN_OK &&
+        CALL(device, failure, cuModuleGetFunction, &self->many, self->module, "kvn_copy_many_kernel") == KVN_OK)
+        return KVN_OK;
+    log[strcspn(log, "\n")] = '\0';
+    return kvn_fail(failure, KVN_UNSUPPORTED, failure->code, "the driver does not take the copy kernel: %.130s%s%.60s",
+                    failure->message, *log ? "; " : "", log);
+}
+
+int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure)
+{
+    pthread_mutex_lock(&self->mutex);
+    if (!self->is_loaded) {
+        self->refused.status = compile(self, &self->refused);
+        self->is_loaded = true;
+    }
+    *failure = self->refused;
+    pthread_mutex_unlock(&self->mutex);
+    return failure->status;
+}
+
+/* ---- what launches read; with the mutex ---- */
+
+/* Another page of control words, as launches that are idle. */
+static int add_page(kvn_cuda_launcher *self, kvn_failure *failure)
+{
+    launch **pages = realloc(self->pages, (self->num_pages + 1) * sizeof *pages);
+    launch *made = pages ? calloc(CONTROLS, sizeof *made) : NULL;
+    kvn_copy_control *controls;
+    void *page;
+
+    if (pages)
+        self->pages = pages;
+    if (!made)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for launches");
+    if (CALL(self->device, failure, cuMemHostAlloc, &page, CONTROLS * sizeof *controls,
+             KVN_CUDA_HOST_PORTABLE | KVN_CUDA_HOST_MAPPED) != KVN_OK) {
+        free(made);
+        return failure->status;
+    }
+    controls = page;
+    self->pages[self->num_pages++] = made;
+    for (size_t i = 0; i < CONTROLS; i++) {
+        made[i] = (launch){.control = &controls[i], .next = self->idle};
+        self->idle = &made[i];
+    }
+    return KVN_OK;
+}
+
+static int add_columns(kvn_cuda_launcher *self, columns *out, kvn_failure *failure)
+{
+    const size_t nbytes = KVN_CUDA_LAUNCH_COUNT * (3 * sizeof(uint64_t) + sizeof(unsigned));
+    void *host;
+
+    if (CALL(self->device, failure, cuMemAlloc_v2, &out->device, nbytes) != KVN_OK)
+        return failure->status;
+    if (CALL(self->device, failure, cuMemHostAlloc, &host, nbytes, KVN_CUDA_HOST_PORTABLE) == KVN_OK) {
+        out->host = host;
+        return KVN_OK;
+    }
+    kvn_cuda_of(self->device)->cuMemFree_v2(out->device);
+    return failure->status;
+}
+
+/* Those of `launches` are idle again. */
+static void give_back(kvn_cuda_launcher *self, launch *launches)
+{
+    while (launches) {
+        launch *next = launches->next;
+        launches->next = self->idle;
+        self->idle = launches;
+        launches = next;
+    }
+}
+
+/* What has ended of that which was given up. */
+static void collect(kvn_cuda_launcher *self)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(self->device);
+
+    for (abandoned **link = &self->given_up; *link;) {
+        abandoned *it = *link;
+        if (!it->event || cuda->cuEventQuery(it->event) == KVN_CUDA_NOT_READY) {
+            link = &it->next;
+            continue;
+        }
+        cuda->cuEventDestroy_v2(it->event);
+        give_back(self, it->launches);
+        *link = it->next;
+        free(it);
+    }
+}
+
+/* Takes an idle launch, with columns if so it shall be, out of the list. */
+static launch *take(kvn_cuda_launcher *self, bool with_columns, kvn_failure *failure)
+{
+    launch **link, *it;
+
+    collect(self);
+    if (!self->idle && add_page(self, failure) != KVN_OK)
+        return NULL;
+    for (link = &self->idle; *link && with_columns != ((*link)->columns.host != NULL); link = &(*link)->next)
+        ;
+    if (!*link)
+        link = &self->idle;
+    it = *link;
+    if (with_columns && !it->columns.host && add_columns(self, &it->columns, failure) != KVN_OK)
+        return NULL;
+    *link = it->next;
+    it->next = NULL;
+    memset(it->control, 0, sizeof *it->control);
+    return it;
+}
+
+/* ---- streams; with the mutex ---- */
+
+/* Of the stream; NULL: it has no work that is known. */
+static busy *find(const kvn_cuda_launcher *self, kvn_stream stream)
+{
+    busy *it = self->streams;
+
+    while (it && it->stream != stream)
+        it = it->next;
+    return it;
+}
+
+static busy *find_or_make(kvn_cuda_launcher *self, kvn_stream stream)
+{
+    busy *it = find(self, stream);
+
+    if (!it)
+        it = find(self, NULL);
+    if (!it) {
+        it = calloc(1, sizeof *it);
+        if (!it)
+            return NULL;
+        it->next = self->streams;
+        self->streams = it;
+    }
+    it->stream = stream;
+    return it;
+}
+
+/* It has no work any more. */
+static void settle(kvn_cuda_launcher *self, busy *it)
+{
+    busy *next = it->next;
+
+    give_back(self, it->launches);
+    *it = (busy){.next = next};
+}
+
+static int fail_told(kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_FAILED, KVN_CUDA_ABORTED, "the stream was told to stop");
+}
+
+/* ---- launching ---- */
+
+static unsigned num_pieces_of(uint64_t nbytes)
+{
+    const uint64_t pieces = nbytes / KVN_COPY_PIECE_NBYTES + (nbytes % KVN_COPY_PIECE_NBYTES != 0);
+
+    return pieces < MAX_PIECES ? (unsigned)pieces : MAX_PIECES;
+}
+
+/* How many descriptors one launch takes, at least one, and what it is told of all of them. */
+static size_t measure(const uint64_t *nbytes, size_t count, kvn_copy_work *work)
+{
+    uint64_t pieces = num_pieces_of(nbytes[0]);
+    bool are_alike = true;
+    size_t taken = 1;
+
+    for (; taken < count; taken++) {
+        const unsigned more = num_pieces_of(nbytes[taken]);
+        if (pieces + more > MAX_PIECES)
+            break;
+        pieces += more;
+        are_alike &= nbytes[taken] == nbytes[0];
+    }
+    work->nbytes_each = are_alike ? nbytes[0] : 0;
+    work->count = (unsigned)taken;
+    work->num_pieces = (unsigned)pieces;
+    return taken;
+}
+
+static void number_pieces(const uint64_t *nbytes, size_t count, unsigned *first_piece)
+{
+    unsigned pieces = 0;
+
+    for (size_t i = 0; i < count; i++) {
+        first_piece[i] = pieces;
+        pieces += num_pieces_of(nbytes[i]);
+    }
+}
+
+static int start(kvn_cuda_launcher *self, CUfunction kernel, const kvn_copy_work *work, unsigned blocks,
+                 kvn_stream stream, void *columns, kvn_failure *failure)
+{
+    const unsigned warps = KVN_COPY_THREADS / KVN_COPY_WARP;
+    const unsigned useful = (work->num_pieces + warps - 1) / warps;
+
+    return CALL(self->device, failure, cuLaunchKernel, kernel, useful < blocks ? useful : blocks, 1, 1,
+                KVN_COPY_THREADS, 1, 1, 0, stream, &columns, NULL);
+}
+
+static int start_few(kvn_cuda_launcher *self, const kvn_copy_work *work, unsigned blocks, kvn_stream stream,
+                     const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes, kvn_failure *failure)
+{
+    const size_t count = work->count;
+    kvn_copy_few few; /* the rest is never looked at */
+
+    few.work = *work;
+    memcpy(few.dst, dst, count * sizeof *dst);
+    memcpy(few.src, src, count * sizeof *src);
+    memcpy(few.nbytes, nbytes, count * sizeof *nbytes);
+    number_pieces(nbytes, count, few.first_piece);
+    return start(self, self->few, work, blocks, stream, &few, failure);
+}
+
+static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn_copy_work *work, unsigned blocks,
+                      kvn_stream stream, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
+                      kvn_failure *failure)
+{
+    const size_t column = work->count * sizeof(uint64_t);
+    const size_t used = work->nbytes_each ? 2 * column : 3 * column + work->count * sizeof(unsigned);
+    kvn_copy_many many = {
+        .work = *work,
+        .dst = (const kvn_copy_word *)columns->device,
+        .src = (const kvn_copy_word *)(columns->device + column),
+    };
+
+    memcpy(columns->host, dst, column);
+    memcpy(columns->host + column, src, column);
+    if (!work->nbytes_each) {
+        memcpy(columns->host + 2 * column, nbytes, column);
+        number_pieces(nbytes, work->count, (unsigned *)(columns->host + 3 * column));
+        many.nbytes = (const kvn_copy_word *)(columns->device + 2 * column);
+        many.first_piece = (const unsigned *)(columns->device + 3 * column);
+    }
+    if (CALL(self->device, failure, cuMemcpyAsync, columns->device, (uintptr_t)columns->host, used, stream) !=
+        KVN_OK)
+        return failure->status;
+    return start(self, self->many, work, blocks, stream, &many, failure);
+}
+
+/* With the mutex. */
+static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
+                       const uint64_t *src, const uint64_t *nbytes, kvn_copy_work *work, kvn_failure *failure)
+{
+    const bool is_few = work->count <= KVN_COPY_FEW;
+    busy *on = find_or_make(self, stream);
+    launch *it;
+    int status;
+
+    if (!on)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a launch");
+    if (on->was_told)
+        return fail_told(failure);
+    it = take(self, !is_few, failure);
+    if (!it)
+        return failure->status;
+    work->control = it->control;
+    status = is_few ? start_few(self, work, blocks, stream, dst, src, nbytes, failure)
+                    : start_many(self, &it->columns, work, blocks, stream, dst, src, nbytes, failure);
+    /* Also where it failed: a copy of its columns may be on the stream. */
+    it->next = on->launches;
+    on->launches = it;
+    return status;
+}
+
+int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
+                    const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_failure *failure)
+{
+    int status = KVN_OK;
+
+    while (count > 0 && status == KVN_OK) {
+        kvn_copy_work work = {0};
+        const size_t taken = measure(nbytes, count, &work);
+
+        pthread_mutex_lock(&self->mutex);
+        status = launch_some(self, stream, blocks, dst, src, nbytes, &work, failure);
+        pthread_mutex_unlock(&self->mutex);
+        dst += taken;
+        src += taken;
+        nbytes += taken;
+        count -= taken;
+    }
+    return status;
+}
+
+void kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream)
+{
+    busy *it;
+
+    pthread_mutex_lock(&self->mutex);
+    it = find_or_make(self, stream);
+    if (it)
+        it->has_others = true;
+    pthread_mutex_unlock(&self->mutex);
+}
+
+/* ---- stopping ---- */
+
+/* The host's half of the protocol that copy.cu describes. */
+static void fence_system(void)
+{
+#ifdef __aarch64__
+    __asm__ volatile("dmb sy" ::: "memory"); /* a C fence orders what processors see, not devices */
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
+/* Whether none of them touches memory, now or later. */
+static bool stop(const launch *launches)
+{
+    unsigned begun = 0;
+
+    for (const launch *it = launches; it; it = it->next)
+        __atomic_store_n(&it->control->stop, 1, __ATOMIC_RELAXED);
+    fence_system();
+    for (const launch *it = launches; it; it = it->next)
+        begun |= __atomic_load_n(&it->control->begun, __ATOMIC_RELAXED);
+    return !begun;
+}
+
+/* What they read is free once the stream has come so far. */
+static void abandon(kvn_cuda_launcher *self, busy *it)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(self->device);
+    abandoned *made = calloc(1, sizeof *made);
+
+    it->is_void = it->was_told = true;
+    self->has_lost |= !made;
+    if (made) {
+        made->launches = it->launches;
+        if (cuda->cuEventCreate(&made->event, KVN_CUDA_EVENT_DISABLE_TIMING) != KVN_CUDA_OK)
+            made->event = NULL;
+        else if (cuda->cuEventRecord(made->event, it->stream) != KVN_CUDA_OK)
+            self->has_lost = true;
+        made->next = self->given_up;
+        self->given_up = made;
+    }
+    it->launches = NULL;
+}
+
+int kvn_cuda_launcher_abort(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
+{
+    busy *it;
+    int status = KVN_OK;
+
+    pthread_mutex_lock(&self->mutex);
+    it = find(self, stream);
+    if (kvn_cuda_of(self->device)->cuStreamQuery(stream) == KVN_CUDA_NOT_READY) {
+        const bool none_begun = it && (it->is_void || (it->launches && stop(it->launches)));
+        if (it && it->launches)
+            it->was_told = true;
+        if (none_begun && it->launches)
+            abandon(self, it);
+        if (!none_begun || it->has_others)
+            status = kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on%s",
+                              it && it->launches ? " until the kernel sees that it shall end" : "");
+    }
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+void kvn_cuda_launcher_forget(kvn_cuda_launcher *self, kvn_stream stream)
+{
+    busy *it;
+
+    pthread_mutex_lock(&self->mutex);
+    it = find(self, stream);
+    if (it)
+        settle(self, it);
+    pthread_mutex_unlock(&self->mutex);
+}
+
+int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(self->device);
+    CUresult code = cuda->cuStreamQuery(stream);
+    bool was_told = false;
+    busy *it;
+
+    if (code == KVN_CUDA_NOT_READY)
+        return KVN_PENDING;
+    pthread_mutex_lock(&self->mutex);
+    it = find(self, stream);
+    /* Again: a thread may have launched since. */
+    code = it ? cuda->cuStreamQuery(stream) : code;
+    if (it && code != KVN_CUDA_NOT_READY) {
+        was_told = it->was_told;
+        settle(self, it);
+    }
+    pthread_mutex_unlock(&self->mutex);
+    if (code == KVN_CUDA_NOT_READY)
+        return KVN_PENDING;
+    return code == KVN_CUDA_OK && was_told ? fail_told(failure)
+                                           : kvn_cuda_ended(self->device, "cuStreamQuery", code, failure);
+}
+
+/* ---- the launcher ---- */
+
+kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device)
+{
+    kvn_cuda_launcher *self = calloc(1, sizeof *self);
+
+    if (!self)
+        return NULL;
+    self->device = device;
+    if (pthread_mutex_init(&self->mutex, NULL)) {
+        free(self);
+        return NULL;
+    }
+    return self;
+}
+
+void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(self->device);
+
+    for (busy *it = self->streams; it; it = it->next)
+        settle(self, it); /* whoever had it has waited for it */
+    collect(self);
+    if (!self->given_up && !self->has_lost) {
+        for (launch *it = self->idle; it; it = it->next) {
+            if (it->columns.host) {
+                cuda->cuMemFreeHost(it->columns.host);
+                cuda->cuMemFree_v2(it->columns.device);
+            }
+        }
+        for (size_t i = 0; i < self->num_pages; i++) {
+            cuda->cuMemFreeHost(self->pages[i]->control);
+            free(self->pages[i]);
+        }
+        if (self->module)
+            cuda->cuModuleUnload(self->module);
+    }
+    while (self->streams) {
+        busy *next = self->streams->next;
+        free(self->streams);
+        self->streams = next;
+    }
+    free(self->pages);
+    pthread_mutex_destroy(&self->mutex);
+    free(self);
+}

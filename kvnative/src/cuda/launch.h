@@ -1,0 +1,42 @@
+/* Launches of the copy kernel on streams, and how they are stopped. What a launch reads later, its control words
+ * and its descriptors, is the launcher's: it outlives the launch, whenever that begins and whoever has given it
+ * up. All calls are made with the device's context current; they may come from several threads. */
+#ifndef KVN_CUDA_LAUNCH_H
+#define KVN_CUDA_LAUNCH_H
+
+#include "cuda/copy_kernel.h"
+#include "cuda/ops.h"
+
+#define KVN_CUDA_LAUNCH_COUNT 8192u /* descriptors of a launch, at most */
+/* Launches on a stream at one time, at most: each of them has 458 KB for its descriptors. */
+#define KVN_CUDA_MAX_LAUNCHES 16u
+/* Of work that was told to stop: a CUresult that CUDA does not have. */
+#define KVN_CUDA_ABORTED 1000000
+
+typedef struct kvn_cuda_launcher kvn_cuda_launcher;
+
+/* NULL without memory. */
+kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device);
+/* Nothing is in use but what was given up, which may still begin: what that reads is never freed. */
+void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
+
+/* Compiles the kernel, once; later calls have the first one's outcome. KVN_UNSUPPORTED: this driver does not
+ * take it, and `failure` says why. */
+int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure);
+/* Launches a copy of 1 to KVN_CUDA_LAUNCH_COUNT descriptors, none empty, all of memory that the device reaches;
+ * by at most `blocks` blocks. The columns may go when it returns. */
+int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
+                    const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_failure *failure);
+/* Something else that moves bytes was given to the stream. */
+void kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream);
+
+/* KVN_PENDING while the stream has work, else its outcome; KVN_CUDA_ABORTED where it was told to stop, once. */
+int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
+/* Stops what can be stopped. KVN_OK: no work of the stream touches memory any more, though launches may still
+ * be on it that will begin and end. Else it goes on for now, and kvn_cuda_launcher_query says when it has
+ * ended. Until then nothing is launched on it: KVN_CUDA_ABORTED. */
+int kvn_cuda_launcher_abort(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
+/* Before a stream is destroyed that was aborted, or found idle. */
+void kvn_cuda_launcher_forget(kvn_cuda_launcher *self, kvn_stream stream);
+
+#endif

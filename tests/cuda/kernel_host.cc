@@ -1,0 +1,63 @@
+/* The copy kernel as C++ of the host, with a check of each access: what the tests call. */
+#include <cstring>
+
+#include "cuda/copy.cu"
+
+thread_local unsigned kvn_cuda_block, kvn_cuda_num_blocks;
+
+namespace
+{
+/* One side's memory: device address `first` is `bytes`, of which `marked` says what may be touched. */
+struct side {
+    kvn_copy_word first, nbytes;
+    unsigned char *bytes;
+    const unsigned char *marked;
+};
+struct side sides[2]; /* loads, stores */
+kvn_copy_word wrong;  /* the first access that was refused; 0: none */
+kvn_copy_word moved, stop_at;
+kvn_copy_control *control;
+unsigned char scratch[16];
+} // namespace
+
+extern "C" void *kvn_cuda_at(kvn_copy_word address, unsigned nbytes, bool is_store)
+{
+    const side &it = sides[is_store];
+    bool fits = address % nbytes == 0 && address >= it.first && address - it.first + nbytes <= it.nbytes;
+
+    for (unsigned i = 0; fits && i < nbytes; i++)
+        fits = it.marked[address - it.first + i];
+    if (!fits) {
+        wrong = wrong ? wrong : address;
+        return scratch;
+    }
+    moved += is_store ? nbytes : 0;
+    if (is_store && moved >= stop_at)
+        __atomic_store_n(&control->stop, 1, __ATOMIC_SEQ_CST);
+    return it.bytes + (address - it.first);
+}
+
+extern "C" void kvn_host_side(int is_store, kvn_copy_word first, kvn_copy_word nbytes, unsigned char *bytes,
+                              const unsigned char *marked)
+{
+    sides[is_store] = {first, nbytes, bytes, marked};
+}
+
+/* Launches with so many blocks, one after another. The stop word is set when `stop` bytes were stored. Returns
+ * the bytes that were stored; *refused is the first address that no access may have. */
+extern "C" kvn_copy_word kvn_host_launch(const kvn_copy_few *few, const kvn_copy_many *many, unsigned blocks,
+                                         kvn_copy_word stop, kvn_copy_word *refused)
+{
+    wrong = moved = 0;
+    stop_at = stop;
+    control = few ? few->work.control : many->work.control;
+    kvn_cuda_num_blocks = blocks;
+    for (kvn_cuda_block = 0; kvn_cuda_block < blocks; kvn_cuda_block++) {
+        if (few)
+            kvn_copy_few_kernel(*few);
+        else
+            kvn_copy_many_kernel(*many);
+    }
+    *refused = wrong;
+    return moved;
+}

@@ -1,0 +1,213 @@
+"""How bytes are copied on a CUDA device: by the kernel, in batches or one by one, and stopped.
+
+Over the stand-in for the driver, which runs the kernel's source on the host and checks each access.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from kvnative._cuda import Device
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_TIMEOUT,
+    Executor,
+)
+from kvnative._lower import Descriptors
+from tests.ascend.acl_cases import DIRECTIONS, UNTOUCHED, Case, between, mixed_sizes
+from tests.ascend.simulator import Log
+from tests.cuda_sim.simulator import CudaControls
+
+LAUNCH, BATCH, SINGLE = "cuLaunchKernel", "cuMemcpyBatchAsync_v2", "cuMemcpyAsync"
+MODULE = "cuModuleLoadDataEx"
+HOST = [it for it in DIRECTIONS if it != "device_to_device"]
+MIB = 1 << 20
+
+
+def counts(log: Log) -> tuple[int, int, int]:
+    """Launches, batches, single copies; of launches with many descriptors one is that of those."""
+    found = log.counts(LAUNCH, BATCH, SINGLE)
+    return found[LAUNCH], found[BATCH], found[SINGLE]
+
+
+def run(executor: Executor, case: Case) -> None:
+    report = executor.run(case.descriptors)
+    assert (report.status, report.message, report.bytes_done) == (KVN_OK, "", case.total)
+    case.assert_moved()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_one_launch_moves_all(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
+) -> None:
+    executor = Executor(device.backend(direction))
+    few = between(device, cuda_simulator, direction, mixed_sizes(128, 3000))
+    run(executor, few)
+    assert counts(sim_log) == (1, 0, 0)
+    sim_log.restart()
+    many = between(device, cuda_simulator, direction, mixed_sizes(500, 3000))
+    run(executor, many)
+    assert counts(sim_log) == (1, 0, 1), "and one copy of the descriptors"
+    assert device.fallback_reason == ""
+
+
+def test_a_launch_takes_8192_descriptors(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", [16] * 9000)
+    run(Executor(device.backend("device_to_device")), case)
+    assert counts(sim_log) == (2, 0, 2)
+    uploads = [it.fields["bytes"] for it in sim_log.calls(SINGLE)]
+    assert uploads == [8192 * 16, 808 * 16], "all are alike: two columns"
+
+
+@pytest.mark.parametrize("direction", HOST)
+def test_pageable_memory_is_the_drivers_matter(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
+) -> None:
+    case = between(device, cuda_simulator, direction, [100] * 20, pinned=False)
+    run(Executor(device.backend(direction)), case)
+    assert counts(sim_log) == (0, 0, 20)
+
+
+def test_what_is_large_goes_by_the_drivers_copies(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    run(
+        Executor(device.backend("host_to_device")),
+        between(device, cuda_simulator, "host_to_device", [MIB] * 4),
+    )
+    assert counts(sim_log) == (0, 1, 0)
+    sim_log.restart()
+    run(
+        Executor(device.backend("device_to_device")),
+        between(device, cuda_simulator, "device_to_device", [9 * MIB]),
+    )
+    assert counts(sim_log) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("code", [218, 222, 209, 801])
+def test_a_driver_that_refuses_the_kernel_copies_in_batches(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, code: int
+) -> None:
+    cuda_simulator.add_fault(f"{MODULE}:1={code}")
+    executor = Executor(device.backend("device_to_device"))
+    for _ in range(2):
+        case = between(device, cuda_simulator, "device_to_device", [100] * 20)
+        run(executor, case)
+    assert counts(sim_log) == (0, 2, 0)
+    assert sim_log.counts(MODULE)[MODULE] == 1, "it is asked once"
+    assert device.fallback_reason.startswith("the driver does not take the copy kernel: ")
+    assert f"{MODULE}: {code} (" in device.fallback_reason
+
+
+def test_one_that_refuses_batches_too_copies_one_by_one(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    cuda_simulator.add_fault(f"{MODULE}:1=218", f"{BATCH}:1=801")
+    executor = Executor(device.backend("host_to_device"))
+    for _ in range(2):
+        run(executor, between(device, cuda_simulator, "host_to_device", [100] * 20))
+    assert counts(sim_log) == (0, 1, 40)
+    assert device.fallback_reason.startswith(f"{BATCH}: 801 (")
+
+
+@pytest.mark.parametrize("side", ["dst", "src"])
+def test_an_address_that_is_no_memory_is_never_launched(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, side: str
+) -> None:
+    """It would end the context, with all that others have in it."""
+    executor = Executor(device.backend("device_to_device"))
+    case = between(device, cuda_simulator, "device_to_device", [64] * 10)
+    columns = {
+        "dst": case.dst_offsets + np.uint64(case.sides[1].address),
+        "src": case.src_offsets + np.uint64(case.sides[0].address),
+    }
+    columns[side][7] += np.uint64(1 << 40)
+    bad = int(columns[side][7])
+    report = executor.run(Descriptors.from_columns(columns["dst"], columns["src"], case.nbytes))
+    assert (report.status, report.failed) == (KVN_INVALID, 7)
+    assert report.message == (
+        f"descriptor 7: 64 bytes at {bad:#x} are not, or not all, memory of the device"
+    )
+    run(executor, case)
+
+
+def test_a_range_that_leaves_its_allocation_is_never_launched(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", [64])
+    target, source = (np.array([case.sides[it].address], np.uint64) for it in (1, 0))
+    report = Executor(device.backend("device_to_device")).run(
+        Descriptors.from_columns(target, source, np.array([4 * MIB], np.uint64))
+    )
+    assert (report.status, report.failed) == (KVN_INVALID, 0)
+
+
+# ---- stopping ----
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
+def test_a_launch_that_never_begins_is_given_up_at_once(
+    device: Device, cuda_simulator: CudaControls, direction: str, count: int
+) -> None:
+    """As one that stands behind an event that never comes; when it begins, it touches nothing."""
+    executor = Executor(device.backend(direction))
+    run(executor, between(device, cuda_simulator, direction, [8] * count))
+    case = between(device, cuda_simulator, direction, [100] * count)
+    cuda_simulator.add_fault(f"{LAUNCH}:1=hang")
+    began = time.monotonic()
+    report = executor.run(case.descriptors, 30)
+    assert time.monotonic() - began < 20, "and not for ever"
+    assert (report.status, report.bytes_done) == (KVN_TIMEOUT, 0)
+    other = between(device, cuda_simulator, direction, [50] * count)
+    run(executor, other)  # on another stream
+    cuda_simulator.end_hangs()
+    for _ in range(3):
+        run(executor, between(device, cuda_simulator, direction, [8] * count))
+    assert (case.target == UNTOUCHED).all()
+
+
+def test_memory_may_go_once_it_was_given_up(device: Device, cuda_simulator: CudaControls) -> None:
+    """What the late launch reads is the launcher's: a byte of the caller's would be 700."""
+    executor = Executor(device.backend("device_to_device"))
+    case = between(device, cuda_simulator, "device_to_device", [100] * 300)
+    cuda_simulator.add_fault(f"{LAUNCH}:1=hang")
+    assert executor.run(case.descriptors, 30).status == KVN_TIMEOUT
+    del case
+    cuda_simulator.end_hangs()
+    for _ in range(3):
+        run(executor, between(device, cuda_simulator, "device_to_device", [8] * 300))
+
+
+def test_one_that_runs_is_told_and_waited_for(device: Device, cuda_simulator: CudaControls) -> None:
+    executor = Executor(device.backend("device_to_device"))
+    case = between(device, cuda_simulator, "device_to_device", [MIB] * 64)
+    task = executor.submit(case.descriptors)
+    while not (case.target != UNTOUCHED).any():
+        task.wait(1, give_up=False)
+    report = task.cancel()
+    assert report.status in (KVN_CANCELLED, KVN_OK)
+    before = case.target.copy()
+    run(executor, between(device, cuda_simulator, "device_to_device", [8] * 10))
+    np.testing.assert_array_equal(case.target, before)
+    if report.status == KVN_OK:  # it was quicker
+        case.assert_moved()
+
+
+def test_copies_that_cannot_be_stopped_are_waited_for(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
+    cuda_simulator.set("latency_us", 100_000)
+    executor = Executor(device.backend("device_to_device"))
+    case = between(device, cuda_simulator, "device_to_device", [9 * MIB])
+    report = executor.run(case.descriptors, 20)
+    cuda_simulator.set("latency_us", 0)
+    assert report.status in (KVN_OK, KVN_TIMEOUT)
+    case.assert_moved()

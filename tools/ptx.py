@@ -1,0 +1,134 @@
+"""Makes kvnative/src/cuda/copy_ptx.h: the copy kernel as PTX, which the driver of a GPU compiles.
+
+    python tools/ptx.py           write it
+    python tools/ptx.py --check   1, and why, where the one in the tree is another
+
+The compiler is NVRTC, a library of NVIDIA's that needs no GPU (requirements/ptx.txt). Whether the
+file is that of the sources can be told without it: its first lines have a hash of all that it is
+made from.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "kvnative/src/cuda/copy.cu"
+HEADER = ROOT / "kvnative/src/cuda/copy_kernel.h"
+RESULT = ROOT / "kvnative/src/cuda/copy_ptx.h"
+PACKAGE = "nvidia-cuda-nvrtc-cu12"
+COMPILER = "12.9.86"  # as requirements/ptx.txt pins it
+
+# Volta: the first with the memory model that the kernel's fences are from. Every later GPU takes
+# it: ptxas of CUDA 13.5 compiles the text for sm_75 to sm_100, though not for Volta itself any more.
+ARCHITECTURE = "70"
+OPTIONS = [f"--gpu-architecture=compute_{ARCHITECTURE}", "--std=c++17"]
+# A driver refuses PTX of a version that came after it (222), and NVRTC writes its own, the newest.
+# Here it is that of CUDA 11.2, the oldest driver that kvplan takes: the kernel uses nothing that
+# came later, which ptxas checks, for it refuses what the version does not have.
+VERSION = "7.2"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--ptx", type=Path, help="write the PTX alone to this file, for ptxas")
+    given = parser.parse_args()
+    ptx = compile_ptx()
+    if given.ptx:
+        given.ptx.write_text(ptx)
+    elif not given.check:
+        RESULT.write_text(as_header(ptx))
+    elif RESULT.read_text() != as_header(ptx):
+        raise SystemExit(f"{RESULT} is not what {SOURCE.name} makes: run `make ptx`")
+
+
+def fingerprint() -> str:
+    """Of what the result depends on."""
+    parts = [COMPILER, VERSION, *OPTIONS, SOURCE.read_text(), HEADER.read_text()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def as_header(ptx: str) -> str:
+    """The PTX as one string of C, a line for each of its own."""
+    lines = [line.replace("\\", "\\\\").replace('"', '\\"') for line in ptx.splitlines()]
+    return "\n".join(
+        [
+            f"/* Made by tools/ptx.py from copy.cu and copy_kernel.h, with {PACKAGE} {COMPILER}.",
+            f" * sha256 of what it is made from: {fingerprint()} */",
+            "#ifndef KVN_CUDA_COPY_PTX_H",
+            "#define KVN_CUDA_COPY_PTX_H",
+            "",
+            "static const char kvn_copy_ptx[] =",
+            *(f'    "{line}\\n"' for line in lines[:-1]),
+            f'    "{lines[-1]}\\n";',
+            "",
+            "#endif",
+            "",
+        ]
+    )
+
+
+def compile_ptx() -> str:
+    """Run NVRTC; what it says of errors ends the program."""
+    nvrtc = load_nvrtc()
+    program = ctypes.c_void_p()
+    name = str(HEADER.relative_to(ROOT / "kvnative/src")).encode()
+    headers = (ctypes.c_char_p * 1)(HEADER.read_bytes())
+    names = (ctypes.c_char_p * 1)(name)
+    options = (ctypes.c_char_p * len(OPTIONS))(*(it.encode() for it in OPTIONS))
+    check(
+        nvrtc,
+        "nvrtcCreateProgram",
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), SOURCE.read_bytes(), SOURCE.name.encode(), 1, headers, names
+        ),
+    )
+    code = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if log := text(nvrtc, "nvrtcGetProgramLog", program):
+        print(log, file=sys.stderr)
+    check(nvrtc, "nvrtcCompileProgram", code)
+    ptx = text(nvrtc, "nvrtcGetPTX", program)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    lowered, count = re.subn(r"(?m)^\.version \S+$", f".version {VERSION}", ptx)
+    if count != 1:
+        raise SystemExit(f"the PTX has {count} lines with .version; 1 was expected")
+    return re.sub(r"(?m)^// Compiler Build ID: .*\n", "", lowered).strip() + "\n"
+
+
+def load_nvrtc() -> ctypes.CDLL:
+    """NVRTC of the installed wheel, of the version that is pinned."""
+    try:
+        found = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise SystemExit(f"{PACKAGE} is not installed: make ptx installs it") from None
+    if found.version != COMPILER:
+        raise SystemExit(f"{PACKAGE} is {found.version}; {COMPILER} is pinned here")
+    (library,) = (it for it in found.files or () if re.fullmatch(r"libnvrtc\.so\.\d+", it.name))
+    nvrtc = ctypes.CDLL(str(found.locate_file(library)))
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return nvrtc
+
+
+def text(nvrtc: ctypes.CDLL, call: str, program: ctypes.c_void_p) -> str:
+    """What `call` has, whose size `callSize` says."""
+    size = ctypes.c_size_t()
+    check(nvrtc, call, getattr(nvrtc, f"{call}Size")(program, ctypes.byref(size)))
+    found = ctypes.create_string_buffer(size.value)
+    check(nvrtc, call, getattr(nvrtc, call)(program, found))
+    return found.value.decode().strip()
+
+
+def check(nvrtc: ctypes.CDLL, call: str, code: int) -> None:
+    if code:
+        raise SystemExit(f"{call}: {code} ({nvrtc.nvrtcGetErrorString(code).decode()})")
+
+
+if __name__ == "__main__":
+    main()
