@@ -75,14 +75,10 @@ def _build(version: int, home: Path) -> None:
     """Links beside and then renames: running programs keep what they loaded."""
     home.mkdir(exist_ok=True)
     core, cuda = sorted(CORE.glob("core_*.c")), sorted([*HERE.glob("*.c"), *HERE.glob("*.cpp")])
+    sources = [*core, *cuda]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = dict(
-            zip(
-                [*core, *cuda],
-                pool.map(lambda it: _compile(it, version), [*core, *cuda]),
-                strict=True,
-            )
-        )
+        made = pool.map(lambda it: _compile(it, version), sources)
+        objects = dict(zip(sources, made, strict=True))
     _link(home / CORE_LIBRARY, [objects[it] for it in core])
     _link(home / LIBRARY, [*[objects[it] for it in cuda], home / CORE_LIBRARY])
 
@@ -100,9 +96,8 @@ def _compile(source: Path, version: int) -> Path:
     if not made.exists():
         partial = made.with_suffix(f".{os.getpid()}.{version}")
         compiler = ("g++", *CXXFLAGS) if is_cpp else ("gcc", *CFLAGS)
-        _run(
-            *compiler, *defines, f"-I{CORE}", f"-I{KERNELS.parent}", "-c", str(source), "-o", str(partial)
-        )
+        includes = (f"-I{CORE}", f"-I{KERNELS.parent}")
+        _run(*compiler, *defines, *includes, "-c", str(source), "-o", str(partial))
         partial.replace(made)
     return made
 

@@ -16,7 +16,17 @@ from typing import Any
 from tests.ascend_sim.acl_library import in_thread
 from tests.cuda_sim.build import DEFAULT, build
 
-__all__ = ["Cuda", "Location", "in_process", "in_thread"]
+__all__ = [
+    "Access",
+    "Allocation",
+    "CopyAttributes",
+    "Cuda",
+    "IpcHandle",
+    "Location",
+    "allocation",
+    "in_process",
+    "in_thread",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +70,11 @@ class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
     _fields_ = [("order", _int), ("src", Location), ("dst", Location), ("flags", _uint)]
+
+
+def allocation(device: int = 0, types: int = 1) -> Allocation:
+    """Return the properties of memory of a device, which may be exported as those types."""
+    return Allocation(1, types, Location(1, device))
 
 
 ARGUMENTS: dict[str, Sequence[Any]] = {

@@ -125,7 +125,7 @@ static int check(const content *of, const cuda_context *context, opened **known)
             it->context->device == context->device) {
             return sim_error(INVALID_CONTEXT, "another context of the device opens that process's");
         }
-        if (it->context == context && !memcmp(&it->of, of, sizeof *of)) {
+        if (it->context == context && it->of.pid == of->pid && it->of.inode == of->inode) {
             *known = it;
         }
     }
