@@ -67,4 +67,4 @@ class CudaSharing:
         ref = AllocationRef(
             self.uuid, native.address, native.nbytes, next_number(), native.fd, handle
         )
-        return Exported(ref, native, buffer)
+        return Exported(ref, self._native, (native, buffer))

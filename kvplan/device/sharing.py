@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
+    from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer
 
 
@@ -45,16 +46,16 @@ class Exported:
 
     Args:
         ref: as peers know it.
-        native: what exports it.
-        buffer: that it is; held, so that it is there as long as this. None: the user holds it.
+        device: whose memory it is.
+        held: what exports it, and what must be there as long as this is.
     """
 
-    __slots__ = ("__weakref__", "_native", "buffer", "ref")
+    __slots__ = ("__weakref__", "_held", "device", "ref")
 
-    def __init__(self, ref: AllocationRef, native: object, buffer: DeviceBuffer | None) -> None:
+    def __init__(self, ref: AllocationRef, device: NativeDevice, held: object) -> None:
         self.ref = ref
-        self.buffer = buffer
-        self._native = native
+        self.device = device
+        self._held = held
         _EXPORTED[ref] = self
 
 

@@ -78,8 +78,9 @@ def _how(
                 "device memory, or on one host link with kvplan.transport=local"
             )
         case "local" if remote not in reaches:
-            over = "tcp" if isinstance(device, CudaDevice) else "hccl"
-            return "refused", f"peers on this host reach no device memory: link over {over}"
+            return "refused", "peers on this host reach no device memory: link over hccl"
+        case "local" if remote == "device":
+            return "direct", "allocations are mapped once a link, and this side's device copies"
         case "local" if local == "host":
             return "direct", (
                 "allocated caches are mapped and copied, registered ones go by "

@@ -1,4 +1,4 @@
-"""Memory of a peer's device on this host: its allocations, mapped here once, and tensors in them."""
+"""Memory of a peer's device on this host: allocations, mapped here once, and tensors in them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PeerAllocations:
 
 
 def allocation_here(it: Range, device: Device) -> Exported | None:
-    """The allocation of this process that `it` is a part of; None: it is not of `device`.
+    """The allocation of this process that `it` is a part of; None: of another device or context.
 
     Mapped a second time, one byte would have two addresses here, and no overlap would show.
 
@@ -99,15 +99,12 @@ def allocation_here(it: Range, device: Device) -> Exported | None:
         LLMException: LLM_KV_CACHE_NOT_EXIST: it is not offered any more.
     """
     assert it.allocation is not None
-    sharing = device.sharing
-    if sharing is None or it.allocation.device != sharing.uuid:
-        return None
     if (found := exported(it.allocation)) is None:
         raise LLMException(
             f"{it} of this process is not registered any more",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
-    return found
+    return found if found.device is device.native else None
 
 
 class LocalDeviceMemory(LocalPeerMemory):

@@ -144,8 +144,8 @@ def advice(peer: Identity) -> str:
         )
     if theirs["Seccomp"] != "0" or ours["Seccomp"] != "0":
         causes.append(
-            "a seccomp filter is active: let it pass process_vm_readv and process_vm_writev, as "
-            "with `docker run --cap-add=SYS_PTRACE`"
+            "a seccomp filter is active: let it pass process_vm_readv, process_vm_writev and "
+            "pidfd_getfd, as with `docker run --cap-add=SYS_PTRACE`"
         )
     return "; ".join(causes) or "a security module refuses it: see its log"
 

@@ -235,9 +235,7 @@ def _range(
     generations: GenerationTableRef,
     allocations: Sequence[AllocationRef],
 ) -> Range:
-    common, fields = PEER.range(
-        path, value, _RANGE, generations.num_slots, {"arena", "allocation"}
-    )
+    common, fields = PEER.range(path, value, _RANGE, generations.num_slots, {"arena", "allocation"})
     arena = allocation = None
     if fields["allocation"] is not None:
         if not allocations or fields["arena"] is not None:

@@ -312,9 +312,7 @@ class LocalTransport(BaseTransport):
         if memory.buffer is None:
             self._device.check_range("memory", memory.address, memory.nbytes)
         exported = self._sharing.export(memory.address, memory.nbytes, memory.buffer)
-        return _Found(
-            memory.address, memory.nbytes, _ExportPin(exported), None, exported.ref
-        )
+        return _Found(memory.address, memory.nbytes, _ExportPin(exported), None, exported.ref)
 
     def _remove(self, it: LocalRegistration) -> None:
         with self._registrations.mutex:

@@ -1,0 +1,199 @@
+"""One of two processes that reach each other's GPU memory by transport local.
+
+As a peer's module it has one `side`. Memory is kvplan's own, which is exported by a descriptor, or
+the program's, of cuMemAlloc, as torch and CuPy have it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._device import DeviceBuffer
+from kvplan import CacheDesc, DataType, Placement
+from kvplan.device.cuda import CudaDevice
+from kvplan.device.memory import DeviceMemory
+from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.transport import LocalRegistration
+from kvplan.transport.protocol import DeviceRange
+from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location
+from tests.cuda_sim.simulator import controls
+from tests.support.peer import Peer
+
+BLOCKS, BLOCK = 8, 1 << 16
+NBYTES = BLOCKS * BLOCK
+GRANULE = 2 << 20
+Whose = Literal["kvplan", "program"]
+
+
+def pattern(seed: int, nbytes: int = NBYTES) -> NDArray[np.uint8]:
+    """Bytes that both processes can make."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def blocks(of: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.frombuffer(of, np.uint8).reshape(BLOCKS, -1)
+
+
+def desc(placement: Placement = Placement.DEVICE, nbytes: int = NBYTES) -> CacheDesc:
+    return CacheDesc(1, (BLOCKS, nbytes // BLOCKS), DataType.DT_UINT8, placement)
+
+
+class Side:
+    """A device, a transport that shares its memory, and a program that has memory there too.
+
+    Args:
+        device_id: number of the device.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        self.device_id = device_id
+        self.program = Cuda()
+        self.program.ok("cuInit", 0)
+        self.program.primary(device_id)
+        self.device = CudaDevice(device_id)
+        self.transport = LocalTransport(device=self.device)
+        self._buffers: dict[int, DeviceBuffer] = {}
+        self._programs: list[int] = []
+        self._registered: dict[int, LocalRegistration] = {}
+        self._messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self._messages.append(record.getMessage())  # type: ignore[method-assign]
+        self._handler = handler
+        logging.getLogger("kvplan").addHandler(handler)
+
+    def allocate(self, whose: Whose, seed: int, nbytes: int = NBYTES) -> int:
+        """New memory with that pattern in it."""
+        if whose == "kvplan":
+            buffer = self.device.allocate(nbytes)
+            address = buffer.address
+            self._buffers[address] = buffer
+        else:
+            address = self.program.made("cuMemAlloc_v2", nbytes)
+            self._programs.append(address)
+        self.device.write(address, pattern(seed, nbytes))
+        return address
+
+    def offer(
+        self,
+        whose: Whose,
+        seed: int,
+        nbytes: int = NBYTES,
+        *,
+        writable: bool = True,
+        part: tuple[int, int] | None = None,
+    ) -> int:
+        """As `allocate`, and peers may reach it, or that part (offset, nbytes) of it."""
+        address = self.allocate(whose, seed, nbytes)
+        offset, size = part or (0, nbytes)
+        self.register(address + offset, size, self._buffers.get(address), writable=writable)
+        return address
+
+    def register(
+        self,
+        address: int,
+        nbytes: int = NBYTES,
+        buffer: DeviceBuffer | None = None,
+        *,
+        writable: bool = True,
+    ) -> None:
+        memory = DeviceRange(address, nbytes, buffer)
+        self._registered[address] = self.transport.register(memory, writable=writable)
+
+    def expandable(self, nbytes: int = GRANULE) -> int:
+        """Memory as torch's expandable segments have it: no other process can map it."""
+        program, where = self.program, Location(1, self.device_id)
+        handle, address = ctypes.c_uint64(), ctypes.c_uint64()
+        wanted = Allocation(type=1, handle_types=0, location=where)
+        program.ok("cuMemCreate", ctypes.byref(handle), nbytes, ctypes.byref(wanted), 0)
+        program.ok("cuMemAddressReserve", ctypes.byref(address), nbytes, 0, 0, 0)
+        program.ok("cuMemMap", address, nbytes, 0, handle, 0)
+        program.ok("cuMemRelease", handle)
+        access = Access(location=where, flags=3)
+        program.ok("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
+        return address.value
+
+    def free_expandable(self, address: int, nbytes: int = GRANULE) -> None:
+        self.program.ok("cuMemUnmap", address, nbytes)
+        self.program.ok("cuMemAddressFree", address, nbytes)
+
+    def metadata(self) -> bytes:
+        return self.transport.metadata()
+
+    def contents(self, address: int, nbytes: int = NBYTES) -> bytes:
+        found = np.empty(nbytes, np.uint8)
+        self.device.read(address, found)
+        return found.tobytes()
+
+    def deregister(self, address: int) -> list[str]:
+        """End what `offer` registered; returns what is logged."""
+        before = len(self._messages)
+        self.transport.deregister(self._registered.pop(address))
+        return self._messages[before:]
+
+    def free(self, address: int) -> None:
+        """Give it back; what is kvplan's goes when nothing uses it any more."""
+        if self._buffers.pop(address, None) is None:
+            self._programs.remove(address)
+            self.program.ok("cuMemFree_v2", address)
+
+    def local(self, address: int, nbytes: int = NBYTES) -> DeviceMemory:
+        """Memory of this side, as a side of a transfer."""
+        buffer = self._buffers.get(address)
+        return DeviceMemory.from_addresses(
+            self.device, desc(nbytes=nbytes), [address], owner=buffer or self
+        )
+
+    def num_descriptors(self) -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def close(self) -> dict[str, Any]:
+        """End all; returns what is left on the device, and violations of CUDA's rules."""
+        logging.getLogger("kvplan").removeHandler(self._handler)
+        self.transport.close()
+        self._registered.clear()
+        self._buffers.clear()
+        gc.collect()
+        for address in self._programs:
+            self.program.ok("cuMemFree_v2", address)
+        self.device.close()
+        del self.device, self.transport
+        gc.collect()
+        self.program.ok("cuDevicePrimaryCtxRelease_v2", self.device_id)
+        self.program.ok("cuCtxSetCurrent", None)
+        violations = controls().violations()
+        return {**controls().left(), **({"violations": violations} if violations else {})}
+
+
+def names(device_id: str) -> dict[str, Any]:
+    """One side, and what makes more of them."""
+    return {"side": Side(int(device_id)), "Side": Side}
+
+
+class Other(Peer):
+    """The other process, whose `side` is on that device."""
+
+    module = "tests.cuda.side"
+
+    def __init__(self, device_id: int = 0) -> None:
+        super().__init__(str(device_id))
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """What that method of its side returns."""
+        self.start(method, *arguments, **keywords)
+        return self.answer()
+
+    def start(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        """As `call`, without waiting: `answer` must follow."""
+        self.send(
+            f"result = side.{method}(*arguments, **keywords)",
+            arguments=arguments,
+            keywords=keywords,
+        )

@@ -1,0 +1,447 @@
+"""GPU memory of another process on this host, by transport local: mapped, and copied one-sided."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import LLMException, LLMStatusCode, Placement, Transfers
+from kvplan.transport.local import LocalTransport
+from tests.ascend.simulator import Log
+from tests.cuda.side import (
+    BLOCK,
+    BLOCKS,
+    GRANULE,
+    NBYTES,
+    Other,
+    Side,
+    Whose,
+    blocks,
+    desc,
+    pattern,
+)
+from tests.cuda_sim.simulator import CudaControls
+from tests.datadist.layers import wait_until
+from tests.support.refusals import refused
+
+PULL = kvplan.plan_pull_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
+PUSH = kvplan.plan_push_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
+COPIES = ("cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", "cuLaunchKernel")
+WHOSE = pytest.mark.parametrize("whose", ["kvplan", "program"])
+
+
+@pytest.fixture
+def side(cuda_simulator: CudaControls) -> Iterator[Side]:
+    """This process, on device 0; nothing may be left."""
+    side = Side(0)
+    yield side
+    assert side.close() == {}
+
+
+@pytest.fixture(scope="module")
+def process_of_other() -> Iterator[list[Other]]:
+    """A process that tests leave as it was; to start one takes longer than most of them."""
+    kept: list[Other] = []
+    yield kept
+    for it in kept:
+        it.close()
+
+
+@pytest.fixture
+def other(cuda_simulator: CudaControls, process_of_other: list[Other]) -> Iterator[Other]:
+    """The owner of memory, on device 0 too; nothing may be left there."""
+    if process_of_other and not process_of_other[0].dead:
+        other = process_of_other[0]
+        other.run("side = Side(0)")
+    else:
+        process_of_other[:] = [other := Other()]
+    yield other
+    if not other.dead:
+        assert other.call("close") == {}
+
+
+def expected(seed: int) -> np.ndarray:
+    """What `PULL` and `PUSH` make of zeros."""
+    made = np.zeros((BLOCKS, BLOCK), np.uint8)
+    made[[0, 3, 7]] = blocks(pattern(seed))[[1, 6, 0]]
+    return made
+
+
+def zeros(side: Side) -> int:
+    address = side.allocate("kvplan", 0)
+    side.device.write(address, bytes(NBYTES))
+    return address
+
+
+@WHOSE
+class TestTransfers:
+    def test_blocks_are_pulled_to_a_device(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1)
+        here = zeros(side)
+        with side.transport.connect(other.call("metadata")) as link:
+            kvplan.execute(PULL, link.memory([there], NBYTES), side.local(here))
+        assert np.array_equal(blocks(side.contents(here)), expected(1))
+
+    def test_blocks_are_pulled_to_the_host(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1)
+        here = np.zeros(NBYTES, np.uint8)
+        plan = kvplan.plan_pull_blocks(desc(), desc(Placement.HOST), [1, 6, 0], [0, 3, 7])
+        with side.transport.connect(other.call("metadata")) as link:
+            kvplan.execute(plan, link.memory([there], NBYTES), [here])
+        assert np.array_equal(blocks(here), expected(1))
+
+    def test_blocks_are_pushed_from_a_device(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1)
+        other.run("side.device.write(there, bytes(nbytes))", there=there, nbytes=NBYTES)
+        here = side.allocate("kvplan", 2)
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            kvplan.execute(PUSH, side.local(here), memory)
+        assert np.array_equal(blocks(other.call("contents", there)), expected(2))
+
+    def test_blocks_are_pushed_from_the_host(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1)
+        other.run("side.device.write(there, bytes(nbytes))", there=there, nbytes=NBYTES)
+        plan = kvplan.plan_push_blocks(desc(Placement.HOST), desc(), [1, 6, 0], [0, 3, 7])
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            kvplan.execute(plan, [pattern(2)], memory)
+        assert np.array_equal(blocks(other.call("contents", there)), expected(2))
+
+    def test_a_part_of_an_allocation(self, side: Side, other: Other, whose: Whose) -> None:
+        part = 3 * BLOCK, NBYTES
+        there = other.call("offer", whose, 1, 2 * NBYTES, part=part) + part[0]
+        here = zeros(side)
+        with side.transport.connect(other.call("metadata")) as link:
+            kvplan.execute(PULL, link.memory([there], NBYTES), side.local(here))
+            with refused("LLM_KV_CACHE_NOT_EXIST", "is not inside one range"):
+                link.memory([there - BLOCK], BLOCK)
+        found = blocks(pattern(1, 2 * NBYTES)[part[0] : part[0] + NBYTES])
+        assert np.array_equal(blocks(side.contents(here))[[0, 3, 7]], found[[1, 6, 0]])
+
+    def test_it_is_mapped_once_a_link(
+        self, side: Side, other: Other, whose: Whose, sim_log: Log
+    ) -> None:
+        there = other.call("offer", whose, 1)
+        with side.transport.connect(other.call("metadata")) as link:
+            first = link.memory([there], NBYTES)
+            second = link.memory([there + BLOCK], BLOCK)
+            assert second.addresses[0] == first.addresses[0] + BLOCK
+            made = sim_log.counts("cuMemImportFromShareableHandle", "cuIpcOpenMemHandle_v2")
+            assert sum(made.values()) == 1
+
+    def test_what_is_deregistered_is_refused(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1)
+        here = zeros(side)
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            assert other.call("deregister", there) == []
+            for plan, src, dst in (
+                (PULL, memory, side.local(here)),
+                (PUSH, side.local(here), memory),
+            ):
+                with refused("LLM_KV_CACHE_NOT_EXIST", r"has deregistered .* \(GPU [0-9a-f]{32}"):
+                    kvplan.execute(plan, src, dst)
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
+                link.memory([there], NBYTES)
+
+    def test_a_read_only_registration(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1, writable=False)
+        with side.transport.connect(other.call("metadata")) as link:
+            link.memory([there], NBYTES)
+            with refused("LLM_PARAM_INVALID", "writable=False"):
+                link.memory([there], NBYTES, writable=True)
+
+    def test_a_released_lease(self, side: Side, other: Other, whose: Whose) -> None:
+        there = other.call("offer", whose, 1)
+        slot, generation = other.run("result = side.transport.begin_lease()")
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES).leased([Lease(slot, generation)])
+            here = side.local(zeros(side))
+            kvplan.execute(PULL, memory, here)
+            other.run("side.transport.end_leases([lease])", lease=(slot, generation))
+            with refused("LLM_KV_CACHE_NOT_EXIST", "a lease was released"):
+                kvplan.execute(PULL, memory, here)
+
+    def test_two_devices(self, cuda_simulator: CudaControls, other: Other, whose: Whose) -> None:
+        side = Side(1)
+        there = other.call("offer", whose, 1)
+        with side.transport.connect(other.call("metadata")) as link:
+            here = zeros(side)
+            kvplan.execute(PULL, link.memory([there], NBYTES), side.local(here))
+            assert np.array_equal(blocks(side.contents(here)), expected(1))
+        del link
+        assert side.close() == {}
+
+    def test_two_devices_without_peer_access(
+        self, cuda_simulator: CudaControls, other: Other, whose: Whose
+    ) -> None:
+        side = Side(1)
+        there = other.call("offer", whose, 1)
+        cuda_simulator.set("cuda_peers", 0)
+        try:
+            with (
+                side.transport.connect(other.call("metadata")) as link,
+                refused(
+                    "LLM_FEATURE_NOT_ENABLED",
+                    "device 1 cannot reach the memory of device 0: there is no peer access",
+                ),
+            ):
+                link.memory([there], NBYTES)
+        finally:
+            cuda_simulator.set("cuda_peers", 1)
+        del link
+        assert side.close() == {}
+
+    def test_what_is_mapped_goes_with_its_last_user(
+        self, side: Side, other: Other, whose: Whose, cuda_simulator: CudaControls
+    ) -> None:
+        there = other.call("offer", whose, 1)
+        before, descriptors = cuda_simulator.left(), side.num_descriptors()
+        link = side.transport.connect(other.call("metadata"))
+        memory = link.memory([there], NBYTES)
+        assert cuda_simulator.left() != before
+        link.close()
+        assert cuda_simulator.left() != before, "what uses it has it still"
+        del memory, link
+        gc.collect()
+        assert cuda_simulator.left() == before
+        assert side.num_descriptors() == descriptors
+
+    def test_the_owner_keeps_no_descriptor(self, other: Other, whose: Whose) -> None:
+        before = other.call("num_descriptors")
+        there = other.call("offer", whose, 1)
+        other.call("deregister", there)
+        other.call("free", there)
+        assert other.call("num_descriptors") == before
+
+
+class Lease:
+    """As `BlockLease`, as far as memory asks it."""
+
+    def __init__(self, slot: int, generation: int) -> None:
+        self._word = np.array([slot, generation], np.uint64).tobytes()
+
+    def packed_word(self, transport: str) -> bytes:
+        return self._word
+
+    def __str__(self) -> str:
+        return "a lease"
+
+
+class TestInFlight:
+    """Copies that last: `hang` holds them until the test lets them go on."""
+
+    def begin(
+        self, simulator: CudaControls, transfers: Transfers, log: Log, *task: object
+    ) -> kvplan.TransferTask:
+        """Submit one; on return its copy is on a stream, and hangs."""
+        simulator.add_fault(*(f"{it}:1=hang" for it in COPIES))
+        log.restart()
+        made = transfers.submit(*task)  # type: ignore[arg-type]
+        wait_until(lambda: bool(log.calls(*COPIES)))
+        simulator.clear_faults()
+        return made
+
+    @WHOSE
+    @pytest.mark.parametrize("pulls", [True, False])
+    def test_the_owner_is_killed(
+        self,
+        side: Side,
+        other: Other,
+        whose: Whose,
+        pulls: bool,
+        cuda_simulator: CudaControls,
+        sim_log: Log,
+    ) -> None:
+        there = other.call("offer", whose, 1)
+        here = side.local(zeros(side))
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=not pulls)
+            sides = (PULL, memory, here) if pulls else (PUSH, here, memory)
+            task = self.begin(cuda_simulator, transfers, sim_log, *sides)
+            other.kill()
+            cuda_simulator.end_hangs()
+            with refused("LLM_LINK_FAILED", f"process {other.pid} "):
+                task.wait()
+            with refused("LLM_LINK_FAILED", f"process {other.pid} has exited"):
+                link.memory([there], NBYTES)
+
+    def test_kvplans_own_memory_is_freed_while_it_is_read(
+        self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
+    ) -> None:
+        """The owner does not wait: what is mapped here stays until it is unmapped."""
+        there = other.call("offer", "kvplan", 1, writable=False)
+        here = side.local(zeros(side))
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES)
+            task = self.begin(cuda_simulator, transfers, sim_log, PULL, memory, here)
+            assert other.call("deregister", there) == []
+            other.call("free", there)
+            cuda_simulator.end_hangs()
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
+                task.wait()
+
+    @pytest.mark.parametrize(
+        ("whose", "pulls"), [("program", True), ("program", False), ("kvplan", False)]
+    )
+    def test_the_owner_waits_for_what_uses_it(
+        self,
+        side: Side,
+        other: Other,
+        whose: Whose,
+        pulls: bool,
+        cuda_simulator: CudaControls,
+        sim_log: Log,
+    ) -> None:
+        """It is announced; else the owner would free it under the copy, which is a violation."""
+        lasts_ns = 300_000_000
+        there = other.call("offer", whose, 1, NBYTES, writable=not pulls)
+        here = side.local(zeros(side))
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=not pulls)
+            sides = (PULL, memory, here) if pulls else (PUSH, here, memory)
+            sim_log.restart()
+            cuda_simulator.set("latency_us", lasts_ns // 1000)
+            try:
+                begun = time.monotonic_ns()
+                task = transfers.submit(*sides)
+                wait_until(lambda: bool(sim_log.calls(*COPIES)))
+                messages, ended = other.run(
+                    """
+                    import time
+                    messages = side.deregister(there)
+                    result = messages, time.monotonic_ns()
+                    if not messages:
+                        side.free(there)
+                    """,
+                    there=there,
+                )
+                assert messages or ended - begun >= lasts_ns
+                with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
+                    task.wait()
+            finally:
+                cuda_simulator.set("latency_us", 0)
+
+    def test_an_owner_that_waits_too_long_says_so(
+        self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
+    ) -> None:
+        there = other.call("offer", "program", 1)
+        here = side.local(zeros(side))
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES)
+            task = self.begin(cuda_simulator, transfers, sim_log, PULL, memory, here)
+            (message,) = other.call("deregister", there)
+            assert "do not free the memory, which is not kvplan's, before that goes on" in message
+            cuda_simulator.end_hangs()
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
+                task.wait()
+        del memory
+        gc.collect()
+
+
+class TestRegistering:
+    def test_memory_that_no_other_process_can_map(self, side: Side) -> None:
+        address = side.expandable()
+        with refused(
+            "LLM_FEATURE_NOT_ENABLED",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native",
+        ):
+            side.register(address, GRANULE)
+        side.free_expandable(address)
+
+    def test_memory_of_two_allocations(self, side: Side) -> None:
+        address = side.allocate("kvplan", 1)
+        with refused("LLM_PARAM_INVALID", "and not of device 0"):
+            side.register(address, GRANULE + 1)
+
+    def test_memory_of_the_host(self, side: Side) -> None:
+        assert side.transport.reaches == {"host", "device"}
+        with refused("LLM_PARAM_INVALID", "not of device 0"):
+            side.register(np.zeros(1, np.uint8).ctypes.data, 1)
+
+    def test_a_transport_without_device(self, other: Other) -> None:
+        there = other.call("offer", "kvplan", 1)
+        with LocalTransport() as transport:
+            assert transport.reaches == {"host"}
+            with (
+                transport.connect(other.call("metadata")) as link,
+                refused("LLM_FEATURE_NOT_ENABLED", "no device that could reach it"),
+            ):
+                link.memory([there], NBYTES)
+
+    def test_host_and_device_at_once(self, side: Side, other: Other) -> None:
+        there = other.call("offer", "kvplan", 1)
+        host = other.run("""
+            import numpy as np
+            array = np.zeros(64, np.uint8)
+            side.transport.register(array)
+            result = array.ctypes.data
+        """)
+        with (
+            side.transport.connect(other.call("metadata")) as link,
+            refused("LLM_PARAM_INVALID", "a transfer has one way"),
+        ):
+            link.memory([there, host], 64)
+
+    @WHOSE
+    def test_a_peer_that_says_it_has_more(self, side: Side, other: Other, whose: Whose) -> None:
+        """A copy beyond what is there would be the end of this process's context."""
+        there = other.call("offer", whose, 1)
+        document = json.loads(other.call("metadata"))
+        document["allocations"][0]["nbytes"] = 2 * GRANULE
+        document["ranges"][0]["nbytes"] = 2 * GRANULE
+        with side.transport.connect(json.dumps(document).encode()) as link:
+            with pytest.raises(LLMException) as caught:
+                link.memory([there], 2 * GRANULE)
+            assert caught.value.status_code in (
+                LLMStatusCode.LLM_PARAM_INVALID,
+                LLMStatusCode.LLM_FAILED,
+            )
+
+
+@WHOSE
+class TestToItself:
+    """Two engines of one process: the memory is used where it is."""
+
+    def test_blocks_are_copied_in_place(self, side: Side, whose: Whose, sim_log: Log) -> None:
+        there = side.offer(whose, 1)
+        here = zeros(side)
+        with side.transport.connect(side.metadata()) as link:
+            memory = link.memory([there], NBYTES)
+            assert memory.addresses[0] == there
+            kvplan.execute(PULL, memory, side.local(here))
+            del memory
+        assert np.array_equal(blocks(side.contents(here)), expected(1))
+        assert sim_log.calls("cuMemImportFromShareableHandle", "cuIpcOpenMemHandle_v2") == []
+
+    def test_overlaps_show(self, side: Side, whose: Whose) -> None:
+        there = side.offer(whose, 1)
+        plan = kvplan.plan_pull_blocks(desc(), desc(), [0, 1], [1, 2])
+        with (
+            side.transport.connect(side.metadata()) as link,
+            refused("LLM_PARAM_INVALID", "src and dst overlap"),
+        ):
+            kvplan.execute(plan, link.memory([there], NBYTES), side.local(there))
+
+    def test_another_device_of_this_process(self, side: Side, whose: Whose) -> None:
+        there = side.offer(whose, 1)
+        user = Side(1)
+        with user.transport.connect(side.metadata()) as link:
+            if whose == "kvplan":
+                here = zeros(user)
+                kvplan.execute(PULL, link.memory([there], NBYTES), user.local(here))
+                assert np.array_equal(blocks(user.contents(here)), expected(1))
+            else:
+                with refused("LLM_FAILED", "of this process"):
+                    link.memory([there], NBYTES)
+        del link
+        user.close()
+        side.program.ok("cuCtxSetCurrent", side.program.made("cuDevicePrimaryCtxRetain", 0))
+        side.program.ok("cuDevicePrimaryCtxRelease_v2", 0)
