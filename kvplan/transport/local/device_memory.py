@@ -141,7 +141,8 @@ class LocalDeviceMemory(LocalPeerMemory):
             else "host_to_device"
         )
         inner = device.backend(way)
-        if direction == "get" and all(it.is_kept_by_peers for it in self._ranges):
+        allocations = [it.allocation for it in self._ranges]
+        if direction == "get" and all(it is not None and it.is_kept_by_peers for it in allocations):
             return inner
         known = self._backends.get(direction)
         if known is None or known[1] is not inner:
