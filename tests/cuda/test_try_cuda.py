@@ -51,7 +51,12 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
     results = results_of(report)
     assert {it["failed"] for it in results.values()} == {False}
     steps = {it["step"] for result in results.values() for it in result["steps"]}
-    assert {"device to device", "host to device pinned", "and in again", "as arrays"} <= steps
+    assert {
+        "device to device: kernel",
+        "host to device: batch pinned",
+        "and in again",
+        "as arrays",
+    } <= steps
     assert not json.loads(report.read_text())["counts"]
 
 

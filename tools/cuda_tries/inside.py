@@ -11,10 +11,12 @@ import numpy as np
 
 from benchmarks.gpu_driver import Driver
 from cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
+from kvnative._cuda import COPY_DIRECTIONS, CopyTuning, copy_tuning, copy_way, tune_copies
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement
 from kvplan.device.cuda import CudaDevice
+from kvplan.device.cuda_copies import NO_LIMIT
 
 TIMEOUT_MS = 60_000
 
@@ -54,22 +56,33 @@ def try_device(notes: Notes) -> None:
 
 
 BLOCKS = (1, 3, 4, 15, 16, 31, 512, 4096, 4099, 32 << 10, (256 << 10) + 1)
-DIRECTIONS = ("device_to_device", "host_to_device", "device_to_host")
+WAYS = {"kernel": (NO_LIMIT, NO_LIMIT), "batch": (0, NO_LIMIT), "single": (0, 0)}
+"""What is to be copied with each: see `CopyTuning`."""
 
 
 def try_copies(notes: Notes) -> None:
-    """Each direction, blocks of odd sizes at odd addresses, pinned and pageable host memory."""
+    """Each direction and way, odd sizes at odd addresses, pinned and pageable host memory."""
     sizes = BLOCKS[::3] if notes.quick else BLOCKS
     with the_device() as device:
-        for direction in DIRECTIONS:
-            for kind in ("",) if direction == "device_to_device" else ("pinned", "pageable"):
-                wrong = [it for it in sizes if not copied(device, direction, kind, it, notes.quick)]
-                notes.expect(
-                    f"{direction.replace('_', ' ')} {kind}".rstrip(),
-                    not wrong,
-                    f"wrong: blocks of {wrong} bytes" if wrong else f"blocks of {sizes} bytes",
-                )
-        notes.add("how", "says", device.native.fallback_reason or "many blocks in one call")
+        for direction in COPY_DIRECTIONS:
+            before = copy_tuning(device.native, direction)
+            for way, limits in WAYS.items():
+                tune_copies(device.native, direction, CopyTuning(*limits, before.blocks))
+                if copy_way(device.native, direction, 4096, 64) != way:
+                    notes.add(f"{direction}: {way}", "skipped", "this driver lacks it")
+                    continue
+                for kind in ("",) if direction == "device_to_device" else ("pinned", "pageable"):
+                    wrong = [
+                        it for it in sizes if not copied(device, direction, kind, it, notes.quick)
+                    ]
+                    notes.expect(
+                        f"{direction.replace('_', ' ')}: {way} {kind}".rstrip(),
+                        not wrong,
+                        f"wrong: blocks of {wrong} bytes" if wrong else f"blocks of {sizes} bytes",
+                    )
+                if copy_way(device.native, direction, 4096, 64) != way:
+                    notes.add(f"{direction}: {way}", "says", device.native.fallback_reason)
+            tune_copies(device.native, direction, before)
 
 
 def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> bool:

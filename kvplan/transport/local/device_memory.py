@@ -141,8 +141,7 @@ class LocalDeviceMemory(LocalPeerMemory):
             else "host_to_device"
         )
         inner = device.backend(way)
-        allocations = [it.allocation for it in self._ranges]
-        if direction == "get" and all(it is not None and it.is_kept_by_peers for it in allocations):
+        if direction == "get" and not any(it.announces_reads for it in self._ranges):
             return inner
         known = self._backends.get(direction)
         if known is None or known[1] is not inner:
