@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from kvnative._cuda import COPY_DIRECTIONS, CopyTuning, copy_tuning, copy_way, t
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement
+from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.cuda_copies import NO_LIMIT
 
@@ -83,6 +86,22 @@ def try_copies(notes: Notes) -> None:
                 if copy_way(device.native, direction, 4096, 64) != way:
                     notes.add(f"{direction}: {way}", "says", device.native.fallback_reason)
             tune_copies(device.native, direction, before)
+
+
+def try_tuning(notes: Notes) -> None:
+    """Which way is best on this GPU is measured; the tries and figures after this copy so."""
+    with the_device() as device:
+        spans = {"span_nbytes": 1 << 16} if notes.quick else {}
+        for direction, words in cuda_copies.describe(device).items():
+            notes.add(f"{direction}: before", "says", words)
+        began = time.monotonic()
+        found = cuda_copies.calibrate(partial(cuda_copies.time_copies, device, **spans))
+        for direction, words in found.words(device).items():
+            notes.add(f"{direction}: measured", "says", words)
+        for (direction, way, nbytes), seconds in found.seconds.items():
+            notes.add(f"{direction}: {way}, {nbytes >> 10} KiB", "says", f"{1e6 * seconds:.0f} us")
+        notes.add("seconds that it took", "says", f"{time.monotonic() - began:.1f}")
+        cuda_copies.save(device, found.tunings)
 
 
 def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> bool:
