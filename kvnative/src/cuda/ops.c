@@ -74,8 +74,10 @@ static int open_state(kvn_device *device, void **context, kvn_failure *failure)
     if (CALL(device, failure, cuDeviceGet, &state->number, device->id) != KVN_OK ||
         kvn_cuda_memory_init(device, failure) != KVN_OK)
         return failure->status;
-    if (take_context(device, context, failure) != KVN_OK || kvn_cuda_copies_open(device, failure) == KVN_OK)
+    if (take_context(device, context, failure) != KVN_OK)
         return failure->status;
+    if (kvn_cuda_copies_open(device, failure) == KVN_OK)
+        return KVN_OK;
     give_context(device, *context);
     return failure->status;
 }
