@@ -225,32 +225,32 @@ def beside_contiguous(
 
 @TOPIC.row("gpu_4KiB_ratio")
 def small_blocks(run: Run, name: str) -> Row:
-    """Inside one process: what a descriptor costs counts."""
+    """Blocks of 4 KiB, scattered at both ends, beside one contiguous copy; inside one process."""
     return beside_contiguous(run, name, Scattered.of(nbytes_of(run, 256 * MIB), 4 * KIB), 0.50)
 
 
 @TOPIC.row("gpu_32KiB_ratio")
 def blocks(run: Run, name: str) -> Row:
-    """Inside one process."""
+    """Blocks of 32 KiB, likewise."""
     return beside_contiguous(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 32 * KIB), 0.80)
 
 
 @TOPIC.row("gpu_256KiB_ratio")
 def large_blocks(run: Run, name: str) -> Row:
-    """Inside one process."""
+    """Blocks of 256 KiB, likewise."""
     return beside_contiguous(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 256 * KIB), 0.80)
 
 
 @TOPIC.row("gpu_from_pinned_ratio")
 def from_pinned(run: Run, name: str) -> Row:
-    """Swapping in: 32 KiB blocks of pinned memory."""
+    """Swapping in: blocks of 32 KiB from pinned memory, beside one contiguous copy."""
     case = Scattered.of(nbytes_of(run, 512 * MIB), 32 * KIB)
     return beside_contiguous(run, name, case, 0.90, "host_to_device")
 
 
 @TOPIC.row("gpu_to_pinned_ratio")
 def to_pinned(run: Run, name: str) -> Row:
-    """Swapping out."""
+    """Swapping out, likewise."""
     case = Scattered.of(nbytes_of(run, 512 * MIB), 32 * KIB)
     return beside_contiguous(run, name, case, 0.90, "device_to_host")
 
@@ -340,19 +340,19 @@ def between_processes(run: Run, name: str, case: Scattered, target: float) -> Ro
 
 @TOPIC.row("gpu_peer_4KiB_ratio")
 def small_blocks_of_peer(run: Run, name: str) -> Row:
-    """Between two processes on one GPU."""
+    """Blocks of 4 KiB between two processes on one GPU, beside one contiguous copy."""
     return between_processes(run, name, Scattered.of(nbytes_of(run, 256 * MIB), 4 * KIB), 0.50)
 
 
 @TOPIC.row("gpu_peer_32KiB_ratio")
 def blocks_of_peer(run: Run, name: str) -> Row:
-    """Between two processes on one GPU."""
+    """Blocks of 32 KiB between two processes, likewise."""
     return between_processes(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 32 * KIB), 0.80)
 
 
 @TOPIC.row("gpu_peer_256KiB_ratio")
 def large_blocks_of_peer(run: Run, name: str) -> Row:
-    """Between two processes on one GPU."""
+    """Blocks of 256 KiB between two processes, likewise."""
     return between_processes(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 256 * KIB), 0.80)
 
 

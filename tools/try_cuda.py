@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,13 @@ def run_all(arguments: argparse.Namespace) -> int:
             say(f"\n[{number}/{len(names)}] {name}: {what(name)}")
             result = run_apart(name, arguments)
             for it in result["steps"]:
-                say(f"  {it['step']:<52} {it['outcome']:<8} {it['detail']}".rstrip())
+                say(f"  {it['step']:<56} {it['outcome']:<8} {it['detail']}".rstrip())
             results.append(result)
     rows = [Row(**row) for result in results for row in result["rows"]]
     counts = not (arguments.quick or is_simulated)
     if rows:
         say("")
-        say("\n".join(format_table(rows)))
+        say("\n".join(format_table(rows if counts else [replace(it, target=None) for it in rows])))
         if not counts:
             say("Figures of a quick run or of the stand-in: no bar counts.")
     failed = [it["name"] for it in results if it["failed"]]

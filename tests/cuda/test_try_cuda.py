@@ -82,7 +82,7 @@ def test_figures_are_measured_and_do_not_count(environment: dict[str, str]) -> N
 
 
 def test_what_fails_ends_nothing_else(environment: dict[str, str]) -> None:
-    environment["KVSIM_FAULTS"] = "cuMemHostAlloc:1=sync:2"
+    environment["KVSIM_FAULTS"] = "cuMemHostAlloc:1=2"
     code, said, _ = outcome(environment, "--quick", *only("copies", "registering"))
     assert code == 1, said
     assert "failed: copies" in said

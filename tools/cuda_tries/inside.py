@@ -59,7 +59,11 @@ def try_device(notes: Notes) -> None:
 
 
 BLOCKS = (1, 3, 4, 15, 16, 31, 512, 4096, 4099, 32 << 10, (256 << 10) + 1)
-WAYS = {"kernel": (NO_LIMIT, NO_LIMIT), "batch": (0, NO_LIMIT), "single": (0, 0)}
+WAYS: dict[cuda_copies.Way, tuple[int, int]] = {
+    "kernel": (NO_LIMIT, NO_LIMIT),
+    "batch": (0, NO_LIMIT),
+    "single": (0, 0),
+}
 """What is to be copied with each: see `CopyTuning`."""
 
 
@@ -98,8 +102,11 @@ def try_tuning(notes: Notes) -> None:
         found = cuda_copies.calibrate(partial(cuda_copies.time_copies, device, **spans))
         for direction, words in found.words(device).items():
             notes.add(f"{direction}: measured", "says", words)
-        for (direction, way, nbytes), seconds in found.seconds.items():
-            notes.add(f"{direction}: {way}, {nbytes >> 10} KiB", "says", f"{1e6 * seconds:.0f} us")
+        for direction in COPY_DIRECTIONS:
+            for nbytes in cuda_copies.SIZES:
+                each = (f"{it} {1e6 * found.seconds[direction, it, nbytes]:.0f}" for it in WAYS)
+                step = f"{direction}: us of blocks of {nbytes >> 10} KiB"
+                notes.add(step, "says", ", ".join(each))
         notes.add("seconds that it took", "says", f"{time.monotonic() - began:.1f}")
         cuda_copies.save(device, found.tunings)
 
