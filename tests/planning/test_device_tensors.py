@@ -114,7 +114,7 @@ def test_tensors_of_two_devices_are_no_cache() -> None:
     ("changes", "message"),
     [
         ({"version": 4}, "speaks version 4 of the CUDA array interface; kvplan reads 2 and 3"),
-        ({"mask": CudaArray(ARRAY)}, "has a mask"),
+        ({"mask": "an array"}, "has a mask"),
         ({"strides": (8, 2)}, "which no tensor has"),
         ({"strides": (192, 48, 16, 3)}, "strides .* in bytes, and elements of 2"),
         ({"data": (-1, False)}, "which no tensor has"),
