@@ -23,8 +23,8 @@ RESULT = ROOT / "kvnative/src/cuda/copy_ptx.h"
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
 COMPILER = "12.9.86"  # as requirements/ptx.txt pins it
 
-# Volta: the first with the memory model that the kernel's fences are from. Every later GPU takes
-# it: ptxas of CUDA 13.5 compiles the text for sm_75 to sm_100, though not for Volta itself any more.
+# Volta: the first with the memory model that the kernel's fences are from. Every later GPU does,
+# too: ptxas of CUDA 13.5 compiles it for sm_75 to sm_100, though not for Volta any more.
 ARCHITECTURE = "70"
 OPTIONS = [f"--gpu-architecture=compute_{ARCHITECTURE}", "--std=c++17"]
 # A driver refuses PTX of a version that came after it (222), and NVRTC writes its own, the newest.

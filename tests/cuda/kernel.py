@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "kvnative/src/cuda" / it for it in ("copy.cu", "copy_kernel.h")]
 FLAGS = (
-    *("-std=c++17", "-O2", "-shared", "-fPIC", "-DKVN_CUDA_HOST", "-Wall", "-Wextra"),
-    *(f"-I{ROOT / 'kvnative/src'}"),
+    *("-std=c++17", "-O2", "-shared", "-fPIC", "-DKVN_CUDA_HOST", "-Wall", "-Wextra", "-Werror"),
+    *("-Wno-unknown-pragmas", f"-I{ROOT / 'kvnative/src'}"),
 )
 FEW = 128
 PIECE = 4096

@@ -14,6 +14,10 @@ struct side {
     const unsigned char *marked;
 };
 struct side sides[2]; /* loads, stores */
+/* The columns of descriptors: at the host's addresses. */
+struct column {
+    kvn_copy_word first, nbytes;
+} columns[4];
 kvn_copy_word wrong;  /* the first access that was refused; 0: none */
 kvn_copy_word moved, stop_at;
 kvn_copy_control *control;
@@ -25,6 +29,9 @@ extern "C" void *kvn_cuda_at(kvn_copy_word address, unsigned nbytes, bool is_sto
     const side &it = sides[is_store];
     bool fits = address % nbytes == 0 && address >= it.first && address - it.first + nbytes <= it.nbytes;
 
+    for (const column &column : columns)
+        if (!is_store && address % nbytes == 0 && address - column.first < column.nbytes)
+            return (void *)address;
     for (unsigned i = 0; fits && i < nbytes; i++)
         fits = it.marked[address - it.first + i];
     if (!fits) {
@@ -48,7 +55,14 @@ extern "C" void kvn_host_side(int is_store, kvn_copy_word first, kvn_copy_word n
 extern "C" kvn_copy_word kvn_host_launch(const kvn_copy_few *few, const kvn_copy_many *many, unsigned blocks,
                                          kvn_copy_word stop, kvn_copy_word *refused)
 {
+    const kvn_copy_word count = many ? many->work.count : 0;
+    const kvn_copy_word unlike = many && !many->work.nbytes_each ? count : 0;
+
     wrong = moved = 0;
+    columns[0] = {many ? (kvn_copy_word)many->dst : 0, 8 * count};
+    columns[1] = {many ? (kvn_copy_word)many->src : 0, 8 * count};
+    columns[2] = {many ? (kvn_copy_word)many->nbytes : 0, 8 * unlike};
+    columns[3] = {many ? (kvn_copy_word)many->first_piece : 0, 4 * unlike};
     stop_at = stop;
     control = few ? few->work.control : many->work.control;
     kvn_cuda_num_blocks = blocks;

@@ -195,12 +195,15 @@ CUDA cuDeviceGetAttribute(int *value, int attribute, int device) {
         {50, 0},                                   /* PCI_DOMAIN_ID */
         {75, (int)settings.cuda_capability / 10},  /* COMPUTE_CAPABILITY_MAJOR */
         {76, (int)settings.cuda_capability % 10},  /* COMPUTE_CAPABILITY_MINOR */
+        {86, 0},                                   /* HOST_NATIVE_ATOMIC_SUPPORTED */
         {88, 0},                                   /* PAGEABLE_MEMORY_ACCESS */
         {91, 1},                                   /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
         {102, settings.cuda_virtual != 0},         /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
         {103, settings.cuda_virtual == 1},         /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
         {110, 0},                                  /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
         {116, 0},                                  /* GPU_DIRECT_RDMA_SUPPORTED */
+        {124, 0},                                  /* DMA_BUF_SUPPORTED */
+        {128, 0},                                  /* HANDLE_TYPE_FABRIC_SUPPORTED */
     };
     size_t row = 0;
     while (row < sizeof ROWS / sizeof *ROWS && ROWS[row][0] != attribute) {

@@ -87,6 +87,7 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
     "cuCtxEnablePeerAccess": [_pointer, _uint],
     "cuMemGetInfo_v2": [_out, _out],
     "cuMemAlloc_v2": [_out, _size],
+    "cuMemAllocManaged": [_out, _size, _uint],
     "cuMemFree_v2": [_long],
     "cuMemHostAlloc": [_out, _size, _uint],
     "cuMemFreeHost": [_pointer],

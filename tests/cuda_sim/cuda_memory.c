@@ -8,6 +8,7 @@
 
 CUDA cuMemGetInfo_v2(size_t *available, size_t *total);
 CUDA cuMemAlloc_v2(cuda_address *address, size_t nbytes);
+CUDA cuMemAllocManaged(cuda_address *address, size_t nbytes, unsigned flags);
 CUDA cuMemFree_v2(cuda_address address);
 CUDA cuMemGetAddressRange_v2(cuda_address *start, size_t *nbytes, cuda_address address);
 CUDA cuMemHostAlloc(void **address, size_t nbytes, unsigned flags);
@@ -56,6 +57,23 @@ CUDA cuMemAlloc_v2(cuda_address *out, size_t nbytes) {
     return cuda_leave(&call, code, "\"bytes\":%zu,\"address\":%llu", nbytes, (unsigned long long)address);
 }
 
+/* Memory that moves between device and host by itself; here it is the host's. */
+CUDA cuMemAllocManaged(cuda_address *out, size_t nbytes, unsigned flags) {
+    sim_call call;
+    cuda_context *context;
+    uint64_t address = 0;
+    int code = cuda_enter_context(&call, __func__, &context);
+    code = CUDA_CHECK(code, out);
+    if (!code && flags != 1 && flags != 2) {
+        code = sim_error(INVALID_VALUE, "flags=%u: CU_MEM_ATTACH_GLOBAL or _HOST", flags);
+    }
+    code = code ? code : allocate(context, SIM_MEMORY_PINNED, nbytes, CUDA_MANAGED, flags, &address);
+    if (!code) {
+        *out = address;
+    }
+    return cuda_leave(&call, code, "\"bytes\":%zu,\"address\":%llu", nbytes, (unsigned long long)address);
+}
+
 /* Only by the call that belongs to its origin, in its context, at its beginning. */
 static int check_owned(const cuda_context *context, uint64_t address, int origin, int otherwise) {
     sim_memory *memory = sim_find(address, 1);
@@ -76,15 +94,23 @@ static int check_owned(const cuda_context *context, uint64_t address, int origin
     return 0;
 }
 
+static int origin_of(uint64_t address) {
+    sim_memory *memory = sim_find(address, 1);
+    int origin = memory ? sim_memory_traits(memory).origin : 0;
+    sim_memory_release(memory);
+    return origin;
+}
+
 /* Waits for what goes on in its context, as drivers do. */
 CUDA cuMemFree_v2(cuda_address address) {
     sim_call call;
     cuda_context *context;
     int code = cuda_enter_context(&call, __func__, &context);
     if (!code && address) { /* NULL is no error, as of free() */
-        code = check_owned(context, address, CUDA_ALLOCATED, INVALID_VALUE);
+        int is_managed = origin_of(address) == CUDA_MANAGED;
+        code = check_owned(context, address, is_managed ? CUDA_MANAGED : CUDA_ALLOCATED, INVALID_VALUE);
         code = code ? code : sim_context_wait_for(context->handle);
-        code = code ? code : sim_memory_free(SIM_MEMORY_DEVICE, address);
+        code = code ? code : sim_memory_free(is_managed ? SIM_MEMORY_PINNED : SIM_MEMORY_DEVICE, address);
     }
     return cuda_leave(&call, code, "\"address\":%llu", address);
 }
@@ -225,6 +251,7 @@ typedef struct {
     int device;
     void *context;
     int is_ipc;
+    int is_managed;
     unsigned handle_types;
     uint64_t start;
     uint64_t nbytes;
@@ -244,7 +271,8 @@ static pointer_facts facts_of(uint64_t address) {
     facts = (pointer_facts){
         .is_known = 1,
         .is_mapped = 1,
-        .memory_type = memory->kind == SIM_MEMORY_DEVICE ? 2 : 1,
+        .memory_type = memory->kind == SIM_MEMORY_DEVICE || traits.origin == CUDA_MANAGED ? 2 : 1,
+        .is_managed = traits.origin == CUDA_MANAGED,
         .device = cuda_ordinal(memory->device),
         .context = owner ? owner->handle : NULL,
         .is_ipc = traits.origin == CUDA_ALLOCATED,
@@ -279,7 +307,7 @@ static int store(int attribute, const pointer_facts *facts, uint64_t address, vo
         *(uint64_t *)value = facts->serial;
         return 0;
     case 8:
-        *(unsigned *)value = 0; /* the simulator has no managed memory */
+        *(unsigned *)value = (unsigned)facts->is_managed;
         return 0;
     case 9:
         *(int *)value = facts->device;

@@ -36,6 +36,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     case CUDA_MAPPED:
         return has_access(&traits, context->device, writes);
     case CUDA_HOST_ALLOCATED:
+    case CUDA_MANAGED:
         return 1;
     case CUDA_HOST_REGISTERED:
         return (traits.flags & HOST_DEVICEMAP) &&
@@ -51,7 +52,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
 /* What is registered for one context alone is pageable memory for the others. */
 static int is_pinned_for(const cuda_context *context, const sim_memory *memory) {
     sim_traits traits = sim_memory_traits(memory);
-    return traits.origin == CUDA_HOST_ALLOCATED ||
+    return traits.origin == CUDA_HOST_ALLOCATED || traits.origin == CUDA_MANAGED ||
            (traits.origin == CUDA_HOST_REGISTERED &&
             (traits.owner == context || (traits.flags & HOST_PORTABLE)));
 }

@@ -135,6 +135,7 @@ enum {
     CUDA_HOST_REGISTERED,
     CUDA_MAPPED,           /* cuMemMap: owner NULL; traits.flags: how it may be exported */
     CUDA_OPENED,           /* cuIpcOpenMemHandle */
+    CUDA_MANAGED,          /* cuMemAllocManaged: the host reads it where it is */
 };
 
 enum { HOST_PORTABLE = 1, HOST_DEVICEMAP = 2 };
@@ -194,12 +195,14 @@ typedef struct cuda_kernel {
     const char *name;
     int num_parameters;
     const size_t *sizes; /* of the parameters */
+    void (*check)(void *const *parameters); /* what it reaches by pointers in them */
     void (*block)(void *const *parameters); /* runs one block, on this thread */
 } cuda_kernel;
 
 /* NULL where there is none. */
 const cuda_kernel *cuda_kernel_find(const char *name);
-/* Runs all blocks, in an order that the seed says, on several threads. 0, or the code of the context. */
+/* Runs all blocks, in an order that the seed says, on several threads; what they store takes its time by
+ * KVSIM_BANDWIDTH. 0, or the code of the context. */
 int cuda_kernel_run(const cuda_kernel *kernel, const cuda_context *context, unsigned num_blocks,
                     unsigned num_threads, void *const *parameters);
 

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include <atomic>
-#include <exception>
+#include <chrono>
 #include <thread>
 #include <tuple>
 #include <type_traits>
@@ -19,9 +19,43 @@
 #endif
 #include "example.cu"
 
+namespace {
+
+/* What kernels reach by pointers in their parameters, and not through kvn_cuda_at: checked before they run. */
+void check_array(const void *start, uint64_t count, unsigned each, bool is_store) {
+    for (uint64_t i = 0; i < count; i++) {
+        kvn_cuda_at((unsigned long long)(uintptr_t)start + i * each, each, is_store);
+    }
+}
+
+template <class Parameter> void check_pointers(const Parameter &) {}
+
+#if __has_include("cuda/copy.cu")
+void check_pointers(const kvn_copy_work &work) {
+    check_array(&work.control->begun, 1, sizeof work.control->begun, true);
+    check_array(&work.control->stop, 1, sizeof work.control->stop, false);
+}
+
+void check_pointers(const kvn_copy_few &columns) { check_pointers(columns.work); }
+
+void check_pointers(const kvn_copy_many &columns) {
+    const unsigned count = columns.work.count;
+    check_pointers(columns.work);
+    check_array(columns.dst, count, sizeof *columns.dst, false);
+    check_array(columns.src, count, sizeof *columns.src, false);
+    if (!columns.work.nbytes_each) {
+        check_array(columns.nbytes, count, sizeof *columns.nbytes, false);
+        check_array(columns.first_piece, count, sizeof *columns.first_piece, false);
+    }
+}
+#endif
+
 /* ---- the table ---- */
 
-namespace {
+template <class... Parameters, size_t... I>
+void check(void *const *values, std::index_sequence<I...>) {
+    (check_pointers(*static_cast<std::decay_t<Parameters> *>(values[I])), ...);
+}
 
 template <class... Parameters, size_t... I>
 void call(void (*kernel)(Parameters...), void *const *values, std::index_sequence<I...>) {
@@ -37,8 +71,12 @@ template <class... Parameters, void (*kernel)(Parameters...)> struct row_of<kern
         call(kernel, values, std::index_sequence_for<Parameters...>());
     }
 
+    static void check_all(void *const *values) {
+        check<Parameters...>(values, std::index_sequence_for<Parameters...>());
+    }
+
     static constexpr cuda_kernel named(const char *name) {
-        return {name, sizeof...(Parameters), SIZES, block};
+        return {name, sizeof...(Parameters), SIZES, check_all, block};
     }
 };
 
@@ -54,6 +92,8 @@ const cuda_kernel KERNELS[] = {
 
 /* ---- memory, as the blocks of a launch see it ---- */
 
+constexpr uint64_t TIMED = 64 << 10;
+
 struct fault {
     int code;
 };
@@ -68,6 +108,8 @@ struct lookups {
     uint64_t epoch = 0;
     entry entries[8] = {};
     unsigned next = 0;
+    uint64_t bandwidth = 0;
+    uint64_t stored = 0; /* that has not taken its time */
 
     void clear() {
         for (entry &it : entries) {
@@ -116,6 +158,7 @@ struct launch {
     const cuda_context *context;
     void *const *parameters;
     unsigned num_threads;
+    uint64_t bandwidth; /* of each thread */
     std::vector<unsigned> order;
     std::atomic<size_t> next{0};
     std::atomic<int> code{0};
@@ -132,18 +175,40 @@ void shuffle(std::vector<unsigned> &order) {
     }
 }
 
+/* In steps, so that a launch that takes long can be stopped in the middle of it. */
+void take_time(uint64_t at_least) {
+    if (found.bandwidth && found.stored >= at_least) {
+        const uint64_t us = found.stored * 1000000 / found.bandwidth;
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+        found.stored = 0;
+    }
+}
+
+void check_parameters(launch *all) {
+    found.context = all->context;
+    try {
+        all->kernel->check(all->parameters);
+    } catch (const fault &it) {
+        all->code = it.code;
+    }
+    found.clear();
+}
+
 void run_blocks(launch *all) {
     found.context = all->context;
+    found.bandwidth = all->bandwidth;
+    found.stored = 0;
     kvn_cuda_num_blocks = (unsigned)all->order.size();
     kvn_cuda_num_threads = all->num_threads;
-    for (size_t i; !all->code && (i = all->next++) < all->order.size();) {
-        kvn_cuda_block = all->order[i];
-        try {
+    try {
+        for (size_t i; !all->code && (i = all->next++) < all->order.size();) {
+            kvn_cuda_block = all->order[i];
             all->kernel->block(all->parameters);
-        } catch (const fault &it) {
-            int none = 0;
-            all->code.compare_exchange_strong(none, it.code);
+            take_time(1);
         }
+    } catch (const fault &it) {
+        int none = 0;
+        all->code.compare_exchange_strong(none, it.code);
     }
     found.clear();
 }
@@ -155,6 +220,10 @@ extern "C" void *kvn_cuda_at(unsigned long long address, unsigned nbytes, bool i
         sim_violation("a kernel touches %u bytes at 0x%llx, which is not aligned to them", nbytes,
                       address);
         throw fault{716};
+    }
+    if (is_store) {
+        take_time(TIMED);
+        found.stored += nbytes;
     }
     const uint64_t epoch = sim_memory_epoch();
     if (epoch != found.epoch) {
@@ -188,13 +257,17 @@ int cuda_kernel_run(const cuda_kernel *kernel, const cuda_context *context, unsi
     all.context = context;
     all.parameters = parameters;
     all.num_threads = num_threads;
+    const sim_settings settings = sim_settings_now();
+    const int64_t threads = num_blocks > 1 && settings.cuda_threads > 1 ? settings.cuda_threads : 1;
+    all.bandwidth = settings.bandwidth ? settings.bandwidth / (uint64_t)threads + 1 : 0;
     all.order.resize(num_blocks);
     for (unsigned i = 0; i < num_blocks; i++) {
         all.order[i] = i;
     }
     shuffle(all.order);
+    check_parameters(&all);
     std::vector<std::thread> helpers;
-    for (int64_t i = 1; i < sim_settings_now().cuda_threads && num_blocks > 1; i++) {
+    for (int64_t i = 1; i < threads && !all.code; i++) {
         helpers.emplace_back(run_blocks, &all);
     }
     run_blocks(&all);

@@ -123,6 +123,13 @@ def test_pointers_know_what_they_are(cuda: Cuda) -> None:
     cuda.ok("cuMemFreeHost", host)
 
 
+def test_memory_that_moves_by_itself(cuda: Cuda) -> None:
+    memory = cuda.made("cuMemAllocManaged", 64, 1)
+    assert [cuda.attribute(memory, it) for it in (TYPE, MANAGED, IPC)] == [DEVICE_MEMORY, 1, 0]
+    ctypes.memset(memory, 1, 64)
+    cuda.ok("cuMemFree_v2", memory)
+
+
 def test_devices_have_their_own_memory(cuda: Cuda) -> None:
     before = ctypes.c_void_p()
     cuda.ok("cuCtxGetCurrent", ctypes.byref(before))

@@ -10,8 +10,8 @@
 
 /* Blocks that fit on a multiprocessor: 64 registers for each of 256 threads. */
 #define BLOCKS_EACH 4
-/* From and to the host the link is the limit, and a few blocks keep it busy: with 8 KiB in flight for each warp
- * 32 blocks have 2 MiB, and PCIe 5 needs 55 GB/s x 2 us = 110 KB. The rest of the GPU is the model's. */
+/* From and to the host the link is the limit, and a few blocks keep it busy: with 2 KiB in flight for each warp
+ * 32 blocks have 512 KiB, and PCIe 5 needs 55 GB/s x 2 us = 110 KB. The rest of the GPU is the model's. */
 #define HOST_BLOCKS 32
 /* A copy of the driver's own costs about 2 us from and to the host: there 128 KiB take that long at 55 GB/s. */
 #define HOST_KERNEL_BELOW (128u << 10)

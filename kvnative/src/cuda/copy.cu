@@ -56,6 +56,9 @@ template <class Word> KVN_DEVICE void store(kvn_copy_word address, Word value)
     *(Word *)kvn_cuda_at(address, sizeof(Word), true) = value;
 }
 
+/* Of descriptors in device memory, which nothing writes while the kernel runs. */
+template <class Entry> KVN_DEVICE Entry load_constant(const Entry *at) { return load<Entry>((kvn_copy_word)at); }
+
 KVN_DEVICE unsigned load_system(const unsigned *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 KVN_DEVICE void store_system(unsigned *at, unsigned value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
 KVN_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -89,6 +92,8 @@ KVN_DEVICE bool any_of_block(bool (*ask)(kvn_copy_control *), kvn_copy_control *
 /* What is moved is not used again here: it should not push what others use out of the caches. */
 template <class Word> KVN_DEVICE Word load(kvn_copy_word address) { return __ldcs((const Word *)address); }
 template <class Word> KVN_DEVICE void store(kvn_copy_word address, Word value) { __stcs((Word *)address, value); }
+
+template <class Entry> KVN_DEVICE Entry load_constant(const Entry *at) { return __ldg(at); }
 
 KVN_DEVICE unsigned load_system(const unsigned *at)
 {
@@ -170,6 +175,17 @@ KVN_DEVICE void copy_piece(kvn_copy_word dst, kvn_copy_word src, unsigned nbytes
 
 /* ---- all pieces ---- */
 
+/* Number `at` of a column, which is in the parameters or in device memory. */
+template <class Entry> KVN_DEVICE Entry entry(const kvn_copy_few &, const Entry *column, unsigned at)
+{
+    return column[at];
+}
+
+template <class Entry> KVN_DEVICE Entry entry(const kvn_copy_many &, const Entry *column, unsigned at)
+{
+    return load_constant(column + at);
+}
+
 /* The last descriptor that begins with this piece or one before it: empty ones have none. */
 template <class Columns> KVN_DEVICE unsigned find_descriptor(const Columns &columns, unsigned piece)
 {
@@ -177,7 +193,7 @@ template <class Columns> KVN_DEVICE unsigned find_descriptor(const Columns &colu
 
     while (high - low > 1) {
         const unsigned middle = low + (high - low) / 2;
-        if (columns.first_piece[middle] <= piece)
+        if (entry(columns, columns.first_piece, middle) <= piece)
             low = middle;
         else
             high = middle;
@@ -191,12 +207,12 @@ template <class Columns> KVN_DEVICE unsigned move_piece(const Columns &columns, 
     const kvn_copy_word each = columns.work.nbytes_each;
     const unsigned pieces_each = (unsigned)((each + KVN_COPY_PIECE_NBYTES - 1) / KVN_COPY_PIECE_NBYTES);
     const unsigned at = each ? piece / pieces_each : find_descriptor(columns, piece);
-    const unsigned first = each ? at * pieces_each : columns.first_piece[at];
+    const unsigned first = each ? at * pieces_each : entry(columns, columns.first_piece, at);
     const kvn_copy_word offset = (kvn_copy_word)(piece - first) * KVN_COPY_PIECE_NBYTES;
-    const kvn_copy_word left = (each ? each : columns.nbytes[at]) - offset;
+    const kvn_copy_word left = (each ? each : entry(columns, columns.nbytes, at)) - offset;
     const unsigned nbytes = left < KVN_COPY_PIECE_NBYTES ? (unsigned)left : KVN_COPY_PIECE_NBYTES;
 
-    copy_piece(columns.dst[at] + offset, columns.src[at] + offset, nbytes);
+    copy_piece(entry(columns, columns.dst, at) + offset, entry(columns, columns.src, at) + offset, nbytes);
     return nbytes;
 }
 

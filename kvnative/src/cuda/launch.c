@@ -77,14 +77,16 @@ static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
     char log[LOG_NBYTES] = "";
     int options[] = {JIT_ERROR_LOG, JIT_ERROR_LOG_NBYTES};
     void *values[] = {log, (void *)(uintptr_t)sizeof log};
+    kvn_failure refusal;
 
     if (CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK &&
         CALL(device, failure, cuModuleGetFunction, &self->few, self->module, "kvn_copy_few_kernel") == KVN_OK &&
         CALL(device, failure, cuModuleGetFunction, &self->many, self->module, "kvn_copy_many_kernel") == KVN_OK)
         return KVN_OK;
+    refusal = *failure;
     log[strcspn(log, "\n")] = '\0';
-    return kvn_fail(failure, KVN_UNSUPPORTED, failure->code, "the driver does not take the copy kernel: %.130s%s%.60s",
-                    failure->message, *log ? "; " : "", log);
+    return kvn_fail(failure, KVN_UNSUPPORTED, refusal.code, "the driver does not take the copy kernel: %.130s%s%.60s",
+                    refusal.message, *log ? "; " : "", log);
 }
 
 int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure)
