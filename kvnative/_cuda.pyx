@@ -257,7 +257,9 @@ def tune_copies(NativeDevice device not None, str direction not None, tuning) ->
     kvn_cuda_copies_tune(&device.device, direction_of(direction), given)
 
 
-def copy_way(NativeDevice device not None, str direction not None, mean_nbytes, size_t count) -> str:
+def copy_way(
+    NativeDevice device not None, str direction not None, mean_nbytes, size_t count
+) -> str:
     """Return how `count` descriptors of that mean size go: "kernel", "batch" or "single".
 
     What the driver has refused so far is left out.

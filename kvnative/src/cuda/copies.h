@@ -10,7 +10,7 @@
 #ifndef KVN_CUDA_COPIES_H
 #define KVN_CUDA_COPIES_H
 
-#include "cuda/ops.h"
+#include "cuda/device.h"
 
 typedef enum kvn_cuda_way {
     KVN_CUDA_KERNEL,

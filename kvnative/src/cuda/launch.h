@@ -5,7 +5,7 @@
 #define KVN_CUDA_LAUNCH_H
 
 #include "cuda/copy_kernel.h"
-#include "cuda/ops.h"
+#include "cuda/device.h"
 
 #define KVN_CUDA_LAUNCH_COUNT 8192u /* descriptors of a launch, at most */
 /* Launches on a stream at one time, at most: each of them has 458 KB for its descriptors. */

@@ -3,7 +3,7 @@
 #ifndef KVN_CUDA_MEMORY_H
 #define KVN_CUDA_MEMORY_H
 
-#include "cuda/ops.h"
+#include "cuda/device.h"
 
 /* Asks the device what memory it has. */
 int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure);

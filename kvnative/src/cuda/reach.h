@@ -3,7 +3,7 @@
 #ifndef KVN_CUDA_REACH_H
 #define KVN_CUDA_REACH_H
 
-#include "cuda/ops.h"
+#include "cuda/device.h"
 
 typedef enum kvn_cuda_reach {
     KVN_CUDA_UNMAPPED, /* the driver does not know all of it: pageable memory, or none at all */

@@ -1,0 +1,155 @@
+"""Which way copies take: the table that is built in, one that was measured, one that was stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvnative._cuda import (
+    CopyTuning,
+    builtin_copy_tuning,
+    copy_tuning,
+    copy_way,
+    tune_copies,
+)
+from kvnative._cuda import Device as NativeDevice
+from kvplan.device import cuda_copies
+from kvplan.device.cuda import CudaDevice
+from kvplan.device.cuda_copies import NO_LIMIT, SIZES, Way, calibrate, time_copies
+from kvplan.device.device import CopyDirection
+from tests.ascend.acl_cases import DIRECTIONS
+from tests.ascend.simulator import Log
+from tests.cuda_sim.simulator import CudaControls
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where nothing is stored yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvplan"
+
+
+@pytest.fixture
+def opened(cuda_simulator: CudaControls) -> Iterator[CudaDevice]:
+    device = CudaDevice(2)
+    yield device
+    device.close()
+
+
+def test_what_is_built_in_by_size(device: NativeDevice) -> None:
+    def ways(direction: CopyDirection, count: int = 2) -> list[str]:
+        return [copy_way(device, direction, nbytes, count) for nbytes in (4 * KIB, MIB, 16 * MIB)]
+
+    assert ways("device_to_device") == ["kernel", "kernel", "single"]
+    assert ways("host_to_device") == ways("device_to_host") == ["kernel", "batch", "single"]
+    assert ways("host_to_device", 1) == ["kernel", "single", "single"]
+
+
+def test_a_device_copies_as_it_is_told(device: NativeDevice) -> None:
+    for direction in DIRECTIONS:
+        given = CopyTuning(10, 20, 3)
+        tune_copies(device, direction, given)
+        assert copy_tuning(device, direction) == given
+        assert builtin_copy_tuning(direction) != given
+        assert [copy_way(device, direction, it, 2) for it in (9, 10, 20)] == [
+            "kernel",
+            "batch",
+            "single",
+        ]
+
+
+def test_what_cannot_be_is_refused(device: NativeDevice) -> None:
+    with pytest.raises(ValueError, match="blocks is -1; it must be 0 to"):
+        tune_copies(device, "device_to_device", CopyTuning(0, 0, -1))
+    with pytest.raises(ValueError, match="kernel_below"):
+        tune_copies(device, "device_to_device", CopyTuning(-1, 0, 0))
+    with pytest.raises(ValueError, match="direction is 'up'; it must be one of 'host_to_device'"):
+        copy_tuning(device, "up")  # type: ignore[arg-type]
+
+
+def test_the_kernel_is_taken_up_to_where_it_is_worse() -> None:
+    """Copies cost 2 us each, and the kernel has three quarters of the bandwidth."""
+
+    def timer(direction: CopyDirection, way: Way, nbytes: int) -> float:
+        each = {"kernel": 0.0, "batch": 1e-6, "single": 2e-6}[way]
+        bandwidth = 40e9 if way == "kernel" else 55e9
+        return 5e-6 + 4 * (each + nbytes / bandwidth)
+
+    found = calibrate(timer)
+    for direction in DIRECTIONS:
+        kernel_below, batch_below, blocks = found.tunings[direction]
+        assert kernel_below == 256 * KIB  # 31.2 us, and 28.1 us in a batch
+        assert batch_below == NO_LIMIT
+        assert blocks == builtin_copy_tuning(direction).blocks
+
+
+def test_a_kernel_that_is_never_better_is_not_taken() -> None:
+    found = calibrate(
+        lambda direction, way, nbytes: {"kernel": 3.0, "batch": 2.0, "single": 1.0}[way]
+    )
+    assert {it[:2] for it in found.tunings.values()} == {(SIZES[0], SIZES[0])}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_each_way_is_the_one_that_is_measured(
+    opened: CudaDevice, sim_log: Log, direction: CopyDirection
+) -> None:
+    before = copy_tuning(opened.native, direction)
+    calls = ("cuLaunchKernel", "cuMemcpyBatchAsync_v2", "cuMemcpyAsync")
+    counted = []
+    for way in ("kernel", "batch", "single"):
+        sim_log.restart()
+        assert time_copies(opened, direction, way, 4 * KIB, span_nbytes=64 * KIB) > 0
+        counted.append(tuple(sim_log.counts(*calls).values()))
+    assert counted == [(5, 0, 0), (0, 5, 0), (0, 0, 5 * 16)]
+    assert copy_tuning(opened.native, direction) == before
+
+
+def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path) -> None:
+    assert cuda_copies.load(opened) is None
+    tunings = {it: CopyTuning(64 * KIB, NO_LIMIT, 7) for it in DIRECTIONS}
+    cuda_copies.save(opened, tunings)
+    assert cuda_copies.load(opened) == tunings
+    other = CudaDevice(4)
+    try:
+        assert copy_tuning(other.native, "host_to_device") == tunings["host_to_device"]
+        assert other.describe()["copies"] == dict.fromkeys(
+            DIRECTIONS, "one launch below 64 KiB, then a batch call"
+        )
+    finally:
+        other.close()
+    assert [*json.loads((folder / "cuda.json").read_text())["machines"]] == [
+        f"{opened.native.name}, CUDA {opened.native.library.version}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("kernel_below", "64", "kernel_below"),
+        ("batch_below", -1, "batch_below=-1 must be 0 to"),
+        ("blocks", 2**31, "blocks=2147483648 must be 0 to 2147483647"),
+    ],
+)
+def test_a_file_that_was_changed_is_not_used(
+    opened: CudaDevice, folder: Path, field: str, value: Any, reason: str
+) -> None:
+    cuda_copies.save(opened, {it: CopyTuning(1, 2, 3) for it in DIRECTIONS})
+    path = folder / "cuda.json"
+    document = json.loads(path.read_text())
+    (machine,) = document["machines"].values()
+    machine["tunings"]["device_to_host"][field] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(Exception, match=reason):
+        cuda_copies.load(opened)
+    other = CudaDevice(5)
+    try:
+        assert copy_tuning(other.native, "device_to_host") == builtin_copy_tuning("device_to_host")
+    finally:
+        other.close()
