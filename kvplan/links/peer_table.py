@@ -248,7 +248,11 @@ def _left(cache: PeerCache, addresses: Sequence[int]) -> list[int]:
 def not_reached(cache: PeerCache, transport: str) -> LLMException:
     """LLM_FEATURE_NOT_ENABLED: the transport does not reach the memory of a cache of the peer."""
     kind, remedy = (
-        ("device", "both engines need a device, and a transport between devices (hccl)")
+        (
+            "device",
+            "both engines need a device, and a transport that reaches it: hccl; local, if "
+            "it is memory of CUDA that peers can map (the log of its engine says why not); or tcp",
+        )
         if cache.desc.placement is Placement.DEVICE
         else ("host", "let its engine allocate it, or link over another transport (local)")
     )

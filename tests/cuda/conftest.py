@@ -28,9 +28,9 @@ COLUMNS_NBYTES = 8192 * 28  # of the descriptors of a launch
 
 
 @pytest.fixture
-def machine(cuda_simulator: CudaControls) -> Iterator[Machine]:
-    """The simulated device; what the fixtures of tests/datadist ask for."""
-    machine = machine_of("cuda", cluster_id=2)
+def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """The simulated device, linked by local, or another: for fixtures of tests/datadist."""
+    machine = machine_of(getattr(request, "param", "cuda"), cluster_id=2)
     before = machine.left()  # of a test that failed
     yield machine
     gc.collect()

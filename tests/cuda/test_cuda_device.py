@@ -312,40 +312,10 @@ def test_copies_of_threads_do_not_wait_for_each_other(
     cleared.join()
 
 
-def test_a_stream_is_kept_while_its_work_goes_on(
-    device: Device, cuda_simulator: CudaControls, sim_log: Log
-) -> None:
-    """CUDA stops no work: what passed its deadline is over only when the copy is."""
-    source, target = device.allocate_host(1000), device.allocate(1000)
-    memoryview(source)[:] = bytes(range(250)) * 4
-    cuda_simulator.add_fault("cuMemcpyAsync:1=hang")
-    columns = [np.array([it], np.uint64) for it in (target.address, source.address, 1000)]
-    with Executor(device.backend("host_to_device")) as executor:
-        task = executor.submit(Descriptors.from_columns(*columns))
-        until(lambda: cuda_simulator.faults_left() == 0)
-        sim_log.restart()
-        ended = threading.Thread(target=task.cancel)
-        ended.start()
-        until(lambda: len(sim_log.calls("cuStreamQuery")) > 20)
-        assert ended.is_alive()
-        assert sim_log.calls("cuStreamDestroy_v2") == []
-        cuda_simulator.end_hangs()
-        ended.join()
-        del task
-
-
 def until(happened: Callable[[], bool]) -> None:
     """Wait for what a thread is on its way to do."""
     while not happened():
         threading.Event().wait(0.001)
-
-
-def test_an_error_of_work_names_the_call(device: Device, cuda_simulator: CudaControls) -> None:
-    host, buffer = device.allocate_host(100), device.allocate(100)
-    cuda_simulator.add_fault("cuLaunchKernel:1=1")
-    report = moved(device, host.address, buffer.address, 100, "host_to_device")
-    assert "cuLaunchKernel: 1 (CUDA_ERROR_INVALID_VALUE)" in report.message
-    assert moved(device, host.address, buffer.address, 100, "host_to_device").status == KVN_OK
 
 
 # ---- other processes ----

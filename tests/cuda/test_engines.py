@@ -1,23 +1,32 @@
-"""Engines on CUDA devices: within one process, and with a peer's over TCP."""
+"""Engines on CUDA devices: within one process, and with a peer's, by local and over TCP."""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 
 from kvplan import (
+    BlockLease,
     BlocksCacheKey,
     CacheDesc,
     CacheIndex,
+    ClusterInfo,
     DataType,
     LlmDataDist,
     LlmRole,
     Options,
     Placement,
     PoolConfig,
+    Shard,
 )
+from tests.ascend.simulator import Log
+from tests.cuda.side import pattern
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import CudaControls
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.layers import wait_until
 from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
 from tests.device.engines import DEVICE, HOST, contents, engine_on, filled, same
@@ -37,8 +46,12 @@ def shared(peer: Peer) -> str:
     return "cache"
 
 
+BOTH = pytest.mark.parametrize("machine", ["cuda", "cuda_tcp"], indirect=True)
+
+
+@BOTH
 class TestPeers:
-    """Each end copies between its device and the buffers of the connection."""
+    """By local this side's device copies; over TCP each end does, to buffers of the connection."""
 
     def test_blocks_go_both_ways(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
@@ -66,8 +79,108 @@ class TestPeers:
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
         peer.run("datadist.deallocate_cache(cache)")
-        with refused("LLM_KV_CACHE_NOT_EXIST", ""):
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
+
+    def test_the_link_is_that_of_the_machine(self, machine: Machine, user: LlmDataDist) -> None:
+        assert [it.transport for it in user.links()] == [machine.transport]
+
+
+class TestOneHost:
+    """What is so by local alone."""
+
+    def test_engines_of_one_gpu(
+        self, machine: Machine, make_engine: MakeEngine, peer: Peer, shared: str
+    ) -> None:
+        user = make_engine(9)  # 9 is 1 modulo the number of devices
+        user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+        cache = user.allocate_blocks_cache(DEVICE)
+        user.pull_blocks(BlocksCacheKey(1), cache, [0, 5], [2, 1])
+        rows = np.arange(8 * 96, dtype=np.uint16).reshape(8, 96)
+        assert np.array_equal(user.read_cache(cache)[1][[2, 1]], rows[[0, 5]] + 1)
+
+    def test_memory_of_the_program_that_peers_cannot_map(
+        self, machine: Machine, user: LlmDataDist, peer: Peer
+    ) -> None:
+        """The engine uses it, and says to the peer why that does not reach it."""
+        peer.run("""
+            from tests.cuda.side import Side
+            side = Side(1)
+            address = side.expandable()
+            of_it = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=kvplan.Shard(num_layers=1))
+            cache = datadist.register_blocks_cache(of_it, [address], BlocksCacheKey(1, 2))
+        """)
+        one = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=Shard(num_layers=1))
+        cache = user.allocate_blocks_cache(one)
+        with refused(
+            "LLM_FEATURE_NOT_ENABLED", "in device memory, which transport local does not reach"
+        ):
+            user.pull_blocks(BlocksCacheKey(1, 2), cache, [0], [0])
+        peer.run("""
+            datadist.unregister_cache(cache.cache_id)
+            side.free_expandable(address)
+            assert side.close() == {}
+            del side
+        """)
+
+    def test_memory_of_the_program_is_let_go_of(
+        self, machine: Machine, user: LlmDataDist, peer: Peer, sim_log: Log
+    ) -> None:
+        """Once the peer has heard that its cache is gone: its owner may want to free it."""
+        peer.run("""
+            from tests.cuda.side import Side
+            side = Side(1)
+            address = side.allocate("program", 1, 8 * 96 * 2)
+            of_it = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=kvplan.Shard(num_layers=1))
+            cache = datadist.register_blocks_cache(of_it, [address], BlocksCacheKey(1, 2))
+        """)
+        one = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=Shard(num_layers=1))
+        cache = user.allocate_blocks_cache(one)
+        user.pull_blocks(BlocksCacheKey(1, 2), cache, [3], [0])
+        assert user.read_cache(cache)[0][0].tobytes() == pattern(1, 1536)[576:768].tobytes()
+        assert len(sim_log.calls("cuIpcOpenMemHandle_v2")) == 1
+        peer.run("datadist.unregister_cache(cache.cache_id)")
+        wait_until(lambda: bool(sim_log.calls("cuIpcCloseMemHandle")))
+        peer.run("""
+            side.free(address)
+            side.end()
+            del side
+        """)
+
+    def test_a_lease_that_is_released(
+        self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
+    ) -> None:
+        blob = peer.run("lease = datadist.lease_blocks(cache, [0, 1]); result = lease.to_bytes()")
+        cache, lease = user.allocate_blocks_cache(DEVICE), BlockLease.from_bytes(blob)
+        user.pull_blocks(lease, cache, None, [3, 4])
+        user.push_blocks(cache, lease, [3, 4])
+        peer.run("datadist.release(lease)")
+        with refused("LLM_KV_CACHE_NOT_EXIST", "was released"):
+            user.pull_blocks(lease, cache, None, [3, 4])
+        with refused("LLM_KV_CACHE_NOT_EXIST", "was released"):
+            user.push_blocks(cache, lease, [3, 4])
+
+    def test_pools_are_mapped_once(
+        self, machine: Machine, make_engine: MakeEngine, peer: Peer, sim_log: Log
+    ) -> None:
+        """A part of a pool that is freed and taken again needs no other mapping."""
+        peer.run(
+            """
+            datadist.finalize()
+            datadist = LlmDataDist(1, LlmRole.PROMPT)
+            datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool})
+        """,
+            pool='{"memory_size": 4194304}',
+        )
+        peer.address = peer.run("result = datadist.listen_address")
+        user = make_engine(2)
+        user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
+        cache = user.allocate_blocks_cache(DEVICE)
+        for key in (1, 2):
+            peer.run(f"cache = datadist.allocate_blocks_cache({OF_PEER}, BlocksCacheKey(1, {key}))")
+            user.pull_blocks(BlocksCacheKey(1, key), cache, [0], [0])
+            peer.run("datadist.deallocate_cache(cache)")
+        assert len(sim_log.calls("cuMemImportFromShareableHandle", pid=os.getpid())) == 1
 
 
 def test_two_engines_of_one_process(
@@ -101,7 +214,7 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
             datadist.register_cache(
                 CacheDesc(1, (8, 96), DataType.DT_UINT16, Placement.DEVICE), [theirs]
             )
-    program.ok("cuMemFree_v2", theirs)
+        program.ok("cuMemFree_v2", theirs)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     program.ok("cuCtxSetCurrent", None)
     assert cuda_simulator.contexts() == 0

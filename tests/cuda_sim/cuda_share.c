@@ -87,6 +87,14 @@ static int open_file(const content *of) {
     return fd;
 }
 
+/* Also of one that is dead, and that nobody has waited for: it has no program any more. */
+static int has_ended(int pid) {
+    char path[64], target[8];
+    snprintf(path, sizeof path, "/proc/%d/exe", pid);
+    return (kill(pid, 0) && errno == ESRCH) ||
+           (readlink(path, target, sizeof target) < 0 && errno == ENOENT);
+}
+
 int cuda_ipc_is_freed(uint64_t address) {
     content of = {0};
     pthread_mutex_lock(&mutex);
@@ -94,14 +102,14 @@ int cuda_ipc_is_freed(uint64_t address) {
         of = it->address == address ? it->of : of;
     }
     pthread_mutex_unlock(&mutex);
-    if (!of.pid || (kill(of.pid, 0) && errno == ESRCH)) {
+    if (!of.pid || has_ended(of.pid)) {
         return 0; /* memory of a process that died stays until it is closed */
     }
     int fd = open_file(&of);
     if (fd >= 0) {
         close(fd);
     }
-    return fd < 0 && !kill(of.pid, 0);
+    return fd < 0 && !has_ended(of.pid);
 }
 
 /* With the mutex. */

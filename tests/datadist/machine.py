@@ -18,7 +18,7 @@ class Machine(Protocol):
     """Where the caches of a test lie, and how it sees what is in them.
 
     Attributes:
-        name: "host", "ascend", "cuda", "tcp" or "ascend_tcp".
+        name: "host", "ascend", "cuda", "tcp", "ascend_tcp" or "cuda_tcp".
         transport: what links engines on it.
         engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
     """
@@ -86,10 +86,10 @@ def where_nobody_serves(machine: Machine) -> None:
 
 def machine_of(name: str, cluster_id: int) -> Machine:
     """The one of that name, for what belongs to a cluster's engine; a process may have several."""
-    if name == "cuda":
-        from tests.cuda.device import SimulatedCuda
+    if name.startswith("cuda"):
+        from tests.cuda.device import SimulatedCuda, SimulatedCudaOverTcp
 
-        return SimulatedCuda(cluster_id)
+        return (SimulatedCuda if name == "cuda" else SimulatedCudaOverTcp)(cluster_id)
     if not name.startswith("ascend"):
         return Across() if name == "tcp" else Host()
     from tests.ascend.device import SimulatedAscend, SimulatedAscendOverTcp

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import LLMStatusCode
+from kvplan.device.sharing import AllocationRef
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.identity import Identity
 from kvplan.transport.local.metadata import (
@@ -54,6 +55,18 @@ parts = st.builds(
     inode=uint64,
     after=st.integers(0, 2**62),
 )
+digits = st.text("0123456789abcdef", min_size=128, max_size=128)
+exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits)
+on_devices = st.builds(
+    lambda it, device, number, export, after: replace(
+        it, allocation=AllocationRef(device, it.address, it.nbytes + after, number, *export)
+    ),
+    ranges,
+    device=digits.map(lambda it: it[:32]),
+    number=uint64,
+    export=exports,
+    after=st.integers(0, 2**62),
+)
 tables = st.builds(
     GenerationTableRef,
     fd=fd,
@@ -68,15 +81,20 @@ writers = st.builds(
     num_entries=st.integers(1, 2**16),
     address=st.integers(1, 2**64 - 1),
 )
-metadata = st.builds(
-    Metadata, identities, tables, writers, st.lists(ranges | parts, max_size=5).map(tuple)
-)
+some_ranges = st.lists(ranges | parts | on_devices, max_size=5).map(tuple)
+metadata = st.builds(Metadata, identities, tables, writers, some_ranges)
 
+EXPORTED = AllocationRef("0" * 32, 4000, 200, number=1, fd=14, handle="")
+WITH_HANDLE = AllocationRef("1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128)
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
     GenerationTableRef(fd=6, inode=7, num_slots=8, address=4096),
     WritersRef(fd=11, inode=12, num_entries=13, address=8192),
-    (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10, 4000, 200)),),
+    (
+        Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10, 4000, 200)),
+        Range(4096, 100, slot=1, generation=2, writable=True, arena=None, allocation=EXPORTED),
+        Range(5120, 64, slot=2, generation=3, writable=True, arena=None, allocation=WITH_HANDLE),
+    ),
 )
 
 
@@ -135,8 +153,14 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **{f"writers.{name}": lambda it: it["writers"] for name in WritersRef.__slots__},
     **{
         f"ranges[0].{name}": lambda it: it["ranges"][0]
-        for name in ("address", "nbytes", "slot", "generation", "writable", "arena")
+        for name in ("address", "nbytes", "slot", "generation", "writable", "arena", "allocation")
     },
+    **{
+        f"allocations[{i}].{name}": lambda it, i=i: it["allocations"][i]
+        for name in AllocationRef.__slots__
+        for i in (0, 1)
+    },
+    "allocations": lambda it: it,
     **{
         f"ranges[0].arena.{name}": lambda it: it["ranges"][0]["arena"]
         for name in ArenaRef.__slots__
@@ -149,7 +173,7 @@ WRONG = [-1, 2**64, 1.0, "1", [], {}, [[]], float("nan")]
 def test_every_field_is_checked(path: str) -> None:
     parent, _, name = path.rpartition(".")
     for wrong in WRONG:
-        if (path, wrong) == ("ranges", []):
+        if (path, wrong) in (("ranges", []), *((f"allocations[{i}].fd", -1) for i in (0, 1))):
             continue
         document = json.loads(EXAMPLE.to_bytes())
         FIELDS[path](document)[name] = wrong
@@ -180,6 +204,49 @@ def test_fields_that_must_fit_each_other(field: str, value: Any, message: str) -
 
 
 @pytest.mark.parametrize(
+    ("place", "field", "value", "message"),
+    [
+        (1, "allocation", 2, "in [0, 1]"),
+        (1, "address", 3999, "not inside its allocation"),
+        (1, "nbytes", 105, "not inside its allocation"),
+        (0, "allocation", 0, "it must be null, as it has an arena"),
+    ],
+)
+def test_ranges_that_must_fit_their_allocation(
+    place: int, field: str, value: int, message: str
+) -> None:
+    document = json.loads(EXAMPLE.to_bytes())
+    document["ranges"][place][field] = value
+    assert message in refusal(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "message"),
+    [
+        (0, "handle", "a" * 128, "empty, as there is a descriptor"),
+        (0, "fd", -1, "128 hexadecimal digits"),
+        (1, "handle", "", "128 hexadecimal digits"),
+        (1, "handle", "A" * 128, "128 hexadecimal digits"),
+        (1, "fd", 3, "empty, as there is a descriptor"),
+        (1, "address", 2**64 - 100, "ends past 2**64"),
+        (0, "device", "0" * 31, "32 hexadecimal digits"),
+    ],
+)
+def test_allocations_that_must_fit_themselves(
+    place: int, field: str, value: object, message: str
+) -> None:
+    document = json.loads(EXAMPLE.to_bytes())
+    document["allocations"][place][field] = value
+    assert message in refusal(json.dumps(document).encode())
+
+
+def test_there_may_be_no_allocation() -> None:
+    document = json.loads(EXAMPLE.to_bytes())
+    document["allocations"] = []
+    assert "it must be null, as there are no allocations" in refusal(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
     "blob",
     [
         b"[" * 200_000,
@@ -202,15 +269,15 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other"},
         {"schema": None},
-        {"schema_version": 5, "fields": "that this version does not know"},
-        {"schema_version": 3},
-        {"schema_version": 4.0},
+        {"schema_version": 6, "fields": "that this version does not know"},
+        {"schema_version": 4},
+        {"schema_version": 5.0},
         {"schema_version": True},
     ],
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**json.loads(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local' version 4" in refusal(json.dumps(document).encode())
+    assert "this kvplan reads 'kvplan.local' version 5" in refusal(json.dumps(document).encode())
 
 
 def test_bytes_only() -> None:

@@ -133,6 +133,7 @@ class LocalTransport(BaseTransport):
             self._writers = WriterTable()
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
+        self._pools: list[Exported] = []
         self._registrations = RegistrationTable(LocalRegistration, "a local transport")
         if permit_any_peer:
             # EINVAL where there is no Yama: then nobody asks for it either.
@@ -193,6 +194,20 @@ class LocalTransport(BaseTransport):
         it = self._registrations.own(registration)
         self._remove(it)
         self._wait_for_writers([it])
+
+    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
+        """See `Transport.preregister_pool`: peers map a pool of a device once for all its parts."""
+        if self._sharing is None or not isinstance(memory, DeviceRange):
+            return
+        try:
+            pool = self._sharing.export(memory.address, memory.nbytes, memory.buffer)
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
+                raise
+            return  # `register` will say so of each part
+        with self._registrations.mutex:
+            self._check_open()
+            self._pools.append(pool)
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
         """See `Transport.begin_lease`.
@@ -295,6 +310,7 @@ class LocalTransport(BaseTransport):
             for it in ended:
                 self._remove(it)
             self._closed = True
+            self._pools = []
             self._generations.close()
         self._wait_for_writers(ended)
 
