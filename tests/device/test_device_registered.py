@@ -162,9 +162,7 @@ class TestTensors:
             datadist.register_cache(DEVICE, self.on(own, allocate(device_id=5)))
         with refused("LLM_PARAM_INVALID", "cache_desc says DT_UINT16 of shape"):
             wider = np.zeros(DEVICE.shape, np.uint32)
-            datadist.register_cache(
-                DEVICE, [TorchTensor(wider, None, own, it) for it in addresses]
-            )
+            datadist.register_cache(DEVICE, [TorchTensor(wider, None, own, it) for it in addresses])
         assert datadist.caches() == []
 
 
