@@ -3,7 +3,9 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from posix.types cimport pid_t
 
 from kvnative._host cimport kvn_failure
+from kvnative._lower_c cimport kvn_gate
 from kvnative._native cimport kvn_backend
+from kvnative._task cimport Gate
 
 
 cdef extern from "device/ops.h" nogil:
@@ -64,6 +66,22 @@ cdef extern from "device/device.h" nogil:
     void kvn_device_fallback(kvn_device *device, char *out, size_t room)
 
 
+cdef extern from "device/events.h" nogil:
+    ctypedef struct kvn_events:
+        pass
+    ctypedef struct kvn_event:
+        kvn_gate gate
+
+    kvn_events *kvn_events_create(kvn_device *device)
+    void kvn_events_close(kvn_events *events)
+    void kvn_events_destroy(kvn_events *events)
+    int kvn_event_take_stream(
+        kvn_events *events, void *stream, kvn_event *out, kvn_failure *failure
+    )
+    int kvn_event_take(kvn_events *events, void *event, kvn_event *out, kvn_failure *failure)
+    void kvn_event_give_back(kvn_event *event)
+
+
 cdef extern from "device/channel.h" nogil:
     ctypedef struct kvn_channel:
         pass
@@ -116,12 +134,14 @@ cdef class Device:
     cdef kvn_device device     # stays in place: channels and backends point to it
     cdef bint opened
     cdef bint closed
+    cdef kvn_events *events    # NULL before the first was taken
     cdef object lock
     cdef object channels       # direction -> Channels, weak
     cdef object __weakref__
 
     @staticmethod
     cdef Device open_number(DeviceLibrary library, int32_t number)
+    cdef DeviceEvent take(self, object handle, bint is_stream)
     # NativeError in a forked child, and when it is closed.
     cdef int check_usable(self) except -1
     cdef kvn_memory_place look_up(self, object address) except *
@@ -132,3 +152,9 @@ cdef class DeviceBuffer:
     cdef readonly Device device
     cdef void *start
     cdef readonly uint64_t nbytes
+
+
+cdef class DeviceEvent(Gate):
+    cdef readonly Device device
+    cdef kvn_event event
+    cdef bint taken

@@ -6,8 +6,17 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer, disjoint_base
 
 from kvnative._backend import Backend, NativeError
+from kvnative._task import Gate
 
-__all__ = ["Device", "DeviceBuffer", "DeviceError", "DeviceLibrary", "HostBuffer", "Pinned"]
+__all__ = [
+    "Device",
+    "DeviceBuffer",
+    "DeviceError",
+    "DeviceEvent",
+    "DeviceLibrary",
+    "HostBuffer",
+    "Pinned",
+]
 
 class DeviceError(NativeError):
     code: int
@@ -54,7 +63,14 @@ class Device:
     def backend(
         self, direction: Literal["host_to_device", "device_to_host", "device_to_device"]
     ) -> Backend: ...
+    def take_event(self, handle: int) -> DeviceEvent: ...
+    def take_stream(self, handle: int) -> DeviceEvent: ...
     def close(self) -> None: ...
+
+@final
+class DeviceEvent(Gate):
+    @property
+    def device(self) -> Device: ...
 
 @final
 class DeviceBuffer:

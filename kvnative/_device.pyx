@@ -14,6 +14,7 @@ from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
 from kvnative._host cimport kvn_failure, unsigned
+from kvnative._task cimport Gate
 from kvnative._native cimport (
     KVN_DEVICE_TO_DEVICE,
     KVN_DEVICE_TO_HOST,
@@ -28,7 +29,9 @@ import weakref
 
 from kvnative._backend import NativeError
 
-__all__ = ["Device", "DeviceBuffer", "DeviceError", "DeviceLibrary", "HostBuffer", "Pinned"]
+__all__ = [
+    "Device", "DeviceBuffer", "DeviceError", "DeviceEvent", "DeviceLibrary", "HostBuffer", "Pinned",
+]
 
 # Direction: its bit, and how many channels. One stream keeps a link to the host busy; the second is
 # for who would wait behind a large transfer.
@@ -150,7 +153,10 @@ cdef class Device:
 
     def __dealloc__(self):
         if self.opened and self.library.pid == getpid():
-            kvn_device_close(&self.device)
+            with nogil:  # its thread may have to end
+                if self.events is not NULL:
+                    kvn_events_destroy(self.events)
+                kvn_device_close(&self.device)
 
     cdef int check_usable(self) except -1:
         self.library.check_process()
@@ -404,9 +410,60 @@ cdef class Device:
             kvn_device_copy_create(&self.device, channels.items, channels.count, bit), channels,
             what)
 
+    def take_event(self, handle) -> DeviceEvent:
+        """Take the point that an event of the program was last recorded at.
+
+        The event, by its handle, must be one of this runtime that was recorded. On return it can be
+        recorded again, or destroyed.
+
+        Raises:
+            ValueError: handle < 1.
+            DeviceError: the runtime refuses it.
+        """
+        if handle == 0:
+            raise ValueError("handle is 0; an event has another one once it was recorded")
+        return self.take(handle, False)
+
+    def take_stream(self, handle) -> DeviceEvent:
+        """Take the point that a stream of the program is at: behind all that was issued to it.
+
+        Args:
+            handle: of the stream, of this device's primary context; 0: the default stream.
+
+        Raises:
+            DeviceError: the runtime refuses it.
+        """
+        return self.take(handle, True)
+
+    cdef DeviceEvent take(self, object handle, bint is_stream):
+        cdef uint64_t given = unsigned("handle", handle)
+        cdef void *native = <void *><uintptr_t>given
+        cdef kvn_failure failure
+        cdef DeviceEvent event = DeviceEvent.__new__(DeviceEvent)
+        cdef int status
+        self.check_usable()
+        with self.lock:
+            if self.events is NULL:
+                self.events = kvn_events_create(&self.device)
+            if self.events is NULL:
+                raise MemoryError()
+        with nogil:
+            if is_stream:
+                status = kvn_event_take_stream(self.events, native, &event.event, &failure)
+            else:
+                status = kvn_event_take(self.events, native, &event.event, &failure)
+        self.library.check(status, &failure)
+        event.device = self
+        event.taken = True
+        event.gate = &event.event.gate
+        return event
+
     def close(self) -> None:
         """Take no more; what was made of it goes on until it is let go. Idempotent."""
         self.closed = True
+        if self.events is not NULL and self.library.pid == getpid():
+            with nogil:
+                kvn_events_close(self.events)
         devices = self.library.devices
         if devices.get(self.device.id) is self:
             del devices[self.device.id]
@@ -473,6 +530,20 @@ cdef class DeviceBuffer:
     def __repr__(self):
         return (f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device"
                 f" {self.device.id}>")
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class DeviceEvent(Gate):
+    """A point in the work of a stream, for transfers to come after."""
+
+    def __dealloc__(self):
+        if self.taken and self.device.library.pid == getpid():
+            kvn_event_give_back(&self.event)
+
+    def __repr__(self):
+        return f"<DeviceEvent of device {self.device.id}>"
 
 
 @cython.final

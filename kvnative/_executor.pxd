@@ -1,7 +1,7 @@
 # What other Cython modules may see of the executor.
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._task cimport AnyTask, Task
+from kvnative._task cimport AnyTask, Gate, Task
 
 
 cdef class Executor:
@@ -11,4 +11,5 @@ cdef class Executor:
 
     cdef Backend usable(self, Backend backend)
     cdef int admit(self, AnyTask task) except -1
-    cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits)
+    cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits,
+                    Gate after)

@@ -32,7 +32,7 @@ from kvnative._layered import (
     LayeredTask,
 )
 from kvnative._lower import Descriptors
-from kvnative._task import Report, Task
+from kvnative._task import Gate, Report, Task
 
 __all__ = [
     "KVN_CANCELLED",
@@ -57,6 +57,7 @@ __all__ = [
     "STRATEGIES",
     "Backend",
     "Executor",
+    "Gate",
     "LayeredTask",
     "NativeError",
     "Report",
@@ -72,7 +73,11 @@ class Executor:
     @property
     def backend(self) -> Backend: ...
     def submit(
-        self, descriptors: Descriptors, keep: object = (), backend: Backend | None = None
+        self,
+        descriptors: Descriptors,
+        keep: object = (),
+        backend: Backend | None = None,
+        after: Gate | None = None,
     ) -> Task: ...
     def layered(
         self,

@@ -7,7 +7,7 @@ from posix.unistd cimport getpid
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._layered cimport LayeredTask
-from kvnative._task cimport AnyTask, Report, Task, deadline_of, drop_finished
+from kvnative._task cimport AnyTask, Gate, Report, Task, deadline_of, drop_finished
 
 from kvnative import _backend, _layered, _task
 from kvnative._backend import NativeError
@@ -56,14 +56,16 @@ cdef class Executor:
             raise NativeError("the executor is closed")
         return 0
 
-    cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits):
-        cdef Task task = Task.prepare(self.usable(backend), descriptors, keep, waits, self.tasks)
+    cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits,
+                    Gate after):
+        cdef Task task = Task.prepare(self.usable(backend), descriptors, keep, waits, self.tasks,
+                                      after)
         self.admit(task)
         task.begin()
         return task
 
     def submit(self, Descriptors descriptors not None, keep: object = (),
-               Backend backend=None) -> Task:
+               Backend backend=None, Gate after=None) -> Task:
         """Begin a transfer and return at once; small ones are done on return.
 
         Args:
@@ -71,6 +73,7 @@ cdef class Executor:
                 taken as they are: a wrong one ends the process.
             keep: any object (a tuple, say), kept alive until the outcome: the memory's owner.
             backend: what moves this transfer; None: the executor's.
+            after: what it comes after: until then nothing of it moves; None: nothing.
 
         Returns:
             The task. What the backend refuses is in its report.
@@ -80,7 +83,7 @@ cdef class Executor:
                 from.
         """
         drop_finished(2)
-        return self.start(backend, descriptors, keep, False)
+        return self.start(backend, descriptors, keep, False, after)
 
     def layered(self, Descriptors descriptors not None, layer_size: int, keep: object = (),
                 Backend backend=None) -> LayeredTask:
@@ -117,7 +120,7 @@ cdef class Executor:
         up.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
-        cdef Task task = self.start(backend, descriptors, keep, True)
+        cdef Task task = self.start(backend, descriptors, keep, True, None)
         try:
             return task.wait_until(deadline, True)
         except BaseException:

@@ -6,9 +6,9 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from kvnative cimport _native
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._lower_c cimport kvn_columns
+from kvnative._lower_c cimport kvn_columns, kvn_gate
 from kvnative._native cimport *
-from kvnative._task cimport AnyTask, Report, report_of, report_with
+from kvnative._task cimport AnyTask, Gate, Report, report_of, report_with
 
 __all__ = ["LAYER_DONE", "LAYER_FAILED", "LAYER_MOVING", "LAYER_WAITING", "LayeredTask"]
 
@@ -104,8 +104,12 @@ cdef class LayeredTask(AnyTask):
         self.backend.check_process()
         return kvn_layered_is_sealed(&self.layered)
 
-    def open(self, layer: int) -> bool:
+    def open(self, layer: int, Gate after=None) -> bool:
         """Submit a layer and return at once; a small one is done on return.
+
+        Args:
+            layer: which.
+            after: what it comes after: until then nothing of it moves; None: nothing.
 
         Returns:
             Whether this call submitted it: not if it is open already, or the task has ended.
@@ -116,14 +120,16 @@ cdef class LayeredTask(AnyTask):
         """
         cdef uint64_t index
         cdef int status, opened = 0
+        cdef kvn_gate *gate
         if not 0 <= layer < self.layered.num_layers:
             raise ValueError(f"layer = {layer!r}: expected 0 to {self.num_layers - 1}")
         if self.settled() is not None:
             return False
         self.backend.check_process()
         index = layer
+        gate = self.behind(after)
         with nogil:
-            status = kvn_layered_open(&self.layered, index, &opened)
+            status = kvn_layered_open(&self.layered, index, gate, &opened)
         if status != KVN_PENDING:
             self.settle()
         return opened != 0

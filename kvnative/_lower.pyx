@@ -344,4 +344,5 @@ cdef class Descriptors:
         columns.count = self.num_descriptors
         columns.first = 0
         columns.caller = KVN_CALLER_RETURNS
+        columns.after = NULL
         return columns

@@ -2,6 +2,10 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stddef cimport size_t
 
+cdef extern from "core/gate.h" nogil:
+    ctypedef struct kvn_gate:
+        pass
+
 cdef extern from "kvnative/descriptor.h" nogil:
     enum:
         KVN_CALLER_RETURNS
@@ -13,6 +17,7 @@ cdef extern from "kvnative/descriptor.h" nogil:
         size_t count
         uint64_t first
         uint32_t caller
+        kvn_gate *after
 
 cdef extern from "core/lower.h" nogil:
     enum:

@@ -1,7 +1,7 @@
 # Declarations of include/kvnative/*.h and of the sources behind _executor, as C has them.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from kvnative._lower_c cimport kvn_columns
+from kvnative._lower_c cimport kvn_columns, kvn_gate
 
 cdef extern from "kvnative/status.h" nogil:
     enum:
@@ -101,6 +101,7 @@ cdef extern from "core/executor.h" nogil:
     int kvn_task_poll(kvn_task *task)
     int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
     int kvn_task_abort(kvn_task *task, int why)
+    bint kvn_task_is_held(kvn_task *task)
     int kvn_task_report(kvn_task *task, kvn_report *report)
     void kvn_task_release(kvn_task *task)
 
@@ -114,7 +115,7 @@ cdef extern from "core/layered.h" nogil:
         uint64_t num_layers
     int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
                          uint64_t layer_size)
-    int kvn_layered_open(kvn_layered *layered, uint64_t layer, int *opened)
+    int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int *opened)
     int kvn_layered_poll(kvn_layered *layered)
     int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns)
     int kvn_layered_abort(kvn_layered *layered, int why)

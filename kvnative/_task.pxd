@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._lower_c cimport kvn_columns
+from kvnative._lower_c cimport kvn_columns, kvn_gate
 from kvnative._native cimport kvn_report, kvn_task
 
 # The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
@@ -26,6 +26,11 @@ cdef Report report_of(const kvn_report *native, uint64_t count)
 cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)
 
 
+# What a transfer comes after, such as work on a device. Each kind is a subclass, which sets `gate`.
+cdef class Gate:
+    cdef kvn_gate *gate        # valid as long as this object
+
+
 cdef class AnyTask:
     # The backend and the memory that the task works with: they stand before it, and stay until the
     # outcome (`descriptors`, `keep`) or as long as this object (`backend`).
@@ -35,6 +40,7 @@ cdef class AnyTask:
     cdef dict siblings            # the executor's tasks in flight, this one among them
     cdef uint64_t count
     cdef Report outcome           # None while in flight
+    cdef list gates               # Gates that it came or comes after; None: none
 
     # The kind's own; without the GIL.
     cdef int poll_native(self) noexcept nogil
@@ -48,6 +54,7 @@ cdef class AnyTask:
     cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
                           dict siblings) except *
     cdef int enlist(self) except -1
+    cdef kvn_gate *behind(self, Gate gate) except? NULL
     cdef Report wait_until(self, int64_t deadline, bint stop)
     cdef Report settled(self)
     cdef Report settle(self)
@@ -59,7 +66,7 @@ cdef class Task(AnyTask):
 
     @staticmethod
     cdef Task prepare(Backend backend, Descriptors descriptors, object keep, bint waits,
-                      dict siblings)
+                      dict siblings, Gate after)
     cdef int begin(self) except -1
 
 

@@ -2,7 +2,7 @@ from typing import Never, final
 
 from typing_extensions import disjoint_base
 
-__all__ = ["Report", "Task"]
+__all__ = ["Gate", "Report", "Task"]
 
 @final
 class Report:
@@ -23,6 +23,10 @@ class Report:
     def message(self) -> str: ...
 
 @disjoint_base
+class Gate:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+
+@disjoint_base
 class AnyTask:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
@@ -33,4 +37,6 @@ class AnyTask:
     def cancel(self) -> Report: ...
 
 @final
-class Task(AnyTask): ...
+class Task(AnyTask):
+    @property
+    def held(self) -> bool: ...

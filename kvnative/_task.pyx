@@ -7,12 +7,12 @@ from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns
+from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns, kvn_gate
 from kvnative._native cimport *
 
 import atexit
 
-__all__ = ["Report", "Task"]
+__all__ = ["Gate", "Report", "Task"]
 
 # How long Ctrl-C may go unnoticed in a wait.
 cdef int64_t SIGNALS_NS = 100_000_000
@@ -96,6 +96,15 @@ cdef dict in_flight = {}
 
 @cython.auto_pickle(False)
 @cython.no_gc_clear
+cdef class Gate:
+    """What a transfer comes after: no byte of it moves before."""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError(f"a {type(self).__name__} is taken of a device: Device.take_event()")
+
+
+@cython.auto_pickle(False)
+@cython.no_gc_clear
 @cython.nonecheck(True)
 cdef class AnyTask:
     """What every task is: held until its outcome, which comes once, to whoever asks."""
@@ -128,6 +137,18 @@ cdef class AnyTask:
         self.siblings = siblings
         self.count = columns.count
         return columns
+
+    cdef kvn_gate *behind(self, Gate gate) except? NULL:
+        """Hold what the task, or a part of it, comes after: as long as the task itself."""
+        if gate is None:
+            return NULL
+        if gate.gate is NULL:
+            raise TypeError("a Gate is taken of a device: Device.take_event()")
+        with cython.critical_section(self):
+            if self.gates is None:
+                self.gates = []
+            self.gates.append(gate)
+        return gate.gate
 
     cdef int enlist(self) except -1:
         """Keep the task until its outcome. Before anything moves, so that `close` finds it."""
@@ -267,15 +288,25 @@ cdef class Task(AnyTask):
 
     @staticmethod
     cdef Task prepare(Backend backend, Descriptors descriptors, object keep, bint waits,
-                      dict siblings):
+                      dict siblings, Gate after):
         """A task that moves nothing before `begin`; `waits`: who begins it waits for it at once."""
         cdef Task self = Task.__new__(Task)
+        cdef kvn_gate *gate = self.behind(after)
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
+        columns.after = gate
         if waits:
             columns.caller = KVN_CALLER_WAITS
         kvn_task_init(&self.task, backend.handle, &columns)
         self.enlist()
         return self
+
+    @property
+    def held(self) -> bool:
+        """Whether what it comes after has not come, so that nothing of it was submitted."""
+        if self.settled() is not None:
+            return False
+        self.backend.check_process()
+        return kvn_task_is_held(&self.task)
 
     cdef int begin(self) except -1:
         """Submit it; a small one is done on return."""

@@ -112,6 +112,7 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtDestroyEvent, (aclrtEvent event))                                            \
     X(aclError, aclrtRecordEvent, (aclrtEvent event, aclrtStream stream))                         \
     X(aclError, aclrtStreamWaitEvent, (aclrtStream stream, aclrtEvent event))                     \
+    X(aclError, aclrtQueryEventStatus, (aclrtEvent event, int32_t *is_recorded))                  \
     X(aclError, aclrtMallocAlign32, (void **address, size_t nbytes, int policy))                  \
     X(aclError, aclrtFree, (void *address))                                                       \
     X(aclError, aclrtMallocHost, (void **address, size_t nbytes))                                 \

@@ -14,6 +14,8 @@
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H
 
+#include <stdbool.h>
+
 #include "kvnative/descriptor.h"
 #include "kvnative/status.h"
 
@@ -59,6 +61,9 @@ typedef struct kvn_request kvn_request; /* one submitted batch; each backend has
 
 typedef struct kvn_backend_vtable {
     const char *name;
+    /* Whether it takes batches with an `after`, and moves no byte of one before. Others are given such a
+     * batch when that has come. */
+    bool orders;
     /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
      * NULL and `report` says why. Small batches may be complete on return. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);

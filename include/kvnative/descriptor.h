@@ -26,6 +26,7 @@ typedef struct kvn_columns {
     size_t count;
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
     uint32_t caller; /* kvn_caller */
+    struct kvn_gate *after; /* what the batch has to come after; NULL: nothing. Only for a backend that `orders` */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

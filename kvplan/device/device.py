@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
+from kvplan.execution.compute_events import handle_of
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from kvnative._acl import AclLibrary
     from kvnative._backend import Backend
+    from kvnative._executor import Gate
+    from kvplan.execution.compute_events import ComputeEvent
     from kvnative._cuda import CudaLibrary
     from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
@@ -65,7 +69,8 @@ class Device:
     Attributes:
         id: its logical number.
         native: the device itself, which other users in this process share.
-        tensor_kind: what torch calls such devices.
+        tensor_kind: what torch calls such devices, and their events and streams: "npu" of
+            `npu_event`.
     """
 
     tensor_kind: ClassVar[str] = ""
@@ -221,6 +226,25 @@ class Device:
             shared.logged_fallback = True
             _LOG.warning("device=%d does not copy in the fastest way: %s", self.id, reason)
         return known
+
+    def gate(self, name: str, event: ComputeEvent) -> Gate:
+        """Take the point in the work of this device that a transfer is to come after.
+
+        Args:
+            name: of the argument, for messages.
+            event: as a program has it. On return it can be recorded again, or destroyed.
+
+        Raises:
+            TypeError: no event, nor a stream.
+            LLMException: LLM_PARAM_INVALID: of another accelerator, or never recorded; what its
+                library says, of one of another device or that was destroyed.
+        """
+        is_stream, handle = handle_of(name, event, self.tensor_kind)
+        try:
+            return self.native.take_stream(handle) if is_stream else self.native.take_event(handle)
+        except NativeError as error:
+            what = f"{name}={shown(event)} cannot be waited for on device {self.id}"
+            raise device_error(error, what) from error
 
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""

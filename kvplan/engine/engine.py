@@ -27,6 +27,7 @@ from kvplan.engine.routes import Routes
 from kvplan.engine.runner import InFlight
 from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
+from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.verification import verify_every
 from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
@@ -35,12 +36,13 @@ from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
+    from kvnative._executor import Gate
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.options import Options
     from kvplan.engine.runner import Operation
     from kvplan.engine.telemetry import Metrics
     from kvplan.engine.tracing import Tracer
-    from kvplan.execution import Transfers
+    from kvplan.execution import ComputeEvent, Transfers
     from kvplan.planning import Plan
     from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole
@@ -192,6 +194,16 @@ class Engine:
         else:
             self.links.stop_listening()
         self._listen_at = address
+
+    def gate(self, name: str, event: ComputeEvent) -> Gate:
+        """See `Device.gate`.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: there is no accelerator.
+        """
+        if self.device is None:
+            raise no_accelerator(name, event)
+        return self.device.gate(name, event)
 
     def warn_reinterpret(self, operation: Operation, plan: Plan) -> None:
         """Log that bytes are copied between caches that differ; once for each pair."""

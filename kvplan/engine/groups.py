@@ -23,7 +23,7 @@ from kvplan.types import BlocksCacheKey, Cache, CacheIndex, KvCacheExtParam
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 if TYPE_CHECKING:
-    from kvplan.execution import TensorMemory, TransferTask
+    from kvplan.execution import ComputeEvent, TensorMemory, TransferTask
     from kvplan.links import PeerLink
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning import Coalesce, Plan, Side
@@ -139,8 +139,13 @@ class GroupOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `pull_groups` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `pull_groups`.
@@ -154,6 +159,7 @@ class GroupOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             tag=tag,
+            after=after,
         ) as operation:
             prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
             return self._submit(operation, prepared)
@@ -223,8 +229,13 @@ class GroupOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `push_groups` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `push_groups`.
@@ -238,6 +249,7 @@ class GroupOperations(OperationRunner):
             notify=notify,
             notify_failure=notify_failure,
             tag=tag,
+            after=after,
         ) as operation:
             prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
             return self._submit(operation, prepared)

@@ -17,7 +17,7 @@ from kvplan.planning.planner import (
 from kvplan.planning.segments import DEFAULT_COALESCE
 
 if TYPE_CHECKING:
-    from kvplan.execution import TransferTask
+    from kvplan.execution import ComputeEvent, TransferTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.types import Cache
 
@@ -120,8 +120,13 @@ class LocalOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `copy_cache` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `copy_cache`.
@@ -129,7 +134,7 @@ class LocalOperations(OperationRunner):
                 the tasks that have ended from `completions()`. What fails later the task
                 raises.
         """
-        with Operation(self._running(), "copy_cache", tag=tag) as operation:
+        with Operation(self._running(), "copy_cache", tag=tag, after=after) as operation:
             prepared = _copy_cache(
                 operation,
                 src,
@@ -201,8 +206,13 @@ class LocalOperations(OperationRunner):
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `copy_blocks` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `copy_blocks`.
@@ -210,7 +220,7 @@ class LocalOperations(OperationRunner):
                 the tasks that have ended from `completions()`. What fails later the task
                 raises.
         """
-        with Operation(self._running(), "copy_blocks", tag=tag) as operation:
+        with Operation(self._running(), "copy_blocks", tag=tag, after=after) as operation:
             prepared = _copy_blocks(operation, cache, blocks, coalesce)
             return self._submit(operation, prepared)
 
@@ -275,8 +285,13 @@ class LocalOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `swap_blocks` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `swap_blocks`.
@@ -284,7 +299,7 @@ class LocalOperations(OperationRunner):
                 the tasks that have ended from `completions()`. What fails later the task
                 raises.
         """
-        with Operation(self._running(), "swap_blocks", tag=tag) as operation:
+        with Operation(self._running(), "swap_blocks", tag=tag, after=after) as operation:
             prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)
             return self._submit(operation, prepared)
 

@@ -22,7 +22,7 @@ from kvplan.types import BlocksCacheKey, CacheIndex
 from kvplan.validation import mismatch, shown
 
 if TYPE_CHECKING:
-    from kvplan.execution import LayerTask, TransferTask
+    from kvplan.execution import ComputeEvent, LayerTask, TransferTask
     from kvplan.planning import Plan
     from kvplan.planning.blocks import Blocks
     from kvplan.types import Cache, KvCacheExtParam
@@ -44,11 +44,23 @@ class Messages(TypedDict, total=False):
     tag: str
 
 
-class SubmitBlocks(Tokens, Messages, total=False):
+class SubmitLayers(Tokens, Messages, total=False):
+    """What the submission of block tables layer by layer takes besides them."""
+
+
+class SubmitBlocks(SubmitLayers, total=False):
     """What the submission of block tables takes besides them."""
 
+    after: ComputeEvent | None
 
-class RunBlocks(SubmitBlocks, total=False):
+
+class SubmitSlots(Messages, total=False):
+    """What the submission of slots takes besides them."""
+
+    after: ComputeEvent | None
+
+
+class RunBlocks(SubmitLayers, total=False):
     """What a call with block tables takes besides them."""
 
     timeout_ms: float | None
@@ -156,7 +168,7 @@ class PreparedPullCache:
                 reinterpret=self.reinterpret, **how,
             )  # fmt: skip
 
-    def submit(self, src_slot: int, dst_slot: int, **how: Unpack[Messages]) -> TransferTask:
+    def submit(self, src_slot: int, dst_slot: int, **how: Unpack[SubmitSlots]) -> TransferTask:
         """See `submit_pull_cache`.
 
         Raises:
@@ -271,7 +283,7 @@ class PreparedPushCache:
                 reinterpret=self.reinterpret, **how,
             )  # fmt: skip
 
-    def submit(self, src_slot: int, dst_slot: int, **how: Unpack[Messages]) -> TransferTask:
+    def submit(self, src_slot: int, dst_slot: int, **how: Unpack[SubmitSlots]) -> TransferTask:
         """See `submit_push_cache`.
 
         Raises:
@@ -312,7 +324,7 @@ class PreparedPushLayers:
     reinterpret: bool
 
     def submit(
-        self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[SubmitBlocks]
+        self, src_blocks: Blocks, dst_blocks: Blocks, **how: Unpack[SubmitLayers]
     ) -> LayerTask:
         """See `push_layers`.
 
@@ -355,13 +367,18 @@ class PreparedCopyBlocks:
         """
         self.engine.copy_blocks(self.cache, blocks, **how)
 
-    def submit(self, blocks: Mapping[int, Sequence[int]], tag: str = "") -> TransferTask:
+    def submit(
+        self,
+        blocks: Mapping[int, Sequence[int]],
+        tag: str = "",
+        after: ComputeEvent | None = None,
+    ) -> TransferTask:
         """See `submit_copy_blocks`.
 
         Raises:
             TypeError, ValueError, LLMException: as `submit_copy_blocks`.
         """
-        return self.engine.submit_copy_blocks(self.cache, blocks, tag=tag)
+        return self.engine.submit_copy_blocks(self.cache, blocks, tag=tag, after=after)
 
     def plan(self, blocks: Mapping[int, Sequence[int]]) -> Plan:
         """See `plan_copy_blocks`.

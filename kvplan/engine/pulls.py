@@ -13,7 +13,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 
 if TYPE_CHECKING:
-    from kvplan.execution import TransferTask
+    from kvplan.execution import ComputeEvent, TransferTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
     from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
@@ -149,8 +149,13 @@ class PullOperations(OperationRunner):
         notify_failure: bytes | None = None,
         verify: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `pull_cache`.
@@ -165,6 +170,7 @@ class PullOperations(OperationRunner):
             notify_failure=notify_failure,
             verify=verify,
             tag=tag,
+            after=after,
         ) as operation:
             prepared = _pull_cache(
                 operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
@@ -294,8 +300,13 @@ class PullOperations(OperationRunner):
         notify_failure: bytes | None = None,
         verify: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `pull_blocks`.
@@ -310,6 +321,7 @@ class PullOperations(OperationRunner):
             notify_failure=notify_failure,
             verify=verify,
             tag=tag,
+            after=after,
         ) as operation:
             prepared = _pull_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,

@@ -15,7 +15,7 @@ from kvplan.types import BlocksCacheKey, CacheIndex
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from kvplan.execution import TransferTask
+    from kvplan.execution import ComputeEvent, TransferTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
     from kvplan.types import Cache, KvCacheExtParam
@@ -140,8 +140,13 @@ class PushOperations(OperationRunner):
         notify_failure: bytes | None = None,
         verify: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `push_cache` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `push_cache`.
@@ -156,6 +161,7 @@ class PushOperations(OperationRunner):
             notify_failure=notify_failure,
             verify=verify,
             tag=tag,
+            after=after,
         ) as operation:
             prepared = _push_cache(
                 operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
@@ -283,8 +289,13 @@ class PushOperations(OperationRunner):
         notify_failure: bytes | None = None,
         verify: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> TransferTask:
         """Begin `push_blocks` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError, ValueError: as `push_blocks`.
@@ -299,6 +310,7 @@ class PushOperations(OperationRunner):
             notify_failure=notify_failure,
             verify=verify,
             tag=tag,
+            after=after,
         ) as operation:
             prepared = _push_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,

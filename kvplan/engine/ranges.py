@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from kvplan.engine.entry import CacheEntry
-    from kvplan.execution import TensorMemory, TransferTask
+    from kvplan.execution import ComputeEvent, TensorMemory, TransferTask
     from kvplan.links import PeerLink
     from kvplan.links.address_index import AddressIndex, Cut, Extent
     from kvplan.links.peer_table import PeerCache
@@ -133,8 +133,14 @@ class RangeOperations(OperationRunner):
         """
         return RangeOperation(self._running(), "push_ranges").prepare(ranges, pulls=False)[0]
 
-    def submit_pull_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
+    def submit_pull_ranges(
+        self, ranges: AddressRanges, *, tag: str = "", after: ComputeEvent | None = None
+    ) -> TransferTask:
         """Begin `pull_ranges` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError: as `pull_ranges`.
@@ -142,10 +148,16 @@ class RangeOperations(OperationRunner):
                 the tasks that have ended from `completions()`. What fails later the task
                 raises.
         """
-        return self._submit_ranges("pull_ranges", ranges, tag, pulls=True)
+        return self._submit_ranges("pull_ranges", ranges, tag, after, pulls=True)
 
-    def submit_push_ranges(self, ranges: AddressRanges, *, tag: str = "") -> TransferTask:
+    def submit_push_ranges(
+        self, ranges: AddressRanges, *, tag: str = "", after: ComputeEvent | None = None
+    ) -> TransferTask:
         """Begin `push_ranges` and return its task.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
+                before that work is done. None: nothing to come after.
 
         Raises:
             TypeError: as `push_ranges`.
@@ -153,12 +165,18 @@ class RangeOperations(OperationRunner):
                 the tasks that have ended from `completions()`. What fails later the task
                 raises.
         """
-        return self._submit_ranges("push_ranges", ranges, tag, pulls=False)
+        return self._submit_ranges("push_ranges", ranges, tag, after, pulls=False)
 
     def _submit_ranges(
-        self, name: str, ranges: AddressRanges, tag: str, *, pulls: bool
+        self,
+        name: str,
+        ranges: AddressRanges,
+        tag: str,
+        after: ComputeEvent | None,
+        *,
+        pulls: bool,
     ) -> TransferTask:
-        with RangeOperation(self._running(), name, tag=tag) as operation:
+        with RangeOperation(self._running(), name, tag=tag, after=after) as operation:
             try:
                 return self._submit(operation, operation.prepare(ranges, pulls=pulls))
             except LLMException as error:

@@ -29,12 +29,13 @@ from kvplan.validation import check_type, mismatch, shown
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+    from kvnative._executor import Gate
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.routes import Verb
-    from kvplan.execution import LayerTask, TensorMemory, TransferTask
+    from kvplan.execution import ComputeEvent, LayerTask, TensorMemory, TransferTask
     from kvplan.links import PeerClaim, PeerLink
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
@@ -90,9 +91,11 @@ class Operation:
         notify_failure: what it is sent if the operation fails before; None: nothing.
         verify: read all that has moved again, and compare; False: as the engine's options say.
         tag: what logs and recordings call it.
+        after: what it comes after: work of the model on the accelerator; None: nothing.
 
     Attributes:
         name, tag: as given.
+        after: the point of that work, taken; None: nothing.
         cache_id: of the cache of this process that takes part, the source where both do; -1: none
             was found so far.
         plan: what is executed; set when it is known.
@@ -120,6 +123,7 @@ class Operation:
         "_notify_failure",
         "_recorded",
         "_speculative",
+        "after",
         "cache_id",
         "done",
         "engine",
@@ -149,10 +153,12 @@ class Operation:
         notify_failure: bytes | None = None,
         verify: bool = False,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> None:
         if tag != "":
             check_tag(tag)
         self.tag = tag
+        self.after: Gate | None = None if after is None else engine.gate("after", after)
         self._notify = None if notify is None else check_notification("notify", notify)
         self._notify_failure = notify_failure
         if notify_failure is not None:
@@ -661,7 +667,7 @@ class OperationRunner:
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.submit(plan, src, dst, on_outcome, descriptors)
+        task = engine.transfers.submit(plan, src, dst, on_outcome, descriptors, operation.after)
         try:
             operation.submitted = True
             if operation.follows_up or report is not None:
@@ -687,7 +693,8 @@ class OperationRunner:
         if prompt := operation.follows_up or report is not None:
             on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors)
+        gate_of = None if engine.device is None else engine.device.gate
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)
         operation.submitted = True
         (engine.prompt if prompt else engine.completion).watch(task)
         return task

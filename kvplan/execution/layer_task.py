@@ -16,6 +16,7 @@ from kvnative._executor import (
     LAYER_WAITING,
     NativeError,
 )
+from kvplan.execution.compute_events import GateOf, no_accelerator
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.contents import model_note
 from kvplan.inspection.units import span
@@ -23,7 +24,8 @@ from kvplan.status import LLMException, invalid
 from kvplan.validation import as_int
 
 if TYPE_CHECKING:
-    from kvnative._executor import LayeredTask
+    from kvnative._executor import Gate, LayeredTask
+    from kvplan.execution.compute_events import ComputeEvent
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
@@ -52,6 +54,8 @@ class LayerTask(TransferTask):
     never ready are not confirmed.
 
     Args:
+        gate_of: makes what a layer comes after of the name and the value of an argument; None: no
+            accelerator has events.
         on_outcome: as for `TransferTask`.
         on_last: called once with this task, by the thread that made the last layer ready, or that
             found the task ended before that; not if the handle was dropped.
@@ -64,12 +68,14 @@ class LayerTask(TransferTask):
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
         on_last: Callable[[LayerTask], None] | None = None,
+        gate_of: GateOf | None = None,
     ) -> None:
         super().__init__(plan, task, memories, on_outcome)
         self.plan: Plan = plan
         self._layers = plan.src_layers
         _ = plan.nbytes  # summed here, where nobody waits for the last layer
         self._on_last = [] if on_last is None else [on_last]  # popped by whoever calls it
+        self._gate_of = gate_of
         self._layered = task  # last: without it there is nothing to cancel
 
     @property
@@ -77,16 +83,24 @@ class LayerTask(TransferTask):
         """The source layers of the plan: those that have to be ready."""
         return self._layers
 
-    def ready(self, layer: int) -> None:
+    def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
         """Say that source layer `layer` holds its final values: it is submitted, now.
 
         Small layers have moved on return. Idempotent; in any order, from any thread. After the
         task has ended nothing happens: `wait` says why. It also ends here, and nothing more moves,
         if one of the memories is no longer what was registered.
 
+        Args:
+            layer: of the source.
+            event: an event or a stream of the model's compute, see `ComputeEvent`: the layer holds
+                its final values when that work is done, and no byte of it moves before. On return
+                the event can be recorded again, or destroyed. None: it holds them now.
+
         Raises:
-            TypeError: no integer (those of NumPy are).
-            LLMException: LLM_PARAM_INVALID, not a source layer of the plan.
+            TypeError: no integer (those of NumPy are); no event.
+            LLMException: LLM_PARAM_INVALID: not a source layer of the plan, or an event that was
+                never recorded; LLM_FEATURE_NOT_ENABLED: an event, and the engine has no
+                accelerator; what the accelerator says of the event. The layer is not ready then.
         """
         layers = self._layers
         if type(layer) is not int:
@@ -97,10 +111,16 @@ class LayerTask(TransferTask):
                 f"[{layers.start}, {layers.stop}){model_note(self.plan)}"
             )
         index = layer - layers.start
+        gate = None if event is None else self._gate(event)
         self._check(index)
-        self._layered.open(index)
+        self._layered.open(index, gate)
         if self._on_last and self._layered.sealed:
             self._notify_last()
+
+    def _gate(self, event: ComputeEvent) -> Gate:
+        if self._gate_of is None:
+            raise no_accelerator("event", event)
+        return self._gate_of("event", event)
 
     def _check(self, index: int) -> None:
         """End the transfer if a memory has gone since its beginning: it may be another's by now."""

@@ -42,7 +42,9 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
+    from kvnative._executor import Gate
     from kvnative._process import Peer
+    from kvplan.execution.compute_events import GateOf
 
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -129,6 +131,7 @@ class Transfers:
         dst: Memory,
         on_outcome: Callable[[LLMException | None], None] | None = None,
         descriptors: Descriptors | None = None,
+        after: Gate | None = None,
     ) -> TransferTask:
         """Start `plan` from `src` to `dst` and return at once (small transfers: done).
 
@@ -137,6 +140,7 @@ class Transfers:
             on_outcome: as for `TransferTask`; not called if this raises.
             descriptors: of the plan between these memories, as `rows.bind` has made them; None:
                 the plan is lowered.
+            after: what it comes after, such as `Device.gate` makes it; None: nothing.
 
         Raises:
             TypeError: an argument of another type.
@@ -146,7 +150,7 @@ class Transfers:
         """
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
-            task = self._executor.submit(descriptors, (plan, *memories), backend)
+            task = self._executor.submit(descriptors, (plan, *memories), backend, after)
         except NativeError as error:
             raise self._unusable(error) from error
         try:
@@ -163,6 +167,7 @@ class Transfers:
         on_outcome: Callable[[LLMException | None], None] | None = None,
         on_last: Callable[[LayerTask], None] | None = None,
         descriptors: Descriptors | None = None,
+        gate_of: GateOf | None = None,
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
@@ -171,6 +176,7 @@ class Transfers:
 
         Args:
             on_last: as for `LayerTask`; not called if this raises.
+            gate_of: as for `LayerTask`.
 
         Raises:
             TypeError, LLMException: as `submit`; TypeError: also of a `GroupPlan`.
@@ -183,7 +189,7 @@ class Transfers:
         except NativeError as error:
             raise self._unusable(error) from error
         try:
-            return LayerTask(plan, task, memories, on_outcome, on_last)
+            return LayerTask(plan, task, memories, on_outcome, on_last, gate_of)
         except BaseException:
             task.cancel()  # nobody could: without a handle it would stay until the end
             raise

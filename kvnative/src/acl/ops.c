@@ -207,6 +207,38 @@ static int wait_stream(const kvn_device *device, kvn_stream stream, int ms, kvn_
     return ended(device, "aclrtSynchronizeStreamWithTimeout", code, failure);
 }
 
+/* ---- events ---- */
+
+static int create_event(const kvn_device *device, void **out, kvn_failure *failure)
+{
+    if (kvn_acl_of(device)->aclrtCreateEventExWithFlag)
+        return CALL(device, failure, aclrtCreateEventExWithFlag, out, KVN_ACL_EVENT_SYNC);
+    return CALL(device, failure, aclrtCreateEvent, out);
+}
+
+static int destroy_event(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtDestroyEvent, event);
+}
+
+static int record_event(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtRecordEvent, event, stream);
+}
+
+static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtStreamWaitEvent, stream, event);
+}
+
+static int query_event(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    int32_t is_recorded = 0;
+    const int status = CALL(device, failure, aclrtQueryEventStatus, event, &is_recorded);
+
+    return status == KVN_OK && !is_recorded ? KVN_PENDING : status;
+}
+
 /* ---- copies on a stream ---- */
 
 static int copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
@@ -252,6 +284,7 @@ const kvn_device_ops kvn_acl_ops = {
     .runtime = "the Ascend runtime",
     .aborted_code = KVN_ACL_STREAM_ABORTED,
     .max_batch = KVN_ACL_MAX_BATCH,
+    .can_abort = true,
     /* To wake a channel takes as long as issuing a dozen copies. Not measured on hardware. */
     .host_costs = {.shard = 4u << 20, .descriptor = 64u << 10},
     .within_costs = {.shard = 32u << 20, .descriptor = 2u << 20},
@@ -274,6 +307,11 @@ const kvn_device_ops kvn_acl_ops = {
     .abort_stream = abort_stream,
     .drop_stream = drop_stream,
     .wait_stream = wait_stream,
+    .create_event = create_event,
+    .destroy_event = destroy_event,
+    .record_event = record_event,
+    .wait_event = wait_event,
+    .query_event = query_event,
     .copy_async = copy_async,
     .batch_copies = batch_copies,
     .copy_batch = copy_batch,

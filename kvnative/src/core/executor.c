@@ -1,5 +1,6 @@
 #include "core/executor.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "core/clock.h"
@@ -14,6 +15,7 @@ static const kvn_backend_vtable *calls(const kvn_task *task) { return task->back
 static void settle(kvn_task *task, int status)
 {
     kvn_report *outcome = &task->outcome;
+    size_t end;
 
     kvn_report_begin(outcome);
     outcome->status = status;
@@ -22,6 +24,10 @@ static void settle(kvn_task *task, int status)
         kvn_columns_total(&task->columns, &total);
         kvn_report_add_span(outcome, 0, task->columns.count);
         kvn_report_abandoned(outcome, status, task->columns.count, total);
+        end = strlen(outcome->message);
+        if (task->waiter.gate)
+            snprintf(outcome->message + end, sizeof outcome->message - end,
+                     "; the event that it comes after has not come");
     }
     task->settled = true;
 }
@@ -72,11 +78,52 @@ static int leave(kvn_task *task)
     return status;
 }
 
+/* By a thread of the gate's. */
+static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
+{
+    kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
+
+    pthread_mutex_lock(&task->mutex);
+    if (!task->settled && status == KVN_OK) {
+        task->columns.after = NULL;
+        begin(task);
+    } else if (!task->settled) {
+        kvn_report_refuse(&task->outcome, task->columns.count, status, why->code,
+                          "the event that it comes after: %.200s", why->message);
+        task->settled = true;
+    }
+    pthread_cond_broadcast(&task->changed);
+    pthread_mutex_unlock(&task->mutex);
+}
+
+/* With the mutex held, which the gate's thread needs to open it. */
+static void wait_at_gate(kvn_task *task)
+{
+    kvn_gate *gate = task->columns.after;
+    kvn_failure failure;
+
+    task->waiter = (kvn_gate_waiter){.gate = gate, .open = open_gate};
+    if (gate->enter(gate, &task->waiter, &failure) == KVN_OK)
+        return;
+    task->waiter.gate = NULL;
+    kvn_report_refuse(&task->outcome, task->columns.count, failure.status, failure.code, "%s",
+                      failure.message);
+    task->settled = true;
+}
+
+static void leave_gate(kvn_task *task)
+{
+    if (task->waiter.gate)
+        task->waiter.gate->leave(task->waiter.gate, &task->waiter);
+}
+
 /* The mutex is held until the batch is submitted: whoever aborts the task comes before or after. */
 int kvn_task_begin(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled)
+    if (!task->settled && task->columns.after && !calls(task)->orders)
+        wait_at_gate(task);
+    else if (!task->settled)
         begin(task);
     pthread_cond_broadcast(&task->changed);
     return leave(task);
@@ -136,7 +183,9 @@ int kvn_task_abort(kvn_task *task, int why)
     if (!task->begun) {
         settle(task, why);
         pthread_cond_broadcast(&task->changed);
-        return leave(task);
+        leave(task);
+        leave_gate(task);
+        return why;
     }
     task->aborting++;
     pthread_mutex_unlock(&task->mutex);
@@ -147,6 +196,16 @@ int kvn_task_abort(kvn_task *task, int why)
     while (!task->settled && is_in_use(task))
         kvn_cond_wait(&task->changed, &task->mutex, KVN_FOREVER);
     return leave(task);
+}
+
+bool kvn_task_is_held(kvn_task *task)
+{
+    bool held;
+
+    pthread_mutex_lock(&task->mutex);
+    held = task->waiter.gate && !task->begun && !task->settled;
+    pthread_mutex_unlock(&task->mutex);
+    return held;
 }
 
 int kvn_task_report(kvn_task *task, kvn_report *report)
@@ -165,6 +224,7 @@ const kvn_report *kvn_task_outcome(const kvn_task *task) { return &task->outcome
 
 void kvn_task_release(kvn_task *task)
 {
+    leave_gate(task);
     pthread_cond_destroy(&task->changed);
     pthread_mutex_destroy(&task->mutex);
 }

@@ -6,13 +6,15 @@
 #include <pthread.h>
 #include <stdbool.h>
 
+#include "core/gate.h"
 #include "kvnative/backend.h"
 
 /* Embed it where it stays in place until kvn_task_release; the fields are executor.c's. */
 typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
-    bool begun;             /* kvn_task_begin has run: before, nothing moves */
+    bool begun;             /* it was submitted: before, nothing moves */
+    kvn_gate_waiter waiter; /* with a gate while the backend has to be given the batch by us */
     uint64_t bytes_done;    /* when last looked at */
     kvn_request *request;   /* NULL before it is submitted and after the outcome */
     pthread_mutex_t mutex;
@@ -27,7 +29,8 @@ typedef struct kvn_task {
  * columns must outlive the outcome. */
 void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns);
 /* Submits the descriptors, once; does nothing if the task was aborted. Returns the status, KVN_PENDING
- * if in flight; what is refused has its outcome at once. */
+ * if in flight; what is refused has its outcome at once. Where the columns come `after` something, and the
+ * backend does not order, they are submitted by a thread of that gate's, which outlives the outcome. */
 int kvn_task_begin(kvn_task *task);
 /* KVN_PENDING or the outcome; never blocks. */
 int kvn_task_poll(kvn_task *task);
@@ -36,6 +39,8 @@ int kvn_task_poll(kvn_task *task);
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
 /* Stops promptly; on return no byte is touched any more. `why` is KVN_TIMEOUT or KVN_CANCELLED. */
 int kvn_task_abort(kvn_task *task, int why);
+/* Whether it stands at a gate that has not opened: nothing was submitted. */
+bool kvn_task_is_held(kvn_task *task);
 /* Bytes moved so far, and the outcome if there is one. */
 int kvn_task_report(kvn_task *task, kvn_report *report);
 /* The outcome, once there is one; as long as the task stays in place. */

@@ -236,7 +236,7 @@ static kvn_opened *begin(kvn_layered *layered, uint64_t layer)
     return it;
 }
 
-int kvn_layered_open(kvn_layered *layered, uint64_t layer, int *opened)
+int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int *opened)
 {
     kvn_opened *it = NULL;
     int status;
@@ -248,6 +248,7 @@ int kvn_layered_open(kvn_layered *layered, uint64_t layer, int *opened)
     *opened = it != NULL;
     if (it) {
         kvn_columns slice = slice_of(layered, layer);
+        slice.after = after;
         pthread_mutex_unlock(&layered->mutex);
         kvn_task_init(&it->task, layered->backend, &slice);
         status = kvn_task_begin(&it->task);

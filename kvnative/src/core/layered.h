@@ -48,9 +48,10 @@ typedef struct kvn_layered {
  * the columns must outlive the outcome. */
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
                      uint64_t layer_size);
-/* Submits layer `layer` < num_layers. *opened: 1 if this call did, 0 if it is open already or
- * the array is sealed. Returns KVN_PENDING or the outcome. */
-int kvn_layered_open(kvn_layered *layered, uint64_t layer, int *opened);
+/* Submits layer `layer` < num_layers, to move when `after` has come (NULL: now); that outlives the layered.
+ * *opened: 1 if this call did, 0 if it is open already or the array is sealed. Returns KVN_PENDING or the
+ * outcome. */
+int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int *opened);
 /* As for a task. A wait also sleeps while nothing is in flight and layers may still be opened. */
 int kvn_layered_poll(kvn_layered *layered);
 int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns);

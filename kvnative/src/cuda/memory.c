@@ -55,7 +55,7 @@ static bool note(kvn_cuda_device *state, kvn_cuda_allocated it)
     pthread_mutex_lock(&state->mutex);
     allocated = realloc(state->allocated, (state->num_allocated + 1) * sizeof *allocated);
     if (allocated) {
-        state->allocated = allocated;
+        state->allocated = allocated; /* before it is looked through: the old one is gone */
         at = find(state, it.address);
         memmove(allocated + at + 1, allocated + at, (state->num_allocated - at) * sizeof *allocated);
         allocated[at] = it;

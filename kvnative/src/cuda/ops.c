@@ -252,6 +252,36 @@ static int drop_stream(const kvn_device *device, kvn_stream stream, kvn_failure 
     return CALL(device, failure, cuStreamDestroy_v2, stream);
 }
 
+/* ---- events: without times, which cost the device more ---- */
+
+static int create_event(const kvn_device *device, void **out, kvn_failure *failure)
+{
+    return CALL(device, failure, cuEventCreate, out, KVN_CUDA_EVENT_DISABLE_TIMING);
+}
+
+static int destroy_event(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    return CALL(device, failure, cuEventDestroy_v2, event);
+}
+
+static int record_event(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure)
+{
+    return CALL(device, failure, cuEventRecord, event, stream);
+}
+
+/* An event of another context, or device, is fine. */
+static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
+{
+    return CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
+}
+
+static int query_event(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    const CUresult code = kvn_cuda_of(device)->cuEventQuery(event);
+
+    return code == KVN_CUDA_NOT_READY ? KVN_PENDING : kvn_cuda_ended(device, "cuEventQuery", code, failure);
+}
+
 /* ---- copies that wait ---- */
 
 /* On streams of their own: what CUDA's blocking calls use is the default stream, in which they would wait for
@@ -358,6 +388,11 @@ const kvn_device_ops kvn_cuda_ops = {
     .abort_stream = abort_stream,
     .drop_stream = drop_stream,
     .wait_stream = wait_stream,
+    .create_event = create_event,
+    .destroy_event = destroy_event,
+    .record_event = record_event,
+    .wait_event = wait_event,
+    .query_event = query_event,
     .copy_async = kvn_cuda_copy_async,
     .batch_copies = kvn_cuda_batch_copies,
     .copy_batch = kvn_cuda_copy_batch,

@@ -102,6 +102,13 @@ static bool is_pageable(transfer *t, uint64_t index)
     return host->region_pageable[slot];
 }
 
+/* Before a copy that may be over when its call returns: the stream alone would not keep it behind what the shard
+ * comes after. */
+static int await(const transfer *t)
+{
+    return kvn_stream_backend_await(t->channel, t->shard, t->stop, t->fault);
+}
+
 /* ---- batches ---- */
 
 typedef struct chunk {
@@ -179,6 +186,8 @@ static int copy_batch(transfer *t, unsigned copies)
     size_t failed = SIZE_MAX;
     int status = max_batches && t->issued >= max_batches ? drain(t, t->fault) : KVN_OK;
 
+    if (status == KVN_OK && chunk.blocking)
+        status = await(t);
     if (status != KVN_OK)
         return status;
     status = copy_chunk(t, &chunk, &failed, &failure);
@@ -208,13 +217,14 @@ static int copy_single(transfer *t)
     while (left) {
         const uint64_t nbytes = left < most ? left : most;
         kvn_failure failure;
-        int status;
+        int status = KVN_OK;
 
-        if (t->issued >= MAX_ISSUED) {
+        if (t->self->direction != KVN_DEVICE_TO_DEVICE && t->shard->after && is_pageable(t, t->at))
+            status = await(t);
+        if (status == KVN_OK && t->issued >= MAX_ISSUED)
             status = drain(t, t->fault);
-            if (status != KVN_OK)
-                return status;
-        }
+        if (status != KVN_OK)
+            return status;
         if (atomic_load(t->stop))
             return KVN_CANCELLED;
         status = ops_of(t)->copy_async(self->device, self->direction, dst, src, nbytes,
@@ -279,7 +289,11 @@ static int move(kvn_stream_backend *self, kvn_channel *channel, const kvn_column
 
 /* ---- the backend ---- */
 
-static void destroy(kvn_backend *base) { free(base); }
+static void destroy(kvn_backend *base)
+{
+    kvn_stream_backend_end((kvn_stream_backend *)base);
+    free(base);
+}
 
 kvn_backend *kvn_device_copy_create(kvn_device *device, kvn_channel **channels,
                                     unsigned num_channels, kvn_direction direction)
@@ -301,6 +315,7 @@ kvn_backend *kvn_device_copy_create(kvn_device *device, kvn_channel **channels,
     }
     self->device = device;
     self->direction = direction;
+    self->backend.vtable.orders = device->ops->can_abort;
     self->backend.shard_cost = costs.shard;
     self->backend.descriptor_cost = costs.descriptor;
     return &self->backend.base;

@@ -11,6 +11,7 @@
 #ifndef KVN_DEVICE_OPS_H
 #define KVN_DEVICE_OPS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -54,6 +55,8 @@ typedef struct kvn_device_ops {
     const char *runtime; /* as messages call it: "the Ascend runtime" */
     int aborted_code;    /* of work whose stream was aborted; 0 where there is no such code */
     uint64_t max_batch;  /* descriptors of one copy_batch */
+    bool can_abort;      /* abort_stream stops work, also what waits for an event: else events are waited for
+                          * by a thread, as nothing that stands behind one on a stream could be given up */
     unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
     kvn_copy_costs host_costs; /* of copies from and to the host */
     kvn_copy_costs within_costs;
@@ -108,6 +111,20 @@ typedef struct kvn_device_ops {
     /* Waits for the work on it, at most `ms` >= 1: KVN_PENDING when it is not done. The failure of the work
      * itself is returned here, once. */
     int (*wait_stream)(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure);
+
+    /* ---- events: points in the work of streams ---- */
+
+    /* One to be recorded again and again. */
+    int (*create_event)(const kvn_device *device, void **out, kvn_failure *failure);
+    /* Whatever it was recorded for; a wait that was ordered stays. */
+    int (*destroy_event)(const kvn_device *device, void *event, kvn_failure *failure);
+    /* Behind the work on the stream, which is one of the current context; NULL: its default stream. */
+    int (*record_event)(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure);
+    /* What comes onto our stream from here on waits for what the event, anybody's, was last recorded for. That
+     * is settled when this returns: the event may be recorded again, or destroyed. */
+    int (*wait_event)(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
+    /* KVN_OK: what it was last recorded for is done. KVN_PENDING. Never waits. */
+    int (*query_event)(const kvn_device *device, void *event, kvn_failure *failure);
 
     /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE ---- */
 

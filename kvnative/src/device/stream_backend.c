@@ -8,6 +8,7 @@
 #include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "device/events.h"
 
 #define SHARD_COST (1u << 20)
 /* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
@@ -156,6 +157,35 @@ static bool is_aborted(const kvn_channel *channel, const kvn_channel_fault *faul
            fault->why.code == kvn_channel_device(channel)->ops->aborted_code;
 }
 
+/* ---- what a batch comes after ---- */
+
+/* On the channel's thread: what it puts on the stream from here on waits for that. */
+static int order(kvn_channel *channel, const kvn_columns *columns, kvn_channel_fault *fault)
+{
+    const kvn_event *event = kvn_event_of(kvn_channel_device(channel), columns->after);
+
+    return event ? kvn_event_order(event, kvn_channel_stream(channel), &fault->why) : KVN_OK;
+}
+
+int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
+                             kvn_channel_fault *fault)
+{
+    return shard->after ? kvn_channel_synchronize(channel, stop, fault) : KVN_OK;
+}
+
+/* The channel for such batches; NULL: there is none, and why. */
+static kvn_channel *ordered_channel(kvn_stream_backend *self, kvn_failure *failure)
+{
+    kvn_channel *channel;
+
+    pthread_mutex_lock(&self->mutex);
+    if (!self->ordered)
+        kvn_channel_create(kvn_channel_device(self->channels[0]), &self->ordered, failure);
+    channel = self->ordered;
+    pthread_mutex_unlock(&self->mutex);
+    return channel;
+}
+
 /* On the channel's thread. */
 static void run(kvn_channel_job *job, kvn_channel *channel)
 {
@@ -167,6 +197,8 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
     kvn_channel_fault_begin(&fault);
     if (!is_given_up(request))
         status = kvn_channel_ready(channel, &fault);
+    if (status == KVN_OK)
+        status = order(channel, &it->columns, &fault);
     if (status == KVN_OK) {
         status = request->self->move(request->self, channel, &it->columns, &request->stop,
                                      &fault);
@@ -229,7 +261,7 @@ static void cut(kvn_request *request, const kvn_columns *batch, uint64_t cost, u
     }
 }
 
-static void submit_shards(kvn_request *request)
+static void choose_channels(kvn_request *request)
 {
     kvn_stream_backend *self = request->self;
     unsigned best = 0, least = kvn_channel_load(self->channels[0]);
@@ -241,23 +273,28 @@ static void submit_shards(kvn_request *request)
             best = i;
         }
     }
-    /* A shard that fails at once looks at all of them. */
-    request->open = request->num_shards;
     for (unsigned i = 0; i < request->num_shards; i++)
         request->shards[i].channel = self->channels[(best + i) % self->num_channels];
-    for (unsigned i = 0; i < request->num_shards; i++)
-        kvn_channel_submit(request->shards[i].channel, &request->shards[i].job);
 }
 
 /* Cuts the batch at descriptors, into shards of about equal cost, at most `wanted`, and gives them to the
- * channels, beginning with the one that has least to do. */
-static void begin(kvn_request *request, const kvn_columns *batch, uint64_t cost, unsigned wanted)
+ * channels, beginning with the one that has least to do; or whole to `only`. */
+static void begin(kvn_request *request, const kvn_columns *batch, uint64_t cost, unsigned wanted,
+                  kvn_channel *only)
 {
     cut(request, batch, cost, wanted);
-    if (request->num_shards == 0)
+    if (request->num_shards == 0) {
         finish(request);
+        return;
+    }
+    if (only)
+        request->shards[0].channel = only;
     else
-        submit_shards(request);
+        choose_channels(request);
+    /* A shard that fails at once looks at all of them. */
+    request->open = request->num_shards;
+    for (unsigned i = 0; i < request->num_shards; i++)
+        kvn_channel_submit(request->shards[i].channel, &request->shards[i].job);
 }
 
 /* ---- submit ---- */
@@ -278,6 +315,8 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                   kvn_report *report)
 {
     kvn_stream_backend *self = stream_backend(base);
+    kvn_channel *only = NULL;
+    kvn_failure failure;
     uint64_t total, cost;
     unsigned shards;
 
@@ -288,13 +327,16 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
                                  "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
                                  batch->count);
-    shards = num_shards_of(self, batch, cost);
+    if (batch->after && !(only = ordered_channel(self, &failure)))
+        return kvn_report_refuse(report, batch->count, failure.status, failure.code, "%s",
+                                 failure.message);
+    shards = only ? 1 : num_shards_of(self, batch, cost);
     kvn_request *request = create_request(self, batch, total, shards);
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request of %u shards", shards);
     *out = request;
-    begin(request, batch, cost, shards);
+    begin(request, batch, cost, shards, only);
     return KVN_OK;
 }
 
@@ -370,9 +412,16 @@ int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
         .destroy = destroy,
     };
     self->base.vtable = &self->vtable;
+    pthread_mutex_init(&self->mutex, NULL);
     self->move = move;
     self->channels = channels;
     self->num_channels = num_channels;
     self->shard_cost = SHARD_COST;
     return 0;
+}
+
+void kvn_stream_backend_end(kvn_stream_backend *self)
+{
+    kvn_channel_destroy(self->ordered);
+    pthread_mutex_destroy(&self->mutex);
 }

@@ -29,13 +29,24 @@ struct kvn_stream_backend {
     kvn_stream_move move;
     kvn_channel **channels; /* not owned, nor the array */
     unsigned num_channels;
+    pthread_mutex_t mutex; /* guards what follows */
+    kvn_channel *ordered;  /* for batches that come after something, so that no other stands behind them; NULL
+                            * before the first */
     uint64_t shard_cost;      /* no shard is cheaper than that, if there are several */
     uint64_t descriptor_cost; /* of a descriptor, in bytes, besides its own */
 };
 
-/* Fills in what is shared: shards of 1 MiB or more. 0, or an errno. `name` outlives it. */
+/* Fills in what is shared: shards of 1 MiB or more. 0, or an errno. `name` outlives it. A batch that comes
+ * after something is given to it when that has come; it can set `vtable.orders` instead if all that `move` does
+ * is on the channel's stream, or waits with kvn_stream_backend_await. */
 int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
                             void (*destroy)(kvn_backend *self), kvn_channel **channels,
                             unsigned num_channels, kvn_stream_move move);
+/* No request is left. */
+void kvn_stream_backend_end(kvn_stream_backend *self);
+/* In `move`, before what is not on the stream: waits for what the shard comes after, which the stream waits for
+ * anyway. KVN_CANCELLED when *stop was set, or why it never comes. */
+int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
+                             kvn_channel_fault *fault);
 
 #endif

@@ -373,6 +373,7 @@ static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_column
 static void destroy(kvn_backend *base)
 {
     kvn_transfer *self = (kvn_transfer *)base;
+    kvn_stream_backend_end(&self->backend);
     free(self->guard_addresses);
     free(self->lease_names);
     free(self);

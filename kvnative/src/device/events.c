@@ -1,0 +1,379 @@
+#include "device/events.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+
+#include "core/clock.h"
+
+/* How soon the device is asked again: at first, and at most where nothing happens for long. In between, a
+ * sixteenth later each time: so an event is seen late by a sixteenth of the time that it took. */
+#define SOONEST_NS 20000
+#define LATEST_NS 250000
+#define TIMER_SLACK_NS 1000 /* of the thread's sleep; the system's own is 50 us */
+
+/* An event of our own, which is recorded once for each point that is taken; used again when that was
+ * reached. */
+typedef struct kvn_event_unit {
+    struct kvn_event_unit *next;
+    void *event;
+    kvn_stream stream; /* of our own, which waits for an event of the program's; NULL: not needed */
+} kvn_event_unit;
+
+struct kvn_events {
+    kvn_device *device;
+    pthread_mutex_t mutex; /* guards what follows, and the waiters' nodes */
+    pthread_cond_t changed;
+    pthread_t thread;
+    bool started;
+    bool stopping;
+    bool closed; /* units are not kept */
+    kvn_list waiting;
+    const kvn_gate_waiter *looked_at; /* by the thread, without the mutex */
+    kvn_event_unit *units[2];         /* given back, reached or not: without a stream, and with one */
+};
+
+/* ---- units ---- */
+
+static bool is_reached(const kvn_events *events, const kvn_event_unit *unit)
+{
+    kvn_failure ignored; /* it stays where it is */
+
+    return events->device->ops->query_event(events->device, unit->event, &ignored) == KVN_OK;
+}
+
+/* One that was given back and is reached; NULL where there is none. */
+static kvn_event_unit *find_unit(kvn_events *events, bool streams)
+{
+    kvn_event_unit **link = &events->units[streams], *unit;
+
+    pthread_mutex_lock(&events->mutex);
+    while ((unit = *link) && !is_reached(events, unit))
+        link = &unit->next;
+    if (unit) {
+        *link = unit->next;
+        unit->next = NULL;
+    }
+    pthread_mutex_unlock(&events->mutex);
+    return unit;
+}
+
+static void destroy_unit(kvn_events *events, kvn_event_unit *unit)
+{
+    const kvn_device *device = events->device;
+    kvn_failure ignored; /* of a device whose work never ends: it has them until its end */
+
+    if (unit->stream)
+        device->ops->drop_stream(device, unit->stream, &ignored);
+    if (unit->event)
+        device->ops->destroy_event(device, unit->event, &ignored);
+    free(unit);
+}
+
+static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn_failure *failure)
+{
+    const kvn_device *device = events->device;
+    kvn_event_unit *unit = find_unit(events, streams);
+    int status;
+
+    *out = unit;
+    if (unit)
+        return KVN_OK;
+    unit = calloc(1, sizeof *unit);
+    if (!unit)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an event");
+    status = device->ops->create_event(device, &unit->event, failure);
+    if (status == KVN_OK && streams)
+        status = device->ops->create_stream(device, &unit->stream, failure);
+    if (status == KVN_OK)
+        *out = unit;
+    else
+        destroy_unit(events, unit);
+    return status;
+}
+
+static void destroy_units(kvn_events *events, kvn_event_unit *unit)
+{
+    void *previous = NULL;
+    kvn_failure ignored; /* a forked child: it has no part in them */
+
+    if (!unit || kvn_device_enter(events->device, &previous, &ignored) != KVN_OK)
+        return;
+    while (unit) {
+        kvn_event_unit *next = unit->next;
+        destroy_unit(events, unit);
+        unit = next;
+    }
+    kvn_device_leave(events->device, previous);
+}
+
+static void keep_unit(kvn_events *events, kvn_event_unit *unit)
+{
+    kvn_event_unit **units = &events->units[unit->stream != NULL];
+    bool closed;
+
+    pthread_mutex_lock(&events->mutex);
+    closed = events->closed;
+    unit->next = closed ? NULL : *units;
+    if (!closed)
+        *units = unit;
+    pthread_mutex_unlock(&events->mutex);
+    if (closed)
+        destroy_units(events, unit);
+}
+
+/* ---- the thread ---- */
+
+static kvn_gate_waiter *waiter_of(const kvn_node *node)
+{
+    return KVN_LISTED(node, kvn_gate_waiter, node);
+}
+
+/* With the mutex held, which it gives up: whether the waiter has left the list. */
+static bool look(kvn_events *events, kvn_gate_waiter *waiter)
+{
+    kvn_failure why;
+    int status;
+
+    events->looked_at = waiter;
+    pthread_mutex_unlock(&events->mutex);
+    status = kvn_event_query((const kvn_event *)waiter->gate, &why);
+    pthread_mutex_lock(&events->mutex);
+    if (status != KVN_PENDING) {
+        kvn_list_remove(&waiter->node);
+        pthread_mutex_unlock(&events->mutex);
+        waiter->open(waiter, status, &why);
+        pthread_mutex_lock(&events->mutex);
+    }
+    events->looked_at = NULL;
+    pthread_cond_broadcast(&events->changed);
+    return status != KVN_PENDING;
+}
+
+/* With the mutex held, which it gives up: looks at all, again from the first when one is through, as others
+ * may have come and gone meanwhile. Whether one was. */
+static bool look_at_all(kvn_events *events)
+{
+    kvn_node *node = kvn_list_first(&events->waiting);
+    bool any = false;
+
+    while (node && !events->stopping) {
+        const bool is_through = look(events, waiter_of(node));
+        any |= is_through;
+        node = is_through ? kvn_list_first(&events->waiting) : kvn_list_after(&events->waiting, node);
+    }
+    return any;
+}
+
+static void *events_main(void *argument)
+{
+    kvn_events *events = argument;
+    int64_t pause = SOONEST_NS;
+    kvn_failure ignored; /* without a context each query fails, and says so */
+
+    prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
+    events->device->ops->set_context(events->device, events->device->context, &ignored);
+    pthread_mutex_lock(&events->mutex);
+    while (!events->stopping) {
+        if (!kvn_list_first(&events->waiting)) {
+            pthread_cond_wait(&events->changed, &events->mutex);
+            pause = SOONEST_NS;
+            continue;
+        }
+        pause = look_at_all(events) ? SOONEST_NS : pause + pause / 16;
+        if (pause > LATEST_NS)
+            pause = LATEST_NS;
+        if (!events->stopping && kvn_list_first(&events->waiting))
+            kvn_cond_wait(&events->changed, &events->mutex, kvn_now_ns() + pause);
+    }
+    pthread_mutex_unlock(&events->mutex);
+    return NULL;
+}
+
+/* With the mutex held. Signals are for the threads of the program, not for ours. */
+static int start(kvn_events *events, kvn_failure *failure)
+{
+    sigset_t all, before;
+    char name[16];
+    int error;
+
+    if (events->started)
+        return KVN_OK;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&events->thread, NULL, events_main, events);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error)
+        return kvn_fail(failure, KVN_NO_MEMORY, error, "no thread for events of device %d: %s",
+                        (int)events->device->id, strerror(error));
+    snprintf(name, sizeof name, "kvn-%.3s-ev-%d", events->device->ops->name,
+             (int)events->device->id % 1000);
+    pthread_setname_np(events->thread, name);
+    events->started = true;
+    return KVN_OK;
+}
+
+/* ---- the gate ---- */
+
+static int enter(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *failure)
+{
+    kvn_events *events = ((kvn_event *)gate)->events;
+    int status;
+
+    pthread_mutex_lock(&events->mutex);
+    status = start(events, failure);
+    if (status == KVN_OK) {
+        kvn_list_push_back(&events->waiting, &waiter->node);
+        pthread_cond_broadcast(&events->changed);
+    }
+    pthread_mutex_unlock(&events->mutex);
+    return status;
+}
+
+static void leave(kvn_gate *gate, kvn_gate_waiter *waiter)
+{
+    kvn_events *events = ((kvn_event *)gate)->events;
+
+    pthread_mutex_lock(&events->mutex);
+    while (events->looked_at == waiter)
+        pthread_cond_wait(&events->changed, &events->mutex);
+    kvn_list_remove(&waiter->node);
+    pthread_mutex_unlock(&events->mutex);
+}
+
+/* ---- taking points ---- */
+
+/* In the primary context, which the program's streams are in. */
+static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, kvn_failure *failure)
+{
+    const kvn_device *device = events->device;
+    void *previous = device->ops->get_context(device);
+    void *theirs = device->primary ? device->primary : device->context;
+    int status = previous == theirs ? KVN_OK : device->ops->set_context(device, theirs, failure);
+
+    if (status != KVN_OK)
+        return status;
+    status = make_unit(events, false, unit, failure);
+    if (status == KVN_OK)
+        status = device->ops->record_event(device, (*unit)->event, stream, failure);
+    if (!previous)
+        previous = device->primary;
+    if (previous != theirs) {
+        kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
+        device->ops->set_context(device, previous, &ignored);
+    }
+    return status;
+}
+
+/* A stream of ours waits for the event, which is all that it does: what is recorded behind that is the point. */
+static int follow(kvn_events *events, void *event, kvn_event_unit **unit, kvn_failure *failure)
+{
+    const kvn_device *device = events->device;
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    if (status != KVN_OK)
+        return status;
+    status = make_unit(events, true, unit, failure);
+    if (status == KVN_OK)
+        status = device->ops->wait_event(device, (*unit)->stream, event, failure);
+    if (status == KVN_OK)
+        status = device->ops->record_event(device, (*unit)->event, (*unit)->stream, failure);
+    kvn_device_leave(device, previous);
+    return status;
+}
+
+static int take(kvn_events *events, int status, kvn_event_unit *unit, kvn_event *out)
+{
+    if (status != KVN_OK)
+        destroy_units(events, unit);
+    if (status == KVN_OK)
+        *out = (kvn_event){.gate = {.enter = enter, .leave = leave}, .events = events, .unit = unit};
+    return status;
+}
+
+int kvn_event_take_stream(kvn_events *events, kvn_stream stream, kvn_event *out, kvn_failure *failure)
+{
+    kvn_event_unit *unit = NULL;
+    int status = kvn_device_check_process(events->device, failure);
+
+    if (status == KVN_OK)
+        status = record(events, stream, &unit, failure);
+    return take(events, status, unit, out);
+}
+
+int kvn_event_take(kvn_events *events, void *event, kvn_event *out, kvn_failure *failure)
+{
+    kvn_event_unit *unit = NULL;
+    const int status = follow(events, event, &unit, failure);
+
+    return take(events, status, unit, out);
+}
+
+void kvn_event_give_back(kvn_event *event) { keep_unit(event->events, event->unit); }
+
+kvn_event *kvn_event_of(const kvn_device *device, kvn_gate *gate)
+{
+    kvn_event *event = (kvn_event *)gate;
+
+    return gate && gate->enter == enter && event->events->device == device ? event : NULL;
+}
+
+int kvn_event_query(const kvn_event *event, kvn_failure *failure)
+{
+    const kvn_device *device = event->events->device;
+
+    return device->ops->query_event(device, event->unit->event, failure);
+}
+
+int kvn_event_order(const kvn_event *event, kvn_stream stream, kvn_failure *failure)
+{
+    const kvn_device *device = event->events->device;
+
+    return device->ops->wait_event(device, stream, event->unit->event, failure);
+}
+
+/* ---- all of them ---- */
+
+kvn_events *kvn_events_create(kvn_device *device)
+{
+    kvn_events *events = calloc(1, sizeof *events);
+
+    if (!events)
+        return NULL;
+    events->device = device;
+    pthread_mutex_init(&events->mutex, NULL);
+    kvn_cond_init(&events->changed);
+    kvn_list_init(&events->waiting);
+    return events;
+}
+
+void kvn_events_close(kvn_events *events)
+{
+    kvn_event_unit *units[2];
+
+    pthread_mutex_lock(&events->mutex);
+    events->closed = true;
+    memcpy(units, events->units, sizeof units);
+    memset(events->units, 0, sizeof events->units);
+    pthread_mutex_unlock(&events->mutex);
+    destroy_units(events, units[0]);
+    destroy_units(events, units[1]);
+}
+
+void kvn_events_destroy(kvn_events *events)
+{
+    kvn_events_close(events);
+    pthread_mutex_lock(&events->mutex);
+    events->stopping = true;
+    pthread_cond_broadcast(&events->changed);
+    pthread_mutex_unlock(&events->mutex);
+    if (events->started)
+        pthread_join(events->thread, NULL);
+    pthread_cond_destroy(&events->changed);
+    pthread_mutex_destroy(&events->mutex);
+    free(events);
+}

@@ -1,0 +1,123 @@
+"""Events and streams of a model's compute, as programs have them, for transfers to come after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvnative._executor import Gate
+
+_HANDLES = 1 << 64
+
+
+class CudaEvent(Protocol):
+    """A CUDA event, such as `torch.cuda.Event`."""
+
+    @property
+    def cuda_event(self) -> int:
+        """The CUevent; 0 before it was first recorded."""
+
+
+class CudaStream(Protocol):
+    """A CUDA stream, such as `torch.cuda.Stream`."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The CUstream; 0 for the default stream."""
+
+
+class SupportsCudaStream(Protocol):
+    """A CUDA stream of a library that names it in the common way, such as `cuda.core.Stream`."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of this method, 0, and the CUstream."""
+
+
+class NpuEvent(Protocol):
+    """An event of an Ascend device, such as `torch_npu.npu.Event`."""
+
+    @property
+    def npu_event(self) -> int:
+        """The aclrtEvent; 0 before it was first recorded."""
+
+
+class NpuStream(Protocol):
+    """A stream of an Ascend device, such as `torch_npu.npu.Stream`."""
+
+    @property
+    def npu_stream(self) -> int:
+        """The aclrtStream; 0 for the default stream."""
+
+
+ComputeEvent: TypeAlias = CudaEvent | CudaStream | SupportsCudaStream | NpuEvent | NpuStream | int
+"""A point in the work of the accelerator: an event, the work that it was last recorded behind; a
+stream, all that was issued to it so far; an int, the handle of an event (CUevent, aclrtEvent)."""
+
+
+GateOf: TypeAlias = "Callable[[str, ComputeEvent], Gate]"
+"""Makes what a transfer comes after of the name and the value of an argument."""
+
+
+def no_accelerator(name: str, event: object) -> LLMException:
+    """The error for an event where no device was opened."""
+    return LLMException(
+        f"{name}={shown(event)}: the engine has no accelerator, whose events it could wait for "
+        "(option kvplan.accelerator)",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    )
+
+
+def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
+    """Return whether `event` is a stream, and the handle of it.
+
+    Args:
+        name: what messages call it.
+        event: as a program gave it.
+        prefix: of the attributes that objects of the accelerator have: "cuda", "npu".
+
+    Raises:
+        TypeError: nothing of the kind.
+        LLMException: LLM_PARAM_INVALID: of another accelerator, an event that was never recorded,
+            or no handle.
+    """
+    if isinstance(event, int) and not isinstance(event, bool):
+        return False, _checked(name, event, "the handle of an event", 1)
+    for kind in ("event", "stream"):
+        handle = getattr(event, f"{prefix}_{kind}", None)
+        if kind == "stream" and handle is None and prefix == "cuda":
+            handle = _named(event)
+        if handle is None:
+            continue
+        if kind == "event" and handle == 0:
+            raise invalid(
+                f"{name}={shown(event)} was never recorded; record it on the stream of the work "
+                "that the transfer comes after"
+            )
+        what = f"{prefix}_{kind} of {type(event).__name__}"
+        return kind == "stream", _checked(name, handle, what, 0)
+    for other in ("cuda", "npu"):
+        if other != prefix and any(hasattr(event, f"{other}_{it}") for it in ("event", "stream")):
+            raise invalid(
+                f"{name}={shown(event)} is of another accelerator: it has {other}_event or "
+                f"{other}_stream, and this engine's device those of {prefix}"
+            )
+    raise TypeError(
+        f"{name}={shown(event)} must be an event or a stream of the model's compute, an object "
+        f"with {prefix}_event or {prefix}_stream, or the handle of an event, an int, not "
+        f"{type(event).__name__}"
+    )
+
+
+def _named(event: object) -> object:
+    method = getattr(event, "__cuda_stream__", None)
+    return None if method is None else method()[1]
+
+
+def _checked(name: str, handle: object, what: str, least: int) -> int:
+    if not isinstance(handle, int) or not least <= handle < _HANDLES:
+        raise invalid(f"{name}={shown(handle)}: {what} must be in [{least}, 2**64)")
+    return handle

@@ -1,0 +1,291 @@
+"""Engines behind a model's compute: transfers, and layers of a push, that come after its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    ClusterInfo,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    Options,
+    PoolConfig,
+)
+from tests.ascend.device import OnDevice, OnDeviceOverTcp
+from tests.ascend.simulator import Controls
+from tests.cuda.device import OnCuda
+from tests.device.compute import Compute, compute_on, handle_of
+from tests.device.engines import DEVICE, HOST, NUM_TENSORS, engine_on
+from tests.support.refusals import refused
+
+ROW_NBYTES = DEVICE.stride
+A_WHILE = 20.0  # milliseconds
+FOREVER = 60_000.0
+
+
+@pytest.fixture
+def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
+    pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
+    with engine_on(simulator, sync_kv_cache_wait_time=30, **pools) as made:
+        yield made
+        del made
+
+
+@pytest.fixture
+def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
+    made = compute_on(simulator)
+    yield made
+    made.close()
+
+
+def row(value: int) -> int:
+    """What two bytes of that value are as one number."""
+    return value * 0x0101
+
+
+def still(task: Any) -> bool:
+    return not task.wait_done(A_WHILE)
+
+
+class TestInside:
+    """Copies inside one process."""
+
+    def test_blocks_that_were_just_computed(self, datadist: LlmDataDist, compute: Compute) -> None:
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        host = datadist.allocate_blocks_cache(HOST)
+        datadist.write_cache(cache, [np.zeros(DEVICE.shape, np.uint16)] * NUM_TENSORS)
+        compute.hold()
+        for tensor, address in enumerate(cache.tensor_addrs):
+            compute.fill(address, ROW_NBYTES, tensor + 1)
+        event = compute.event()
+        tasks = [
+            datadist.submit_copy_blocks(cache, {0: [5, 6]}, after=event),
+            datadist.submit_swap_blocks(cache, host, {0: 3}, after=compute, tag="out"),
+        ]
+        compute.destroy(handle_of(event))
+        assert all(still(it) for it in tasks)
+        compute.release()
+        for it in tasks:
+            it.wait(FOREVER)
+        for tensor, (copied, swapped) in enumerate(
+            zip(datadist.read_cache(cache), datadist.arrays(host), strict=True)
+        ):
+            assert (copied[[0, 5, 6]] == row(tensor + 1)).all()
+            assert (swapped[3] == row(tensor + 1)).all()
+            assert not copied[[1, 2, 3, 4, 7]].any()
+
+    def test_of_host_memory_alone(self, datadist: LlmDataDist, compute: Compute) -> None:
+        cache = datadist.allocate_blocks_cache(HOST)
+        compute.hold()
+        task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+        assert still(task)
+        for it in datadist.arrays(cache):
+            it[0] = 4
+        compute.release()
+        task.wait(FOREVER)
+        assert all((it[5] == 4).all() for it in datadist.arrays(cache))
+
+    @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
+    def test_the_deadline_of_what_never_comes(
+        self, datadist: LlmDataDist, compute: Compute, of: Any
+    ) -> None:
+        cache = datadist.allocate_blocks_cache(of)
+        before = datadist.read_cache(cache)
+        compute.hold()
+        task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+        with refused("LLM_TIMEOUT", r"0 of \d+ bytes were moved") as caught:
+            task.wait(A_WHILE)
+        assert caught.value.unconfirmed == ((0, NUM_TENSORS),)
+        compute.release()
+        compute.wait()
+        after = datadist.read_cache(cache)
+        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        datadist.submit_copy_blocks(cache, {0: [5]}, after=compute).wait(FOREVER)
+
+    @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
+    def test_finalize_stops_it(self, simulator: Controls, of: Any) -> None:
+        with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:
+            compute = compute_on(simulator)
+            cache = datadist.allocate_blocks_cache(of)
+            compute.hold()
+            task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+            datadist.finalize()
+            with pytest.raises(LLMException, match=r"cancel|finalize"):
+                task.wait()
+            compute.close()
+            del task
+
+    def test_with_prepared_blocks(self, datadist: LlmDataDist, compute: Compute) -> None:
+        prepared = datadist.prepare_copy_blocks(datadist.allocate_blocks_cache(DEVICE))
+        compute.hold()
+        task = prepared.submit({0: [5]}, after=compute.event())
+        assert still(task)
+        compute.release()
+        task.wait(FOREVER)
+
+
+class Pair:
+    """A prefill that computes on device 3, and a decode on device 4, in one process."""
+
+    def __init__(self, simulator: Controls, engine: type[LlmDataDist]) -> None:
+        self.decode, self.prefill = engine(4, LlmRole.DECODER), engine(3, LlmRole.PROMPT)
+        for it in (self.decode, self.prefill):
+            it.initialize(Options(listen_ip_info="127.0.0.1:0"))
+        self.theirs = self.decode.allocate_blocks_cache(DEVICE, BlocksCacheKey(4))
+        self.mine = self.prefill.allocate_blocks_cache(DEVICE)
+        address = self.decode.listen_address
+        self.prefill.link_clusters([ClusterInfo(4, address)]).raise_for_status()
+        self.compute = compute_on(simulator)
+
+    def arrived(self) -> list[Any]:
+        return self.decode.read_cache(self.theirs)
+
+    def close(self) -> None:
+        self.compute.close()
+        for it in (self.prefill, self.decode):
+            it.finalize()
+
+
+@pytest.fixture(params=["hccl", "tcp"])
+def linked(simulator: Controls, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if simulator.accelerator == "cuda" and request.param == "hccl":
+        pytest.skip("HCCL is between Ascend devices")
+    over_tcp = OnCuda if simulator.accelerator == "cuda" else OnDeviceOverTcp
+    made = Pair(simulator, OnDevice if request.param == "hccl" else over_tcp)
+    yield made
+    made.close()
+
+
+class TestBetween:
+    """Transfers between two engines."""
+
+    def test_a_push(self, linked: Pair) -> None:
+        compute = linked.compute
+        compute.hold()
+        for address in linked.mine.tensor_addrs:
+            compute.fill(address, ROW_NBYTES, 3)
+        task = linked.prefill.submit_push_blocks(
+            linked.mine, BlocksCacheKey(4), [0], [6], after=compute
+        )
+        assert still(task)
+        compute.release()
+        task.wait(FOREVER)
+        assert all((it[6] == row(3)).all() and not it[:6].any() for it in linked.arrived())
+
+    def test_each_layer_behind_its_own_event(self, linked: Pair) -> None:
+        compute = linked.compute
+        task = linked.prefill.push_layers(
+            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        )
+        for layer in task.layers:
+            compute.hold()
+            compute.fill(linked.mine.tensor_addrs[layer], ROW_NBYTES, layer + 1)
+            task.ready(layer, compute.event() if layer % 2 else compute)
+        for layer in task.layers:
+            assert still(task)
+            assert task.progress().moving == tuple(range(layer, NUM_TENSORS))
+            assert not any(it[6].any() for it in linked.arrived()[layer:])
+            compute.release()
+            while layer not in task.progress().done:
+                task.wait_done(1)
+            assert (linked.arrived()[layer][6] == row(layer + 1)).all()
+        task.wait(FOREVER)
+
+    def test_a_layer_whose_event_never_comes(self, linked: Pair) -> None:
+        compute = linked.compute
+        task = linked.prefill.push_layers(
+            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        )
+        compute.hold()
+        for layer in task.layers:
+            compute.fill(linked.mine.tensor_addrs[layer], ROW_NBYTES, layer + 1)
+            task.ready(layer, compute.event())
+        with refused("LLM_TIMEOUT"):
+            task.wait(A_WHILE)
+        compute.release()
+        compute.wait()
+        assert not any(it.any() for it in linked.arrived())
+        linked.prefill.push_blocks(linked.mine, BlocksCacheKey(4), [0], [6])
+        assert (linked.arrived()[2][6] == row(3)).all()
+
+    def test_others_do_not_stand_behind_it(self, linked: Pair) -> None:
+        linked.compute.hold()
+        held = linked.prefill.submit_push_blocks(
+            linked.mine, BlocksCacheKey(4), [0], [6], after=linked.compute
+        )
+        for _ in range(3):
+            linked.prefill.push_blocks(linked.mine, BlocksCacheKey(4), [1], [5])
+        assert still(held)
+        held.cancel()
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("event", "says"),
+        [
+            ("an event", "after='an event' must be an event or a stream.* not str"),
+            (True, "after=True must be an event or a stream.* not bool"),
+            (1.5, "not float"),
+        ],
+    )
+    def test_no_event(self, datadist: LlmDataDist, event: Any, says: str) -> None:
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        with pytest.raises(TypeError, match=says):
+            datadist.submit_copy_blocks(cache, {0: [5]}, after=event)
+
+    def test_no_such_event(self, simulator: Controls, datadist: LlmDataDist) -> None:
+        prefix, other = ("npu", "cuda") if simulator.accelerator == "ascend" else ("cuda", "npu")
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        for event, says in (
+            (SimpleNamespace(**{f"{other}_event": 16}), f"another accelerator: it has {other}_ev"),
+            (SimpleNamespace(**{f"{other}_stream": 16}), "another accelerator"),
+            (SimpleNamespace(**{f"{prefix}_event": 0}), "was never recorded"),
+            (SimpleNamespace(**{f"{prefix}_event": "x"}), r"event of SimpleNamespace must be in"),
+            (SimpleNamespace(**{f"{prefix}_stream": -1}), r"must be in \[0, 2\*\*64\)"),
+            (0, r"after=0: the handle of an event must be in \[1, 2\*\*64\)"),
+            (1 << 64, "the handle of an event must be in"),
+        ):
+            with refused("LLM_PARAM_INVALID", says):
+                datadist.submit_copy_blocks(cache, {0: [5]}, after=event)  # type: ignore[arg-type]
+        datadist.copy_blocks(cache, {0: [5]})
+
+    @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)  # CUDA may break
+    def test_events_that_the_device_does_not_know(
+        self, simulator: Controls, datadist: LlmDataDist, compute: Compute
+    ) -> None:
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        event = compute.event()
+        compute.destroy(handle_of(event))
+        elsewhere = compute_on(simulator, 4)
+        for given, code in (
+            (event, 107017),
+            (handle_of(event), 107017),
+            (elsewhere, 107003),
+        ):
+            with pytest.raises(LLMException, match=f"after=.* on device 3: .* {code}"):
+                datadist.submit_copy_blocks(cache, {0: [5]}, after=given)
+        elsewhere.close()
+
+    def test_a_layer_stays_as_it_was(self, linked: Pair) -> None:
+        task = linked.prefill.push_layers(
+            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        )
+        with pytest.raises(TypeError, match="event='now' must be an event or a stream"):
+            task.ready(0, "now")  # type: ignore[arg-type]
+        assert task.progress().waiting == tuple(task.layers)
+        task.cancel()
+
+    def test_without_an_accelerator(self) -> None:
+        with LlmDataDist(2, LlmRole.MIX) as datadist:
+            datadist.initialize(Options(accelerator="none"))
+            cache: Cache = datadist.allocate_blocks_cache(HOST)
+            with refused("LLM_FEATURE_NOT_ENABLED", r"after=16: .* no accelerator.*accelerator"):
+                datadist.submit_copy_blocks(cache, {0: [5]}, after=16)

@@ -1,0 +1,352 @@
+"""Transfers behind work on a device: the order is kept, and what never comes holds up nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvnative._acl import AclLibrary
+from kvnative._backend import host_backend
+from kvnative._cuda import CudaLibrary
+from kvnative._device import Device, DeviceError
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_OK,
+    KVN_PENDING,
+    KVN_TIMEOUT,
+    Backend,
+    Executor,
+    Gate,
+    NativeError,
+    Task,
+    ThreadPool,
+)
+from tests.ascend.acl_cases import FOREVER, UNTOUCHED, Case, between
+from tests.ascend.simulator import Controls, Log
+from tests.device.compute import Compute, compute_on, handle_of
+from tests.native.scatter import scatter
+
+WAYS = [
+    ("device_to_device", True),
+    ("device_to_host", True),
+    ("device_to_host", False),
+    ("host_to_device", True),
+    ("host_to_device", False),
+    ("host", True),
+]
+SIZES = [100, 4096, 1, 300_000]
+CALLS = {
+    "ascend": {
+        "event": "aclrtCreateEventExWithFlag",
+        "stream": "aclrtCreateStream",
+        "wait": "aclrtStreamWaitEvent",
+        "record": "aclrtRecordEvent",
+        "query": "aclrtQueryEventStatus",
+    },
+    "cuda": {
+        "event": "cuEventCreate",
+        "stream": "cuStreamCreate",
+        "wait": "cuStreamWaitEvent",
+        "record": "cuEventRecord",
+        "query": "cuEventQuery",
+    },
+}
+A_WHILE = 20  # milliseconds in which a transfer would be through that comes after nothing
+
+
+@pytest.fixture
+def device(simulator: Controls) -> Iterator[Device]:
+    """Number 3 of eight; nothing may be left of it."""
+    library = AclLibrary if simulator.accelerator == "ascend" else CudaLibrary
+    device = library.load().device(3)
+    yield device
+    device.close()
+    del device
+    gc.collect()
+    assert simulator.left() == {}
+
+
+@pytest.fixture
+def compute(simulator: Controls, device: Device) -> Iterator[Compute]:
+    made = compute_on(simulator)
+    yield made
+    made.close()
+
+
+only_ascend = pytest.mark.parametrize("simulator", ["ascend"], indirect=True)
+
+
+def case_of(device: Device, simulator: Controls, way: str, pinned: bool) -> tuple[Backend, Case]:
+    if way != "host":
+        return device.backend(way), between(device, simulator, way, SIZES, pinned=pinned)
+    plan = scatter(SIZES, 0)
+    return host_backend(ThreadPool(2)), Case(**vars(plan), sides=())
+
+
+def taken(device: Device, compute: Compute) -> Gate:
+    return device.take_event(handle_of(compute.event()))
+
+
+def assert_waits(task: Task, case: Case) -> None:
+    assert task.wait(A_WHILE, give_up=False).status == KVN_PENDING
+    assert (case.target == UNTOUCHED).all()
+
+
+def assert_moves(executor: Executor, case: Case, after: Gate | None = None) -> None:
+    case.target[:] = UNTOUCHED
+    assert executor.submit(case.descriptors, after=after).wait(FOREVER).status == KVN_OK
+    case.assert_moved()
+
+
+@pytest.mark.parametrize(("way", "pinned"), WAYS)
+class TestEachWay:
+    def test_what_arrives_was_written_before_the_event(
+        self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
+    ) -> None:
+        backend, case = case_of(device, simulator, way, pinned)
+        compute.hold()
+        if way.startswith("device"):
+            compute.fill(case.sides[0].address, case.source.nbytes, 7)
+        event = compute.event()
+        executor = Executor(backend)
+        task = executor.submit(case.descriptors, after=device.take_event(handle_of(event)))
+        compute.destroy(handle_of(event))  # it was taken
+        assert_waits(task, case)
+        if way.startswith("host"):
+            case.source[:] = 7  # by the program, which knows that the work has not come so far
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+        case.assert_moved()
+        assert (case.target[case.target != UNTOUCHED] == 7).all()
+
+    def test_what_never_comes_ends_at_the_deadline(
+        self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
+    ) -> None:
+        backend, case = case_of(device, simulator, way, pinned)
+        executor = Executor(backend)
+        compute.hold()
+        task = executor.submit(case.descriptors, after=taken(device, compute))
+        report = task.wait(A_WHILE)
+        assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, len(SIZES)),))
+        assert report.message.startswith("the deadline passed: 0 of ")
+        compute.release()
+        compute.wait()
+        assert (case.target == UNTOUCHED).all()
+        for after in (None, taken(device, compute)):
+            assert_moves(executor, case, after)
+
+    def test_cancelled_behind_what_never_comes(
+        self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
+    ) -> None:
+        backend, case = case_of(device, simulator, way, pinned)
+        executor = Executor(backend)
+        compute.hold()
+        tasks = [executor.submit(case.descriptors, after=taken(device, compute)) for _ in "ab"]
+        assert [it.cancel().status for it in tasks[::-1]] == [KVN_CANCELLED] * 2
+        compute.release()
+        compute.wait()
+        assert (case.target == UNTOUCHED).all()
+        assert_moves(executor, case, taken(device, compute))
+
+    def test_others_do_not_stand_behind_it(
+        self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
+    ) -> None:
+        backend, case = case_of(device, simulator, way, pinned)
+        executor = Executor(backend)
+        compute.hold()
+        held = executor.submit(case.descriptors, after=taken(device, compute))
+        _, other = case_of(device, simulator, way, pinned)
+        for _ in range(5):  # more than a direction has channels
+            assert_moves(executor, other)
+        assert_waits(held, case)
+        executor.close(cancel=True)
+        assert held.report.status == KVN_CANCELLED
+
+
+class TestPoints:
+    def test_of_a_stream_all_that_was_issued(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "device_to_device", pinned=True)
+        compute.hold()
+        compute.fill(case.sides[0].address, case.source.nbytes, 9)
+        point = device.take_stream(compute.handle)
+        compute.hold()
+        task = Executor(backend).submit(case.descriptors, after=point)
+        assert_waits(task, case)
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK  # though the stream is held again
+        assert (case.target[case.target != UNTOUCHED] == 9).all()
+
+    def test_an_event_that_is_recorded_again(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "host", pinned=True)
+        compute.hold()
+        event = handle_of(compute.event())
+        point = device.take_event(event)
+        compute.hold()
+        compute.record(event)
+        task = Executor(backend).submit(case.descriptors, after=point)
+        assert_waits(task, case)
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+
+    def test_several_transfers_after_one(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        ways = [case_of(device, simulator, *it) for it in WAYS]
+        compute.hold()
+        point = taken(device, compute)
+        tasks = [Executor(backend).submit(case.descriptors, after=point) for backend, case in ways]
+        for task, (_, case) in zip(tasks, ways, strict=True):
+            assert_waits(task, case)
+        compute.release()
+        assert {it.wait(FOREVER).status for it in tasks} == {KVN_OK}
+
+    def test_work_that_was_done_before(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        point = taken(device, compute)
+        compute.wait()
+        for way, pinned in WAYS:
+            backend, case = case_of(device, simulator, way, pinned)
+            assert_moves(Executor(backend), case, point)
+
+    def test_independent_ones_come_in_any_order(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "host", pinned=True)
+        executor = Executor(backend)
+        compute.hold()
+        held = executor.submit(case.descriptors, after=taken(device, compute))
+        assert held.held
+        other = compute_on(simulator)
+        _, second = case_of(device, simulator, "host", pinned=True)
+        assert_moves(executor, second, taken(device, other))
+        other.close()
+        assert held.held
+        compute.release()
+        assert held.wait(FOREVER).status == KVN_OK
+        assert not held.held
+
+    def test_they_are_used_again(
+        self, device: Device, simulator: Controls, compute: Compute, sim_log: Log
+    ) -> None:
+        backend, case = case_of(device, simulator, "device_to_device", pinned=True)
+        executor = Executor(backend)
+        point = taken(device, compute)
+        assert_moves(executor, case, point)
+        del point
+        sim_log.restart()
+        for _ in range(10):
+            task = executor.submit(case.descriptors, after=device.take_stream(compute.handle))
+            assert task.wait(FOREVER).status == KVN_OK
+        assert not sim_log.calls("aclrtCreateStream", "cuStreamCreate")
+        assert len(sim_log.calls("aclrtCreateEventExWithFlag", "cuEventCreate")) <= 2
+
+    def test_many_at_once(self, device: Device, simulator: Controls, compute: Compute) -> None:
+        """None takes part in the order of the others."""
+        backend, _ = case_of(device, simulator, "host", pinned=True)
+        executor = Executor(backend)
+        cases = [case_of(device, simulator, "host", pinned=True)[1] for _ in range(40)]
+        tasks = []
+        for case in cases:
+            compute.hold()
+            tasks.append(executor.submit(case.descriptors, after=taken(device, compute)))
+        for task in tasks[1::2]:
+            assert task.cancel().status == KVN_CANCELLED
+        for _ in cases:
+            compute.release()
+        for number, (task, case) in enumerate(zip(tasks, cases, strict=True)):
+            assert task.wait(FOREVER).status == (KVN_CANCELLED if number % 2 else KVN_OK)
+            assert (case.target == UNTOUCHED).all() == bool(number % 2)
+
+
+class TestFailures:
+    @only_ascend  # CUDA may break
+    def test_an_event_that_was_destroyed(self, device: Device, compute: Compute) -> None:
+        event = handle_of(compute.event())
+        compute.destroy(event)
+        with pytest.raises(DeviceError, match="aclrtStreamWaitEvent: 107017"):
+            device.take_event(event)
+
+    def test_handles_that_cannot_be(self, device: Device) -> None:
+        for handle in (0, -1, 1 << 64):
+            with pytest.raises((ValueError, OverflowError), match="handle"):
+                device.take_event(handle)
+
+    @only_ascend  # CUDA may break
+    def test_a_stream_of_another_device(self, simulator: Controls, device: Device) -> None:
+        other = compute_on(simulator, device.id + 1)
+        with pytest.raises(DeviceError, match="aclrtRecordEvent: 107003"):
+            device.take_stream(other.npu_stream)
+        other.close()
+
+    @pytest.mark.parametrize("what", ["event", "stream", "wait", "record"])
+    def test_none_can_be_had(
+        self, device: Device, simulator: Controls, compute: Compute, what: str
+    ) -> None:
+        failing = CALLS[simulator.accelerator][what]
+        event = handle_of(compute.event())
+        simulator.add_fault(f"{failing}:1=2")
+        with pytest.raises(DeviceError, match=f"{failing}: 2 "):
+            device.take_event(event)
+        device.take_event(event)
+
+    def test_it_can_not_be_asked_for(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "host", pinned=True)
+        point = taken(device, compute)
+        call = CALLS[simulator.accelerator]["query"]
+        simulator.add_fault(f"{call}:1=2")
+        report = Executor(backend).submit(case.descriptors, after=point).wait(FOREVER)
+        assert report.status not in (KVN_OK, KVN_PENDING)
+        assert report.message.startswith(f"the event that it comes after: {call}: 2 ")
+        assert (case.target == UNTOUCHED).all()
+
+    @only_ascend  # on CUDA it is waited for
+    def test_it_can_not_be_ordered_behind(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "device_to_device", pinned=True)
+        executor = Executor(backend)
+        point = taken(device, compute)
+        simulator.add_fault("aclrtStreamWaitEvent:1=507899")
+        report = executor.submit(case.descriptors, after=point).wait(FOREVER)
+        assert "aclrtStreamWaitEvent: 507899" in report.message
+        assert (case.target == UNTOUCHED).all()
+        assert_moves(executor, case, point)
+
+    def test_a_forked_child_has_no_part_in_them(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "host", pinned=True)
+        executor = Executor(backend)
+        compute.hold()
+        task = executor.submit(case.descriptors, after=taken(device, compute))
+        child = os.fork()
+        if child == 0:
+            try:
+                refused = 0
+                for call in (task.cancel, lambda: task.held, lambda: device.take_stream(0)):
+                    try:
+                        call()
+                    except NativeError:
+                        refused += 1
+                os._exit(0 if refused == 3 else 1)
+            finally:
+                os._exit(2)
+        deadline = time.monotonic() + FOREVER / 1000
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert ended[1] == 0
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+        case.assert_moved()
