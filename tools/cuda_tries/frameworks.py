@@ -11,7 +11,7 @@ from cuda_tries.between import linked, tables
 from cuda_tries.inside import engine
 from cuda_tries.notes import Notes, SkippedError
 from cuda_tries.peer import key_of
-from kvplan import CacheDesc, LLMException, Shard
+from kvplan import CacheDesc, Shard
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF"
 LAYERS = 4
@@ -93,12 +93,7 @@ def try_expandable_segments(notes: Notes) -> None:
         tensors = [torch.ones((64, 32 << 10), dtype=torch.uint8, device="cuda") for _ in range(4)]
         torch.cuda.synchronize()
         desc = CacheDesc.from_tensors(tensors, None)
-        try:
-            cache = datadist.register_blocks_cache(desc, tensors)
-            notes.add("registered for peers", "ok")
-        except LLMException as error:
-            notes.add("registered for peers", "refused", error.args[0])
-            cache = datadist.register_blocks_cache(desc, tensors, remote_accessible=False)
+        cache = datadist.register_blocks_cache(desc, tensors)
         datadist.write_cache(cache, [np.full(desc.shape, it, np.uint8) for it in range(4)])
         good = all(bool((it == number).all()) for number, it in enumerate(tensors))
         notes.expect("used inside the process", good)
