@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from kvnative._acl import AclLibrary
     from kvnative._backend import Backend
-    from kvnative._executor import Gate
-    from kvplan.execution.compute_events import ComputeEvent
     from kvnative._cuda import CudaLibrary
     from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
+    from kvnative._executor import Gate
     from kvplan.device.sharing import Sharing
+    from kvplan.execution.compute_events import ComputeEvent
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
