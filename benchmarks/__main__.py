@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import (
     copying,
     engines,
+    gpu,
     hixl,
     latency,
     layerwise,
@@ -42,6 +43,7 @@ TOPICS = (
     notifying.TOPIC,
     one_host.TOPIC,
     pages.TOPIC,
+    gpu.TOPIC,
 )
 ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}
 """In the order of the table. A new topic is one more file, and its name above."""

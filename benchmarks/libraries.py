@@ -115,6 +115,15 @@ def nixl_on_one_host() -> list[Library]:
     ]
 
 
+def nixl_on_gpu() -> list[Library]:
+    """NIXL's choices between processes on one GPU: its UCX, with CUDA IPC."""
+    return [
+        _nixl(f"{_threads(thread)}, {words}", environment, thread=thread, memory="gpu")
+        for words, environment in (("defaults", {}), ("cuda_ipc", {"UCX_TLS": "cuda,shm"}))
+        for thread in (False, True)
+    ]
+
+
 def mooncake_over_tcp(place: Place) -> list[Library]:
     """Mooncake's choices over TCP."""
     python = peers_python()

@@ -1,7 +1,8 @@
 """DLPack: the memory of another library's tensor, without that library.
 
-NumPy reads DLPack too, but knows no bfloat16, and takes what older libraries offer (unversioned
-capsules) for read-only. What the tensor says, and its address, are all that is needed here.
+NumPy reads DLPack too, but knows no bfloat16 and no device, and takes what older libraries offer
+(unversioned capsules) for read-only. What the tensor says, and its address, are all that is needed
+here: no byte of it is read, so its library is asked not to synchronize anything.
 """
 
 from __future__ import annotations
@@ -45,6 +46,20 @@ class _Versioned(ctypes.Structure):
     ]
 
 
+class TensorDevice(NamedTuple):
+    """The device that a tensor is on, as its library says.
+
+    Attributes:
+        kind: as torch calls such devices, "cuda" or "npu"; empty: the library does not say.
+        number: as its library counts them; None: it does not say.
+        text: for messages.
+    """
+
+    kind: str
+    number: int | None
+    text: str
+
+
 class Exported(NamedTuple):
     """A tensor as its library hands it out.
 
@@ -54,7 +69,7 @@ class Exported(NamedTuple):
         strides: in elements.
         bits: of an element.
         dtype: its type in NumPy's words (or those of ml_dtypes); another text where there is none.
-        device: where it is; empty: in memory that this process reaches.
+        device: where it is; None: in memory that this process reaches.
     """
 
     capsule: object
@@ -64,7 +79,7 @@ class Exported(NamedTuple):
     bits: int
     dtype: str
     read_only: bool
-    device: str
+    device: TensorDevice | None
 
 
 _MAX_VERSION = (1, 0)
@@ -72,7 +87,15 @@ _READ_ONLY = 1
 _PADDED = 4
 """Flag: elements of less than a byte are not packed."""
 
-_ADDRESSABLE = {1: "CPU", 3: "pinned for CUDA", 11: "pinned for ROCm"}
+_ADDRESSABLE = (1, 3, 11)
+"""Device types: CPU, and pinned for CUDA or ROCm."""
+
+_DEVICES = {2: "cuda", 10: "rocm"}
+_MANAGED = 13
+_EXTENSION = 12  # of whatever library; torch_npu's tensors are such
+
+_STREAMS = (2, 10, 13)
+"""Device types whose libraries know `stream=-1`: no synchronization."""
 
 # DLDataTypeCode; a number follows for those of several widths.
 _NUMBERS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
@@ -131,8 +154,20 @@ def read_dlpack(name: str, given: Any) -> Exported:
         bits * tensor.lanes,
         _type_name(tensor.code, tensor.bits, tensor.lanes),
         bool(flags & _READ_ONLY),
-        "" if tensor.device_type in _ADDRESSABLE else f"DLPack device {tensor.device_type}",
+        None
+        if tensor.device_type in _ADDRESSABLE
+        else _device(tensor.device_type, tensor.device_id),
     )
+
+
+def _device(device_type: int, number: int) -> TensorDevice:
+    if (kind := _DEVICES.get(device_type)) is not None:
+        return TensorDevice(kind, number, f"device {kind}:{number}")
+    if device_type == _MANAGED:
+        return TensorDevice("cuda managed", None, "managed memory of CUDA")
+    if device_type == _EXTENSION:
+        return TensorDevice("", number, f"device {number} of an extension (DLPack 12)")
+    return TensorDevice(f"DLPack {device_type}", number, f"DLPack device {device_type}")
 
 
 def _type_name(code: int, bits: int, lanes: int) -> str:
@@ -146,14 +181,30 @@ def _type_name(code: int, bits: int, lanes: int) -> str:
 
 def _capsule(name: str, given: Any) -> object:
     try:
+        stream = _stream(given)
         try:
-            return given.__dlpack__(max_version=_MAX_VERSION)
+            return given.__dlpack__(**stream, max_version=_MAX_VERSION)
         except TypeError:  # it does not know that argument
-            return given.__dlpack__()
+            return given.__dlpack__(**stream)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise invalid(
             f"{name}: {type(given).__name__} does not hand out its memory: {error}"
         ) from error
+
+
+def _stream(given: Any) -> dict[str, int]:
+    """Arguments of `__dlpack__` by which its library synchronizes nothing.
+
+    On a host only None is allowed, which is the default. Elsewhere None means that the library's
+    stream is to be ordered with the default one; -1, that the consumer sees to it.
+    """
+    where = getattr(given, "__dlpack_device__", None)
+    if where is None or where()[0] not in _STREAMS:
+        return {}
+    # JAX hands the number to the driver as it is, as a stream; without one it orders nothing.
+    if type(given).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        return {}
+    return {"stream": -1}
 
 
 def _c_strides(shape: tuple[int, ...]) -> list[int]:

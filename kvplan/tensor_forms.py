@@ -1,8 +1,9 @@
 """What tensors say of themselves: shape, strides, type and address, whatever library made them.
 
-Read from NumPy's interface, the buffer protocol, DLPack, or the attributes of a torch tensor; no
-library of these is imported but NumPy. From them a cache is described (`CacheDesc.from_tensors`),
-and what is registered is compared with its description.
+Read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch tensor, or the
+CUDA array interface; no library of these is imported but NumPy, and no byte of a tensor is read.
+From them a cache is described (`CacheDesc.from_tensors`), and what is registered is compared with
+its description.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.dlpack import read_dlpack
+from kvplan.dlpack import TensorDevice, read_dlpack
 from kvplan.layout import CacheLayout, Shard
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
@@ -82,7 +83,7 @@ class TensorForm:
         strides: in elements.
         bits: of an element.
         dtype: of its library, or a name.
-        device: where it is; empty: in memory that this process reaches.
+        device: where it is; None: in memory that this process reaches.
         owner: keeps the memory.
     """
 
@@ -93,7 +94,7 @@ class TensorForm:
     dtype: object
     address: int
     read_only: bool
-    device: str
+    device: TensorDevice | None
     owner: object
 
     @property
@@ -228,13 +229,15 @@ def read_form(name: str, given: Any) -> TensorForm:
             exported.device,
             exported.capsule,
         )
+    if hasattr(given, "__cuda_array_interface__"):
+        return _of_cuda_array(name, given)
     try:
         known = hasattr(given, "__array_interface__")
         array = np.asarray(given if known else memoryview(given))
     except TypeError:
         raise TypeError(
-            f"{name} must be an array (NumPy, torch, DLPack or buffer protocol), not "
-            f"{type(given).__name__}"
+            f"{name} must be an array (NumPy, torch, DLPack, CUDA array interface or buffer "
+            f"protocol), not {type(given).__name__}"
         ) from None
     except (AttributeError, BufferError, OverflowError, RuntimeError, ValueError) as error:
         raise _withheld(name, given, error) from error
@@ -247,29 +250,39 @@ def _withheld(name: str, given: Any, error: Exception) -> LLMException:
 
 def _of_array(name: str, array: NDArray[Any]) -> TensorForm:
     dtype = array.dtype
-    if dtype.hasobject:
-        raise TypeError(
-            f"{name} has dtype {dtype}: references to Python objects, whose bytes cannot be copied"
-        )
-    width = max(dtype.itemsize, 1)
-    if not array.flags.c_contiguous:
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if stride % width and length > 1:
-                raise invalid(
-                    f"{name} of shape {array.shape} has strides {array.strides} in bytes, and "
-                    f"elements of {width}; contiguous memory is needed, such as a copy of it"
-                )
+    _check_no_objects(name, dtype)
     return TensorForm(
         name,
         array.shape,
-        tuple([stride // width for stride in array.strides]),
+        _in_elements(name, array.shape, array.strides, dtype.itemsize),
         8 * dtype.itemsize,
         dtype,
         array.__array_interface__["data"][0],
         not array.flags.writeable,
-        "",
+        None,
         array,
     )
+
+
+def _check_no_objects(name: str, dtype: np.dtype[Any]) -> None:
+    if dtype.hasobject:
+        raise TypeError(
+            f"{name} has dtype {dtype}: references to Python objects, whose bytes cannot be copied"
+        )
+
+
+def _in_elements(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, ...]:
+    """Strides in bytes, in elements."""
+    width = max(itemsize, 1)
+    for length, stride in zip(shape, strides, strict=True):
+        if stride % width and length > 1:
+            raise invalid(
+                f"{name} of shape {shape} has strides {strides} in bytes, and elements of {width}; "
+                "contiguous memory is needed, such as a copy of it"
+            )
+    return tuple([stride // width for stride in strides])
 
 
 def _of_torch(name: str, given: Any) -> TensorForm:
@@ -283,7 +296,9 @@ def _of_torch(name: str, given: Any) -> TensorForm:
             f"{name}: {type(given).__name__} says shape {shape}, strides {strides}, elements of "
             f"{width} bytes and address {address}, which no tensor has"
         )
-    device = str(getattr(given, "device", "cpu"))
+    said = str(getattr(given, "device", "cpu"))
+    kind, _, number = said.partition(":")
+    device = TensorDevice(kind, int(number) if number.isdecimal() else None, f"device {said}")
     return TensorForm(
         name,
         shape,
@@ -292,7 +307,54 @@ def _of_torch(name: str, given: Any) -> TensorForm:
         getattr(given, "dtype", None),
         address,
         False,
-        "" if device.partition(":")[0] == "cpu" else f"device {device}",
+        None if kind == "cpu" else device,
+        given,
+    )
+
+
+_CUDA_ARRAY_VERSIONS = (2, 3)
+"""Of the CUDA array interface: version 3 adds `stream` to 2."""
+
+
+def _of_cuda_array(name: str, given: Any) -> TensorForm:
+    """What an array without DLPack says, such as numba's; on which device, its address tells.
+
+    Its `stream` is that of work whose end a reader has to wait for; nothing is read here.
+    """
+    try:
+        said = dict(given.__cuda_array_interface__)
+        version, mask = index(said["version"]), said.get("mask")
+        dtype = np.dtype(said["typestr"])
+        address, read_only = index(said["data"][0] or 0), bool(said["data"][1])
+        shape = tuple(map(index, said["shape"]))
+        strides = said.get("strides")
+        apart = None if strides is None else tuple(map(index, strides))
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _withheld(name, given, error) from error
+    if version not in _CUDA_ARRAY_VERSIONS:
+        raise invalid(
+            f"{name} speaks version {version} of the CUDA array interface; kvplan reads "
+            f"{' and '.join(map(str, _CUDA_ARRAY_VERSIONS))}"
+        )
+    if mask is not None:
+        raise invalid(f"{name} has a mask, which a cache has not")
+    _check_no_objects(name, dtype)
+    if apart is None:
+        apart = tuple(dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if len(shape) != len(apart) or min(shape, default=0) < 0 or not 0 <= address <= UINT64_MAX:
+        raise invalid(
+            f"{name}: {type(given).__name__} says shape {shape}, strides {apart} in bytes and "
+            f"address {address}, which no tensor has"
+        )
+    return TensorForm(
+        name,
+        shape,
+        _in_elements(name, shape, apart, dtype.itemsize),
+        8 * dtype.itemsize,
+        dtype,
+        address,
+        read_only,
+        TensorDevice("cuda", None, "a CUDA device"),
         given,
     )
 
@@ -304,6 +366,11 @@ def check_contiguous(form: TensorForm) -> None:
         LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
     """
     check_host(form)
+    _check_dense(form)
+
+
+def _check_dense(form: TensorForm) -> None:
+    """Refuse a tensor that is not C-contiguous, naming the permutation that would be."""
     if form.is_contiguous:
         return
     remedy = "contiguous memory is needed, such as a copy of it"
@@ -319,10 +386,18 @@ def check_contiguous(form: TensorForm) -> None:
     )
 
 
-def check_host(form: TensorForm) -> None:
-    """Refuse a tensor that has no bytes, or none that this process reaches: LLM_PARAM_INVALID."""
-    if form.device:
-        raise invalid(f"{form.name} is on {form.device}; it must be in host memory")
+def check_host(form: TensorForm, why: str = "") -> None:
+    """Refuse a tensor that has no bytes, or none that this process reaches: LLM_PARAM_INVALID.
+
+    `why` ends the sentence that refuses one on a device.
+    """
+    if form.device is not None:
+        raise invalid(f"{form.name} is on {form.device.text}; it must be in host memory{why}")
+    check_present(form)
+
+
+def check_present(form: TensorForm) -> None:
+    """Refuse a tensor that has no bytes: LLM_PARAM_INVALID."""
     if form.nbytes == 0:
         raise invalid(f"{form.name} of shape {form.shape} is empty")
     if form.address == 0:  # torch's tensors on "meta", and fake ones
@@ -330,22 +405,22 @@ def check_host(form: TensorForm) -> None:
 
 
 def check_described(form: TensorForm, desc: CacheDesc) -> None:
-    """Refuse a tensor of the host that says something else of itself than `desc` does.
+    """Refuse a tensor that says something else of itself than `desc` does, but for where it is.
 
     Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, with both.
     """
+    check_present(form)
     if form.is_raw:
-        check_contiguous(form)
+        _check_dense(form)
         if form.nbytes != desc.tensor_nbytes:
             raise invalid(
                 f"{form.name} has {form.nbytes} bytes; a tensor of the cache, of shape "
                 f"{desc.shape} and {desc.data_type.name}, has {desc.tensor_nbytes}"
             )
         return
-    check_host(form)
     shape = desc.shape if form.data_type is desc.data_type else array_form(desc)[0]
     as_shape = _long(form.memory_shape) == _long(shape)
     if form.gap is None and as_shape and form.may_be(desc.data_type):
@@ -407,7 +482,7 @@ def describe(
     elif check_type("data_type", data_type, DataType).bits % 8 or not first.may_be(data_type):
         raise invalid(f"data_type={data_type.name}, and {first.name} is {first}")
     if placement is None:
-        placement = Placement.DEVICE if first.device else Placement.HOST
+        placement = Placement.HOST if first.device is None else Placement.DEVICE
     return CacheDesc(
         len(forms),
         first.memory_shape,
@@ -430,7 +505,10 @@ def _check_alike(form: TensorForm, first: TensorForm) -> None:
             "order; describe them as two caches"
         )
     if form.device != first.device:
-        where = [it.device or "in host memory" for it in (form, first)]
+        where = [
+            "in host memory" if it.device is None else f"on {it.device.text}"
+            for it in (form, first)
+        ]
         raise invalid(f"{form.name} is {where[0]}, and {first.name} {where[1]}")
 
 

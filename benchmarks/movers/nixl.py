@@ -10,6 +10,7 @@ import numpy as np
 from nixl_cu12 import nixl_agent, nixl_agent_config
 from numpy.typing import NDArray
 
+from benchmarks.gpu_driver import Driver
 from benchmarks.movers.paged import (
     BLOCK,
     POOL_BLOCKS,
@@ -43,14 +44,22 @@ def indices(ids: Ids, tensors: NDArray[np.intp] = EACH_TENSOR) -> NDArray[np.int
     return (tensors + ids).ravel().astype(np.int32)
 
 
-class NixlMover:
-    """The initiator."""
+def kind_of(pool: OnePool | None) -> str:
+    """NIXL's word for where it lies."""
+    return "VRAM" if pool is None else "DRAM"
 
-    def __init__(self, agent: nixl_agent, pool: OnePool, peer: str, address: int) -> None:
+
+class NixlMover:
+    """The initiator. A pool on a GPU is None: requests from it are timed, and not looked at."""
+
+    def __init__(
+        self, agent: nixl_agent, pool: OnePool | None, peer: str, ours: int, theirs: int
+    ) -> None:
         self.pool = pool
         self._agent = agent
-        self._local = agent.prep_xfer_dlist("", descriptors(pool.ctypes.data), "DRAM")
-        self._remote = agent.prep_xfer_dlist(peer, descriptors(address), "DRAM")
+        kind = kind_of(pool)
+        self._local = agent.prep_xfer_dlist("", descriptors(ours), kind)
+        self._remote = agent.prep_xfer_dlist(peer, descriptors(theirs), kind)
 
     def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
         agent = self._agent
@@ -84,22 +93,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--thread", type=int, default=1, help="a progress thread: 0 or 1")
     parser.add_argument("--workers", type=int, default=0, help="threads of the backend")
-    parser.add_argument("--memory", choices=POOLS, default="ordinary")
+    parser.add_argument("--memory", choices=[*POOLS, "gpu"], default="ordinary")
     parser.add_argument("peer", nargs="?", help="what the serving end said")
     asked = parser.parse_args()
     say = answers()
-    pool = POOLS[asked.memory]()
+    pool = None if asked.memory == "gpu" else POOLS[asked.memory]()
+    ours = Driver().allocate(POOL_NBYTES) if pool is None else pool.ctypes.data
     name = "moving" if asked.peer else "serving"
     threads = {"enable_prog_thread": bool(asked.thread), "num_threads": asked.workers}
     agent = nixl_agent(name, nixl_agent_config(**threads))
-    agent.register_memory([(pool.ctypes.data, POOL_NBYTES, 0, "pool")], "DRAM")
+    agent.register_memory([(ours, POOL_NBYTES, 0, "pool")], kind_of(pool))
     if asked.peer is None:
-        there = {"metadata": agent.get_agent_metadata().hex(), "address": pool.ctypes.data}
+        there = {"metadata": agent.get_agent_metadata().hex(), "address": ours}
         serve(say, there, None if asked.thread else agent.get_new_notifs)
     else:
         there = json.loads(asked.peer)
         peer = agent.add_remote_agent(bytes.fromhex(there["metadata"]))
-        obey(say, timed(NixlMover(agent, pool, peer, there["address"])))
+        obey(say, timed(NixlMover(agent, pool, peer, ours, there["address"])))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def _bytes_of(name: str, tensor: Any) -> Bytes:
     if not hasattr(tensor, "__dlpack__"):
         raise TypeError(f"{name}={type(tensor).__name__} must be a NumPy array or a CPU tensor")
     it = read_dlpack(name, tensor)
-    if it.device:
-        raise invalid(f"{name} is on {it.device}; copy it to the host first")
+    if it.device is not None:
+        raise invalid(f"{name} is on {it.device.text}; copy it to the host first")
     dense = [math.prod(it.shape[dim + 1 :]) for dim in range(len(it.shape))]
     if any(n > 1 and a != b for n, a, b in zip(it.shape, it.strides, dense, strict=True)):
         raise invalid(f"{name} is not contiguous: strides {it.strides} of shape {it.shape}")

@@ -126,7 +126,7 @@ class AscendDevice(Device):
             the host.
     """
 
-    prefix = "npu"
+    tensor_kind = "npu"
 
     def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
         library = library or load_library()

@@ -90,7 +90,7 @@ class CudaDevice(Device):
         LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what CUDA says.
     """
 
-    prefix = "cuda"
+    tensor_kind = "cuda"
 
     def __init__(self, device_id: int, library: CudaLibrary | None = None) -> None:
         super().__init__(device_id, library or load_library())

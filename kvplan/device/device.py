@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
     from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
-    from kvplan.device.sharing import Sharing
     from kvnative._executor import Gate
+    from kvplan.device.sharing import Sharing
     from kvplan.execution.compute_events import ComputeEvent
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
@@ -69,10 +69,11 @@ class Device:
     Attributes:
         id: its logical number.
         native: the device itself, which other users in this process share.
-        prefix: of what frameworks call its events and streams: "npu" of `npu_event`.
+        tensor_kind: what torch calls such devices, and their events and streams: "npu" of
+            `npu_event`.
     """
 
-    prefix = ""
+    tensor_kind: ClassVar[str] = ""
 
     def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
         self._key = os.getpid(), library, device_id
@@ -238,7 +239,7 @@ class Device:
             LLMException: LLM_PARAM_INVALID: of another accelerator, or never recorded; what its
                 library says, of one of another device or that was destroyed.
         """
-        is_stream, handle = handle_of(name, event, self.prefix)
+        is_stream, handle = handle_of(name, event, self.tensor_kind)
         try:
             return self.native.take_stream(handle) if is_stream else self.native.take_event(handle)
         except NativeError as error:

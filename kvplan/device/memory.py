@@ -15,6 +15,7 @@ from kvplan.types import Cache, CacheDesc
 if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvplan.execution.memory import Addresses, Direction, TensorMemory
+    from kvplan.tensor_forms import TensorForm
 
 
 class DeviceMemory:
@@ -75,6 +76,23 @@ class DeviceMemory:
             np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64),
             writable=writable,
             owner=owner,
+        )
+        memory.check_located()
+        return memory
+
+    @classmethod
+    def from_forms(cls, device: Device, forms: Sequence[TensorForm]) -> DeviceMemory:
+        """Return the memory of tensors that were read, and say that they are on the device; held.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: by its address, one of them is elsewhere.
+        """
+        memory = cls(
+            device,
+            np.array([it.address for it in forms], dtype=np.uint64),
+            np.array([it.nbytes for it in forms], dtype=np.uint64),
+            writable=not any(it.read_only for it in forms),
+            owner=tuple(it.owner for it in forms),
         )
         memory.check_located()
         return memory

@@ -87,7 +87,8 @@ class CacheOperations(OperationRunner):
             cache_desc: its description; shape[batch_dim_index] counts slots. With an accelerator
                 its placement says where the memory is.
             tensors: for each an address, whose memory the caller keeps until it is unregistered; or
-                for each an array (NumPy, DLPack, buffer protocol), which is held until then.
+                for each an array (NumPy, torch, DLPack, CUDA array interface, buffer protocol),
+                which is held until then.
             cache_keys: key i names slot i; they are never consumed.
             remote_accessible: whether peers may reach it.
 

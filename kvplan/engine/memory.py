@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory
 from kvplan.status import invalid
-from kvplan.tensor_forms import check_described, read_form
+from kvplan.tensor_forms import TensorForm, check_described, check_host, read_form
 from kvplan.transport.protocol import DeviceRange
 from kvplan.types import CacheDesc, Placement
 from kvplan.validation import UINT64_MAX, check_width
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable
 
 CacheMemory = HostMemory | DeviceMemory
+
+_ACCELERATORS: Final = {"cuda": "cuda", "npu": "ascend"}
+"""The option's name of what torch calls a kind of device."""
 
 # Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
 # and after every transfer.
@@ -45,7 +48,7 @@ def memory_of_tensors(
     writable: bool | None,
     device: Device | None = None,
 ) -> CacheMemory:
-    """The user's tensors: an address or an array for each.
+    """The user's tensors: an address, an array or a tensor of a framework for each.
 
     Args:
         desc: of the cache; where there is a device, its placement says where they must be.
@@ -72,21 +75,63 @@ def memory_of_tensors(
         return memory_at(
             desc, addresses, device=device, writable=writable is not False, owner=_USER
         )
-    if device is not None and desc.placement is Placement.DEVICE:
-        raise invalid(
-            f"tensors[0] is a {type(tensors[0]).__name__}; of a cache with placement=DEVICE the "
-            f"addresses on device {device.id} are needed (data_ptr() of torch_npu); arrays are "
-            "host memory, of placement=HOST (kvplan.accelerator=none: placement says nothing)"
-        )
     forms = [read_form(f"tensors[{position}]", it) for position, it in enumerate(tensors)]
-    for form in forms:
+    on_device = device if desc.placement is Placement.DEVICE else None
+    for form, given in zip(forms, tensors, strict=True):
+        if on_device is None:
+            check_host(form, _how_to_register(form, device))
+        else:
+            _check_on_device(form, given, on_device)
         check_described(form, desc)
-    memory = HostMemory.from_forms(forms)
+    memory: CacheMemory
+    if on_device is None:
+        memory = HostMemory.from_forms(forms)
+    else:
+        memory = DeviceMemory.from_forms(on_device, forms)
     if writable and not memory.writable:
         raise invalid("writable=True, but one of the tensors is a read-only array")
     if writable is False and memory.writable:
+        if on_device is not None:
+            return DeviceMemory(
+                on_device, memory.addresses, memory.nbytes, writable=False, owner=memory
+            )
         return HostMemory(memory.addresses, memory.nbytes, writable=False, owner=memory)
     return memory
+
+
+def _check_on_device(form: TensorForm, given: object, device: Device) -> None:
+    """Refuse a tensor that says that it is not on the device: LLM_PARAM_INVALID.
+
+    Its number is one of the devices that this process sees, as `llm.DeviceId` is: the driver
+    numbers what CUDA_VISIBLE_DEVICES leaves, for the frameworks as for kvplan. Another process may
+    give the same number to another device; what is the same there, UUIDs or PCI addresses tell.
+    """
+    at = form.device
+    if at is None:
+        raise invalid(
+            f"{form.name} is a {type(given).__name__}; of a cache with placement=DEVICE tensors on "
+            f"device {device.id} are needed, or their addresses on device {device.id}; arrays are "
+            "host memory, of placement=HOST (kvplan.accelerator=none: placement says nothing)"
+        )
+    if at.kind not in ("", device.tensor_kind) or at.number not in (None, device.id):
+        raise invalid(
+            f"{form.name} is on {at.text}, and the caches of this engine with placement=DEVICE are "
+            f"on device {device.tensor_kind}:{device.id} (options kvplan.accelerator and "
+            "llm.DeviceId)"
+        )
+
+
+def _how_to_register(form: TensorForm, device: Device | None) -> str:
+    """What lets an engine take a tensor that is on a device."""
+    at = form.device
+    if at is None:
+        return ""
+    if device is not None:
+        return ", as placement=HOST says; CacheDesc.from_tensors says where tensors are"
+    if at.kind not in (known := _ACCELERATORS):
+        return ""
+    number = "" if at.number is None else f" and llm.DeviceId={at.number}"
+    return f" where an engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
 
 
 def memory_at(

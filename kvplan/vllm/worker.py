@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.logs import Log
 from kvplan.planning.groups import MAX_GROUP_NAME
@@ -152,10 +153,10 @@ class ConnectorWorker:
         views = [self._view(it, layers) for it in model.groups]
         names = [name for it in views for name in it.names]
         self._layers = {name: index for index, name in enumerate(names)}
-        device = layers[names[0]].device.type
-        self._on_host = device == "cpu"
+        device = layers[names[0]].device
+        self._on_host = device.type == "cpu"
         if options.mode == "push":
-            self._check_push(device)
+            self._check_push(device.type)
         roles = LlmRole.MIX if model.consumes else LlmRole.PROMPT
         # As many bits as each JSON library keeps: it travels with requests.
         engine = LlmDataDist(
@@ -164,7 +165,10 @@ class ConnectorWorker:
         given = dict(options.engine)
         if model.produces:
             given.setdefault("llm.ListenIpInfo", options.listen_of(model.rank))
-        engine.initialize(given)
+        settings = Options.of(given)
+        if not self._on_host:  # a worker's cache is on the device of its rank
+            settings = replace(settings, device_id=device.index)
+        engine.initialize(settings)
         try:
             groups = [
                 CacheGroup(str(it), engine.register_blocks_cache(it.desc, it.tensors), it.unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.device.engines import (
     kind_of,
     same,
 )
+from tests.support.foreign import GpuTensor, TorchTensor
 from tests.support.refusals import refused
 
 Allocate = Callable[..., list[int]]
@@ -95,6 +97,73 @@ def test_memory_that_is_freed_is_found_gone(
     # A registered cache is the program's word; the device knows better.
     with refused("LLM_PARAM_INVALID", kind_of(simulator).refusal):
         datadist.read_cache(registered)
+
+
+class TestTensors:
+    """What stands in for a framework's: attributes alone, and memory of the simulated device."""
+
+    @pytest.fixture
+    def own(self, simulator: Controls) -> str:
+        """What torch calls the engine's device."""
+        return f"{kind_of(simulator).device.tensor_kind}:3"
+
+    @staticmethod
+    def on(device: str, addresses: list[int]) -> list[TorchTensor]:
+        shown = np.zeros(DEVICE.shape, np.uint16)
+        return [TorchTensor(shown, None, device, it) for it in addresses]
+
+    def test_are_registered_as_they_are(
+        self, own: str, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
+        addresses = allocate()
+        tensors = self.on(own, addresses)
+        desc = CacheDesc.from_tensors(tensors, None, shard=DEVICE.shard)
+        assert desc.placement is Placement.DEVICE
+        cache = datadist.register_blocks_cache(desc, tensors)
+        assert cache.tensor_addrs == tuple(addresses)
+        held = weakref.ref(tensors[0])
+        del tensors
+        assert held() is not None
+        datadist.write_cache(cache, contents(1))
+        assert same(datadist.read_cache(cache), contents(1))
+        datadist.unregister_cache(cache.cache_id)
+        gc.collect()
+        assert held() is None
+
+    def test_of_an_extension_of_dlpack(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+        shown = np.zeros(DEVICE.shape, np.uint16)
+        tensors = [GpuTensor(shown, it, device=(12, 3)) for it in allocate()]
+        cache = datadist.register_blocks_cache(DEVICE, tensors)
+        datadist.write_cache(cache, contents(1))
+        assert same(datadist.read_cache(cache), contents(1))
+
+    def test_read_only_ones_are_not_written(
+        self, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
+        shown = np.zeros(DEVICE.shape, np.uint16)
+        tensors = [GpuTensor(shown, it, device=(12, 3), read_only=True) for it in allocate()]
+        cache = datadist.register_blocks_cache(DEVICE, tensors)
+        with refused("LLM_PARAM_INVALID", "read-only arrays"):
+            datadist.write_cache(cache, contents(1))
+
+    def test_elsewhere_are_refused(
+        self, own: str, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
+        addresses = allocate()
+        for device in (own.replace("3", "4"), "xpu:3"):
+            with refused("LLM_PARAM_INVALID", rf"is on device {device}, and .*on device {own} \("):
+                datadist.register_cache(DEVICE, self.on(device, addresses))
+        with refused("LLM_PARAM_INVALID", rf"\[0\] is on device {own}; .*as placement=HOST says"):
+            datadist.register_cache(HOST, self.on(own, addresses))
+        arrays = contents(1)
+        with refused("LLM_PARAM_INVALID", "is host memory"):
+            datadist.register_cache(DEVICE, self.on(own, [it.ctypes.data for it in arrays]))
+        with refused("LLM_PARAM_INVALID", r"memory of another device \(5\)"):
+            datadist.register_cache(DEVICE, self.on(own, allocate(device_id=5)))
+        with refused("LLM_PARAM_INVALID", "cache_desc says DT_UINT16 of shape"):
+            wider = np.zeros(DEVICE.shape, np.uint32)
+            datadist.register_cache(DEVICE, [TorchTensor(wider, None, own, it) for it in addresses])
+        assert datadist.caches() == []
 
 
 class TestRefused:

@@ -72,8 +72,19 @@ def test_what_other_libraries_say_counts(registry):
         assert registered(registry, bf16, tensor) == numbers.ctypes.data
         with refused("LLM_PARAM_INVALID", "is bfloat16 .* cache_desc says DT_FLOAT16"):
             registered(registry, described(), tensor)
-    with refused("LLM_PARAM_INVALID", "is on device cuda:0; it must be in host memory"):
-        registered(registry, bf16, TorchTensor(numbers, "bfloat16", "cuda:0"))
+    for tensor, remedy in (
+        (TorchTensor(numbers, "bfloat16", "cuda:0"), "cuda and llm.DeviceId=0"),
+        (TorchTensor(numbers, "bfloat16", "npu:3"), "ascend and llm.DeviceId=3"),
+        (DLPackTensor(numbers, code=4, device=2), "cuda and llm.DeviceId=0"),
+    ):
+        with refused(
+            "LLM_PARAM_INVALID",
+            "is on device .*; it must be in host memory where an engine has no device: set "
+            f"kvplan.accelerator={remedy}",
+        ):
+            registered(registry, bf16, tensor)
+    with refused("LLM_PARAM_INVALID", r"is on DLPack device 8; it must be in host memory \("):
+        registered(registry, bf16, DLPackTensor(numbers, code=4, device=8))
 
 
 def test_a_tensor_without_memory_is_refused(registry):

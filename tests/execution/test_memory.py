@@ -82,7 +82,7 @@ class TestDLPack:
         def to_cuda(exported):
             exported.device_type = 2
 
-        with refused(LLMStatusCode.LLM_PARAM_INVALID, r"arrays\[0\] is on DLPack device 2"):
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, r"arrays\[0\] is on device cuda:0"):
             HostMemory.from_arrays([library(tensor(), change=to_cuda)])
 
     @pytest.mark.parametrize("device_type", [1, 3, 11])

@@ -26,16 +26,24 @@ class TorchTensor:
     Args:
         array: its memory.
         dtype: torch's name; by default NumPy's.
+        address: of its memory; None: the array's.
     """
 
-    def __init__(self, array: np.ndarray, dtype: str | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        array: np.ndarray,
+        dtype: str | None = None,
+        device: str = "cpu",
+        address: int | None = None,
+    ) -> None:
         self.array = array
+        self.address = array.ctypes.data if address is None else address
         self.shape = array.shape  # torch.Size is a tuple
         self.dtype = _Name(f"torch.{dtype or array.dtype.name}")
         self.device = _Name(device)
 
     def data_ptr(self) -> int:
-        return self.array.ctypes.data
+        return self.address
 
     def stride(self) -> tuple[int, ...]:
         return tuple(it // self.array.itemsize for it in self.array.strides)
@@ -71,6 +79,73 @@ class DLPackTensor:
             exported.code = self.code
         exported.device_type = self.device
         return capsule
+
+
+class GpuTensor:
+    """A tensor of a library that has GPUs and speaks DLPack, over memory that is none of NumPy's.
+
+    It is strict as the array API asks: `stream` is for devices that have streams.
+
+    Args:
+        array: its shape and type; its memory is never looked at.
+        address: of its memory; None: the array's.
+        device: type and number, as in dlpack.h.
+        read_only: what it says of itself.
+    """
+
+    def __init__(
+        self,
+        array: np.ndarray,
+        address: int | None = None,
+        *,
+        device: tuple[int, int] = (2, 0),
+        code: int | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.array = array
+        self.address = array.ctypes.data if address is None else address
+        self.device, self.code, self.read_only = device, code, read_only
+        self.streams: list[int | None] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int]) -> object:
+        if stream is not None and self.device[0] not in (2, 10, 13):
+            raise BufferError("stream must be None: this is not a device with streams")
+        self.streams.append(stream)
+        capsule = self.array.__dlpack__(max_version=max_version)
+        exported = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned"))
+        exported.flags |= dlpack._READ_ONLY if self.read_only else 0
+        tensor = exported.tensor
+        tensor.data, tensor.byte_offset = self.address, 0
+        tensor.device_type, tensor.device_id = self.device
+        if self.code is not None:
+            tensor.code = self.code
+        return capsule
+
+
+class CudaArray:
+    """An array with `__cuda_array_interface__` and nothing else, as numba's.
+
+    Args:
+        array: its shape and type; its memory is never looked at.
+        address: of its memory; None: the array's.
+        changes: to what it says.
+    """
+
+    def __init__(self, array: np.ndarray, address: int | None = None, **changes: Any) -> None:
+        self.array = array
+        said = {
+            "version": 3,
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.ctypes.data if address is None else address, False),
+            "strides": None if array.flags.c_contiguous else array.strides,
+            "stream": 1,
+            **changes,
+        }
+        self.__cuda_array_interface__ = said
 
 
 class InterfaceOnly:

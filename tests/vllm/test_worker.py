@@ -208,6 +208,16 @@ def test_push_needs_host_memory() -> None:
     it.worker.close()
 
 
+def test_its_engine_has_the_device_that_the_cache_is_on() -> None:
+    it = VllmWorker("prefill", engine={"kvplan.accelerator": "none", "llm.DeviceId": "1"})
+    layer = CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32))
+    layer.device = SimpleNamespace(type="cuda", index=5)
+    it.worker.register(dict.fromkeys(it.layers, layer))
+    assert it.worker._engine is not None
+    assert it.worker._engine._running().options.device_id == 5
+    it.worker.close()
+
+
 def test_of_a_window_what_it_still_sees_is_fetched(prefill: Peer) -> None:
     """The first 32 of 70 tokens have left the window: vLLM has given back their block."""
     decode = VllmWorker("decode", produces=False, windows=(32, 0))

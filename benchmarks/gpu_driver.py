@@ -1,0 +1,191 @@
+"""The CUDA driver by ctypes: what a program beside kvplan does, and bare copies to compare with."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_int, _uint, _size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+_pointer, _address = ctypes.c_void_p, ctypes.c_uint64
+
+_CALLS: dict[str, list[Any]] = {
+    "cuInit": [_uint],
+    "cuDeviceGet": [_pointer, _int],
+    "cuDeviceGetName": [ctypes.c_char_p, _int, _int],
+    "cuDeviceGetAttribute": [_pointer, _int, _int],
+    "cuDriverGetVersion": [_pointer],
+    "cuDevicePrimaryCtxRetain": [_pointer, _int],
+    "cuDevicePrimaryCtxRelease_v2": [_int],
+    "cuCtxSetCurrent": [_pointer],
+    "cuMemAlloc_v2": [_pointer, _size],
+    "cuMemFree_v2": [_address],
+    "cuMemcpyAsync": [_address, _address, _size, _pointer],
+    "cuMemsetD8Async": [_address, ctypes.c_uint8, _size, _pointer],
+    "cuStreamCreate": [_pointer, _uint],
+    "cuStreamDestroy_v2": [_pointer],
+    "cuStreamSynchronize": [_pointer],
+    "cuEventCreate": [_pointer, _uint],
+    "cuEventDestroy_v2": [_pointer],
+    "cuEventRecord": [_pointer, _pointer],
+    "cuEventSynchronize": [_pointer],
+    "cuModuleLoadDataEx": [_pointer, ctypes.c_char_p, _uint, _pointer, _pointer],
+    "cuModuleUnload": [_pointer],
+    "cuModuleGetFunction": [_pointer, _pointer, ctypes.c_char_p],
+    "cuLaunchKernel": [_pointer, *[_uint] * 7, _pointer, _pointer, _pointer],
+}
+SIMULATED = "Simulated"
+"""How the name of the device begins that the stand-in of the tests has."""
+
+_NON_BLOCKING, _NO_TIMING = 1, 2
+_MULTIPROCESSORS = 16
+
+# Each thread looks at the clock until its time is over: work that leaves the memory alone.
+_SPIN = b"""
+.version 6.3
+.target sm_70
+.address_size 64
+.visible .entry spin(.param .u64 spin_ns)
+{
+    .reg .pred %p;
+    .reg .u64 %rd<4>;
+    ld.param.u64 %rd0, [spin_ns];
+    mov.u64 %rd1, %globaltimer;
+AGAIN:
+    mov.u64 %rd2, %globaltimer;
+    sub.u64 %rd3, %rd2, %rd1;
+    setp.lt.u64 %p, %rd3, %rd0;
+    @%p bra AGAIN;
+    ret;
+}
+"""
+_SPIN_NS, _THREADS, _BLOCKS = 10_000, 256, 8  # 2,048 threads fill a multiprocessor
+
+
+class DriverError(Exception):
+    """A call has failed."""
+
+
+class Driver:
+    """The driver in a device's primary context, which is current on the thread that made this.
+
+    Args:
+        library: of the driver, as a path.
+        number: of the device, as this process numbers them.
+
+    Raises:
+        DriverError: a call has failed.
+
+    Attributes:
+        stream: of this program's own, not ordered with the default one.
+        version: of CUDA that the driver knows, 12.4 say.
+        computes: whether `compute` runs a kernel; otherwise it sets memory.
+    """
+
+    def __init__(self, library: str = "libcuda.so.1", number: int = 0) -> None:
+        self._library = ctypes.CDLL(library)
+        for name, arguments in _CALLS.items():
+            getattr(self._library, name).argtypes = arguments
+        self._call("cuInit", 0)
+        self._device = self._out(_int, "cuDeviceGet", number)
+        name = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", name, len(name), self._device)
+        self._context = self._out(_pointer, "cuDevicePrimaryCtxRetain", self._device)
+        self.use()
+        self.stream = self._out(_pointer, "cuStreamCreate", _NON_BLOCKING)
+        version = self._out(_int, "cuDriverGetVersion")
+        self.version = f"{version // 1000}.{version % 1000 // 10}"
+        self._processors = self._out(_int, "cuDeviceGetAttribute", _MULTIPROCESSORS, self._device)
+        self.computes = not name.value.startswith(SIMULATED.encode())
+        if self.computes:
+            self._module = self._out(_pointer, "cuModuleLoadDataEx", _SPIN, 0, None, None)
+            self._spin = self._out(_pointer, "cuModuleGetFunction", self._module, b"spin")
+        else:  # the stand-in has no kernel but kvplan's
+            self._scratch = self.allocate(1 << 20)
+
+    def use(self) -> None:
+        """Make the context current on this thread."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the device, as `cudaMalloc` of a framework gives it."""
+        return self._out(_address, "cuMemAlloc_v2", nbytes)
+
+    def free(self, address: int) -> None:
+        """Give it back."""
+        self._call("cuMemFree_v2", address)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
+        """Copy, in one piece, and wait."""
+        stream = stream or self.stream
+        self._call("cuMemcpyAsync", dst, src, nbytes, stream)
+        self._call("cuStreamSynchronize", stream)
+
+    def copy_later(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy behind what `stream` has; returns at once."""
+        self._call("cuMemcpyAsync", dst, src, nbytes, self.stream)
+
+    def write(self, address: int, array: NDArray[np.uint8]) -> None:
+        """Put an array to the device."""
+        self.copy(address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: NDArray[np.uint8]) -> None:
+        """Fill an array from the device."""
+        self.copy(array.ctypes.data, address, array.nbytes)
+
+    def compute(self, microseconds: float) -> None:
+        """Give `stream` about so much work on all multiprocessors; returns at once.
+
+        It is many short blocks of threads, as those of a model's kernels are: others get in
+        between.
+        """
+        if not self.computes:
+            self._call("cuMemsetD8Async", self._scratch, 1, 1 << 20, self.stream)
+            return
+        time = ctypes.c_uint64(_SPIN_NS)
+        parameters = (_pointer * 1)(ctypes.addressof(time))
+        turns = max(1, round(microseconds * 1000 / _SPIN_NS))
+        sizes = self._processors * _BLOCKS * turns, 1, 1, _THREADS, 1, 1, 0
+        self._call("cuLaunchKernel", self._spin, *sizes, self.stream, parameters, None)
+
+    def event(self) -> int:
+        """An event, recorded nowhere."""
+        return self._out(_pointer, "cuEventCreate", _NO_TIMING)
+
+    def destroy_event(self, event: int) -> None:
+        """Give it back."""
+        self._call("cuEventDestroy_v2", event)
+
+    def record(self, event: int) -> None:
+        """Record it behind what `stream` has."""
+        self._call("cuEventRecord", event, self.stream)
+
+    def wait_event(self, event: int) -> None:
+        """Wait until what it was recorded behind is done."""
+        self._call("cuEventSynchronize", event)
+
+    def synchronize(self) -> None:
+        """Wait for the work of `stream`."""
+        self._call("cuStreamSynchronize", self.stream)
+
+    def close(self) -> None:
+        """Let the context go; what was allocated in it and not freed stays."""
+        if self.computes:
+            self._call("cuModuleUnload", self._module)
+        else:
+            self.free(self._scratch)
+        self._call("cuStreamDestroy_v2", self.stream)
+        self._call("cuCtxSetCurrent", None)
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._library, name)(*arguments):
+            raise DriverError(f"{name}: {code}")
+
+    def _out(self, kind: Any, name: str, *arguments: Any) -> int:
+        out = kind()
+        self._call(name, ctypes.byref(out), *arguments)
+        return cast("int", out.value or 0)

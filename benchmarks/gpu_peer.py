@@ -1,0 +1,34 @@
+"""An engine with a cache on the first GPU, in a process of its own, until stdin ends."""
+
+from __future__ import annotations
+
+import sys
+
+from kvplan import BlocksCacheKey, CacheDesc, DataType, LlmDataDist, LlmRole, Placement
+
+CLUSTER = 1
+KEY = BlocksCacheKey(CLUSTER)
+"""Of the cache."""
+
+
+def cache_of(tensors: int, blocks: int, block: int) -> CacheDesc:
+    """A paged cache of so many tensors, of blocks of `block` bytes."""
+    return CacheDesc(tensors, (blocks, block), DataType.DT_UINT8, Placement.DEVICE)
+
+
+def serve(tensors: int, blocks: int, block: int, transport: str) -> None:
+    """Say where it listens. Its cache holds zeros: peers push what they pull."""
+    options = {
+        "llm.ListenIpInfo": "127.0.0.1:0",
+        "kvplan.accelerator": "cuda",
+        "kvplan.transport": transport,
+    }
+    with LlmDataDist(CLUSTER, LlmRole.MIX) as datadist:
+        datadist.initialize(options)
+        datadist.allocate_blocks_cache(cache_of(tensors, blocks, block), KEY)
+        print(datadist.listen_address, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:4]), sys.argv[4])

@@ -1,0 +1,138 @@
+"""What tensors on devices say of themselves, by each protocol; their memory is never looked at."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvplan import CacheDesc, DataType, Placement
+from kvplan.dlpack import TensorDevice
+from kvplan.tensor_forms import check_present, read_form
+from tests.support.foreign import CudaArray, GpuTensor, TorchTensor
+from tests.support.refusals import refused
+
+NHD = "block token head dim"
+ARRAY = np.zeros((5, 4, 3, 8), np.float16)
+ON_GPU = 0x7F_0000_0000  # never read
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        GpuTensor(ARRAY, ON_GPU),
+        CudaArray(ARRAY, ON_GPU),
+        CudaArray(ARRAY, ON_GPU, version=2),
+        TorchTensor(ARRAY, None, "cuda:0", ON_GPU),
+    ],
+)
+def test_every_protocol_says_the_same(tensor: object) -> None:
+    form = read_form("it", tensor)
+    assert (form.address, form.nbytes, form.read_only) == (ON_GPU, ARRAY.nbytes, False)
+    assert form.data_type is DataType.DT_FLOAT16
+    assert form.device is not None
+    assert form.device.kind == "cuda"
+    assert form.device.number in (0, None)
+    desc = CacheDesc.from_tensors([tensor], NHD)
+    assert (desc.shape, desc.placement) == (ARRAY.shape, Placement.DEVICE)
+
+
+def test_strides_in_bytes_are_strides_of_elements() -> None:
+    heads_first = ARRAY.transpose(0, 2, 1, 3)
+    form = read_form("it", CudaArray(heads_first, ON_GPU))
+    assert form.strides == tuple(it // 2 for it in heads_first.strides)
+    assert form.memory_shape == ARRAY.shape
+
+
+def test_bfloat16_is_two_bytes_without_a_name() -> None:
+    """The interface has no such type: libraries write it as raw bytes."""
+    raw = CudaArray(np.zeros(ARRAY.shape, "V2"), ON_GPU)
+    desc = CacheDesc.from_tensors([raw], NHD, data_type=DataType.DT_BF16)
+    assert desc.data_type is DataType.DT_BF16
+    named = GpuTensor(np.zeros(ARRAY.shape, np.uint16), ON_GPU, code=4)
+    assert CacheDesc.from_tensors([named], NHD).data_type is DataType.DT_BF16
+
+
+def test_who_is_read_only_says_so() -> None:
+    assert read_form("it", GpuTensor(ARRAY, ON_GPU, read_only=True)).read_only
+    assert read_form("it", CudaArray(ARRAY, data=(ON_GPU, True))).read_only
+
+
+class TestSynchronization:
+    """Nothing is read, so nothing has to be waited for: -1 to those who know it."""
+
+    @pytest.mark.parametrize("device_type", [2, 10, 13])
+    def test_of_devices_with_streams_is_declined(self, device_type: int) -> None:
+        tensor = GpuTensor(ARRAY, ON_GPU, device=(device_type, 0))
+        read_form("it", tensor)
+        assert tensor.streams == [-1]
+
+    @pytest.mark.parametrize("device_type", [1, 3, 11, 12, 14])
+    def test_is_not_spoken_of_elsewhere(self, device_type: int) -> None:
+        tensor = GpuTensor(ARRAY, device=(device_type, 0))
+        read_form("it", tensor)
+        assert tensor.streams == [None]
+
+    def test_an_older_library_is_asked_without_a_version(self) -> None:
+        class Older(GpuTensor):
+            def __dlpack__(self, *, stream: int | None = None) -> object:  # type: ignore[override]
+                return super().__dlpack__(stream=stream, max_version=(1, 0))
+
+        tensor = Older(ARRAY, ON_GPU)
+        assert read_form("it", tensor).address == ON_GPU
+        assert tensor.streams == [-1]
+
+    def test_jax_takes_each_number_for_a_stream(self) -> None:
+        jax_array = type("ArrayImpl", (GpuTensor,), {"__module__": "jaxlib._jax"})
+        tensor = jax_array(ARRAY, ON_GPU)
+        read_form("it", tensor)
+        assert tensor.streams == [None]
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ((2, 5), TensorDevice("cuda", 5, "device cuda:5")),
+        ((10, 1), TensorDevice("rocm", 1, "device rocm:1")),
+        ((13, 0), TensorDevice("cuda managed", None, "managed memory of CUDA")),
+        ((12, 3), TensorDevice("", 3, "device 3 of an extension (DLPack 12)")),
+        ((14, 0), TensorDevice("DLPack 14", 0, "DLPack device 14")),
+        ((1, 0), None),
+        ((3, 0), None),
+    ],
+)
+def test_devices_of_dlpack(device: tuple[int, int], said: TensorDevice | None) -> None:
+    assert read_form("it", GpuTensor(ARRAY, device=device)).device == said
+
+
+def test_tensors_of_two_devices_are_no_cache() -> None:
+    first, second = (GpuTensor(ARRAY, ON_GPU, device=(2, number)) for number in range(2))
+    with refused("LLM_PARAM_INVALID", r"\[1\] is on device cuda:1, and .*\[0\] on device cuda:0"):
+        CacheDesc.from_tensors([first, second], NHD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 4}, "speaks version 4 of the CUDA array interface; kvplan reads 2 and 3"),
+        ({"mask": "an array"}, "has a mask"),
+        ({"strides": (8, 2)}, "which no tensor has"),
+        ({"strides": (192, 48, 16, 3)}, "strides .* in bytes, and elements of 2"),
+        ({"data": (-1, False)}, "which no tensor has"),
+        ({"data": ON_GPU}, "does not hand out its memory"),
+        ({"data": (0, False)}, "has no memory"),
+        ({"shape": (-1, 4, 3, 8)}, "which no tensor has"),
+        ({"shape": (0, 4, 3, 8)}, "is empty"),
+        ({"shape": 5}, "does not hand out its memory"),
+        ({"typestr": "no type"}, "does not hand out its memory"),
+        ({"version": None}, "does not hand out its memory"),
+    ],
+    ids=repr,
+)
+def test_an_interface_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with refused("LLM_PARAM_INVALID", f"^it.*{message}"):
+        check_present(read_form("it", CudaArray(ARRAY, **changes)))
+
+
+def test_references_to_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match="references to Python objects"):
+        read_form("it", CudaArray(ARRAY, typestr="|O"))

@@ -1,0 +1,87 @@
+"""What a try has to say, step by step, in a file that its parent reads even if the process dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvplan.device.cuda import CudaDevice
+
+Outcome = Literal["ok", "FAILED", "refused", "skipped", "says"]
+
+
+class SkippedError(Exception):
+    """What a try needs is not here; the message says what."""
+
+
+@dataclass
+class Notes:
+    """Of one try.
+
+    Attributes:
+        quick: whether to be small.
+        file: takes a line of JSON for each step.
+    """
+
+    quick: bool
+    file: IO[str]
+
+    def add(self, step: str, outcome: Outcome, detail: str = "") -> None:
+        """Write a step down."""
+        self.file.write(json.dumps({"step": step, "outcome": outcome, "detail": detail}) + "\n")
+        self.file.flush()
+
+    def expect(self, step: str, good: object, detail: str = "") -> None:
+        """Write down that it went well, or did not."""
+        self.add(step, "ok" if good else "FAILED", detail)
+
+    def same(self, step: str, found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
+        """Compare every byte."""
+        if found.shape == expected.shape and np.array_equal(found, expected):
+            self.add(step, "ok")
+            return
+        if found.shape != expected.shape:
+            self.add(step, "FAILED", f"of shape {found.shape}, and not {expected.shape}")
+            return
+        wrong = np.flatnonzero(found.reshape(-1) != expected.reshape(-1))
+        self.add(step, "FAILED", f"{len(wrong)} of {found.size} bytes are wrong, first {wrong[0]}")
+
+    @contextmanager
+    def refusal(self, step: str, *statuses: str) -> Iterator[None]:
+        """What is in it must be refused with one of these statuses."""
+        from kvplan import LLMException
+
+        try:
+            yield
+        except LLMException as error:
+            name = error.status_code.name
+            self.expect(step, name in statuses, f"{name}: {error.args[0]}")
+        else:
+            self.add(step, "FAILED", f"it was not refused with {' or '.join(statuses)}")
+
+
+Try = Callable[[Notes], None]
+
+
+def random_bytes(seed: int, *shape: int) -> NDArray[np.uint8]:
+    """The same for the same seed; none of them is 0."""
+    return np.random.default_rng(seed).integers(1, 256, shape, np.uint8)
+
+
+@contextmanager
+def the_device() -> Iterator[CudaDevice]:
+    """The first GPU."""
+    from kvplan.device.cuda import CudaDevice
+
+    device = CudaDevice(0)
+    try:
+        yield device
+    finally:
+        device.close()
