@@ -183,6 +183,19 @@ def test_range_that_the_peer_has_deregistered(
     assert report.code in (4, 507899)
 
 
+def test_peer_that_has_closed_its_engine(deregistered: tuple[Connection, list[int]]) -> None:
+    """Its generation table goes last, and cannot be read any more."""
+    connection, board = deregistered
+    peer = connection.ends[1]
+    peer.unbind(connection.name, board[1])
+    peer.deregister(board[1])
+    report = connection.transfer("get", connection.rows([64] * NUM), guards=[(board[1], 1)])
+    assert (report.status, report.unconfirmed) == (KVN_PEER_GONE, ((0, NUM),))
+    assert report.message.startswith("the peer has closed its engine, or cannot be reached: ")
+    assert report.code == 507899
+    peer.region(board[1])
+
+
 @pytest.mark.parametrize(
     "product", [A2, pytest.param(A950, marks=pytest.mark.slow)], ids=["A2", "950"]
 )

@@ -275,6 +275,17 @@ static kvn_hccl_result ask_hccl(kvn_transfer_context *t)
     return result;
 }
 
+/* Not even the peer's generation table can be read: it goes last. */
+static int lose_owner(kvn_channel_fault *fault)
+{
+    char text[sizeof fault->why.message];
+
+    memcpy(text, fault->why.message, sizeof text);
+    snprintf(fault->why.message, sizeof text, "the peer has closed its engine, or cannot be reached: its generation "
+             "table cannot be read. %.150s", text);
+    return KVN_PEER_GONE;
+}
+
 /* The transfer failed, though the connection seems well: perhaps because the owner has deregistered
  * the memory. Then the guards say so, which is a better answer than the vendor's. */
 static int blame_owner(kvn_transfer_context *t, int status)
@@ -295,10 +306,11 @@ static int blame_owner(kvn_transfer_context *t, int status)
     if (answer == KVN_OK)
         answer = compare_guards(t);
     t->fault = fault;
-    if (answer != KVN_UNMAPPED)
-        return status;
-    *fault = guards;
-    return KVN_UNMAPPED;
+    if (answer == KVN_UNMAPPED) {
+        *fault = guards;
+        return answer;
+    }
+    return answer == KVN_OK || kvn_is_halted(&t->halt) ? status : lose_owner(fault);
 }
 
 /* Whoever aborts a request aborts its stream too: then what failed here failed for that. */
@@ -373,6 +385,7 @@ static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_column
 static void destroy(kvn_backend *base)
 {
     kvn_transfer *self = (kvn_transfer *)base;
+    kvn_stream_backend_end(&self->backend);
     free(self->guard_addresses);
     free(self->lease_names);
     free(self);
