@@ -65,7 +65,7 @@ static kvn_cuda_reach judge(const kvn_device *device, unsigned type, unsigned is
         return KVN_CUDA_REACHED;
     /* Of another device only where this one was given access, which the driver does not say of an address. */
     return number == device->id && (!context || context == device->context) ? KVN_CUDA_REACHED
-                                                                             : KVN_CUDA_COPIED;
+                                                                             : KVN_CUDA_UNMAPPED;
 }
 
 /* What the driver knows of the range that holds the address. */
@@ -85,7 +85,7 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
         KVN_CUDA_OK)
         return found;
     found.reach = judge(device, type, is_managed, number, context);
-    if (found.reach == KVN_CUDA_COPIED && !is_managed && is_mapped(device, address))
+    if (type == KVN_CUDA_MEMORY_DEVICE && found.reach == KVN_CUDA_UNMAPPED && is_mapped(device, address))
         found.reach = KVN_CUDA_REACHED;
     found.first = start;
     found.last = start + nbytes;

@@ -6,7 +6,7 @@
 #include "cuda/device.h"
 
 typedef enum kvn_cuda_reach {
-    KVN_CUDA_UNMAPPED, /* the driver does not know all of it: pageable memory, or none at all */
+    KVN_CUDA_UNMAPPED, /* not all of it is within reach: pageable memory, another GPU's, none at all */
     KVN_CUDA_COPIED,  /* known, but only the driver's own copies can be sure to reach it */
     KVN_CUDA_REACHED  /* memory of this device and context, or mapped there, or pinned on the host */
 } kvn_cuda_reach;
