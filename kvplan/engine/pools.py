@@ -280,5 +280,7 @@ class Pools:
         try:
             return arena, None, device.pin(arena.address, arena.nbytes, keep=arena)
         except LLMException as error:  # it can be used all the same
-            _LOG.warning("caches of the host are copied to and from devices slowly: %s", error)
+            # Its text: handlers that keep records would keep the device with its traceback.
+            why = str(error)
+            _LOG.warning("caches of the host are copied to and from devices slowly: %s", why)
             return arena, None, None

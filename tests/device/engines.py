@@ -88,13 +88,16 @@ def engine_on(
 
     Without other options it uses the device for nothing but caches.
     """
+    gc.collect()
+    before = simulator.left()  # of a test that failed, or the program's own
     given = {"transport": "local", "device_id": device_id, **options}
     with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
         datadist.initialize(Options(accelerator=simulator.accelerator, **given))
         yield datadist
     del datadist
     gc.collect()
-    assert simulator.left() == {}
+    left = simulator.left()
+    assert left == before, left
 
 
 def filled(datadist: LlmDataDist, of: CacheDesc, seed: int, *, paged: bool) -> Cache:
