@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_sim.build import build
+from tests.cuda_sim.simulator import CudaControls
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    # One thread for NumPy: each process of the tool would start as many as there are cores.
-    sim = {"KVPLAN_CUDA_LIBRARY": str(build()), "KVSIM_DIR": str(tmp_path)}
-    return dict(os.environ) | sim | {"OPENBLAS_NUM_THREADS": "1"}
+def environment(cuda_simulator: CudaControls) -> dict[str, str]:
+    """The processes of the tool find the stand-in, and none of them breaks CUDA's rules."""
+    # One thread for NumPy: each of them would start as many as there are cores.
+    return dict(os.environ) | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def outcome(environment: dict[str, str], *arguments: str) -> tuple[int, str, str]:

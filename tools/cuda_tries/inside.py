@@ -113,7 +113,7 @@ def try_tuning(notes: Notes) -> None:
 
 def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> bool:
     """Whether random blocks arrive, and nothing else has changed."""
-    count = min(64 if quick else 2048, max(4, (64 << 20) // block))
+    count = min(64 if quick else 2048, max(4, (8 << 20) // block))
     apart = block + 7  # no two blocks are aligned alike
     nbytes = 2 * count * apart + 64
     rng = np.random.default_rng(block)
