@@ -278,8 +278,8 @@ cdef class Device:
         """Return where memory lies, and its device.
 
         Returns:
-            "device", "host" (pinned), "managed", "pageable"; or "foreign": on this device, but out of
-            reach, as another context in this process has it.
+            "device", "host" (pinned), "managed", "pageable"; or "foreign": on this device, but out
+            of reach, as another context in this process has it.
 
         Raises:
             DeviceError: the device cannot be asked.

@@ -226,6 +226,40 @@ def test_a_dead_process(pool: ThreadPool) -> None:
         other.close()
 
 
+class TestDescriptors:
+    """What GPU memory is exported by: descriptors that cannot be opened through /proc."""
+
+    def test_it_is_the_same_file(self, other: Other) -> None:
+        reader, writer = other.run("import os; result = pipe = os.pipe()")
+        peer = Peer(other.pid)
+        taken = peer.take_descriptor(reader)
+        try:
+            assert not os.get_inheritable(taken)
+            other.run("os.write(pipe[1], b'over there')")
+            assert os.read(taken, 100) == b"over there"
+            other.run("for it in pipe: os.close(it)")
+            assert os.read(taken, 100) == b""
+        finally:
+            os.close(taken)
+        with pytest.raises(ValueError, match=f"pidfd_getfd of descriptor {writer} of process"):
+            peer.take_descriptor(writer)
+        with pytest.raises(ValueError, match="descriptor -1"):
+            peer.take_descriptor(-1)
+        peer.close()
+        with pytest.raises(ValueError, match="the peer is closed"):
+            peer.take_descriptor(reader)
+
+    def test_of_a_dead_process(self) -> None:
+        other = Other()
+        try:
+            peer = Peer(other.pid)
+            other.kill()
+            with pytest.raises(ProcessLookupError, match="has exited"):
+                peer.take_descriptor(0)
+        finally:
+            other.close()
+
+
 def test_its_own_process_is_one_too(pool: ThreadPool) -> None:
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
     report = run(pool, os.getpid(), "put", target.ctypes.data, source.ctypes.data, 100)

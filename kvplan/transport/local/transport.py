@@ -196,7 +196,11 @@ class LocalTransport(BaseTransport):
         self._wait_for_writers([it])
 
     def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
-        """See `Transport.preregister_pool`: peers map a pool of a device once for all its parts."""
+        """See `Transport.preregister_pool`: peers map a pool of a device once for all its parts.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed; what the device says.
+        """
         if self._sharing is None or not isinstance(memory, DeviceRange):
             return
         try:
