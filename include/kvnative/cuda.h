@@ -57,6 +57,8 @@ enum {
     KVN_CUDA_SYSTEM_NOT_READY = 802,
     KVN_CUDA_SYSTEM_DRIVER_MISMATCH = 803,
     KVN_CUDA_COMPAT_NOT_SUPPORTED = 804, /* on this device */
+    KVN_CUDA_CAPTURE_UNSUPPORTED = 900, /* a stream is being captured into a graph: the first of nine codes */
+    KVN_CUDA_CAPTURE_WRONG_THREAD = 908, /* the last of them */
     KVN_CUDA_UNKNOWN = 999
 };
 
@@ -78,12 +80,14 @@ enum {
 enum {
     KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: of none, as mapped memory is */
     KVN_CUDA_POINTER_MEMORY_TYPE = 2,    /* unsigned */
+    KVN_CUDA_POINTER_ON_DEVICE = 3,      /* CUdeviceptr: where kernels of the current context reach it */
     KVN_CUDA_POINTER_IS_MANAGED = 8,     /* unsigned */
     KVN_CUDA_POINTER_DEVICE = 9,         /* int */
     KVN_CUDA_POINTER_IS_LEGACY_IPC = 10, /* int: cuIpcGetMemHandle takes it */
-    KVN_CUDA_POINTER_RANGE_START = 11,   /* CUdeviceptr */
+    KVN_CUDA_POINTER_RANGE_START = 11,   /* CUdeviceptr; of mapped memory all that was reserved */
     KVN_CUDA_POINTER_RANGE_SIZE = 12,    /* size_t */
-    KVN_CUDA_POINTER_HANDLE_TYPES = 14   /* unsigned: CUmemAllocationHandleType, how it may be exported */
+    KVN_CUDA_POINTER_HANDLE_TYPES = 14,  /* unsigned: CUmemAllocationHandleType, how it may be exported */
+    KVN_CUDA_POINTER_POOL = 17           /* CUmemoryPool; NULL: of none */
 };
 
 /* CUmemorytype */
@@ -94,6 +98,7 @@ enum { KVN_CUDA_MEMORY_HOST = 1, KVN_CUDA_MEMORY_DEVICE = 2, KVN_CUDA_MEMORY_UNI
 enum { KVN_CUDA_HOST_PORTABLE = 1, KVN_CUDA_HOST_MAPPED = 2 };
 
 enum {
+    KVN_CUDA_CAPTURE_RELAXED = 2,         /* CUstreamCaptureMode */
     KVN_CUDA_STREAM_NON_BLOCKING = 1,     /* cuStreamCreate: no order with the default stream */
     KVN_CUDA_EVENT_DISABLE_TIMING = 2,    /* cuEventCreate */
     KVN_CUDA_EVENT_INTERPROCESS = 4,      /* cuEventCreate, with the one before */
@@ -171,6 +176,7 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuCtxGetCurrent, (CUcontext *context))                                                      \
     X(cuCtxSetCurrent, (CUcontext context))                                                       \
     X(cuCtxSynchronize, (void))                                                                   \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                             \
     X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags))                                    \
     X(cuMemGetInfo_v2, (size_t *free_nbytes, size_t *total_nbytes))                               \
     X(cuMemAlloc_v2, (CUdeviceptr *address, size_t nbytes))                                       \
@@ -180,6 +186,7 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuMemHostRegister_v2, (void *address, size_t nbytes, unsigned flags))                       \
     X(cuMemHostUnregister, (void *address))                                                       \
     X(cuPointerGetAttributes, (unsigned count, int *attributes, void **values, CUdeviceptr at))   \
+    X(cuMemGetAddressRange_v2, (CUdeviceptr *start, size_t *nbytes, CUdeviceptr address))         \
     X(cuMemcpyHtoD_v2, (CUdeviceptr dst, const void *src, size_t nbytes))                         \
     X(cuMemcpyDtoH_v2, (void *dst, CUdeviceptr src, size_t nbytes))                               \
     X(cuMemcpyAsync, (CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream))          \
@@ -215,6 +222,8 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuMemUnmap, (CUdeviceptr address, size_t nbytes))                                           \
     X(cuMemSetAccess,                                                                             \
       (CUdeviceptr address, size_t nbytes, const kvn_cuda_access *access, size_t count))          \
+    X(cuMemGetAccess,                                                                             \
+      (unsigned long long *flags, const kvn_cuda_location *location, CUdeviceptr address))        \
     X(cuMemExportToShareableHandle, (void *out, CUmemGenericAllocationHandle handle, int type,    \
                                      unsigned long long flags)) /* a descriptor: int *out */      \
     X(cuMemImportFromShareableHandle,                                                             \

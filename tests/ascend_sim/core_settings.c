@@ -106,6 +106,8 @@ static int set_number(const char *name, int64_t value) {
         settings.cuda_ipc = value;
     } else if (!strcmp(name, "cuda_staged_us")) {
         settings.cuda_staged_us = value;
+    } else if (!strcmp(name, "cuda_capture")) {
+        settings.cuda_capture = value;
     } else if (!strcmp(name, "cuda_threads")) {
         settings.cuda_threads = value;
     } else if (!strcmp(name, "page_bytes")) {
@@ -176,6 +178,7 @@ __attribute__((constructor)) static void read_environment(void) {
         {"cuda_virtual", "KVSIM_CUDA_VIRTUAL", "1"},
         {"cuda_ipc", "KVSIM_CUDA_IPC", "1"},
         {"cuda_staged_us", "KVSIM_CUDA_STAGED_US", "0"},
+        {"cuda_capture", "KVSIM_CUDA_CAPTURE", "0"},
         {"cuda_threads", "KVSIM_CUDA_THREADS", "2"},
         {"dir", "KVSIM_DIR", ""},
         {"log", "KVSIM_LOG", ""},

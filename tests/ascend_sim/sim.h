@@ -44,6 +44,7 @@ typedef struct {
     int64_t cuda_virtual;
     int64_t cuda_ipc;
     int64_t cuda_staged_us;
+    int64_t cuda_capture;
     int64_t cuda_threads;
     char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
 } sim_settings;

@@ -15,6 +15,7 @@ CUDA cuDeviceGetUuid_v2(unsigned char *uuid, int device);
 CUDA cuDeviceGetPCIBusId(char *text, int room, int device);
 CUDA cuDeviceGetAttribute(int *value, int attribute, int device);
 CUDA cuDeviceCanAccessPeer(int *can, int device, int peer);
+CUDA cuThreadExchangeStreamCaptureMode(int *mode);
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int is_initialized;
@@ -66,12 +67,63 @@ static void find_visible(void) {
     }
 }
 
+/* ---- streams that are captured into graphs ---- */
+
+static _Thread_local int capture_mode; /* CUstreamCaptureMode: 0 global, 1 of the thread, 2 relaxed */
+
+/* "Potentially unsafe" calls are refused to threads in global mode while another one captures; the documents name
+ * cudaMalloc, and PyTorch has met cudaEventQuery. Here it is all that allocates, frees, loads, asks or waits. */
+static int is_unsafe(const char *name) {
+    static const char *const NAMES[] = {
+        "cuMemAlloc_v2",       "cuMemAllocManaged",    "cuMemFree_v2",      "cuMemHostAlloc",
+        "cuMemFreeHost",       "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpyHtoD_v2",
+        "cuMemcpyDtoH_v2",     "cuStreamQuery",        "cuStreamSynchronize", "cuEventQuery",
+        "cuEventSynchronize",  "cuModuleLoadDataEx",   "cuModuleUnload",      "cuMemCreate",
+        "cuMemMap",            "cuMemUnmap",           "cuMemSetAccess",
+    };
+    for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++) {
+        if (!strcmp(name, NAMES[i])) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int check_capture(const char *name) {
+    if (!sim_settings_now().cuda_capture) {
+        return 0;
+    }
+    if (!strcmp(name, "cuCtxSynchronize")) {
+        return sim_error(CAPTURE_UNSUPPORTED, "a stream of the context is captured");
+    }
+    if (capture_mode == 0 && is_unsafe(name)) {
+        sim_violation("%s spoils the capture of a stream by another thread", name);
+        return sim_error(CAPTURE_UNSUPPORTED, "%s: another thread captures a stream", name);
+    }
+    return 0;
+}
+
+CUDA cuThreadExchangeStreamCaptureMode(int *mode) {
+    sim_call call;
+    int code = cuda_enter(&call, __func__);
+    code = CUDA_CHECK(code, mode);
+    if (!code && (*mode < 0 || *mode > 2)) {
+        code = sim_error(INVALID_VALUE, "mode=%d: 0, 1 or 2", *mode);
+    }
+    if (!code) {
+        int before = capture_mode;
+        capture_mode = *mode;
+        *mode = before;
+    }
+    return cuda_leave(&call, code, "\"mode\":%d", capture_mode);
+}
+
 int cuda_enter(sim_call *call, const char *name) {
     int code = sim_enter(call, name);
     if (!code && !cuda_is_initialized()) {
         code = sim_error(NOT_INITIALIZED, "%s: call cuInit before", name);
     }
-    return code;
+    return code ? code : check_capture(name);
 }
 
 CUDA cuInit(unsigned flags) {

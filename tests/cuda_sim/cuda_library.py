@@ -120,6 +120,7 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
     "cuMemMap": [_long, _size, _size, _long, _long],
     "cuMemUnmap": [_long, _size],
     "cuMemSetAccess": [_long, _size, _out, _size],
+    "cuMemGetAccess": [_out, _out, _long],
     "cuMemExportToShareableHandle": [_out, _long, _int, _long],
     "cuMemImportFromShareableHandle": [_out, _pointer, _int],
     "cuIpcGetMemHandle": [_out, _long],

@@ -253,10 +253,14 @@ typedef struct {
     int is_ipc;
     int is_managed;
     unsigned handle_types;
+    uint64_t on_device; /* where kernels reach it; 0: nowhere */
     uint64_t start;
     uint64_t nbytes;
     uint64_t serial;
 } pointer_facts;
+
+/* Kernels have write-combined memory at an address of its own, which nothing here can use. */
+#define APART ((uint64_t)1 << 60)
 
 /* Of mapped memory the range is the one that was reserved, however much of it is mapped. */
 static pointer_facts facts_of(uint64_t address) {
@@ -277,6 +281,9 @@ static pointer_facts facts_of(uint64_t address) {
         .context = owner ? owner->handle : NULL,
         .is_ipc = traits.origin == CUDA_ALLOCATED,
         .handle_types = traits.origin == CUDA_MAPPED ? traits.flags : 0,
+        .on_device = traits.origin == CUDA_HOST_ALLOCATED && traits.flags & HOST_COMBINED
+                         ? address | APART
+                         : address,
         .start = memory->address,
         .nbytes = memory->nbytes,
         .serial = memory->serial,
@@ -298,7 +305,7 @@ static int store(int attribute, const pointer_facts *facts, uint64_t address, vo
         *(unsigned *)value = (unsigned)facts->memory_type;
         return 0;
     case 3:
-        *(uint64_t *)value = facts->is_mapped ? address : 0;
+        *(uint64_t *)value = facts->on_device;
         return 0;
     case 4:
         *(uint64_t *)value = facts->memory_type == 1 ? address : 0;
@@ -326,6 +333,9 @@ static int store(int attribute, const pointer_facts *facts, uint64_t address, vo
         return 0;
     case 14:
         *(unsigned *)value = facts->handle_types;
+        return 0;
+    case 17: /* no pools here */
+        *(void **)value = NULL;
         return 0;
     default:
         return sim_error(INVALID_VALUE, "attribute %d: the simulator has none", attribute);

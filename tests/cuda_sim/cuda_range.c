@@ -36,6 +36,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     case CUDA_MAPPED:
         return has_access(&traits, context->device, writes);
     case CUDA_HOST_ALLOCATED:
+        return !(traits.flags & HOST_COMBINED); /* not at the host's address */
     case CUDA_MANAGED:
         return 1;
     case CUDA_HOST_REGISTERED:

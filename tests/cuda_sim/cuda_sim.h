@@ -26,6 +26,7 @@
  *   KVSIM_CUDA_PEERS 1          0: no GPU reaches another
  *   KVSIM_CUDA_VIRTUAL 1        0: no virtual memory; 2: with it, but nothing of it can be exported
  *   KVSIM_CUDA_IPC 1            0: no IPC handles, as in containers of their own
+ *   KVSIM_CUDA_CAPTURE 0        1: another thread of the program captures a stream, in global mode
  *   KVSIM_CUDA_STAGED_US 0      that the end of cuMemcpyHtoD from pageable memory lags behind its return
  *   KVSIM_CUDA_THREADS 2        on which a kernel's blocks run
  *
@@ -81,6 +82,7 @@ enum {
     NOT_REGISTERED = 713,
     NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
     UNKNOWN = 999,
 };
 
@@ -138,7 +140,7 @@ enum {
     CUDA_MANAGED,          /* cuMemAllocManaged: the host reads it where it is */
 };
 
-enum { HOST_PORTABLE = 1, HOST_DEVICEMAP = 2 };
+enum { HOST_PORTABLE = 1, HOST_DEVICEMAP = 2, HOST_COMBINED = 4 };
 
 typedef enum { CUDA_DEVICE_SIDE, CUDA_PINNED_SIDE, CUDA_PAGEABLE_SIDE } cuda_side;
 

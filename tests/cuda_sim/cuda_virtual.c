@@ -44,6 +44,7 @@ CUDA cuMemMap(cuda_address address, size_t nbytes, size_t offset, cuda_address h
               unsigned long long flags);
 CUDA cuMemUnmap(cuda_address address, size_t nbytes);
 CUDA cuMemSetAccess(cuda_address address, size_t nbytes, const access_of *accesses, size_t count);
+CUDA cuMemGetAccess(unsigned long long *flags, const location *where, cuda_address address);
 CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsigned long long flags);
 CUDA cuMemImportFromShareableHandle(cuda_address *handle, void *descriptor, int type);
 
@@ -457,6 +458,28 @@ CUDA cuMemSetAccess(cuda_address address, size_t nbytes, const access_of *access
         pthread_mutex_unlock(&mutex);
     }
     return cuda_leave(&call, code, "\"address\":%llu,\"bytes\":%zu", address, nbytes);
+}
+
+CUDA cuMemGetAccess(unsigned long long *flags, const location *where, cuda_address address) {
+    sim_call call;
+    int code = enter(&call, __func__);
+    code = CUDA_CHECK(code, flags);
+    code = CUDA_CHECK(code, where);
+    int device = code ? -1 : cuda_physical(where->id);
+    if (!code && (where->type != 1 || device < 0)) {
+        code = sim_error(INVALID_VALUE, "device %d at a location of type %d", where->id, where->type);
+    }
+    sim_memory *memory = code ? NULL : sim_find(address, 1);
+    sim_traits traits = memory ? sim_memory_traits(memory) : (sim_traits){0};
+    sim_memory_release(memory);
+    if (!code && traits.origin != CUDA_MAPPED) {
+        code = sim_error(INVALID_VALUE, "0x%llx is not mapped memory", address);
+    }
+    if (!code) {
+        uint64_t bit = (uint64_t)1 << device;
+        *flags = traits.writable & bit ? 3 : traits.readable & bit ? 1 : 0;
+    }
+    return cuda_leave(&call, code, "\"address\":%llu", address);
 }
 
 /* ---- other processes ---- */

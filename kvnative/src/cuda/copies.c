@@ -157,10 +157,10 @@ static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64
 {
     copies *self = copies_of(device);
     const uint32_t blocks = kvn_cuda_copies_tuning(device, direction).blocks;
+    const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
     size_t reached = *count;
+    int status;
 
-    if (kvn_cuda_launcher_load(self->launcher, failure) != KVN_OK)
-        return failure->status;
     if (count_reached(device, direction, dst, src, nbytes, &reached, failed, failure) != KVN_OK)
         return failure->status;
     if (reached == 0) {
@@ -168,8 +168,12 @@ static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64
         return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
     }
     *count = reached;
-    return kvn_cuda_launch(self->launcher, stream, blocks && blocks < self->num_blocks ? blocks : self->num_blocks,
-                           dst, src, nbytes, reached, failure);
+    status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, reached, failure);
+    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || reached <= KVN_COPY_FEW)
+        return status;
+    /* A model has filled the GPU's memory: so many need none. */
+    *count = KVN_COPY_FEW;
+    return kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, KVN_COPY_FEW, failure);
 }
 
 /* What never works here; other refusals are of this batch. */
@@ -193,21 +197,20 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
                         kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    const uint64_t each = mean(nbytes, *count);
-    const size_t given = *count;
-    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, each, given);
+    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, mean(nbytes, *count), *count);
     int status;
 
     if (way == KVN_CUDA_KERNEL) {
-        status = copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
-        if (status != KVN_UNSUPPORTED)
-            return status;
-        atomic_store(&self->no_kernel, true);
-        if (atomic_load(&self->no_batch))
-            return status; /* one by one, from now on */
-        kvn_device_note_fallback(device, failure->message);
-        way = kvn_cuda_copies_way(device, direction, each, given);
-        *count = given;
+        status = kvn_cuda_launcher_load(self->launcher, failure);
+        if (status == KVN_OK)
+            return copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
+        if (status == KVN_UNSUPPORTED) {
+            atomic_store(&self->no_kernel, true);
+            if (atomic_load(&self->no_batch))
+                return status; /* one by one, from now on */
+            kvn_device_note_fallback(device, failure->message);
+        }
+        way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
     }
     if (way == KVN_CUDA_BATCH) {
         status = copy_batch(device, dst, src, nbytes, *count, stream, failed, failure);

@@ -70,6 +70,14 @@ struct kvn_cuda_launcher {
 
 /* ---- the kernel ---- */
 
+/* Of the moment, or of a context that has failed: it says nothing of the kernel. */
+static bool will_pass(const kvn_failure *failure)
+{
+    return failure->code == KVN_CUDA_OUT_OF_MEMORY ||
+           (failure->code >= KVN_CUDA_ILLEGAL_ADDRESS && failure->code <= KVN_CUDA_LAUNCH_FAILED) ||
+           (failure->code >= KVN_CUDA_CAPTURE_UNSUPPORTED && failure->code <= KVN_CUDA_CAPTURE_WRONG_THREAD);
+}
+
 /* The driver compiles it for its GPU, and keeps what it has made in its own cache on disk. */
 static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
 {
@@ -84,6 +92,11 @@ static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
         CALL(device, failure, cuModuleGetFunction, &self->many, self->module, "kvn_copy_many_kernel") == KVN_OK)
         return KVN_OK;
     refusal = *failure;
+    if (self->module)
+        kvn_cuda_of(device)->cuModuleUnload(self->module);
+    self->module = NULL;
+    if (will_pass(&refusal))
+        return refusal.status;
     log[strcspn(log, "\n")] = '\0';
     return kvn_fail(failure, KVN_UNSUPPORTED, refusal.code, "the driver does not take the copy kernel: %.130s%s%.60s",
                     refusal.message, *log ? "; " : "", log);
@@ -94,7 +107,7 @@ int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure)
     pthread_mutex_lock(&self->mutex);
     if (!self->is_loaded) {
         self->refused.status = compile(self, &self->refused);
-        self->is_loaded = true;
+        self->is_loaded = self->refused.status == KVN_OK || self->refused.status == KVN_UNSUPPORTED;
     }
     *failure = self->refused;
     pthread_mutex_unlock(&self->mutex);

@@ -21,7 +21,7 @@ kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device);
 void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
 
 /* Compiles the kernel, once; later calls have the first one's outcome. KVN_UNSUPPORTED: this driver does not
- * take it, and `failure` says why. */
+ * take it, and `failure` says why. Other failures, for want of memory say, are not for ever. */
 int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure);
 /* Launches a copy of 1 to KVN_CUDA_LAUNCH_COUNT descriptors, none empty, all of memory that the device reaches;
  * by at most `blocks` blocks. The columns may go when it returns. */

@@ -153,6 +153,7 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
 
     if (state->granularity == 0)
         return allocate_plain(device, nbytes, out, failure);
+    kvn_cuda_free_rest(device);
     it.nbytes = (nbytes + state->granularity - 1) / state->granularity * state->granularity;
     if (it.nbytes < nbytes)
         return kvn_fail(failure, KVN_NO_DEVICE_MEMORY, 0, "%" PRIu64 " bytes are more than any device has",
@@ -175,18 +176,79 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
     return KVN_OK;
 }
 
+/* ---- freeing ---- */
+
+/* Memory that was given back, and is still mapped. */
+typedef struct kvn_cuda_freed {
+    struct kvn_cuda_freed *next;
+    kvn_cuda_allocated it;
+} kvn_cuda_freed;
+
+static kvn_cuda_freed *take_freed(kvn_cuda_device *state)
+{
+    kvn_cuda_freed *freed;
+
+    pthread_mutex_lock(&state->mutex);
+    freed = state->freed;
+    state->freed = NULL;
+    pthread_mutex_unlock(&state->mutex);
+    return freed;
+}
+
+static void keep_freed(kvn_cuda_device *state, kvn_cuda_freed *freed)
+{
+    kvn_cuda_freed *last = freed;
+
+    while (last->next)
+        last = last->next;
+    pthread_mutex_lock(&state->mutex);
+    last->next = state->freed;
+    state->freed = freed;
+    pthread_mutex_unlock(&state->mutex);
+}
+
+/* What was taken. The first failure counts. */
+static int unmap_freed(const kvn_device *device, kvn_cuda_freed *freed, kvn_failure *failure)
+{
+    const CUresult finished = kvn_cuda_of(device)->cuCtxSynchronize();
+    int status = kvn_cuda_ended(device, "cuCtxSynchronize", finished, failure);
+
+    if (finished >= KVN_CUDA_CAPTURE_UNSUPPORTED && finished <= KVN_CUDA_CAPTURE_WRONG_THREAD) {
+        keep_freed(kvn_cuda_state(device), freed);
+        return status;
+    }
+    /* A context that has failed runs nothing more: what is mapped can go. */
+    while (freed) {
+        kvn_cuda_freed *next = freed->next;
+        kvn_failure later;
+        if (unmap(device, &freed->it, status == KVN_OK ? failure : &later) != KVN_OK && status == KVN_OK)
+            status = failure->status;
+        free(freed);
+        freed = next;
+    }
+    return status;
+}
+
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
 {
-    const uint64_t at = (uintptr_t)address;
-    kvn_cuda_allocated it;
-    CUresult finished;
-    int status;
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_freed *freed = malloc(sizeof *freed);
 
-    if (!forget(kvn_cuda_state(device), at, &it))
-        return KVN_CUDA_CALL(device, failure, cuMemFree_v2, at);
-    finished = kvn_cuda_of(device)->cuCtxSynchronize();
-    /* A context that has failed runs nothing more: what is mapped can go. */
-    status = unmap(device, &it, failure);
-    return finished == KVN_CUDA_OK ? status
-                                   : kvn_cuda_ended(device, "cuCtxSynchronize", finished, failure);
+    if (!freed)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to free memory");
+    if (!forget(state, (uintptr_t)address, &freed->it)) {
+        free(freed);
+        return KVN_CUDA_CALL(device, failure, cuMemFree_v2, (uintptr_t)address);
+    }
+    freed->next = take_freed(state);
+    return unmap_freed(device, freed, failure);
+}
+
+void kvn_cuda_free_rest(const kvn_device *device)
+{
+    kvn_cuda_freed *freed = take_freed(kvn_cuda_state(device));
+    kvn_failure ignored; /* it stays for another time */
+
+    if (freed)
+        unmap_freed(device, freed, &ignored);
 }

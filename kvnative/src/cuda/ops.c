@@ -37,6 +37,27 @@ static int set_context(const kvn_device *device, void *context, kvn_failure *fai
     return CALL(device, failure, cuCtxSetCurrent, context);
 }
 
+/* How many times this thread has begun calls, and the mode that it had before. */
+static _Thread_local int num_begun;
+static _Thread_local int capture_mode;
+
+/* While any thread of the program captures a stream into a graph, calls as plain as a query of an event are
+ * refused to all threads, and spoil the capture: unless the thread that makes them has said that it knows. Ours
+ * have nothing to do with the capture: they are of streams and events of our own. */
+static void begin_calls(const kvn_device *device)
+{
+    if (num_begun++ > 0)
+        return;
+    capture_mode = KVN_CUDA_CAPTURE_RELAXED;
+    kvn_cuda_of(device)->cuThreadExchangeStreamCaptureMode(&capture_mode);
+}
+
+static void end_calls(const kvn_device *device)
+{
+    if (--num_begun == 0)
+        kvn_cuda_of(device)->cuThreadExchangeStreamCaptureMode(&capture_mode);
+}
+
 static bool is_own(const kvn_device *device)
 {
     return ((const kvn_cuda_library *)device->runtime)->own_context;
@@ -111,6 +132,7 @@ static void close_context(kvn_device *device, void *context)
 
     kvn_cuda_copies_close(device);
     if (is_current) {
+        kvn_cuda_free_rest(device);
         for (size_t i = 0; i < state->num_idle; i++)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
@@ -373,6 +395,8 @@ const kvn_device_ops kvn_cuda_ops = {
     .close_context = close_context,
     .get_context = get_context,
     .set_context = set_context,
+    .begin_calls = begin_calls,
+    .end_calls = end_calls,
     .allocate = kvn_cuda_allocate,
     .free = kvn_cuda_free,
     .allocate_host = allocate_host,

@@ -3,6 +3,8 @@
 #include <errno.h>
 #include <stdlib.h>
 
+#include "cuda/memory.h"
+
 /* ---- memory of peers ---- */
 
 typedef struct kvn_cuda_mapped {
@@ -40,7 +42,8 @@ void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address)
     free(found);
 }
 
-static bool is_mapped(const kvn_device *device, uint64_t address)
+/* The mapping that holds the address; false where it is not of a peer. */
+static bool find_mapped(const kvn_device *device, uint64_t address, uint64_t *first, uint64_t *last)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     const kvn_cuda_mapped *it;
@@ -48,51 +51,103 @@ static bool is_mapped(const kvn_device *device, uint64_t address)
     pthread_mutex_lock(&state->mutex);
     for (it = state->mapped; it && address - it->address >= it->nbytes; it = it->next)
         ;
+    if (it) {
+        *first = it->address;
+        *last = it->address + it->nbytes;
+    }
     pthread_mutex_unlock(&state->mutex);
     return it != NULL;
 }
 
 /* ---- what the driver knows ---- */
 
-static kvn_cuda_reach judge(const kvn_device *device, unsigned type, unsigned is_managed, int number,
-                            CUcontext context)
+/* What the driver says of one address. */
+typedef struct answers {
+    unsigned type, is_managed;
+    int number;
+    CUcontext context;
+    CUdeviceptr on_device, start;
+    size_t nbytes;
+} answers;
+
+/* Whether it is of a pool of this device (cudaMallocAsync), which always reaches those. */
+static bool is_of_own_pool(const kvn_device *device, uint64_t address, int number)
 {
-    if (type == 0)
-        return KVN_CUDA_UNMAPPED;
-    if (is_managed)
-        return KVN_CUDA_COPIED; /* a kernel would move its pages to the device */
-    if (type == KVN_CUDA_MEMORY_HOST)
-        return KVN_CUDA_REACHED;
-    /* Of another device only where this one was given access, which the driver does not say of an address. */
-    return number == device->id && (!context || context == device->context) ? KVN_CUDA_REACHED
-                                                                             : KVN_CUDA_UNMAPPED;
+    int asked[] = {KVN_CUDA_POINTER_POOL};
+    void *pool = NULL, *values[] = {&pool};
+
+    return kvn_cuda_of(device)->cuPointerGetAttributes(1, asked, values, address) == KVN_CUDA_OK && pool &&
+           number == device->id;
+}
+
+/* Of memory that is of no context, and not from here. Where it was mapped there are holes in what was reserved,
+ * in torch's expandable segments, say; and mappings that this device may not use. */
+static kvn_cuda_range ask_mapping(const kvn_device *device, uint64_t address, int number)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+    const kvn_cuda_location location = {KVN_CUDA_LOCATION_DEVICE, kvn_cuda_state(device)->number};
+    kvn_cuda_range range = {.reach = KVN_CUDA_UNMAPPED};
+    unsigned long long flags = 0;
+    CUdeviceptr start = 0;
+    size_t nbytes = 0;
+
+    if (cuda->cuMemGetAddressRange_v2(&start, &nbytes, address) != KVN_CUDA_OK)
+        return range;
+    range.first = start;
+    range.last = start + nbytes;
+    if (is_of_own_pool(device, address, number))
+        range.reach = KVN_CUDA_REACHED;
+    else if (cuda->cuMemGetAccess(&flags, &location, address) != KVN_CUDA_OK)
+        range.reach = KVN_CUDA_COPIED;
+    else if (flags)
+        range.reach = flags == KVN_CUDA_ACCESS_READ_WRITE ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
+    return range;
+}
+
+static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const answers *found)
+{
+    kvn_cuda_range range = {found->start, found->start + found->nbytes, KVN_CUDA_UNMAPPED};
+    kvn_cuda_allocated ours;
+
+    if (found->type == 0)
+        return range;
+    if (found->is_managed) {
+        range.reach = KVN_CUDA_COPIED; /* a kernel would move its pages to the device */
+    } else if (found->type == KVN_CUDA_MEMORY_HOST) {
+        /* Kernels reach registered memory at another address, or at none, on systems where
+         * CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0. */
+        range.reach = found->on_device == address ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
+    } else if (find_mapped(device, address, &range.first, &range.last)) {
+        range.reach = KVN_CUDA_REACHED;
+    } else if (kvn_cuda_allocated_at(device, address, &ours)) {
+        range = (kvn_cuda_range){ours.address, ours.address + ours.nbytes, KVN_CUDA_REACHED};
+    } else if (!found->context) {
+        range = ask_mapping(device, address, found->number);
+    } else if (found->number == device->id && found->context == device->context) {
+        range.reach = KVN_CUDA_REACHED;
+    }
+    return range;
 }
 
 /* What the driver knows of the range that holds the address. */
 static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
 {
     int asked[] = {KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_DEVICE,
-                   KVN_CUDA_POINTER_CONTEXT,     KVN_CUDA_POINTER_RANGE_START, KVN_CUDA_POINTER_RANGE_SIZE};
-    kvn_cuda_range found = {0};
-    unsigned type = 0, is_managed = 0;
-    int number = -1;
-    CUcontext context = NULL;
-    CUdeviceptr start = 0;
-    size_t nbytes = 0;
-    void *answers[] = {&type, &is_managed, &number, &context, &start, &nbytes};
+                   KVN_CUDA_POINTER_CONTEXT,     KVN_CUDA_POINTER_ON_DEVICE,  KVN_CUDA_POINTER_RANGE_START,
+                   KVN_CUDA_POINTER_RANGE_SIZE};
+    answers found = {.number = -1};
+    void *values[] = {&found.type,      &found.is_managed, &found.number, &found.context,
+                      &found.on_device, &found.start,      &found.nbytes};
+    kvn_cuda_range range = {0};
 
-    if (kvn_cuda_of(device)->cuPointerGetAttributes(sizeof asked / sizeof *asked, asked, answers, address) !=
+    if (kvn_cuda_of(device)->cuPointerGetAttributes(sizeof asked / sizeof *asked, asked, values, address) !=
         KVN_CUDA_OK)
-        return found;
-    found.reach = judge(device, type, is_managed, number, context);
-    if (type == KVN_CUDA_MEMORY_DEVICE && found.reach == KVN_CUDA_UNMAPPED && is_mapped(device, address))
-        found.reach = KVN_CUDA_REACHED;
-    found.first = start;
-    found.last = start + nbytes;
+        return range;
+    range = judge(device, address, &found);
     /* A driver that does not say how far it goes says something of this byte. */
-    if (address < found.first || address >= found.last)
-        found = (kvn_cuda_range){address, address + 1, found.reach < KVN_CUDA_COPIED ? found.reach : KVN_CUDA_COPIED};
-    return found;
+    if (address < range.first || address >= range.last)
+        range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED};
+    return range;
 }
 
 static bool holds(const kvn_cuda_range *range, uint64_t address)

@@ -128,6 +128,7 @@ static void start(kvn_channel *channel)
     kvn_channel_fault fault;
 
     kvn_channel_fault_begin(&fault);
+    kvn_device_begin_calls(device);
     if (device->ops->set_context(device, device->context, &fault.why) == KVN_OK)
         kvn_channel_ready(channel, &fault);
     pthread_mutex_lock(&channel->mutex);

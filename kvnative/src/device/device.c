@@ -19,9 +19,10 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
     out->runtime = runtime;
     out->id = id;
     out->pid = getpid();
+    kvn_device_begin_calls(out);
     previous = ops->get_context(out);
     status = ops->open_context(out, &out->context, &out->primary, failure);
-    kvn_device_leave(out, previous);
+    kvn_device_leave(out, previous); /* ends them, too */
     if (status != KVN_OK)
         return status;
     error = pthread_mutex_init(&out->mutex, NULL);
@@ -36,7 +37,9 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
 
 void kvn_device_close(kvn_device *device)
 {
+    kvn_device_begin_calls(device);
     device->ops->close_context(device, device->context);
+    kvn_device_end_calls(device);
     free(device->pinned);
     pthread_mutex_destroy(&device->mutex);
 }
@@ -51,14 +54,28 @@ int kvn_device_check_process(const kvn_device *device, kvn_failure *failure)
                     (int)getpid());
 }
 
+void kvn_device_begin_calls(const kvn_device *device)
+{
+    if (device->ops->begin_calls)
+        device->ops->begin_calls(device);
+}
+
+void kvn_device_end_calls(const kvn_device *device)
+{
+    if (device->ops->end_calls)
+        device->ops->end_calls(device);
+}
+
 int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure)
 {
     if (kvn_device_check_process(device, failure) != KVN_OK)
         return failure->status;
+    kvn_device_begin_calls(device);
     *previous = device->ops->get_context(device);
-    return *previous == device->context
-               ? KVN_OK
-               : device->ops->set_context(device, device->context, failure);
+    if (*previous == device->context || device->ops->set_context(device, device->context, failure) == KVN_OK)
+        return KVN_OK;
+    kvn_device_end_calls(device);
+    return failure->status;
 }
 
 void kvn_device_leave(const kvn_device *device, void *previous)
@@ -69,6 +86,7 @@ void kvn_device_leave(const kvn_device *device, void *previous)
         previous = device->primary;
     if (previous != device->context)
         device->ops->set_context(device, previous, &ignored);
+    kvn_device_end_calls(device);
 }
 
 /* A call of the table by a thread of others; returns from the function that it stands in. */

@@ -43,6 +43,9 @@ void kvn_device_close(kvn_device *device);
 /* KVN_INVALID in a process forked from the one that opened it. */
 int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
 
+/* As the rows of kvn_device_ops; what follows has them. */
+void kvn_device_begin_calls(const kvn_device *device);
+void kvn_device_end_calls(const kvn_device *device);
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */
 int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure);
 /* Puts back the context that was current, or the primary one if there was none; of a kind that has no such

@@ -175,6 +175,7 @@ static void *events_main(void *argument)
     kvn_failure ignored; /* without a context each query fails, and says so */
 
     prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
+    kvn_device_begin_calls(events->device);
     events->device->ops->set_context(events->device, events->device->context, &ignored);
     pthread_mutex_lock(&events->mutex);
     while (!events->stopping) {
@@ -252,19 +253,23 @@ static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, 
     const kvn_device *device = events->device;
     void *previous = device->ops->get_context(device);
     void *theirs = device->primary ? device->primary : device->context;
-    int status = previous == theirs ? KVN_OK : device->ops->set_context(device, theirs, failure);
+    int status = KVN_OK;
 
-    if (status != KVN_OK)
-        return status;
-    status = make_unit(events, false, unit, failure);
-    if (status == KVN_OK)
-        status = device->ops->record_event(device, (*unit)->event, stream, failure);
-    if (!previous)
-        previous = device->primary;
-    if (previous != theirs) {
-        kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
-        device->ops->set_context(device, previous, &ignored);
+    kvn_device_begin_calls(device);
+    if (previous != theirs)
+        status = device->ops->set_context(device, theirs, failure);
+    if (status == KVN_OK) {
+        status = make_unit(events, false, unit, failure);
+        if (status == KVN_OK)
+            status = device->ops->record_event(device, (*unit)->event, stream, failure);
+        if (!previous)
+            previous = device->primary;
+        if (previous != theirs) {
+            kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
+            device->ops->set_context(device, previous, &ignored);
+        }
     }
+    kvn_device_end_calls(device);
     return status;
 }
 

@@ -74,6 +74,10 @@ typedef struct kvn_device_ops {
     void *(*get_context)(const kvn_device *device);
     /* NULL where get_context has said so, of a kind that leaves *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
+    /* Around calls on a thread of the program's, and at the beginning of one of ours: what a thread has to say
+     * first, where others of the program restrict what it may call. They nest. NULL: nothing. */
+    void (*begin_calls)(const kvn_device *device);
+    void (*end_calls)(const kvn_device *device);
 
     /* ---- memory ---- */
 
