@@ -133,6 +133,7 @@ class TestTransfers:
     ) -> None:
         there = other.call("offer", whose, 1)
         with side.transport.connect(other.call("metadata")) as link:
+            assert link.way == "mapped arenas and GPU memory, process_vm"
             first = link.memory([there], NBYTES)
             second = link.memory([there + BLOCK], BLOCK)
             assert second.addresses[0] == first.addresses[0] + BLOCK
