@@ -87,9 +87,7 @@ some_ranges = st.lists(ranges | parts | on_devices, max_size=5).map(tuple)
 metadata = st.builds(Metadata, identities, tables, writers, some_ranges)
 
 EXPORTED = AllocationRef("0" * 32, 4000, 200, number=1, fd=14, handle="", is_pool=True)
-WITH_HANDLE = AllocationRef(
-    "1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128, is_pool=False
-)
+WITH_HANDLE = AllocationRef("1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128, is_pool=False)
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
     GenerationTableRef(fd=6, inode=7, num_slots=8, address=4096),
