@@ -345,4 +345,5 @@ cdef class Descriptors:
         columns.first = 0
         columns.caller = KVN_CALLER_RETURNS
         columns.after = NULL
+        columns.end = NULL
         return columns

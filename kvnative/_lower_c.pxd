@@ -10,6 +10,8 @@ cdef extern from "kvnative/descriptor.h" nogil:
     enum:
         KVN_CALLER_RETURNS
         KVN_CALLER_WAITS
+    ctypedef struct kvn_batch_end:
+        pass
     ctypedef struct kvn_columns:
         const uint64_t *dst
         const uint64_t *src
@@ -18,6 +20,7 @@ cdef extern from "kvnative/descriptor.h" nogil:
         uint64_t first
         uint32_t caller
         kvn_gate *after
+        kvn_batch_end *end
 
 cdef extern from "core/lower.h" nogil:
     enum:

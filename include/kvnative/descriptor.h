@@ -17,6 +17,12 @@ typedef enum kvn_caller {
     KVN_CALLER_COMPUTES, /* for long: a core is to be left for it */
 } kvn_caller;
 
+/* Who wants to know that a batch is over, whether or not anyone asks for its outcome. */
+typedef struct kvn_batch_end {
+    /* Once, from any thread, when no byte of the batch is touched any more, and before there is an outcome. */
+    void (*call)(struct kvn_batch_end *self);
+} kvn_batch_end;
+
 /* Columns: the form of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of every
  * backend here. The three arrays belong to whoever made them. */
 typedef struct kvn_columns {
@@ -27,6 +33,7 @@ typedef struct kvn_columns {
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
     uint32_t caller; /* kvn_caller */
     struct kvn_gate *after; /* what the batch has to come after; NULL: nothing. Only for a backend that `orders` */
+    kvn_batch_end *end; /* NULL: none. A backend may leave it uncalled; of a batch that `submit` refuses it does */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

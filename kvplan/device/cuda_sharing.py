@@ -34,15 +34,18 @@ class CudaSharing:
         self._buffers: WeakValueDictionary[int, Exported] = WeakValueDictionary()  # by address
         self.uuid = uuid
 
-    def export(self, address: int, nbytes: int, buffer: DeviceBuffer | None) -> Exported:
+    def export(
+        self, address: int, nbytes: int, buffer: DeviceBuffer | None, *, is_pool: bool = False
+    ) -> Exported:
         """See `Sharing.export`; of one buffer always the same."""
         if buffer is None:
-            return self._export(address, nbytes, None)
+            return self._export(address, nbytes, None, is_pool)
         with self._mutex:
             # Held by what is found here, so at that address there is no other.
             known = self._buffers.get(buffer.address)
             if known is None:
-                known = self._buffers[buffer.address] = self._export(address, nbytes, buffer)
+                known = self._export(address, nbytes, buffer, is_pool)
+                self._buffers[buffer.address] = known
             return known
 
     def map(self, ref: AllocationRef, fd: int) -> _cuda_share.Imported:
@@ -58,13 +61,15 @@ class CudaSharing:
         except NativeError as error:
             raise device_error(error, f"{what}, to be mapped for device {native.id}") from error
 
-    def _export(self, address: int, nbytes: int, buffer: DeviceBuffer | None) -> Exported:
+    def _export(
+        self, address: int, nbytes: int, buffer: DeviceBuffer | None, is_pool: bool
+    ) -> Exported:
         try:
             native = _cuda_share.export(self._native, address, nbytes)
         except NativeError as error:
             raise device_error(error, f"memory of device {self._native.id}") from error
         handle = native.handle.hex()
         ref = AllocationRef(
-            self.uuid, native.address, native.nbytes, next_number(), native.fd, handle
+            self.uuid, native.address, native.nbytes, next_number(), native.fd, handle, is_pool
         )
         return Exported(ref, self._native, (native, buffer))

@@ -26,6 +26,7 @@ class AllocationRef:
         number: of its export; no other of that process has had it.
         fd: the owner's descriptor of it, which peers take; -1: they map it by `handle`.
         handle: hexadecimal digits; empty where there is a descriptor.
+        is_pool: its parts come and go.
     """
 
     device: str
@@ -34,6 +35,7 @@ class AllocationRef:
     number: int
     fd: int
     handle: str
+    is_pool: bool
 
     @property
     def is_kept_by_peers(self) -> bool:
@@ -78,12 +80,16 @@ class Sharing(Protocol):
     def uuid(self) -> str:
         """See above."""
 
-    def export(self, address: int, nbytes: int, buffer: DeviceBuffer | None) -> Exported:
+    def export(
+        self, address: int, nbytes: int, buffer: DeviceBuffer | None, *, is_pool: bool = False
+    ) -> Exported:
         """Let peers map the allocation that a range is a part of.
 
         Args:
             address, nbytes: of the range.
             buffer: what was allocated here, that it is a part of; None: it is the user's.
+            is_pool: whether peers shall keep it mapped though they use no part of it; of what is
+                exported already, as it was said first.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, and what to do; what the

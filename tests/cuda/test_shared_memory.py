@@ -133,6 +133,7 @@ class TestTransfers:
     ) -> None:
         there = other.call("offer", whose, 1)
         with side.transport.connect(other.call("metadata")) as link:
+            assert link.way == "mapped arenas and GPU memory, process_vm"
             first = link.memory([there], NBYTES)
             second = link.memory([there + BLOCK], BLOCK)
             assert second.addresses[0] == first.addresses[0] + BLOCK
@@ -331,6 +332,17 @@ class TestInFlight:
                     done.result()
             finally:
                 cuda_simulator.set("latency_us", 0)
+
+    def test_a_push_that_is_over_holds_up_no_owner(self, side: Side, other: Other) -> None:
+        """Though nobody has asked for its outcome."""
+        there = other.call("offer", "kvplan", 1)
+        here = side.local(side.allocate("kvplan", 2))
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            task = transfers.submit(PUSH, here, memory)
+            assert other.call("deregister", there) == [], "it would be named after a second"
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
+                task.wait()
 
     def test_an_owner_that_waits_too_long_says_so(
         self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log

@@ -11,6 +11,7 @@ import pytest
 
 from kvplan import LlmDataDist, LLMException, LlmRole, Options, Transfers
 from tests.ascend.fixtures import sim_folder, simulator
+from tests.cuda_sim.simulator import cuda_simulator
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.peer import Peer
 from tests.support.over_tcp import engine_of
@@ -18,7 +19,7 @@ from tests.support.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[..., Peer]
-__all__ = ["sim_folder", "simulator"]  # fixtures
+__all__ = ["cuda_simulator", "sim_folder", "simulator"]  # fixtures
 Attempt = Callable[[Callable[[], object]], "Future[LLMException | None]"]
 
 
@@ -29,7 +30,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> str:
     """What engines are linked over: see tests/support/places.py."""
-    if library := {"ucx": "ucx", "ascend": "simulator"}.get(request.param):
+    libraries = {"ucx": "ucx", "ascend": "simulator", "cuda": "cuda_simulator"}
+    if library := libraries.get(request.param):
         request.getfixturevalue(library)
     return str(request.param)
 

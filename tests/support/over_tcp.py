@@ -21,6 +21,10 @@ def engine_of(machine: str) -> type[LlmDataDist]:
         from tests.ascend.device import OnDevice  # which imports this module
 
         return OnDevice
+    if machine == "cuda":
+        from tests.cuda.device import OnCuda
+
+        return OnCuda
     return {"tcp": OverTcp, "ucx": OverUcx}.get(machine, LlmDataDist)
 
 

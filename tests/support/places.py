@@ -8,7 +8,7 @@ Suites whose engines another network namespace has are run by tests/across/.
 KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
     and over nothing else; "ascend_tcp": those of tests/datadist on simulated devices over TCP;
     "ucx", "ascend": those that are marked, over UCX, and on simulated devices; "cuda": those of
-    tests/datadist on simulated CUDA devices, whose memory peers map.
+    tests/datadist, and those marked for HCCL, on simulated CUDA devices, whose memory peers map.
     (tests/links is about the conversation, and has transports of its own.)
 KVPLAN_TEST_TCP_CONNECTIONS: how many their links have then; else 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.

@@ -58,14 +58,16 @@ parts = st.builds(
 digits = st.text("0123456789abcdef", min_size=128, max_size=128)
 exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits)
 on_devices = st.builds(
-    lambda it, device, number, export, after: replace(
-        it, allocation=AllocationRef(device, it.address, it.nbytes + after, number, *export)
+    lambda it, device, number, export, after, is_pool: replace(
+        it,
+        allocation=AllocationRef(device, it.address, it.nbytes + after, number, *export, is_pool),
     ),
     ranges,
     device=digits.map(lambda it: it[:32]),
     number=uint64,
     export=exports,
     after=st.integers(0, 2**62),
+    is_pool=st.booleans(),
 )
 tables = st.builds(
     GenerationTableRef,
@@ -84,8 +86,8 @@ writers = st.builds(
 some_ranges = st.lists(ranges | parts | on_devices, max_size=5).map(tuple)
 metadata = st.builds(Metadata, identities, tables, writers, some_ranges)
 
-EXPORTED = AllocationRef("0" * 32, 4000, 200, number=1, fd=14, handle="")
-WITH_HANDLE = AllocationRef("1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128)
+EXPORTED = AllocationRef("0" * 32, 4000, 200, number=1, fd=14, handle="", is_pool=True)
+WITH_HANDLE = AllocationRef("1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128, is_pool=False)
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
     GenerationTableRef(fd=6, inode=7, num_slots=8, address=4096),

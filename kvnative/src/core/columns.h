@@ -18,7 +18,7 @@ static inline bool kvn_columns_total(const kvn_columns *columns, uint64_t *total
     return !overflow;
 }
 
-/* Descriptors [first, last) alone. */
+/* Descriptors [first, last) alone, whose end is not that of the batch. */
 static inline kvn_columns kvn_columns_slice(const kvn_columns *columns, uint64_t first, uint64_t last)
 {
     kvn_columns slice = *columns;
@@ -28,6 +28,7 @@ static inline kvn_columns kvn_columns_slice(const kvn_columns *columns, uint64_t
     slice.nbytes += first;
     slice.first += first;
     slice.count = last - first;
+    slice.end = NULL;
     return slice;
 }
 

@@ -33,6 +33,7 @@ struct kvn_request {
     atomic_uint_fast64_t moved;
     uint64_t count;
     uint64_t total;
+    kvn_batch_end *end; /* NULL: none */
     int why;       /* why it was given up: KVN_TIMEOUT or KVN_CANCELLED; KVN_OK while it was not */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* shards without an outcome */
@@ -84,6 +85,8 @@ static void finish(kvn_request *request)
     report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
     if (report->status == KVN_OK && report->num_unconfirmed > 0)
         report_abandoned(request);
+    if (request->end)
+        request->end->call(request->end);
     atomic_store_explicit(&request->finished, true, memory_order_release);
     pthread_cond_broadcast(&request->changed);
 }
@@ -233,6 +236,7 @@ static kvn_request *create_request(kvn_stream_backend *self, const kvn_columns *
     request->self = self;
     request->count = batch->count;
     request->total = total;
+    request->end = batch->end;
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->changed);
     kvn_report_begin(&request->report);

@@ -12,6 +12,8 @@ typedef struct guarded {
 } guarded;
 
 typedef struct guarded_request {
+    kvn_batch_end end; /* first: the inner backend gives it back */
+    guarded *self;
     kvn_request *inner;
     kvn_announcement announced;
     atomic_bool left;
@@ -19,11 +21,21 @@ typedef struct guarded_request {
 
 static kvn_backend *inner_of(const kvn_backend *base) { return ((const guarded *)base)->inner; }
 
-/* Passes the status through; with an outcome the batch is not announced any more. */
-static int leave_at_end(kvn_backend *base, guarded_request *request, int status)
+/* The batch is not announced any more. */
+static void leave(guarded_request *request)
 {
-    if (status != KVN_PENDING && !atomic_exchange(&request->left, true))
-        kvn_guard_leave(((guarded *)base)->guard, &request->announced);
+    if (!atomic_exchange(&request->left, true))
+        kvn_guard_leave(request->self->guard, &request->announced);
+}
+
+/* By the inner backend, if it has threads that know: the owner need not wait until someone polls. */
+static void leave_at_once(kvn_batch_end *end) { leave((guarded_request *)end); }
+
+/* Passes the status through; with an outcome the batch is over. */
+static int leave_at_end(guarded_request *request, int status)
+{
+    if (status != KVN_PENDING)
+        leave(request);
     return status;
 }
 
@@ -32,6 +44,7 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
 {
     guarded *self = (guarded *)base;
     guarded_request *request = calloc(1, sizeof *request);
+    kvn_columns announced = *batch;
     kvn_fault fault = {0};
     int status;
 
@@ -39,13 +52,16 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
+    request->end.call = leave_at_once;
+    request->self = self;
+    announced.end = &request->end;
     status = kvn_guard_enter(self->guard, false, batch->first, &request->announced, &fault);
     if (status != KVN_OK) {
         kvn_report_refuse(report, batch->count, status, 0, "%s", fault.message);
     } else {
-        status = self->inner->vtable->submit(self->inner, batch, &request->inner, report);
+        status = self->inner->vtable->submit(self->inner, &announced, &request->inner, report);
         if (status != KVN_OK)
-            leave_at_end(base, request, status);
+            leave(request);
     }
     if (status == KVN_OK)
         *out = (kvn_request *)request;
@@ -59,7 +75,7 @@ static int guarded_poll(kvn_backend *base, kvn_request *handle, kvn_report *repo
     guarded_request *request = (guarded_request *)handle;
     kvn_backend *inner = inner_of(base);
 
-    return leave_at_end(base, request, inner->vtable->poll(inner, request->inner, report));
+    return leave_at_end(request, inner->vtable->poll(inner, request->inner, report));
 }
 
 static int guarded_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns,
@@ -68,8 +84,7 @@ static int guarded_wait(kvn_backend *base, kvn_request *handle, int64_t deadline
     guarded_request *request = (guarded_request *)handle;
     kvn_backend *inner = inner_of(base);
 
-    return leave_at_end(base, request,
-                        inner->vtable->wait(inner, request->inner, deadline_ns, report));
+    return leave_at_end(request, inner->vtable->wait(inner, request->inner, deadline_ns, report));
 }
 
 static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
@@ -77,7 +92,7 @@ static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_re
     guarded_request *request = (guarded_request *)handle;
     kvn_backend *inner = inner_of(base);
 
-    return leave_at_end(base, request, inner->vtable->abort(inner, request->inner, why, report));
+    return leave_at_end(request, inner->vtable->abort(inner, request->inner, why, report));
 }
 
 static void guarded_release(kvn_backend *base, kvn_request *handle)

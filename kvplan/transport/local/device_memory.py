@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvplan.device.memory import DeviceMemory
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from kvplan.transport.local.metadata import Range
 
 
-class _Kept(NamedTuple):
-    mapped: Mapped
-    words: bytes  # of the last range that it was mapped for
-
-
 class PeerAllocations:
     """The allocations of a peer's devices that are mapped for one here, each once.
 
@@ -42,7 +37,7 @@ class PeerAllocations:
         self._sharing = sharing
         self._mutex = threading.RLock()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[AllocationRef, Mapped] = WeakValueDictionary()
-        self._kept: dict[AllocationRef, _Kept] = {}
+        self._kept: dict[AllocationRef, Mapped] = {}  # pools
         self._closed = False
 
     def map(self, link: LocalLink, it: Range) -> Mapped:
@@ -52,26 +47,20 @@ class PeerAllocations:
             LLMException: as `Sharing.map`, or `LocalLink.check_ranges`.
             OSError, ValueError: the peer's descriptor cannot be had.
         """
-        ref, words = it.allocation, words_of([it])
+        ref = it.allocation
         assert ref is not None
         with self._mutex:
             mapped = self._mapped.get(ref)
             if mapped is None:
-                # A good moment to let go of what its owner may have freed meanwhile.
-                self._kept = {
-                    key: kept
-                    for key, kept in self._kept.items()
-                    if self._process.check(kept.words) < 0
-                }
                 mapped = self._map(ref)
                 # As long as it is registered its owner keeps the descriptor, and its number is no
                 # other's: so this is the right one.
-                link.check_ranges([it], words)
+                link.check_ranges([it], words_of([it]))
                 self._mapped[ref] = mapped
-            # One that is offered in parts is a pool: parts come and go, while it is mapped once.
-            # What its owner must not free meanwhile goes with its last user here.
-            if it.nbytes < ref.nbytes and ref.is_kept_by_peers and not self._closed:
-                self._kept[ref] = _Kept(mapped, words)
+            # Parts of a pool come and go, while it is mapped once. All else goes with its last user
+            # here: until then no memory of the device is free, though its owner has freed it.
+            if ref.is_pool and ref.is_kept_by_peers and not self._closed:
+                self._kept[ref] = mapped
             return mapped
 
     def close(self) -> None:

@@ -67,6 +67,8 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             if device is None or sharing is None
             else PeerAllocations(self.process, device, sharing)
         )
+        if self._allocations is not None:
+            self.way = "mapped arenas and GPU memory, process_vm"
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)

@@ -212,7 +212,7 @@ class Metadata(PeerMetadata):
 
 
 def _allocation(path: str, value: object) -> AllocationRef:
-    fields = PEER.fields(path, value, {"device", "handle", *_ALLOCATION})
+    fields = PEER.fields(path, value, {"device", "handle", "is_pool", *_ALLOCATION})
     numbers = PEER.numbers(path, fields, _ALLOCATION)
     if numbers["address"] + numbers["nbytes"] > 2**64:
         raise PEER.bad(
@@ -226,7 +226,8 @@ def _allocation(path: str, value: object) -> AllocationRef:
         (lambda text: not text) if has_fd else _is_handle,
         "empty, as there is a descriptor" if has_fd else "128 hexadecimal digits",
     )
-    return AllocationRef(device=device, handle=handle, **numbers)
+    is_pool = PEER.flag(f"{path}.is_pool", fields["is_pool"])
+    return AllocationRef(device=device, handle=handle, is_pool=is_pool, **numbers)
 
 
 def _range(

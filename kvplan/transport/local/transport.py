@@ -204,7 +204,7 @@ class LocalTransport(BaseTransport):
         if self._sharing is None or not isinstance(memory, DeviceRange):
             return
         try:
-            pool = self._sharing.export(memory.address, memory.nbytes, memory.buffer)
+            pool = self._sharing.export(memory.address, memory.nbytes, memory.buffer, is_pool=True)
         except LLMException as error:
             if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
                 raise

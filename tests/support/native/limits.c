@@ -62,7 +62,7 @@ static void cut_slice(const bandwidth *self, bandwidth_request *request)
         request->part[1] = batch->src[at] + request->skip;
         request->part[2] = taken;
         request->slice = (kvn_columns){&request->part[0], &request->part[1], &request->part[2], 1,
-                                       batch->first + at, batch->caller, batch->after};
+                                       batch->first + at, batch->caller, batch->after, NULL};
     } else {
         while (end < batch->count && end - at < self->slice_count &&
                batch->nbytes[end] <= self->slice_nbytes - taken)
