@@ -131,7 +131,7 @@ cdef class LayeredTask(AnyTask):
         with nogil:
             status = kvn_layered_open(&self.layered, index, gate, &opened)
         if after is not None and not opened:
-            self.not_behind(after)
+            self.gates.remove(after)  # it comes after nothing more than before
         if status != KVN_PENDING:
             self.settle()
         return opened != 0

@@ -55,7 +55,6 @@ cdef class AnyTask:
                           dict siblings) except *
     cdef int enlist(self) except -1
     cdef kvn_gate *behind(self, Gate gate) except? NULL
-    cdef int not_behind(self, Gate gate) except -1
     cdef Report wait_until(self, int64_t deadline, bint stop)
     cdef Report settled(self)
     cdef Report settle(self)

@@ -150,12 +150,6 @@ cdef class AnyTask:
             self.gates.append(gate)
         return gate.gate
 
-    cdef int not_behind(self, Gate gate) except -1:
-        """What `behind` holds is not needed."""
-        with cython.critical_section(self):
-            self.gates.remove(gate)
-        return 0
-
     cdef int enlist(self) except -1:
         """Keep the task until its outcome. Before anything moves, so that `close` finds it."""
         try:
