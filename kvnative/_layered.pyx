@@ -130,6 +130,8 @@ cdef class LayeredTask(AnyTask):
         gate = self.behind(after)
         with nogil:
             status = kvn_layered_open(&self.layered, index, gate, &opened)
+        if after is not None and not opened:
+            self.gates.remove(after)  # it comes after nothing more than before
         if status != KVN_PENDING:
             self.settle()
         return opened != 0

@@ -140,6 +140,8 @@ def read_dlpack(name: str, given: Any) -> Exported:
             f"DLPack; allowed are [0, {MAX_DIMS}]"
         )
     shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+    if min(shape, default=0) < 0:
+        raise invalid(f"{name} has shape {shape} by DLPack; lengths are in [0, 2**63)")
     strides = tensor.strides[: tensor.ndim] if tensor.strides else _c_strides(shape)
     if not tensor.data:
         address = 0  # whatever the offset
@@ -186,7 +188,7 @@ def _capsule(name: str, given: Any) -> object:
             return given.__dlpack__(**stream, max_version=_MAX_VERSION)
         except TypeError:  # it does not know that argument
             return given.__dlpack__(**stream)
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever its library raises
         raise invalid(
             f"{name}: {type(given).__name__} does not hand out its memory: {error}"
         ) from error

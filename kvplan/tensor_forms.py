@@ -229,7 +229,11 @@ def read_form(name: str, given: Any) -> TensorForm:
             exported.device,
             exported.capsule,
         )
-    if hasattr(given, "__cuda_array_interface__"):
+    try:
+        is_cuda_array = hasattr(given, "__cuda_array_interface__")
+    except Exception as error:  # a property, which may say why it has none
+        raise _withheld(name, given, error) from error
+    if is_cuda_array:
         return _of_cuda_array(name, given)
     try:
         known = hasattr(given, "__array_interface__")
@@ -323,14 +327,26 @@ def _of_cuda_array(name: str, given: Any) -> TensorForm:
     """
     try:
         said = dict(given.__cuda_array_interface__)
-        version, mask = index(said["version"]), said.get("mask")
-        dtype = np.dtype(said["typestr"])
-        address, read_only = index(said["data"][0] or 0), bool(said["data"][1])
-        shape = tuple(map(index, said["shape"]))
-        strides = said.get("strides")
-        apart = None if strides is None else tuple(map(index, strides))
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         raise _withheld(name, given, error) from error
+    field = "version"
+    try:
+        version, mask = index(said[field]), said.get("mask")
+        field = "typestr"
+        dtype = np.dtype(said[field])
+        field = "data"
+        address, read_only = index(said[field][0] or 0), bool(said[field][1])
+        field = "shape"
+        shape = tuple(map(index, said[field]))
+        field = "strides"
+        strides = said.get(field)
+        apart = None if strides is None else tuple(map(index, strides))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        has = f"{field}={shown(said[field])}" if field in said else f"no {field}"
+        raise invalid(
+            f"{name}: {type(given).__name__} says {has} in its CUDA array interface, which cannot "
+            "be read"
+        ) from error
     if version not in _CUDA_ARRAY_VERSIONS:
         raise invalid(
             f"{name} speaks version {version} of the CUDA array interface; kvplan reads "

@@ -87,20 +87,23 @@ def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
     if isinstance(event, int) and not isinstance(event, bool):
         return False, _checked(name, event, "the handle of an event", 1)
     for kind in ("event", "stream"):
-        handle = getattr(event, f"{prefix}_{kind}", None)
+        handle = _read(name, event, f"{prefix}_{kind}")
         if kind == "stream" and handle is None and prefix == "cuda":
-            handle = _named(event)
+            handle = _named(name, event)
         if handle is None:
             continue
-        if kind == "event" and handle == 0:
+        what = f"{prefix}_{kind} of {type(event).__name__}"
+        found = _checked(name, handle, what, 0)
+        if kind == "event" and found == 0:
             raise invalid(
                 f"{name}={shown(event)} was never recorded; record it on the stream of the work "
                 "that the transfer comes after"
             )
-        what = f"{prefix}_{kind} of {type(event).__name__}"
-        return kind == "stream", _checked(name, handle, what, 0)
+        return kind == "stream", found
     for other in ("cuda", "npu"):
-        if other != prefix and any(hasattr(event, f"{other}_{it}") for it in ("event", "stream")):
+        if other != prefix and any(
+            _read(name, event, f"{other}_{it}") is not None for it in ("event", "stream")
+        ):
             raise invalid(
                 f"{name}={shown(event)} is of another accelerator: it has {other}_event or "
                 f"{other}_stream, and this engine's device those of {prefix}"
@@ -112,12 +115,36 @@ def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
     )
 
 
-def _named(event: object) -> object:
-    method = getattr(event, "__cuda_stream__", None)
-    return None if method is None else method()[1]
+def _read(name: str, event: object, attribute: str) -> object:
+    """An attribute of what a program gave; None: it has none."""
+    try:
+        return getattr(event, attribute, None)
+    except Exception as error:
+        raise _unreadable(name, event, attribute, error) from error
+
+
+def _named(name: str, event: object) -> object:
+    """The stream that `__cuda_stream__` names; None: there is no such method."""
+    method = _read(name, event, "__cuda_stream__")
+    if method is None:
+        return None
+    try:
+        version, handle = method()  # type: ignore[operator]
+    except Exception as error:
+        raise _unreadable(name, event, "__cuda_stream__()", error) from error
+    if version != 0:
+        raise invalid(
+            f"{name}={shown(event)}: __cuda_stream__() speaks version {shown(version)}; kvplan "
+            "reads version 0"
+        )
+    return handle
+
+
+def _unreadable(name: str, event: object, what: str, error: Exception) -> LLMException:
+    return invalid(f"{name}={shown(event)}: {what} cannot be read: {type(error).__name__}: {error}")
 
 
 def _checked(name: str, handle: object, what: str, least: int) -> int:
-    if not isinstance(handle, int) or not least <= handle < _HANDLES:
-        raise invalid(f"{name}={shown(handle)}: {what} must be in [{least}, 2**64)")
+    if not isinstance(handle, int) or isinstance(handle, bool) or not least <= handle < _HANDLES:
+        raise invalid(f"{name}={shown(handle)}: {what} must be an int in [{least}, 2**64)")
     return handle

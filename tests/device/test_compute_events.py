@@ -231,6 +231,18 @@ class TestBetween:
         held.cancel()
 
 
+class Lying:
+    """What raises when one attribute of it is read."""
+
+    def __init__(self, attribute: str) -> None:
+        self.attribute = attribute
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.attribute:
+            raise RuntimeError("it lies")
+        raise AttributeError(name)
+
+
 class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("event", "says"),
@@ -252,14 +264,37 @@ class TestWhatIsRefused:
             (SimpleNamespace(**{f"{other}_event": 16}), f"another accelerator: it has {other}_ev"),
             (SimpleNamespace(**{f"{other}_stream": 16}), "another accelerator"),
             (SimpleNamespace(**{f"{prefix}_event": 0}), "was never recorded"),
-            (SimpleNamespace(**{f"{prefix}_event": "x"}), r"event of SimpleNamespace must be in"),
-            (SimpleNamespace(**{f"{prefix}_stream": -1}), r"must be in \[0, 2\*\*64\)"),
-            (0, r"after=0: the handle of an event must be in \[1, 2\*\*64\)"),
-            (1 << 64, "the handle of an event must be in"),
+            (SimpleNamespace(**{f"{prefix}_event": "x"}), r"event of SimpleNamespace must be an"),
+            (SimpleNamespace(**{f"{prefix}_event": True}), r"after=True: .* must be an int in \[0"),
+            (SimpleNamespace(**{f"{prefix}_stream": True}), "after=True: .* must be an int"),
+            (SimpleNamespace(**{f"{prefix}_event": np.zeros(2)}), r"event of SimpleNamespace must"),
+            (SimpleNamespace(**{f"{prefix}_stream": -1}), r"must be an int in \[0, 2\*\*64\)"),
+            (Lying(f"{prefix}_event"), f"{prefix}_event cannot be read: RuntimeError: it lies"),
+            (Lying(f"{other}_stream"), f"{other}_stream cannot be read: RuntimeError: it lies"),
+            (0, r"after=0: the handle of an event must be an int in \[1, 2\*\*64\)"),
+            (1 << 64, "the handle of an event must be an int in"),
         ):
             with refused("LLM_PARAM_INVALID", says):
                 datadist.submit_copy_blocks(cache, {0: [5]}, after=event)  # type: ignore[arg-type]
         datadist.copy_blocks(cache, {0: [5]})
+
+    @pytest.mark.parametrize("simulator", ["cuda"], indirect=True)
+    @pytest.mark.parametrize(
+        ("named", "says"),
+        [
+            (lambda: (1, 0), "speaks version 1; kvplan reads version 0"),
+            (lambda: (0, -1), r"must be an int in \[0, 2\*\*64\)"),
+            (lambda: 0, r"__cuda_stream__\(\) cannot be read: TypeError"),
+            (lambda: (0,), r"__cuda_stream__\(\) cannot be read: ValueError"),
+            (3, r"__cuda_stream__\(\) cannot be read: TypeError"),
+        ],
+    )
+    def test_no_such_named_stream(self, datadist: LlmDataDist, named: Any, says: str) -> None:
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        with refused("LLM_PARAM_INVALID", f"after=.*{says}"):
+            datadist.submit_copy_blocks(
+                cache, {0: [5]}, after=SimpleNamespace(__cuda_stream__=named)
+            )
 
     @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)  # CUDA may break
     def test_events_that_the_device_does_not_know(

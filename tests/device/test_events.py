@@ -15,6 +15,7 @@ from kvnative._cuda import CudaLibrary
 from kvnative._device import Device, DeviceError
 from kvnative._executor import (
     KVN_CANCELLED,
+    KVN_FAILED,
     KVN_OK,
     KVN_PENDING,
     KVN_TIMEOUT,
@@ -30,6 +31,7 @@ from tests.ascend.simulator import Controls, Log
 from tests.cuda.conftest import besides_launches
 from tests.device.compute import Compute, compute_on, handle_of
 from tests.native.scatter import scatter
+from tests.support.wrappers import fail_at
 
 WAYS = [
     ("device_to_device", True),
@@ -169,6 +171,22 @@ class TestEachWay:
         assert held.report.status == KVN_CANCELLED
         compute.release()  # before memory is freed: CUDA waits for all work of the context
 
+    def test_others_do_not_stand_behind_their_event(
+        self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
+    ) -> None:
+        backend, held = case_of(device, simulator, way, pinned)
+        _, moved = case_of(device, simulator, way, pinned)
+        executor = Executor(backend)
+        other = compute_on(simulator)
+        compute.hold()
+        point = taken(device, compute)
+        for _ in range(6):  # more than there are streams for such
+            executor.submit(held.descriptors, after=point)
+            assert_moves(executor, moved, taken(device, other))
+        executor.close(cancel=True)
+        other.close()
+        compute.release()  # before memory is freed: CUDA waits for all work of the context
+
 
 class TestPoints:
     def test_of_a_stream_all_that_was_issued(
@@ -269,6 +287,39 @@ class TestPoints:
         for number, (task, case) in enumerate(zip(tasks, cases, strict=True)):
             assert task.wait(FOREVER).status == (KVN_CANCELLED if number % 2 else KVN_OK)
             assert (case.target == UNTOUCHED).all() == bool(number % 2)
+
+
+class TestLayers:
+    def test_one_that_is_ready_already_needs_no_other_event(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        backend, case = case_of(device, simulator, "host", pinned=True)
+        task = Executor(backend).layered(case.descriptors, 1)
+        assert task.open(0, taken(device, compute))
+        counts = set()
+        for _ in range(10):
+            assert not task.open(0, device.take_stream(compute.handle))
+            compute.wait()
+            counts.add(simulator.left()["events"])
+        assert len(counts) == 1  # one, used again
+        task.cancel()
+
+    def test_a_failure_ends_those_whose_event_has_not_come(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        host, case = case_of(device, simulator, "host", pinned=True)
+        compute.hold()
+        for failing in (1, 3):
+            task = Executor(fail_at(host, failing)).layered(case.descriptors, 1)
+            for layer in (0, 2):
+                task.open(layer, taken(device, compute))
+            task.open(failing)
+            report = task.wait(FOREVER)
+            assert (report.status, report.failed) == (KVN_FAILED, failing)
+            assert report.unconfirmed == ((0, len(SIZES)),)
+        compute.release()
+        compute.wait()
+        assert (case.target == UNTOUCHED).all()
 
 
 class TestFailures:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, DataType, Placement
+from kvplan import CacheDesc, DataType, Placement, dlpack
 from kvplan.dlpack import TensorDevice
 from kvplan.tensor_forms import check_present, read_form
 from tests.support.foreign import CudaArray, GpuTensor, TorchTensor
@@ -118,19 +120,53 @@ def test_tensors_of_two_devices_are_no_cache() -> None:
         ({"strides": (8, 2)}, "which no tensor has"),
         ({"strides": (192, 48, 16, 3)}, "strides .* in bytes, and elements of 2"),
         ({"data": (-1, False)}, "which no tensor has"),
-        ({"data": ON_GPU}, "does not hand out its memory"),
+        ({"data": ON_GPU}, f"says data={ON_GPU} in its CUDA array interface"),
         ({"data": (0, False)}, "has no memory"),
         ({"shape": (-1, 4, 3, 8)}, "which no tensor has"),
         ({"shape": (0, 4, 3, 8)}, "is empty"),
-        ({"shape": 5}, "does not hand out its memory"),
-        ({"typestr": "no type"}, "does not hand out its memory"),
-        ({"version": None}, "does not hand out its memory"),
+        ({"shape": 5}, "says shape=5 in its CUDA array interface, which cannot be read"),
+        ({"typestr": "no type"}, "says typestr='no type' in its CUDA array interface"),
+        ({"version": None}, "says version=None in its CUDA array interface"),
     ],
     ids=repr,
 )
 def test_an_interface_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
     with refused("LLM_PARAM_INVALID", f"^it.*{message}"):
         check_present(read_form("it", CudaArray(ARRAY, **changes)))
+
+
+@pytest.mark.parametrize("missing", ["version", "typestr", "data", "shape"])
+def test_an_interface_without_a_field_is_refused(missing: str) -> None:
+    given = CudaArray(ARRAY)
+    del given.__cuda_array_interface__[missing]
+    with refused("LLM_PARAM_INVALID", f"^it: CudaArray says no {missing} in its CUDA array int"):
+        read_form("it", given)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, OSError, IndexError])
+def test_what_its_library_raises_names_the_tensor(error: type[Exception]) -> None:
+    class Lying:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, object]:
+            raise error("it lies")
+
+    class LyingDLPack:
+        def __dlpack__(self, **_: object) -> object:
+            raise error("it lies")
+
+    for given in (Lying(), LyingDLPack()):
+        with refused("LLM_PARAM_INVALID", "^it: Lying.* does not hand out its memory: .*it lies"):
+            read_form("it", given)
+
+
+def test_a_negative_length_by_dlpack_is_refused() -> None:
+    tensor = GpuTensor(ARRAY)
+    capsule = tensor.__dlpack__(max_version=(1, 0))
+    exported = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned"))
+    exported.tensor.shape[0] = -4
+    given = SimpleNamespace(__dlpack__=lambda **_: capsule)
+    with refused("LLM_PARAM_INVALID", r"it has shape \(-4, .* by DLPack; lengths are in \[0, "):
+        read_form("it", given)
 
 
 def test_references_to_objects_are_refused() -> None:

@@ -57,16 +57,24 @@ void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *colu
     kvn_cond_init(&task->changed);
 }
 
-/* With the mutex held. */
-static void begin(kvn_task *task)
+/* With the mutex held. False: what it comes after has to come first. */
+static bool begin(kvn_task *task)
 {
-    task->begun = true;
-    if (task->columns.count == 0)
+    int status;
+
+    if (task->columns.count == 0) {
         settle(task, KVN_OK);
-    else if (calls(task)->submit(task->backend, &task->columns, &task->request, &task->outcome) != KVN_OK)
-        task->settled = true; /* refused */
-    else
+        return true;
+    }
+    status = calls(task)->submit(task->backend, &task->columns, &task->request, &task->outcome);
+    if (status == KVN_PENDING && task->columns.after)
+        return false;
+    task->begun = true;
+    if (status == KVN_OK)
         look(task); /* small batches are through already */
+    else
+        task->settled = true; /* refused */
+    return true;
 }
 
 /* With the mutex held; gives it up. */
@@ -121,10 +129,8 @@ static void leave_gate(kvn_task *task)
 int kvn_task_begin(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled && task->columns.after && !calls(task)->orders)
+    if (!task->settled && ((task->columns.after && !calls(task)->orders) || !begin(task)))
         wait_at_gate(task);
-    else if (!task->settled)
-        begin(task);
     pthread_cond_broadcast(&task->changed);
     return leave(task);
 }
@@ -196,6 +202,16 @@ int kvn_task_abort(kvn_task *task, int why)
     while (!task->settled && is_in_use(task))
         kvn_cond_wait(&task->changed, &task->mutex, KVN_FOREVER);
     return leave(task);
+}
+
+void kvn_task_withdraw(kvn_task *task)
+{
+    pthread_mutex_lock(&task->mutex);
+    if (task->waiter.gate && !task->begun && !task->settled) {
+        settle(task, KVN_CANCELLED);
+        pthread_cond_broadcast(&task->changed);
+    }
+    pthread_mutex_unlock(&task->mutex);
 }
 
 bool kvn_task_is_held(kvn_task *task)

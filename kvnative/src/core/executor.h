@@ -39,6 +39,8 @@ int kvn_task_poll(kvn_task *task);
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
 /* Stops promptly; on return no byte is touched any more. `why` is KVN_TIMEOUT or KVN_CANCELLED. */
 int kvn_task_abort(kvn_task *task, int why);
+/* Gives it up, as KVN_CANCELLED, if it stands at a gate that has not opened; never waits. */
+void kvn_task_withdraw(kvn_task *task);
 /* Whether it stands at a gate that has not opened: nothing was submitted. */
 bool kvn_task_is_held(kvn_task *task);
 /* Bytes moved so far, and the outcome if there is one. */

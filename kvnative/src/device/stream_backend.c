@@ -37,6 +37,7 @@ struct kvn_request {
     int why;       /* why it was given up: KVN_TIMEOUT or KVN_CANCELLED; KVN_OK while it was not */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* shards without an outcome */
+    atomic_bool *taken; /* that its channel is; NULL where it shares them */
     unsigned num_shards;
     char remark[128]; /* the message of a shard that was stopped; "" for none */
     kvn_report report;
@@ -87,6 +88,8 @@ static void finish(kvn_request *request)
         report_abandoned(request);
     if (request->end)
         request->end->call(request->end);
+    if (request->taken)
+        atomic_store(request->taken, false);
     atomic_store_explicit(&request->finished, true, memory_order_release);
     pthread_cond_broadcast(&request->changed);
 }
@@ -176,17 +179,24 @@ int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *shard, con
     return shard->after ? kvn_channel_synchronize(channel, stop, fault) : KVN_OK;
 }
 
-/* The channel for such batches; NULL: there is none, and why. */
-static kvn_channel *ordered_channel(kvn_stream_backend *self, kvn_failure *failure)
+/* A channel on which such a batch stands behind no other, taken for it. KVN_PENDING: there is none now. */
+static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *failure)
 {
-    kvn_channel *channel;
+    unsigned it = 0;
+    int status = KVN_OK;
 
+    while (it < KVN_ORDERED_CHANNELS && atomic_exchange(&self->taken[it], true))
+        it++;
+    if (it == KVN_ORDERED_CHANNELS)
+        return KVN_PENDING;
     pthread_mutex_lock(&self->mutex);
-    if (!self->ordered)
-        kvn_channel_create(kvn_channel_device(self->channels[0]), &self->ordered, failure);
-    channel = self->ordered;
+    if (!self->ordered[it])
+        status = kvn_channel_create(kvn_channel_device(self->channels[0]), &self->ordered[it], failure);
     pthread_mutex_unlock(&self->mutex);
-    return channel;
+    if (status != KVN_OK)
+        atomic_store(&self->taken[it], false);
+    *out = it;
+    return status;
 }
 
 /* On the channel's thread. */
@@ -319,10 +329,10 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                   kvn_report *report)
 {
     kvn_stream_backend *self = stream_backend(base);
-    kvn_channel *only = NULL;
     kvn_failure failure;
     uint64_t total, cost;
-    unsigned shards;
+    unsigned shards, ordered = 0;
+    int status = KVN_OK;
 
     *out = NULL;
     if (!kvn_columns_total(batch, &total) ||
@@ -331,16 +341,24 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
                                  "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
                                  batch->count);
-    if (batch->after && !(only = ordered_channel(self, &failure)))
-        return kvn_report_refuse(report, batch->count, failure.status, failure.code, "%s",
-                                 failure.message);
-    shards = only ? 1 : num_shards_of(self, batch, cost);
+    if (batch->after)
+        status = take_ordered(self, &ordered, &failure);
+    if (status == KVN_PENDING)
+        return status;
+    if (status != KVN_OK)
+        return kvn_report_refuse(report, batch->count, status, failure.code, "%s", failure.message);
+    shards = batch->after ? 1 : num_shards_of(self, batch, cost);
     kvn_request *request = create_request(self, batch, total, shards);
-    if (!request)
+    if (!request) {
+        if (batch->after)
+            atomic_store(&self->taken[ordered], false);
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request of %u shards", shards);
+    }
     *out = request;
-    begin(request, batch, cost, shards, only);
+    if (batch->after)
+        request->taken = &self->taken[ordered];
+    begin(request, batch, cost, shards, batch->after ? self->ordered[ordered] : NULL);
     return KVN_OK;
 }
 
@@ -426,6 +444,7 @@ int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
 
 void kvn_stream_backend_end(kvn_stream_backend *self)
 {
-    kvn_channel_destroy(self->ordered);
+    for (unsigned i = 0; i < KVN_ORDERED_CHANNELS; i++)
+        kvn_channel_destroy(self->ordered[i]);
     pthread_mutex_destroy(&self->mutex);
 }

@@ -11,6 +11,8 @@
 #include "kvnative/backend.h"
 
 #define KVN_MAX_CHANNELS 16
+/* Batches that wait on streams at once for what they come after. Each has a thread and a stream. */
+#define KVN_ORDERED_CHANNELS 4
 
 typedef struct kvn_stream_backend kvn_stream_backend;
 
@@ -29,16 +31,19 @@ struct kvn_stream_backend {
     kvn_stream_move move;
     kvn_channel **channels; /* not owned, nor the array */
     unsigned num_channels;
-    pthread_mutex_t mutex; /* guards what follows */
-    kvn_channel *ordered;  /* for batches that come after something, so that no other stands behind them; NULL
-                            * before the first */
+    pthread_mutex_t mutex; /* guards `ordered` */
+    /* For batches that come after something, one on each, so that no other stands behind them; NULL before the
+     * first. */
+    kvn_channel *ordered[KVN_ORDERED_CHANNELS];
+    atomic_bool taken[KVN_ORDERED_CHANNELS]; /* by a request that has no outcome */
     uint64_t shard_cost;      /* no shard is cheaper than that, if there are several */
     uint64_t descriptor_cost; /* of a descriptor, in bytes, besides its own */
 };
 
 /* Fills in what is shared: shards of 1 MiB or more. 0, or an errno. `name` outlives it. A batch that comes
  * after something is given to it when that has come; it can set `vtable.orders` instead if all that `move` does
- * is on the channel's stream, or waits with kvn_stream_backend_await. */
+ * is on the channel's stream, or waits with kvn_stream_backend_await. Then it takes as many as it has channels
+ * for, and further ones when what they come after has come. */
 int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
                             void (*destroy)(kvn_backend *self), kvn_channel **channels,
                             unsigned num_channels, kvn_stream_move move);
