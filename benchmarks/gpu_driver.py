@@ -91,15 +91,15 @@ class Driver:
             getattr(self._library, name).argtypes = arguments
         self._call("cuInit", 0)
         self._device = self._out(_int, "cuDeviceGet", number)
-        name = ctypes.create_string_buffer(256)
-        self._call("cuDeviceGetName", name, len(name), self._device)
+        model = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", model, len(model), self._device)
         self._context = self._out(_pointer, "cuDevicePrimaryCtxRetain", self._device)
         self.use()
         self.stream = self._out(_pointer, "cuStreamCreate", _NON_BLOCKING)
         version = self._out(_int, "cuDriverGetVersion")
         self.version = f"{version // 1000}.{version % 1000 // 10}"
         self._processors = self._out(_int, "cuDeviceGetAttribute", _MULTIPROCESSORS, self._device)
-        self.computes = not name.value.startswith(SIMULATED.encode())
+        self.computes = not model.value.startswith(SIMULATED.encode())
         if self.computes:
             self._module = self._out(_pointer, "cuModuleLoadDataEx", _SPIN, 0, None, None)
             self._spin = self._out(_pointer, "cuModuleGetFunction", self._module, b"spin")

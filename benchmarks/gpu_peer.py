@@ -31,4 +31,5 @@ def serve(tensors: int, blocks: int, block: int, transport: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:4]), sys.argv[4])
+    tensors, blocks, block = map(int, sys.argv[1:4])
+    serve(tensors, blocks, block, sys.argv[4])

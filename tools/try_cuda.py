@@ -30,11 +30,10 @@ import kvplan  # the installed one goes before that of the checkout
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from cuda_tries.notes import Notes, SkippedError, Try, the_device  # noqa: E402
-
 from benchmarks import gpu  # noqa: E402
 from benchmarks.gpu_driver import SIMULATED  # noqa: E402
 from benchmarks.table import Row, Run, Unmeasured, format_table  # noqa: E402
+from tools.cuda_tries.notes import Notes, SkippedError, Try, the_device  # noqa: E402
 
 TRIES = {
     "device": "inside",
@@ -88,7 +87,7 @@ def say(text: str) -> None:
 
 
 def function_of(name: str) -> Try:
-    found: Try = getattr(importlib.import_module(f"cuda_tries.{TRIES[name]}"), f"try_{name}")
+    found: Try = getattr(importlib.import_module(f"tools.cuda_tries.{TRIES[name]}"), f"try_{name}")
     return found
 
 

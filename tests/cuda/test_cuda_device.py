@@ -146,6 +146,7 @@ def test_the_primary_context_is_the_programs(device: Device, program: Cuda) -> N
 def test_in_its_own_the_programs_memory_is_foreign(
     cuda_simulator: CudaControls, program: Cuda
 ) -> None:
+    before = cuda_simulator.contexts()  # of all simulated devices of this process
     program.primary(3)
     theirs = program.made("cuMemAlloc_v2", GRANULE)
     own = CudaLibrary.load(context="own").device(3)
@@ -160,13 +161,14 @@ def test_in_its_own_the_programs_memory_is_foreign(
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     gc.collect()
     assert cuda_simulator.left() == {}
-    assert cuda_simulator.contexts() == 0
+    assert cuda_simulator.contexts() <= before
 
 
 def test_what_breaks_the_programs_context_leaves_ours_alone(
     cuda_simulator: CudaControls, program: Cuda
 ) -> None:
     """No other test uses this device: its primary context is of no use until it is released."""
+    before = cuda_simulator.contexts()
     own, primary = (CudaLibrary.load(context=it).device(6) for it in ("own", "primary"))
     ours, theirs = own.allocate(100), primary.allocate(100)
     cuda_simulator.add_fault(NEW_FAILURE)
@@ -178,7 +180,7 @@ def test_what_breaks_the_programs_context_leaves_ours_alone(
     del ours, theirs, own, primary
     gc.collect()
     assert cuda_simulator.left() == {}
-    assert cuda_simulator.contexts() == 0
+    assert cuda_simulator.contexts() <= before
 
 
 # ---- memory ----

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from cuda_tries.inside import engine, paged
-from cuda_tries.notes import Notes, SkippedError, random_bytes
-from cuda_tries.peer import CLUSTER, key_of
 from kvplan import BlockLease, ClusterInfo, LlmDataDist, LLMException, Placement
+from tools.cuda_tries.inside import engine, paged
+from tools.cuda_tries.notes import Notes, SkippedError, random_bytes
+from tools.cuda_tries.peer import CLUSTER, key_of
 
 LINK_MS = 60_000
 GONE = ("LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED", "LLM_NOT_YET_LINK")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cuda_tries.between import linked, tables
-from cuda_tries.inside import engine
-from cuda_tries.notes import Notes, SkippedError
-from cuda_tries.peer import key_of
 from kvplan import CacheDesc, Shard
+from tools.cuda_tries.between import linked, tables
+from tools.cuda_tries.inside import engine
+from tools.cuda_tries.notes import Notes, SkippedError
+from tools.cuda_tries.peer import key_of
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF"
 LAYERS = 4

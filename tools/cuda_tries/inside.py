@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_driver import Driver
-from cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
 from kvnative._cuda import COPY_DIRECTIONS, CopyTuning, copy_tuning, copy_way, tune_copies
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
@@ -20,6 +19,7 @@ from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.cuda_copies import NO_LIMIT
+from tools.cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
 
 TIMEOUT_MS = 60_000
 

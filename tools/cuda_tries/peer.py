@@ -23,8 +23,8 @@ if __name__ == "__main__":  # as the parent does
 import numpy as np
 
 from benchmarks.gpu_driver import Driver
-from cuda_tries.notes import random_bytes
 from kvplan import BlocksCacheKey, Cache, CacheDesc, DataType, LlmRole, Placement
+from tools.cuda_tries.notes import random_bytes
 
 CLUSTER = 1
 
