@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from operator import index
 from reprlib import Repr
@@ -46,6 +46,17 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise TypeError(f"{name}={shown(value)} must be {mismatch(value, expected)}")
     return value
+
+
+def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse anything but one of these words.
+
+    Raises:
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID: another word; names all that are allowed.
+    """
+    if check_type(name, value, str) not in allowed:
+        raise invalid(f"{name}={shown(value)} must be one of {', '.join(allowed)}")
 
 
 def check_mapping(name: str, value: object) -> None:

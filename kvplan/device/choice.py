@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvplan.logs import Log
-from kvplan.status import LLMException, invalid
-from kvplan.validation import check_type, shown
+from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,28 +37,6 @@ ACCELERATORS: Final = ("auto", "none", *_OPEN)
 CUDA_CONTEXTS: Final = ("primary", "own")
 """Whose context a CUDA device works in: the primary one, which frameworks in the same process use,
 or one of its own."""
-
-
-def check_accelerator(name: str, value: object) -> None:
-    """Refuse what is none of `ACCELERATORS`.
-
-    Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID.
-    """
-    if check_type(name, value, str) not in ACCELERATORS:
-        raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
-
-
-def check_context(name: str, value: object) -> None:
-    """Refuse what is no context that a CUDA device may work in.
-
-    Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID.
-    """
-    if check_type(name, value, str) not in CUDA_CONTEXTS:
-        raise invalid(f"{name}={shown(value)} must be one of {', '.join(CUDA_CONTEXTS)}")
 
 
 def current_device(choice: str) -> int | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvplan.device.choice import check_accelerator, check_context
+from kvplan.device.choice import ACCELERATORS, CUDA_CONTEXTS
 from kvplan.engine.numa import MAX_NODE
 from kvplan.engine.pools import PAGES, PoolConfig
 from kvplan.execution.tuning import check_choice as check_tuning_choice
@@ -17,11 +17,11 @@ from kvplan.execution.verification import verify_every
 from kvplan.status import invalid
 from kvplan.transport.choice import (
     MAX_CONNECTIONS,
+    POPULATE,
     check_devices,
-    check_populate,
     check_settings,
 )
-from kvplan.validation import UINT32_MAX, check_type, check_width, shown
+from kvplan.validation import UINT32_MAX, check_one_of, check_type, check_width, shown
 
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
@@ -113,6 +113,10 @@ def _string(name: str, *keys: str, optional: bool = False) -> Row:
     return Row(name, keys, _text, lambda name, value: check_type(name, value, str), optional)
 
 
+def _word(name: str, key: str, allowed: Collection[str]) -> Row:
+    return Row(name, (key,), _text, lambda name, value: check_one_of(name, value, allowed))
+
+
 def _check_json(name: str, value: object) -> None:
     if text := check_type(name, value, str):
         _json_object(name, text)
@@ -185,11 +189,6 @@ def _check_backend(name: str, value: object) -> None:
         raise invalid(f'{name}={shown(value)} must be empty or "hixl"')
 
 
-def _check_pages(name: str, value: object) -> None:
-    if check_type(name, value, str) not in PAGES:
-        raise invalid(f"{name}={shown(value)} must be one of {', '.join(PAGES)}")
-
-
 def _check_unlike(name: str, value: object) -> None:
     if check_type(name, value, str) not in ("refuse", "warn"):
         raise invalid(f'{name}={shown(value)} must be "refuse" or "warn"')
@@ -232,7 +231,7 @@ ROWS: Final = (
     Row("transfer_backend", (OPTION_TRANSFER_BACKEND,), _text, _check_backend),
     _boolean("prefault", "kvplan.prefault"),
     _boolean("allow_overcommit", "kvplan.allow_overcommit"),
-    Row("pages", ("kvplan.pages",), _text, _check_pages),
+    _word("pages", "kvplan.pages", PAGES),
     Row(
         "numa_node",
         ("kvplan.numa_node",),
@@ -240,7 +239,7 @@ ROWS: Final = (
         _number("", low=0, high=MAX_NODE).check,
         optional=True,
     ),
-    Row("populate", ("kvplan.populate",), _text, check_populate),
+    _word("populate", "kvplan.populate", POPULATE),
     _boolean("enable_switch_role", OPTION_ENABLE_SET_ROLE),
     _boolean("enable_cache_manager", "llm.EnableCacheManager"),
     _boolean("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible"),
@@ -256,8 +255,8 @@ ROWS: Final = (
         _number("", low=0, high=7, width=_UINT32).check,
         optional=True,
     ),
-    Row("accelerator", ("kvplan.accelerator",), _text, check_accelerator),
-    Row("cuda_context", ("kvplan.cuda_context",), _text, check_context),
+    _word("accelerator", "kvplan.accelerator", ACCELERATORS),
+    _word("cuda_context", "kvplan.cuda_context", CUDA_CONTEXTS),
     _number("staging_nbytes", "kvplan.staging_nbytes", low=0, high=64 << 30),
     _string("transport", "kvplan.transport"),
     Row("ucx_devices", ("kvplan.ucx_devices",), _text, check_devices),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.local.transport import check_populate
+from kvplan.transport.local.memory import POPULATE
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
 from kvplan.transport.ucx.library import check_devices, check_settings
 from kvplan.validation import check_type, shown
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_CONNECTIONS",
+    "POPULATE",
     "TRANSPORTS",
     "WHERE_MISSING",
     "TransportOptions",
     "Transports",
     "check_devices",
-    "check_populate",
     "check_settings",
     "make_transports",
 ]

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -217,6 +217,21 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return results[0]
 
 
+def answer_of(beginning: str, program: str, settings: Mapping[str, object]) -> Any:
+    """What it gives to ``answer`` in a process of its own; see `in_process`."""
+    environment = {f"KVSIM_{name.upper()}": str(value) for name, value in settings.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(beginning) + textwrap.dedent(program)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode:
+        return done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
 def in_process(program: str, variant: str = "8.5", **settings: object) -> Any:
     """Run it in a process of its own, which gives what is returned to ``answer``.
 
@@ -229,14 +244,4 @@ def in_process(program: str, variant: str = "8.5", **settings: object) -> Any:
         acl = Acl({variant!r})
         answer = lambda value: print(json.dumps(value), flush=True)
     """
-    environment = {f"KVSIM_{name.upper()}": str(value) for name, value in settings.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(beginning) + textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode:
-        return done.returncode, done.stderr
-    return json.loads(done.stdout)
+    return answer_of(beginning, program, settings)

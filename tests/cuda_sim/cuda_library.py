@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.ascend_sim.acl_library import in_thread
+from tests.ascend_sim.acl_library import answer_of, in_thread
 from tests.cuda_sim.build import DEFAULT, build
 
 __all__ = [
@@ -216,14 +212,4 @@ def in_process(program: str, variant: str = DEFAULT, **settings: object) -> Any:
         cuda = Cuda({variant!r})
         answer = lambda value: print(json.dumps(value), flush=True)
     """
-    environment = {f"KVSIM_{name.upper()}": str(value) for name, value in settings.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(beginning) + textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode:
-        return done.returncode, done.stderr
-    return json.loads(done.stdout)
+    return answer_of(beginning, program, settings)

@@ -30,7 +30,7 @@ from kvplan.transport.registrations import (
     RegistrationTable,
     leases_taken,
 )
-from kvplan.validation import check_type, shown
+from kvplan.validation import check_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,12 +46,6 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-
-def check_populate(name: str, value: object) -> None:
-    """Refuse what is not one of `POPULATE`: LLM_PARAM_INVALID, or TypeError."""
-    if check_type(name, value, str) not in POPULATE:
-        raise invalid(f"{name}={shown(value)} must be one of {', '.join(POPULATE)}")
 
 
 class LocalRegistration(Registration[Range]):
@@ -121,7 +115,7 @@ class LocalTransport(BaseTransport):
                 descriptor is left.
         """
         super().__init__()
-        check_populate("populate", populate)
+        check_one_of("populate", populate, POPULATE)
         self._populate = populate
         self._device = device
         self._sharing = None if device is None else device.sharing
