@@ -100,7 +100,7 @@ build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h in
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
 
-# What is compiled, and what two processes do with it: a quarter of an hour, as a test takes ten times as long.
+# What is compiled, and what two processes do with it: 36 minutes of processor time, as a test takes ten times as long.
 EMULATED := $(addprefix tests/, execution native transport tcp control ascend_sim datadist/test_transfers.py \
   $(addprefix ascend/test_, acl_copy.py acl_device.py channel_concurrency.py hccl_transfers.py hccl_staging.py))
 arm64: arm64-setup ## build for aarch64 and run tests there, emulated by qemu-user, or those of TESTS; PAGES=65536: with pages of 64 KiB

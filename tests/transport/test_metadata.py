@@ -53,7 +53,7 @@ parts = st.builds(
     ranges,
     fd=fd,
     inode=uint64,
-    after=st.integers(0, 2**62),
+    after=st.integers(0, 2**62 - 1),
 )
 digits = st.text("0123456789abcdef", min_size=128, max_size=128)
 exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits)
@@ -66,7 +66,7 @@ on_devices = st.builds(
     device=digits.map(lambda it: it[:32]),
     number=uint64,
     export=exports,
-    after=st.integers(0, 2**62),
+    after=st.integers(0, 2**62 - 1),
     is_pool=st.booleans(),
 )
 tables = st.builds(
