@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvplan import dlpack
 
@@ -36,6 +37,8 @@ class TorchTensor:
         device: str = "cpu",
         address: int | None = None,
     ) -> None:
+        if np.lib.NumpyVersion(np.__version__) < "2.1.0":
+            pytest.skip("NumPy before 2.1 makes no versioned capsules, as such libraries do")
         self.array = array
         self.address = array.ctypes.data if address is None else address
         self.shape = array.shape  # torch.Size is a tuple
@@ -102,6 +105,8 @@ class GpuTensor:
         code: int | None = None,
         read_only: bool = False,
     ) -> None:
+        if np.lib.NumpyVersion(np.__version__) < "2.1.0":
+            pytest.skip("NumPy before 2.1 makes no versioned capsules, as such libraries do")
         self.array = array
         self.address = array.ctypes.data if address is None else address
         self.device, self.code, self.read_only = device, code, read_only
