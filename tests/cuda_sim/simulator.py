@@ -79,4 +79,5 @@ def cuda_simulator(sim_folder: Path) -> Iterator[CudaControls]:
         yield simulator
         simulator.clear_faults()
         simulator.end_hangs()
-        assert [it.fields["what"] for it in log.calls("violation")] == []
+        violations = [it.fields["what"] for it in log.calls("violation")]
+        assert not violations, violations

@@ -123,8 +123,9 @@ class TestInside:
             finalizing.start()
             with pytest.raises(LLMException, match=r"cancel|finalize"):
                 task.wait(FOREVER)
-            compute.close()
+            compute.release()
             finalizing.join()
+            compute.close()  # the last that uses the context
             del task, finalizing
 
     def test_with_prepared_blocks(self, datadist: LlmDataDist, compute: Compute) -> None:
