@@ -153,7 +153,6 @@ class CudaCompute(Compute):
     def close(self) -> None:
         self._cuda.ok("cuCtxSetCurrent", self._context)
         super().close()
-        self._cuda.ok("cuCtxSynchronize")  # streams of others were destroyed while they waited
         self._cuda.ok("cuStreamDestroy_v2", self.handle)
         self._cuda.ok("cuCtxSetCurrent", self._before)
         self._cuda.ok("cuDevicePrimaryCtxRelease_v2", self._device_id)
