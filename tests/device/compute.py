@@ -74,6 +74,9 @@ class Compute:
         """Wait for all that was issued; nothing is held."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait for streams that others have destroyed while they waited: CUDA lets those go on."""
+
     def close(self) -> None:
         """Let go on what is held, and give all up."""
         while self._held:
@@ -149,6 +152,10 @@ class CudaCompute(Compute):
 
     def wait(self) -> None:
         self._cuda.ok("cuStreamSynchronize", self.handle)
+
+    def settle(self) -> None:
+        self._cuda.ok("cuCtxSetCurrent", self._context)
+        self._cuda.ok("cuCtxSynchronize")
 
     def close(self) -> None:
         self._cuda.ok("cuCtxSetCurrent", self._context)

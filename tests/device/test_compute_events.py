@@ -125,6 +125,7 @@ class TestInside:
                 task.wait(FOREVER)
             compute.release()
             finalizing.join()
+            compute.settle()
             compute.close()  # the last that uses the context
             del task, finalizing
 
