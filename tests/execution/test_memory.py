@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode, dlpack
+from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport
+from tests.support.foreign import exported_by_numpy
 from tests.support.refusals import refused
 
 DESC = CacheDesc(1, (6, 8), DataType.DT_BF16)
@@ -32,12 +33,8 @@ class Foreign:
 
     def __dlpack__(self, *, max_version=None):
         # NumPy before 2.1 does not know the argument; then kvplan asks without it.
-        asked = {} if max_version is None else {"max_version": max_version}
-        capsule = self.array.__dlpack__(**asked)
-        name = b"dltensor" if max_version is None else b"dltensor_versioned"
-        layout = dlpack._Tensor if max_version is None else dlpack._Versioned
-        exported = layout.from_address(dlpack._pointer(capsule, name))
-        self.change(exported if max_version is None else exported.tensor)
+        capsule, _, exported = exported_by_numpy(self.array, max_version)
+        self.change(exported)
         return capsule
 
 

@@ -37,8 +37,6 @@ class TorchTensor:
         device: str = "cpu",
         address: int | None = None,
     ) -> None:
-        if np.lib.NumpyVersion(np.__version__) < "2.1.0":
-            pytest.skip("NumPy before 2.1 makes no versioned capsules, as such libraries do")
         self.array = array
         self.address = array.ctypes.data if address is None else address
         self.shape = array.shape  # torch.Size is a tuple
@@ -62,6 +60,23 @@ class TorchTensor:
         raise RuntimeError("Can't export tensors that require gradient, use tensor.detach()")
 
 
+def exported_by_numpy(
+    array: np.ndarray, max_version: tuple[int, int] | None
+) -> tuple[object, ctypes.Structure, dlpack._Tensor]:
+    """Return a capsule of an array, what is in it, and the tensor in that.
+
+    NumPy before 2.1 refuses `max_version`, as libraries from before DLPack 1.0 do.
+    """
+    if max_version is None:
+        capsule = array.__dlpack__()
+        tensor = dlpack._Tensor.from_address(dlpack._pointer(capsule, b"dltensor"))
+        return capsule, tensor, tensor
+    capsule = array.__dlpack__(max_version=max_version)
+    address = dlpack._pointer(capsule, b"dltensor_versioned")
+    versioned = dlpack._Versioned.from_address(address)
+    return capsule, versioned, versioned.tensor
+
+
 class DLPackTensor:
     """A tensor of a library that speaks DLPack 1.0, over memory of NumPy.
 
@@ -74,10 +89,8 @@ class DLPackTensor:
         self.code = code
         self.device = device
 
-    def __dlpack__(self, *, max_version: tuple[int, int]) -> object:
-        capsule = self.array.__dlpack__(max_version=max_version)
-        address = dlpack._pointer(capsule, b"dltensor_versioned")
-        exported = dlpack._Versioned.from_address(address).tensor
+    def __dlpack__(self, *, max_version: tuple[int, int] | None = None) -> object:
+        capsule, _, exported = exported_by_numpy(self.array, max_version)
         if self.code is not None:
             exported.code = self.code
         exported.device_type = self.device
@@ -105,8 +118,8 @@ class GpuTensor:
         code: int | None = None,
         read_only: bool = False,
     ) -> None:
-        if np.lib.NumpyVersion(np.__version__) < "2.1.0":
-            pytest.skip("NumPy before 2.1 makes no versioned capsules, as such libraries do")
+        if read_only and np.lib.NumpyVersion(np.__version__) < "2.1.0":
+            pytest.skip("capsules without a version, as of NumPy before 2.1, cannot be read-only")
         self.array = array
         self.address = array.ctypes.data if address is None else address
         self.device, self.code, self.read_only = device, code, read_only
@@ -115,14 +128,15 @@ class GpuTensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int]) -> object:
+    def __dlpack__(
+        self, *, stream: int | None = None, max_version: tuple[int, int] | None = None
+    ) -> object:
         if stream is not None and self.device[0] not in (2, 10, 13):
             raise BufferError("stream must be None: this is not a device with streams")
+        capsule, exported, tensor = exported_by_numpy(self.array, max_version)
         self.streams.append(stream)
-        capsule = self.array.__dlpack__(max_version=max_version)
-        exported = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned"))
-        exported.flags |= dlpack._READ_ONLY if self.read_only else 0
-        tensor = exported.tensor
+        if self.read_only:
+            exported.flags |= dlpack._READ_ONLY
         tensor.data, tensor.byte_offset = self.address, 0
         tensor.device_type, tensor.device_id = self.device
         if self.code is not None:
