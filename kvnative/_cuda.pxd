@@ -1,6 +1,7 @@
 # CUDA devices, as other Cython modules may see them: cimport this to work with the driver's calls.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
+from kvnative._device cimport Device as NativeDevice
 from kvnative._device cimport DeviceLibrary, kvn_device, kvn_device_ops
 from kvnative._host cimport kvn_failure
 
@@ -66,3 +67,7 @@ cdef class CudaLibrary(DeviceLibrary):
     cdef CudaLibrary open_file(str file, str context)
     cdef list list_missing(self)
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1
+
+
+# TypeError unless it is a device of such a library; NativeError where it cannot be used.
+cdef int check_cuda(NativeDevice device) except -1

@@ -1,6 +1,6 @@
 """CUDA devices through the driver API: its library, opened at run time, and its errors."""
 
-from typing import Final, Literal, NamedTuple, Never, final
+from typing import Literal, NamedTuple, Never, final
 
 from kvnative._device import (
     Device,
@@ -12,7 +12,6 @@ from kvnative._device import (
 )
 
 __all__ = [
-    "COPY_DIRECTIONS",
     "CopyTuning",
     "CudaError",
     "CudaLibrary",
@@ -27,7 +26,6 @@ __all__ = [
 ]
 
 _Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
-COPY_DIRECTIONS: Final[tuple[_Direction, ...]]
 
 class CudaError(DeviceError): ...
 

@@ -3,15 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvnative._device cimport Device as NativeDevice
-from kvnative._device cimport DeviceLibrary
+from kvnative._device cimport DeviceLibrary, direction_of
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport (
-    KVN_DEVICE_TO_DEVICE,
-    KVN_DEVICE_TO_HOST,
-    KVN_HOST_TO_DEVICE,
-    KVN_UNSUPPORTED,
-)
+from kvnative._native cimport KVN_UNSUPPORTED
 
 import os
 import threading
@@ -21,18 +15,12 @@ from kvnative._backend import NativeError
 from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
 
 # The one module to import for CUDA devices: what they are comes along.
-__all__ = ["COPY_DIRECTIONS", "CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer",
-           "HostBuffer", "Pinned", "builtin_copy_tuning", "copy_tuning", "copy_way", "tune_copies"]
+__all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer",
+           "Pinned", "builtin_copy_tuning", "copy_tuning", "copy_way", "tune_copies"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
 
-cdef dict DIRECTIONS = {
-    "host_to_device": KVN_HOST_TO_DEVICE,
-    "device_to_host": KVN_DEVICE_TO_HOST,
-    "device_to_device": KVN_DEVICE_TO_DEVICE,
-}
-COPY_DIRECTIONS = tuple(DIRECTIONS)
 WAYS = ("kernel", "batch", "single")  # kvn_cuda_way
 
 cdef dict LIBRARIES = {}  # (path, context) -> CudaLibrary: a library is never closed
@@ -216,13 +204,6 @@ class CopyTuning(NamedTuple):
     kernel_below: int
     batch_below: int
     blocks: int
-
-
-cdef int direction_of(object name) except -1:
-    if name not in DIRECTIONS:
-        raise ValueError(f"direction is {name!r}; it must be one of"
-                         f" {', '.join(map(repr, DIRECTIONS))}")
-    return DIRECTIONS[name]
 
 
 cdef int check_cuda(NativeDevice device) except -1:

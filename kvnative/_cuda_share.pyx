@@ -6,13 +6,11 @@ from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 from posix.unistd cimport close, getpid
 
-from kvnative._device cimport Device, kvn_device, kvn_device_ops
+from kvnative._cuda cimport check_cuda
+from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure, unsigned
 
 __all__ = ["Exported", "Imported", "check_reach", "export", "import_descriptor", "import_handle"]
-
-cdef extern from "cuda/ops.h" nogil:
-    const kvn_device_ops kvn_cuda_ops
 
 cdef extern from "kvnative/cuda.h" nogil:
     ctypedef struct kvn_cuda_ipc_memory:
@@ -39,13 +37,6 @@ cdef extern from "cuda/share.h" nogil:
                                uint64_t nbytes, kvn_cuda_imported *out, kvn_failure *failure)
     int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported,
                        kvn_failure *failure)
-
-
-cdef int check_device(Device device) except -1:
-    device.check_usable()
-    if device.library.ops != &kvn_cuda_ops:
-        raise TypeError(f"device {device.id} of {device.library.path} is no CUDA device")
-    return 0
 
 
 @cython.final
@@ -138,7 +129,7 @@ def export(Device device not None, address, nbytes) -> Exported:
     cdef Exported made = Exported.__new__(Exported)
     cdef kvn_failure failure
     cdef int status
-    check_device(device)
+    check_cuda(device)
     with nogil:
         status = kvn_cuda_export(&device.device, start, size, &made.exported, &failure)
     device.library.check(status, &failure)
@@ -155,7 +146,7 @@ def import_descriptor(Device device not None, int fd, nbytes) -> Imported:
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_failure failure
     cdef int status
-    check_device(device)
+    check_cuda(device)
     made.device = device
     with nogil:
         status = kvn_cuda_import_descriptor(&device.device, fd, size, &made.imported, &failure)
@@ -176,7 +167,7 @@ def import_handle(Device device not None, bytes handle not None, nbytes) -> Impo
     cdef kvn_cuda_ipc_memory given
     cdef kvn_failure failure
     cdef int status
-    check_device(device)
+    check_cuda(device)
     if len(handle) != sizeof(given):
         raise ValueError(f"handle has {len(handle)} bytes; it must have {sizeof(given)}")
     memcpy(&given, <const char *>handle, sizeof(given))
@@ -198,7 +189,7 @@ def check_reach(Device device not None, bytes uuid not None) -> None:
     cdef kvn_cuda_uuid given
     cdef kvn_failure failure
     cdef int status
-    check_device(device)
+    check_cuda(device)
     if len(uuid) != sizeof(given):
         raise ValueError(f"uuid has {len(uuid)} bytes; it must have {sizeof(given)}")
     memcpy(&given, <const char *>uuid, sizeof(given))

@@ -129,6 +129,10 @@ cdef class DeviceLibrary:
     cdef object attribute_of(self, int32_t device, int number)
 
 
+# KVN_HOST_TO_DEVICE and so on, of one of COPY_DIRECTIONS; ValueError for another word.
+cdef int direction_of(str name) except -1
+
+
 cdef class Device:
     cdef readonly DeviceLibrary library
     cdef kvn_device device     # stays in place: channels and backends point to it

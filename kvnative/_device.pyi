@@ -1,6 +1,6 @@
 """Devices of any kind: their memory, and the backends that copy to, from and in it."""
 
-from typing import Any, Literal, Never, final
+from typing import Any, Final, Literal, Never, final
 
 from numpy.typing import NDArray
 from typing_extensions import Buffer, disjoint_base
@@ -9,6 +9,7 @@ from kvnative._backend import Backend, NativeError
 from kvnative._task import Gate
 
 __all__ = [
+    "COPY_DIRECTIONS",
     "Device",
     "DeviceBuffer",
     "DeviceError",
@@ -17,6 +18,9 @@ __all__ = [
     "HostBuffer",
     "Pinned",
 ]
+
+_Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
+COPY_DIRECTIONS: Final[tuple[_Direction, ...]]
 
 class DeviceError(NativeError):
     code: int
@@ -60,9 +64,7 @@ class Device:
     def clear(self, address: int, nbytes: int) -> None: ...
     def memory(self) -> tuple[int, int]: ...
     def attribute(self, number: int) -> int | None: ...
-    def backend(
-        self, direction: Literal["host_to_device", "device_to_host", "device_to_device"]
-    ) -> Backend: ...
+    def backend(self, direction: _Direction) -> Backend: ...
     def take_event(self, handle: int) -> DeviceEvent: ...
     def take_stream(self, handle: int) -> DeviceEvent: ...
     def close(self) -> None: ...

@@ -30,7 +30,8 @@ import weakref
 from kvnative._backend import NativeError
 
 __all__ = [
-    "Device", "DeviceBuffer", "DeviceError", "DeviceEvent", "DeviceLibrary", "HostBuffer", "Pinned",
+    "COPY_DIRECTIONS", "Device", "DeviceBuffer", "DeviceError", "DeviceEvent", "DeviceLibrary",
+    "HostBuffer", "Pinned",
 ]
 
 # Direction: its bit, and how many channels. One stream keeps a link to the host busy; the second is
@@ -40,6 +41,7 @@ cdef dict DIRECTIONS = {
     "device_to_host": (KVN_DEVICE_TO_HOST, 2),
     "device_to_device": (KVN_DEVICE_TO_DEVICE, 4),
 }
+COPY_DIRECTIONS = tuple(DIRECTIONS)
 
 cdef dict KINDS = {
     KVN_MEMORY_PAGEABLE: "pageable",
@@ -48,6 +50,13 @@ cdef dict KINDS = {
     KVN_MEMORY_MANAGED: "managed",
     KVN_MEMORY_FOREIGN: "foreign",
 }
+
+
+cdef int direction_of(str name) except -1:
+    if name not in DIRECTIONS:
+        raise ValueError(f"direction is {name!r}; it must be one of"
+                         f" {', '.join(map(repr, DIRECTIONS))}")
+    return DIRECTIONS[name][0]
 
 
 class DeviceError(NativeError):
@@ -396,14 +405,11 @@ cdef class Device:
         cdef Channels channels
         cdef int bit
         self.check_usable()
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction is {direction!r}; it must be one of"
-                             f" {', '.join(map(repr, DIRECTIONS))}")
-        bit, count = DIRECTIONS[direction]
+        bit = direction_of(direction)
         with self.lock:
             channels = self.channels.get(direction)
             if channels is None:
-                channels = Channels.start(self, count)
+                channels = Channels.start(self, DIRECTIONS[direction][1])
                 self.channels[direction] = channels
         what = f"backend {direction} of device {self.device.id}"
         return Backend.adopt(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvnative.ascend_files import driver_version
-from kvplan.device.device import Device
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.device.device import Device, find_library
 
 if TYPE_CHECKING:
     from kvnative._acl import AclLibrary
@@ -76,36 +73,13 @@ def load_library() -> AclLibrary:
         LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
             was looked for, and what the loader said.
     """
-    place = os.environ.get(OVERRIDE)
-    if place == "":
-        raise _not_there(f"{OVERRIDE} is empty")
-    from kvnative._acl import AclLibrary
-    from kvnative._backend import NativeError
 
-    try:
+    def load(place: str | None) -> AclLibrary:
+        from kvnative._acl import AclLibrary
+
         return AclLibrary.load(place)
-    except NativeError as error:
-        raise _not_there(str(error)) from error
 
-
-def _not_there(reason: str) -> LLMException:
-    return LLMException(
-        f"no runtime library of Ascend (ACL) can be used: {reason}",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
-
-
-def current_device() -> int | None:
-    """The device that the calling thread has set (`aclrtSetDevice`); None: none, or no library."""
-    try:
-        library = load_library()
-    except LLMException:
-        return None
-    number = ctypes.c_int32()
-    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
-    if ctypes.CDLL(library.path).aclrtGetDevice(ctypes.byref(number)) != 0:
-        return None
-    return number.value
+    return find_library("runtime library of Ascend (ACL)", OVERRIDE, load)
 
 
 class AscendDevice(Device):

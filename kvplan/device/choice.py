@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Final
 
 from kvplan.logs import Log
@@ -10,6 +11,7 @@ from kvplan.status import LLMException
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvnative._device import DeviceLibrary
     from kvplan.device.device import Device
 
 _LOG = Log("kvplan")
@@ -47,9 +49,24 @@ def current_device(choice: str) -> int | None:
     """
     from kvplan.device import ascend, cuda  # as above
 
-    known = {"ascend": ascend.current_device, "cuda": cuda.current_device}
+    known: Mapping[str, tuple[Callable[[], DeviceLibrary], str]] = {
+        "ascend": (ascend.load_library, "aclrtGetDevice"),
+        "cuda": (cuda.load_library, "cuCtxGetDevice"),
+    }
     chosen = known if choice == "auto" else known.keys() & {choice}
-    return next((it for name in chosen if (it := known[name]()) is not None), None)
+    return next((it for name in chosen if (it := _asked(*known[name])) is not None), None)
+
+
+def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
+    try:
+        library = load_library()
+    except LLMException:
+        return None
+    number = ctypes.c_int32()
+    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
+    if getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number)) != 0:
+        return None
+    return number.value
 
 
 def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary") -> Device | None:

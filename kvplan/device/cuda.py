@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 from contextlib import suppress
 from functools import cached_property
@@ -11,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from kvplan.device.cuda_sharing import CudaSharing
-from kvplan.device.device import Device
+from kvplan.device.device import Device, find_library
 from kvplan.logs import Log
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
@@ -37,36 +35,13 @@ def load_library(context: str = "primary") -> CudaLibrary:
         LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
             was looked for, and what the loader said.
     """
-    place = os.environ.get(OVERRIDE)
-    if place == "":
-        raise _not_there(f"{OVERRIDE} is empty")
-    from kvnative._backend import NativeError
-    from kvnative._cuda import CudaLibrary
 
-    try:
+    def load(place: str | None) -> CudaLibrary:
+        from kvnative._cuda import CudaLibrary
+
         return CudaLibrary.load(place, context)
-    except NativeError as error:
-        raise _not_there(str(error)) from error
 
-
-def _not_there(reason: str) -> LLMException:
-    return LLMException(
-        f"no driver library of CUDA can be used: {reason}",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
-
-
-def current_device() -> int | None:
-    """The device whose context the calling thread has; None: it has none, or no library."""
-    try:
-        library = load_library()
-    except LLMException:
-        return None
-    number = ctypes.c_int()
-    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
-    if ctypes.CDLL(library.path).cuCtxGetDevice(ctypes.byref(number)) != 0:
-        return None
-    return number.value
+    return find_library("driver library of CUDA", OVERRIDE, load)
 
 
 def driver_version() -> str | None:

@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
-from kvnative._cuda import (
-    COPY_DIRECTIONS,
-    CopyTuning,
-    builtin_copy_tuning,
-    copy_tuning,
-    tune_copies,
-)
+from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_tuning, tune_copies
+from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvplan.machine_file import cache_path, read_machines, unreadable, write_machines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -16,6 +16,8 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kvplan.execution.compute_events import ComputeEvent
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
+_L = TypeVar("_L")
 
 _LOG = Log("kvplan")
 _WHERE = {
@@ -319,6 +322,29 @@ class PinnedMemory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> _L:
+    """Return what `load` makes of the place that an environment variable names.
+
+    Args:
+        what: the library, for messages.
+        override: the variable; None for its value if it is not set, and empty: there is none.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or `load` said why it cannot be used.
+    """
+    place = os.environ.get(override)
+    cause: NativeError | None = None
+    if place != "":
+        try:
+            return load(place)
+        except NativeError as error:
+            cause = error
+    raise LLMException(
+        f"no {what} can be used: {cause or f'{override} is empty'}",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    ) from cause
 
 
 def device_error(error: NativeError, what: str) -> LLMException:

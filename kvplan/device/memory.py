@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from kvplan.tensor_forms import TensorForm
 
 
+def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:
+    """Refuse this side of a transfer if it is on another device than the link to `peer`.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED.
+    """
+    if isinstance(side, DeviceMemory) and side.device.native is not device.native:
+        raise LLMException(
+            f"the local side is on device {side.device.id}, the link to {peer} is device "
+            f"{device.id}'s: use the engine of that device",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+
+
 class DeviceMemory:
     """Tensors in the memory of a device of this process.
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_driver import Driver
-from kvnative._cuda import COPY_DIRECTIONS, CopyTuning, copy_tuning, copy_way, tune_copies
+from kvnative._cuda import CopyTuning, copy_tuning, copy_way, tune_copies
+from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement

@@ -8,7 +8,7 @@ from weakref import ref
 import numpy as np
 
 from kvnative._hccl import MAX_GUARDS, Guards
-from kvplan.device.memory import DeviceMemory
+from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.announced import tag_of
 from kvplan.transport.base import BaseLink, BasePeerMemory, columns, no_leases
@@ -121,12 +121,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         """
         hccl = self._link.hccl
         local: Literal["device", "host"] = "device" if other.on_device else "host"
-        if isinstance(other, DeviceMemory) and other.device.native is not hccl.device.native:
-            raise LLMException(
-                f"the local side is on device {other.device.id}, the link to {self._link.peer} is "
-                f"device {hccl.device.id}'s: use the engine of that device",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+        check_device_of_link(other, hccl.device, self._link.peer)
         kinds = hccl.product.local_kinds(is_hccs=self._link.is_hccs)
         newest = self._newest_region(other) if local in kinds else None
         if newest is not None:

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from kvplan.device.memory import DeviceMemory
+from kvplan.device.memory import check_device_of_link
 from kvplan.device.sharing import Exported, exported
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local.memory import LocalPeerMemory, words_of
@@ -116,12 +116,7 @@ class LocalDeviceMemory(LocalPeerMemory):
             raise invalid(
                 "src and dst are both memory of other processes; one of them must be this one's"
             )
-        if isinstance(other, DeviceMemory) and other.device.native is not device.native:
-            raise LLMException(
-                f"the local side is on device {other.device.id}, the link to {self._link.peer} is "
-                f"device {device.id}'s: use the engine of that device",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+        check_device_of_link(other, device, self._link.peer)
         way: CopyDirection = (
             "device_to_device"
             if other.on_device

@@ -130,6 +130,11 @@ class Range(ranges.Range):
         """Whether its owner must not free it while a peer reads it, and so waits for those too."""
         return self.allocation is not None and not self.allocation.is_kept_by_peers
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether peers announce any use of it, for which its owner waits before it goes."""
+        return self.writable or self.announces_reads
+
     def __str__(self) -> str:
         kind = "arena" if self.arena is not None else "registered"
         if self.allocation is not None:

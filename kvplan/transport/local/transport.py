@@ -336,10 +336,9 @@ class LocalTransport(BaseTransport):
     def _wait_for_writers(self, ended: Sequence[LocalRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""
         writers = self._writers
-        announced = [it for it in ended if it.writable or it.range.announces_reads]
-        late = writers.drain(PATIENCE_S) if announced else []
+        late = writers.drain(PATIENCE_S) if any(it.range.is_announced for it in ended) else []
         for it in ended:
-            if late and it in announced and it.range.is_mapped:
+            if late and it.range.is_announced and it.range.is_mapped:
                 _warn(late, it)
                 QUARANTINE.add(lambda: any(map(writers.stands, late)), it)
             else:
