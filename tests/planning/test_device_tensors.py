@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, DataType, Placement, dlpack
+from kvplan import CacheDesc, DataType, Placement
 from kvplan.dlpack import TensorDevice
 from kvplan.tensor_forms import check_present, read_form
-from tests.support.foreign import CudaArray, GpuTensor, TorchTensor
+from tests.support.foreign import CudaArray, GpuTensor, TorchTensor, exported_by_numpy
 from tests.support.refusals import refused
 
 NHD = "block token head dim"
@@ -77,7 +77,7 @@ class TestSynchronization:
     def test_an_older_library_is_asked_without_a_version(self) -> None:
         class Older(GpuTensor):
             def __dlpack__(self, *, stream: int | None = None) -> object:  # type: ignore[override]
-                return super().__dlpack__(stream=stream, max_version=(1, 0))
+                return super().__dlpack__(stream=stream)
 
         tensor = Older(ARRAY, ON_GPU)
         assert read_form("it", tensor).address == ON_GPU
@@ -160,10 +160,8 @@ def test_what_its_library_raises_names_the_tensor(error: type[Exception]) -> Non
 
 
 def test_a_negative_length_by_dlpack_is_refused() -> None:
-    tensor = GpuTensor(ARRAY)
-    capsule = tensor.__dlpack__(max_version=(1, 0))
-    exported = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned"))
-    exported.tensor.shape[0] = -4
+    capsule, _, exported = exported_by_numpy(ARRAY, None)
+    exported.device_type, exported.shape[0] = 2, -4
     given = SimpleNamespace(__dlpack__=lambda **_: capsule)
     with refused("LLM_PARAM_INVALID", r"it has shape \(-4, .* by DLPack; lengths are in \[0, "):
         read_form("it", given)

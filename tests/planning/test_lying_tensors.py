@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, dlpack
+from kvplan import CacheDesc
 from tests.support.foreign import DLPackTensor, InterfaceOnly, TorchTensor
 from tests.support.refusals import refused
 
@@ -19,13 +19,9 @@ class ChangedDLPack(DLPackTensor):
         super().__init__(ARRAY)
         self.fields = fields
 
-    def __dlpack__(self, *, max_version):
-        capsule = super().__dlpack__(max_version=max_version)
-        address = dlpack._pointer(capsule, b"dltensor_versioned")
-        exported = dlpack._Versioned.from_address(address).tensor
+    def change(self, exported):
         for name, value in self.fields.items():
             setattr(exported, name, value)
-        return capsule
 
 
 class ChangedTorch(TorchTensor):

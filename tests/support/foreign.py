@@ -94,7 +94,11 @@ class DLPackTensor:
         if self.code is not None:
             exported.code = self.code
         exported.device_type = self.device
+        self.change(exported)
         return capsule
+
+    def change(self, exported: dlpack._Tensor) -> None:
+        """Make it say something else: nothing here."""
 
 
 class GpuTensor:
