@@ -151,7 +151,7 @@ class TestOneHost:
     def test_a_cache_of_the_peer_that_is_freed_is_let_go_of(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str, sim_log: Log
     ) -> None:
-        """Its memory is free on the device once nobody has it mapped."""
+        """Its memory is free on the device once no process has it mapped."""
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
         assert len(sim_log.calls("cuMemImportFromShareableHandle", pid=os.getpid())) == 1

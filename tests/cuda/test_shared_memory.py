@@ -334,7 +334,7 @@ class TestInFlight:
                 cuda_simulator.set("latency_us", 0)
 
     def test_a_push_that_is_over_holds_up_no_owner(self, side: Side, other: Other) -> None:
-        """Though nobody has asked for its outcome."""
+        """Though its outcome was not asked for."""
         there = other.call("offer", "kvplan", 1)
         here = side.local(side.allocate("kvplan", 2))
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:

@@ -1,6 +1,6 @@
 /* Points in the work of other streams that transfers come after. Each is taken once, in the caller's thread:
  * the event that it was taken from can be recorded again, or destroyed, and nothing more is asked of the
- * stream. One thread of ours asks the device whether they were reached, and opens them as gates: so nobody
+ * stream. One thread of ours asks the device whether they were reached, and opens them as gates: so no other thread
  * has to wait for one, none holds up another, and those that are never reached hold up nothing.
  *
  * A backend that works on a stream can let the device keep the order instead (kvn_event_order). */
@@ -31,7 +31,7 @@ void kvn_events_destroy(kvn_events *events);
 int kvn_event_take_stream(kvn_events *events, kvn_stream stream, kvn_event *out, kvn_failure *failure);
 /* Takes the point that `event` of the program was last recorded at. */
 int kvn_event_take(kvn_events *events, void *event, kvn_event *out, kvn_failure *failure);
-/* Nobody waits at it any more. */
+/* Nothing waits at it any more. */
 void kvn_event_give_back(kvn_event *event);
 
 /* ---- with the device's context current ---- */
