@@ -10,6 +10,8 @@
 #include "tcp/service.h"
 
 #define KVN_TCP_WINDOW 64u /* requests in flight */
+#define KVN_TCP_CALL_NBYTES (1u << 20) /* that one system call moves: a whole request */
+#define KVN_TCP_TURN_NBYTES (1u << 20) /* before the mutex is free for others */
 
 /* Memory of the peer that a backend may use. */
 typedef struct kvn_tcp_known {
