@@ -2,14 +2,11 @@
 
 Read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch tensor, or the
 CUDA array interface; no library of these is imported but NumPy, and no byte of a tensor is read.
-From them a cache is described (`CacheDesc.from_tensors`), and what is registered is compared with
-its description.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -19,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.dlpack import TensorDevice, read_dlpack
-from kvplan.layout import CacheLayout, Shard
 from kvplan.status import LLMException, invalid
-from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import UINT64_MAX, check_type, shown
+from kvplan.types import CacheDesc, DataType
+from kvplan.validation import UINT64_MAX, shown
 
 # Types with a twin in NumPy. QINT8 and the like are marks on integers.
 _TWINS: dict[DataType, np.dtype[Any]] = {
@@ -71,7 +67,6 @@ _TYPES = {
 }
 
 _BYTES = ("uint8", "int8")
-_PLURALS = {"kv": "keys and values", "dim": "elements"}
 
 
 @dataclass
@@ -373,191 +368,3 @@ def _of_cuda_array(name: str, given: Any) -> TensorForm:
         TensorDevice("cuda", None, "a CUDA device"),
         given,
     )
-
-
-def check_contiguous(form: TensorForm) -> None:
-    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
-    """
-    check_host(form)
-    _check_dense(form)
-
-
-def _check_dense(form: TensorForm) -> None:
-    """Refuse a tensor that is not C-contiguous, naming the permutation that would be."""
-    if form.is_contiguous:
-        return
-    remedy = "contiguous memory is needed, such as a copy of it"
-    if form.gap is None:
-        axes = ", ".join(map(str, form.order))
-        remedy = (
-            f"permuted by ({axes}) it is, of shape {form.memory_shape}: give that (transpose of "
-            "NumPy, permute of torch), with a cache_desc of that shape"
-        )
-    raise invalid(
-        f"{form.name} of shape {form.shape} and strides {form.strides} (in elements) is not "
-        f"C-contiguous; {remedy}"
-    )
-
-
-def check_host(form: TensorForm, why: str = "") -> None:
-    """Refuse a tensor that has no bytes, or none that this process reaches: LLM_PARAM_INVALID.
-
-    `why` ends the sentence that refuses one on a device.
-    """
-    if form.device is not None:
-        raise invalid(f"{form.name} is on {form.device.text}; it must be in host memory{why}")
-    check_present(form)
-
-
-def check_present(form: TensorForm) -> None:
-    """Refuse a tensor that has no bytes: LLM_PARAM_INVALID."""
-    if form.nbytes == 0:
-        raise invalid(f"{form.name} of shape {form.shape} is empty")
-    if form.address == 0:  # torch's tensors on "meta", and fake ones
-        raise invalid(f"{form.name} of shape {form.shape} has no memory")
-
-
-def check_described(form: TensorForm, desc: CacheDesc) -> None:
-    """Refuse a tensor that says something else of itself than `desc` does, but for where it is.
-
-    Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, with both.
-    """
-    check_present(form)
-    if form.is_raw:
-        _check_dense(form)
-        if form.nbytes != desc.tensor_nbytes:
-            raise invalid(
-                f"{form.name} has {form.nbytes} bytes; a tensor of the cache, of shape "
-                f"{desc.shape} and {desc.data_type.name}, has {desc.tensor_nbytes}"
-            )
-        return
-    shape = desc.shape if form.data_type is desc.data_type else array_form(desc)[0]
-    as_shape = _long(form.memory_shape) == _long(shape)
-    if form.gap is None and as_shape and form.may_be(desc.data_type):
-        return
-    layout = f" ({desc.kv_tensor_format})" if desc.kv_tensor_format else ""
-    says = f"cache_desc says {desc.data_type.name} of shape {desc.shape}{layout}"
-    if not form.may_be(desc.data_type):
-        remedy = "; give a view of that type, or of its bytes (flat, uint8), if it holds that"
-    elif form.gap is not None:
-        remedy = f"; its bytes do not lie together: {_gap_text(form, None)}"
-    elif form.memory_shape != form.shape:
-        remedy = (
-            f"; in memory its dimensions are {form.memory_shape}, which CacheDesc.from_tensors "
-            "describes"
-        )
-    else:
-        remedy = "; give a view of that shape, or another cache_desc"
-    raise invalid(f"{form.name} is {form}; {says}{remedy}")
-
-
-def describe(
-    tensors: Sequence[Any],
-    layout: CacheLayout | str | None,
-    data_type: DataType | None,
-    placement: Placement | None,
-    shard: Shard | None,
-) -> CacheDesc:
-    """See `CacheDesc.from_tensors`."""
-    if isinstance(tensors, str | bytes | bytearray) or not isinstance(tensors, Sequence):
-        raise TypeError(
-            f"tensors must be a list of tensors, one or more for each layer, not "
-            f"{type(tensors).__name__}"
-        )
-    if not tensors:
-        raise invalid("tensors is empty; a cache has one tensor at least")
-    forms = [read_form(f"tensors[{position}]", it) for position, it in enumerate(tensors)]
-    first = forms[0]
-    if layout is not None and not isinstance(layout, CacheLayout):
-        layout = CacheLayout(check_type("layout", layout, str))
-    if layout is not None and len(layout.axes) != len(first.shape):
-        raise invalid(
-            f"layout={shown(str(layout))} names {len(layout.axes)} axes; {first.name} is {first}, "
-            f"of {len(first.shape)} dimensions"
-        )
-    for form in forms:
-        _check_alike(form, first)
-        if form.nbytes == 0:
-            raise invalid(f"{form.name} of shape {form.shape} is empty")
-        if form.gap is not None:
-            raise invalid(f"{form.name} is {form}: {_gap_text(form, layout)}")
-    if layout is not None:
-        layout = CacheLayout(" ".join(layout.axes[dim] for dim in first.order))
-    elif first.order != tuple(range(len(first.shape))):
-        raise invalid(f"{first.name} is {first}, which needs a layout: it is not C-contiguous")
-    if data_type is None:
-        data_type = first.data_type
-        if data_type is None:
-            raise invalid(f"{first.name} is {first}, of no DataType; data_type must say which")
-    elif check_type("data_type", data_type, DataType).bits % 8 or not first.may_be(data_type):
-        raise invalid(f"data_type={data_type.name}, and {first.name} is {first}")
-    if placement is None:
-        placement = Placement.HOST if first.device is None else Placement.DEVICE
-    return CacheDesc(
-        len(forms),
-        first.memory_shape,
-        data_type,
-        placement,
-        kv_tensor_format=None if layout is None else str(layout),
-        shard=shard,
-    )
-
-
-def _check_alike(form: TensorForm, first: TensorForm) -> None:
-    if (form.shape, form.dtype_name) != (first.shape, first.dtype_name):
-        raise invalid(
-            f"{form.name} is {form}, and {first.name} is {first}: tensors of one cache are alike; "
-            "describe the others as another cache"
-        )
-    if _long_dims(form) != _long_dims(first):
-        raise invalid(
-            f"{form.name} is {form}, and {first.name} is {first}: they lie in memory in another "
-            "order; describe them as two caches"
-        )
-    if form.device != first.device:
-        where = [
-            "in host memory" if it.device is None else f"on {it.device.text}"
-            for it in (form, first)
-        ]
-        raise invalid(f"{form.name} is {where[0]}, and {first.name} {where[1]}")
-
-
-def _gap_text(form: TensorForm, layout: CacheLayout | None) -> str:
-    """What does not touch or overlaps in a tensor, and what to give instead."""
-    gap = form.gap
-    assert gap is not None
-    dim, has = gap
-    apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
-    axis = "" if layout is None else layout.axes[dim]
-    things = _PLURALS.get(axis, f"{axis}s") if axis else f"elements along dimension {dim}"
-    if apart <= 0:
-        way = "run backwards" if apart else "are all the same memory"
-        return f"its {things} {way}; give a tensor whose elements each have their own, in order"
-    text = f"its {things} lie {apart} bytes apart and have {own}"
-    if apart < own:
-        return f"{text}: they share memory; give a tensor that does not"
-    between, odd = divmod(apart, own)
-    names = () if layout is None else layout.axes
-    missing = [
-        it for it in ("kv", "layer") if it not in names and (it == "layer" or between % 2 == 0)
-    ]
-    if odd or (layout is not None and not missing):
-        return f"{text}: give the tensor that it is a view of, or a dense copy"
-    return (
-        f"{text}: give the tensor that it is a view of, with an axis {' or '.join(missing)} for "
-        "what lies between, or a dense copy"
-    )
-
-
-def _long(shape: tuple[int, ...]) -> list[int]:
-    return [length for length in shape if length != 1]
-
-
-def _long_dims(form: TensorForm) -> list[int]:
-    return [dim for dim in form.order if form.shape[dim] != 1]

@@ -249,8 +249,8 @@ class CacheDesc:
                 instead), or of a type that is no DataType; and as the constructor.
         """
         # Loaded here: planning itself reads no memory.
-        forms = import_module("kvplan.tensor_forms")
-        described: CacheDesc = forms.describe(tensors, layout, data_type, placement, shard)
+        module = import_module("kvplan.cache_tensors")
+        described: CacheDesc = module.describe(tensors, layout, data_type, placement, shard)
         return described
 
     def _take_layout(self, layout: CacheLayout) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._host import check_ranges
+from kvplan.cache_tensors import check_contiguous
 from kvplan.status import LLMException, invalid
-from kvplan.tensor_forms import TensorForm, check_contiguous, read_form
+from kvplan.tensor_forms import TensorForm, read_form
 from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:

@@ -154,7 +154,8 @@ PLANTED = [
     Planted(
         "a push ends while the peer takes it",
         "transfer.c",
-        "    if (it->kind == KVN_TCP_PULL || it->in_flight == 0)\n        kvn_tcp_transfer_finish(it);\n",
+        "    if (it->kind == KVN_TCP_PULL || it->in_flight == 0)\n"
+        "        kvn_tcp_transfer_finish(it);\n",
         "    kvn_tcp_transfer_finish(it);\n",
         "give_up_push",
         "the push was given up",
