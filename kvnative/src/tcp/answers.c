@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "tcp/asking.h"
-#include "tcp/transfer.h"
 
 static void pop(kvn_tcp_client *self)
 {

@@ -3,8 +3,6 @@
 #include <errno.h>
 #include <string.h>
 
-#include "tcp/transfer.h"
-
 #define REQUEST_NBYTES (1u << 20) /* the smaller, the sooner others have their turn */
 #define FLIGHT_NBYTES (8u << 20)  /* asked for ahead: what a network may hold */
 

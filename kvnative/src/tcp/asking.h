@@ -2,7 +2,7 @@
 #ifndef KVN_TCP_ASKING_H
 #define KVN_TCP_ASKING_H
 
-#include "tcp/client.h"
+#include "tcp/transfer.h"
 
 /* Whether nothing is left of what was begun to be sent. */
 bool kvn_tcp_is_sent(const kvn_tcp_client *self);

@@ -8,7 +8,6 @@
 #include "core/clock.h"
 #include "tcp/answers.h"
 #include "tcp/asking.h"
-#include "tcp/transfer.h"
 
 #define YIELDS 64                 /* of the service to them, some 50 us: to be woken takes as long */
 #define DRIVES 4                  /* the same, of small steps */

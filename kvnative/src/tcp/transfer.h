@@ -1,8 +1,91 @@
-/* A transfer of a client: where its bytes lie here, and how it ends. All with the client's mutex held. */
+/* The transfers of a client: where their bytes lie here, what of them is on the wire, and how they end. */
 #ifndef KVN_TCP_TRANSFER_H
 #define KVN_TCP_TRANSFER_H
 
-#include "tcp/client.h"
+#include "core/columns.h"
+#include "core/intervals.h"
+#include "kvnative/backend.h"
+#include "tcp/service.h"
+
+#define KVN_TCP_WINDOW 64u /* requests in flight */
+#define KVN_TCP_CALL_NBYTES (1u << 20) /* that one system call moves: a whole request */
+#define KVN_TCP_TURN_NBYTES (1u << 20) /* before the mutex is free for others */
+
+/* Memory of the peer that a backend may use. */
+typedef struct kvn_tcp_known {
+    kvn_interval *places; /* sorted; their index is that of the range */
+    kvn_tcp_range *ranges; /* behind those of the places the leases, which each request names too */
+    size_t count;
+    uint32_t num_leases; /* below KVN_TCP_MAX_RANGES */
+    char leases[128]; /* what messages call them */
+} kvn_tcp_known;
+
+typedef struct kvn_tcp_client kvn_tcp_client;
+
+/* A transfer; the backend's request. */
+struct kvn_request {
+    kvn_tcp_client *client;
+    const kvn_tcp_known *known;
+    kvn_columns batch;
+    const uint64_t *local, *remote; /* columns of the batch */
+    kvn_tcp_kind kind;
+    const kvn_device *device; /* where the local side lies; NULL: of the host */
+    /* Under the client's mutex: */
+    kvn_request *previous, *next;
+    kvn_cursor cut;       /* what is asked for up to here */
+    uint64_t uncut;           /* bytes that are not */
+    kvn_cursor confirmed; /* what has arrived for sure */
+    uint64_t total;           /* bytes */
+    unsigned in_flight;       /* requests on the wire */
+    kvn_report end;           /* what it is to end with: not KVN_PENDING once it is being given up */
+    pthread_cond_t changed;
+    atomic_uint_fast64_t moved;
+    atomic_bool finished;
+    kvn_report report; /* once finished */
+};
+
+/* A request on the wire. */
+typedef struct kvn_tcp_asked {
+    kvn_request *transfer; /* NULL: nobody's any more; its bytes are dropped */
+    kvn_cursor from, to;
+    uint64_t nbytes;
+    uint64_t id;
+    kvn_tcp_kind kind;
+    bool has_leases;  /* only then it may be answered that one was released */
+    bool sends_zeros; /* of a push whose local memory cannot be read, for what is left */
+} kvn_tcp_asked;
+
+struct kvn_tcp_client {
+    kvn_tcp_watched watched;
+    /* Called once, when the connection is of no use any more, with the mutex held. */
+    void (*on_failed)(void *context, int code, const char *why);
+    void *context;
+    pthread_mutex_t mutex;
+    atomic_uint wanted; /* threads that want the mutex, and should not wait long: a hint */
+    bool has_failed;
+    bool is_closed;   /* by the peer; what it sent before may be left to be read */
+    bool has_spinner; /* a thread that waits drives the socket */
+    kvn_request *transfers; /* those that have no outcome, a ring; the next to be cut */
+    kvn_tcp_asked window[KVN_TCP_WINDOW];
+    uint32_t first, num_asked; /* of the window, a ring */
+    uint64_t asked_nbytes;
+    uint64_t next_id;
+    /* Sending: the newest request of the window. */
+    kvn_tcp_request out;
+    uint32_t out_nbytes, out_sent; /* of the head and table */
+    uint64_t out_left;             /* of a push's bytes */
+    kvn_cursor out_at;
+    bool out_is_blocked;
+    /* Receiving: the oldest. */
+    kvn_tcp_answer answer;
+    uint32_t answer_got;
+    bool is_at_end; /* the answer is the one behind the bytes */
+    uint64_t in_left;
+    kvn_cursor in_at;
+};
+
+/* ---- all with the client's mutex held ---- */
+
 
 /* Behind all others of the client. */
 void kvn_tcp_transfer_put_in(kvn_tcp_client *self, kvn_request *it);
