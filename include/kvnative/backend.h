@@ -76,6 +76,9 @@ typedef struct kvn_backend_vtable {
     /* Stops promptly and returns when no byte is touched any more. Idempotent; `why` is the
      * status to report for what was still open (KVN_TIMEOUT or KVN_CANCELLED). */
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
+    /* Of a batch with an `after`: cancels it if that has not come, and does not wait for the outcome. NULL where
+     * no batch with one is taken, or it is left to `abort`. */
+    void (*withdraw)(kvn_backend *self, kvn_request *request);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
     void (*destroy)(kvn_backend *self);                       /* no request is left */
 } kvn_backend_vtable;

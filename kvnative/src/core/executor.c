@@ -210,6 +210,8 @@ void kvn_task_withdraw(kvn_task *task)
     if (task->waiter.gate && !task->begun && !task->settled) {
         settle(task, KVN_CANCELLED);
         pthread_cond_broadcast(&task->changed);
+    } else if (task->columns.after && task->begun && !task->settled && calls(task)->withdraw) {
+        calls(task)->withdraw(task->backend, task->request);
     }
     pthread_mutex_unlock(&task->mutex);
 }
