@@ -313,12 +313,13 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
     return KVN_OK;
 }
 
-void kvn_cuda_copies_close(const kvn_device *device)
+bool kvn_cuda_copies_close(const kvn_device *device)
 {
     copies *self = copies_of(device);
+    const bool may_begin = kvn_cuda_launcher_destroy(self->launcher);
 
-    kvn_cuda_launcher_destroy(self->launcher);
     pthread_mutex_destroy(&self->mutex);
     free(self);
     kvn_cuda_state(device)->copies = NULL;
+    return may_begin;
 }

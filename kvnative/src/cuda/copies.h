@@ -26,8 +26,9 @@ typedef struct kvn_cuda_tuning {
 } kvn_cuda_tuning;
 
 int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure);
-/* With the context current, before it is closed; nothing of the device is in use. */
-void kvn_cuda_copies_close(const kvn_device *device);
+/* With the context current, before it is closed; nothing of the device is in use. Whether something that was given up
+ * may still begin, so that the context must stay. */
+bool kvn_cuda_copies_close(const kvn_device *device);
 
 /* ---- rows of the table ---- */
 

@@ -493,7 +493,7 @@ kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device)
     return self;
 }
 
-void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
+bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
 {
     const kvn_cuda *cuda = kvn_cuda_of(self->device);
     bool has_dropped = false;
@@ -526,4 +526,5 @@ void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
     free(self->pages);
     pthread_mutex_destroy(&self->mutex);
     free(self);
+    return has_dropped;
 }

@@ -17,8 +17,9 @@ typedef struct kvn_cuda_launcher kvn_cuda_launcher;
 
 /* NULL without memory. */
 kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device);
-/* Nothing is in use but what was given up, which may still begin: what that reads is never freed. */
-void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
+/* Nothing is in use but what was given up, which may still begin: what that reads is never freed. Whether there was
+ * such: then the context must stay, too. */
+bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
 
 /* Compiles the kernel, once; later calls have the first one's outcome. KVN_UNSUPPORTED: this driver does not
  * take it, and `failure` says why. Other failures, for want of memory say, are not for ever. */

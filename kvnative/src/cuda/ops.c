@@ -129,15 +129,17 @@ static void close_context(kvn_device *device, void *context)
     void *previous = get_context(device);
     kvn_failure ignored; /* a context that failed, or was destroyed: its memory goes with it */
     const bool is_current = set_context(device, context, &ignored) == KVN_OK;
+    const bool may_begin = kvn_cuda_copies_close(device);
 
-    kvn_cuda_copies_close(device);
     if (is_current) {
         kvn_cuda_free_rest(device);
         for (size_t i = 0; i < state->num_idle; i++)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
     }
-    give_context(device, context);
+    /* To destroy it would wait for what stands behind an event, or break its work off: neither is said. */
+    if (!may_begin)
+        give_context(device, context);
     pthread_mutex_destroy(&state->mutex);
     free(state->allocated);
     free(state);

@@ -180,18 +180,18 @@ static int order(kvn_channel *channel, const kvn_columns *columns, kvn_channel_f
 typedef struct held {
     kvn_gate_waiter waiter;
     kvn_request *request;
-    bool is_open; /* with the request's mutex */
+    int status;       /* KVN_PENDING while it is closed; with the request's mutex, as `why` */
+    kvn_failure *why; /* it never opens */
 } held;
 
-/* Why it never opens, should that be so, the stream will say. */
 static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
 {
     held *it = KVN_LISTED(&waiter->node, held, waiter.node);
 
-    (void)status;
-    (void)why;
     pthread_mutex_lock(&it->request->mutex);
-    it->is_open = true;
+    it->status = status;
+    if (status != KVN_OK)
+        kvn_fail(it->why, status, why->code, "the event that it comes after: %.200s", why->message);
     pthread_cond_broadcast(&it->request->changed);
     pthread_mutex_unlock(&it->request->mutex);
 }
@@ -200,15 +200,17 @@ static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
 static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
 {
     kvn_batch_end *end = request->end;
-    held it = {.waiter = {.gate = gate, .open = open_gate}, .request = request};
-    int status = KVN_OK;
+    held it = {.waiter = {.gate = gate, .open = open_gate}, .request = request, .status = KVN_PENDING, .why = why};
+    int status = gate->enter(gate, &it.waiter, why);
 
-    if (gate->enter(gate, &it.waiter, why) != KVN_OK)
-        return KVN_OK; /* then the stream is asked, which is as good, and not as soon */
+    if (status != KVN_OK)
+        return status;
     pthread_mutex_lock(&request->mutex);
-    while (!it.is_open && !atomic_load(&request->stop) && status == KVN_OK)
+    while (it.status == KVN_PENDING && !atomic_load(&request->stop) && status == KVN_OK)
         if (!kvn_cond_wait(&request->changed, &request->mutex, kvn_now_ns() + LOOK_NS) && end && end->look)
             status = end->look(end, why);
+    if (it.status != KVN_PENDING && status == KVN_OK)
+        status = it.status;
     pthread_mutex_unlock(&request->mutex);
     gate->leave(gate, &it.waiter);
     return status;
