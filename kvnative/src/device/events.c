@@ -138,7 +138,8 @@ typedef struct pace {
 /* After a look, which has seen one or not: when to look again. */
 static int64_t next_look(pace *it, bool has_seen, int64_t now_ns)
 {
-    const int64_t passed = now_ns - it->latest_ns, spread = it->interval_ns / PART;
+    const int64_t passed = now_ns - it->latest_ns, part = it->interval_ns / PART;
+    const int64_t spread = part > 2 * SOONEST_NS ? part : 2 * SOONEST_NS; /* both ends are seen late */
     const int64_t early = it->interval_ns - spread, late = it->interval_ns + spread;
 
     if (has_seen) {
