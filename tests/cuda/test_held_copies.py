@@ -239,6 +239,27 @@ class TestTheWay:
         assert calls[0] == MODULE
         assert calls.count(MODULE) == 1
 
+    def test_when_one_is_through_the_next_is_put_on_a_stream(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        """So that the last layer of a model is on one before its event comes."""
+        executor = Executor(device.backend("device_to_device"))
+        count = 3 * ORDERED
+        cases, tasks = [], []
+        sim_log.restart()
+        for _ in range(count):
+            cases.append(between(device, cuda_simulator, "device_to_device", [64] * 3))
+            compute.hold()
+            tasks.append(executor.submit(cases[-1].descriptors, after=taken(device, compute)))
+        for number, (task, case) in enumerate(zip(tasks, cases, strict=True)):
+            on_streams = min(number + ORDERED, count)
+            wait_until(lambda: len(sim_log.calls(LAUNCH)) >= on_streams)  # noqa: B023
+            assert len(sim_log.calls(LAUNCH)) == on_streams
+            assert waits(task, case)
+            compute.release()
+            assert task.wait(FOREVER).status == KVN_OK
+            case.assert_moved()
+
     def test_many_at_once(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute
     ) -> None:

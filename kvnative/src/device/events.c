@@ -184,6 +184,32 @@ static bool look(kvn_events *events, kvn_gate_waiter *waiter)
     return status != KVN_PENDING;
 }
 
+/* With the mutex held, which it gives up: those that others can keep the order of leave, up to the first that finds no
+ * room. */
+static void pass_on(kvn_events *events)
+{
+    kvn_node *node = kvn_list_first(&events->waiting);
+
+    while (node && !events->stopping) {
+        kvn_gate_waiter *waiter = waiter_of(node);
+        bool has_passed;
+
+        if (!waiter->pass) {
+            node = kvn_list_after(&events->waiting, node);
+            continue;
+        }
+        events->looked_at = waiter;
+        pthread_mutex_unlock(&events->mutex);
+        has_passed = waiter->pass(waiter);
+        pthread_mutex_lock(&events->mutex);
+        if (has_passed)
+            kvn_list_remove(&waiter->node);
+        events->looked_at = NULL;
+        pthread_cond_broadcast(&events->changed);
+        node = has_passed ? kvn_list_first(&events->waiting) : NULL;
+    }
+}
+
 /* With the mutex held, which it gives up: looks at all, again from the first when one is through, as others
  * may have come and gone meanwhile. Whether one was. */
 static bool look_at_all(kvn_events *events)
@@ -216,6 +242,7 @@ static void *events_main(void *argument)
             continue;
         }
         const bool has_seen = look_at_all(events);
+        pass_on(events);
         const int64_t at_ns = next_look(&pace, has_seen, kvn_now_ns());
         if (!events->stopping && kvn_list_first(&events->waiting))
             kvn_cond_wait(&events->changed, &events->mutex, at_ns);

@@ -262,6 +262,13 @@ static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *fa
     return status;
 }
 
+/* A batch that is refused needs it no more. */
+static void give_ordered(kvn_stream_backend *self, const kvn_columns *batch, unsigned it)
+{
+    if (batch->after)
+        atomic_store(&self->taken[it], false);
+}
+
 /* On the channel's thread. */
 static void run(kvn_channel_job *job, kvn_channel *channel)
 {
@@ -402,23 +409,24 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     int status = KVN_OK;
 
     *out = NULL;
-    if (!kvn_columns_total(batch, &total) ||
-        __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
-        __builtin_add_overflow(cost, total, &cost))
-        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
-                                 batch->count);
     if (batch->after)
         status = take_ordered(self, &ordered, &failure);
     if (status == KVN_PENDING)
-        return status;
+        return status; /* at once: it is asked again and again */
     if (status != KVN_OK)
         return kvn_report_refuse(report, batch->count, status, failure.code, "%s", failure.message);
+    if (!kvn_columns_total(batch, &total) ||
+        __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
+        __builtin_add_overflow(cost, total, &cost)) {
+        give_ordered(self, batch, ordered);
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
+                                 batch->count);
+    }
     shards = batch->after ? 1 : num_shards_of(self, batch, cost);
     kvn_request *request = create_request(self, batch, total, shards);
     if (!request) {
-        if (batch->after)
-            atomic_store(&self->taken[ordered], false);
+        give_ordered(self, batch, ordered);
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request of %u shards", shards);
     }
