@@ -66,7 +66,8 @@ typedef struct kvn_backend_vtable {
     bool orders;
     /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
      * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING, of a batch with an
-     * `after` alone: not taken now, as it would stand behind another; it is given again when that has come. */
+     * `after` alone: not taken now, as it would stand behind another; it is given again now and then, and
+     * without its `after` when that has come. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
     /* KVN_PENDING or the outcome; never blocks. */
     int (*poll)(kvn_backend *self, kvn_request *request, kvn_report *report);
@@ -76,6 +77,9 @@ typedef struct kvn_backend_vtable {
     /* Stops promptly and returns when no byte is touched any more. Idempotent; `why` is the
      * status to report for what was still open (KVN_TIMEOUT or KVN_CANCELLED). */
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
+    /* Of a batch with an `after`: cancels it if that has not come, and does not wait for the outcome. NULL where
+     * no batch with one is taken, or it is left to `abort`. */
+    void (*withdraw)(kvn_backend *self, kvn_request *request);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
     void (*destroy)(kvn_backend *self);                       /* no request is left */
 } kvn_backend_vtable;

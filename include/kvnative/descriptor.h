@@ -17,10 +17,15 @@ typedef enum kvn_caller {
     KVN_CALLER_COMPUTES, /* for long: a core is to be left for it */
 } kvn_caller;
 
+struct kvn_failure;
+
 /* Who wants to know that a batch is over, whether or not anyone asks for its outcome. */
 typedef struct kvn_batch_end {
     /* Once, from any thread, when no byte of the batch is touched any more, and before there is an outcome. */
     void (*call)(struct kvn_batch_end *self);
+    /* Every few milliseconds while the batch waits for its `after`, never blocking: KVN_OK, or why no byte of it
+     * may be touched any more. NULL: nothing of it changes. */
+    int (*look)(struct kvn_batch_end *self, struct kvn_failure *why);
 } kvn_batch_end;
 
 /* Columns: the form of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of every

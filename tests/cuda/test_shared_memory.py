@@ -29,6 +29,7 @@ from tests.cuda.side import (
 )
 from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.layers import wait_until
+from tests.device.compute import Compute, compute_on, handle_of
 from tests.support.refusals import refused
 
 PULL = kvplan.plan_pull_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
@@ -359,6 +360,129 @@ class TestInFlight:
                 task.wait()
         del memory
         gc.collect()
+
+
+class TestHeld:
+    """What waits for an event of this side stands on a stream there, announced if it writes."""
+
+    @pytest.fixture
+    def compute(self, side: Side, cuda_simulator: CudaControls) -> Iterator[Compute]:
+        made = compute_on(cuda_simulator, side.device_id)
+        yield made
+        made.close()
+        side.enter()
+
+    def begin(
+        self, transfers: Transfers, log: Log, side: Side, compute: Compute, *task: object
+    ) -> kvplan.TransferTask:
+        """Submit one behind the compute; on return its copy is on a stream, and waits."""
+        compute.hold()
+        log.restart()
+        after = side.device.native.take_event(handle_of(compute.event()))
+        made = transfers.submit(*task, after=after)  # type: ignore[arg-type]
+        wait_until(lambda: bool(log.calls("cuLaunchKernel")))
+        return made
+
+    @WHOSE
+    @pytest.mark.parametrize("pulls", [True, False])
+    def test_the_device_keeps_the_order(
+        self, side: Side, other: Other, whose: Whose, pulls: bool, compute: Compute, sim_log: Log
+    ) -> None:
+        there = other.call("offer", whose, 1)
+        here = zeros(side) if pulls else side.allocate("kvplan", 2)
+        if not pulls:
+            other.run("side.device.write(there, bytes(nbytes))", there=there, nbytes=NBYTES)
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=not pulls)
+            mine = side.local(here)
+            sides = (PULL, memory, mine) if pulls else (PUSH, mine, memory)
+            task = self.begin(transfers, sim_log, side, compute, *sides)
+            assert not task.wait_done(20)
+            issued = len(sim_log.calls(*COPIES))
+            compute.release()
+            task.wait(60_000)
+            assert len(sim_log.calls(*COPIES)) == issued == 1
+            del memory, task
+        moved = side.contents(here) if pulls else other.call("contents", there)
+        assert np.array_equal(blocks(moved), expected(1 if pulls else 2))
+
+    @pytest.mark.parametrize(
+        ("whose", "pulls"), [("kvplan", False), ("program", False), ("program", True)]
+    )
+    def test_an_owner_that_frees_it_ends_it(
+        self, side: Side, other: Other, whose: Whose, pulls: bool, compute: Compute, sim_log: Log
+    ) -> None:
+        """Within milliseconds: an owner that waits for a second says so."""
+        there = other.call("offer", whose, 1, writable=not pulls)
+        here = side.allocate("kvplan", 2)
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=not pulls)
+            mine = side.local(here)
+            sides = (PULL, memory, mine) if pulls else (PUSH, mine, memory)
+            task = self.begin(transfers, sim_log, side, compute, *sides)
+            assert other.call("deregister", there) == []
+            with refused("LLM_KV_CACHE_NOT_EXIST", f"peer {other.pid} has deregistered"):
+                task.wait(60_000)  # though the event has not come
+            before = other.call("contents", there), side.contents(here)
+            compute.release()
+            compute.settle()
+            assert (other.call("contents", there), side.contents(here)) == before
+            del memory, task
+
+    def test_an_owner_frees_other_memory_meanwhile(
+        self, side: Side, other: Other, compute: Compute, sim_log: Log
+    ) -> None:
+        """All announcements that it finds are waited for; those of what is held are renewed."""
+        there = other.call("offer", "kvplan", 1)
+        here = side.allocate("kvplan", 2)
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            task = self.begin(transfers, sim_log, side, compute, PUSH, side.local(here), memory)
+            for _ in range(3):
+                another = other.call("offer", "kvplan", 3)
+                assert other.call("deregister", another) == []
+                other.call("free", another)
+            assert not task.done
+            compute.release()
+            task.wait(60_000)
+            del memory, task
+        moved = blocks(other.call("contents", there))
+        assert np.array_equal(moved[[0, 3, 7]], blocks(pattern(2))[[1, 6, 0]])
+
+    def test_more_than_there_are_streams_and_places_for(
+        self, side: Side, other: Other, compute: Compute, sim_log: Log
+    ) -> None:
+        """62 can be announced at one time; others of the link find a place all the same."""
+        there = other.call("offer", "kvplan", 1)
+        here = side.allocate("kvplan", 2)
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            sides = (PUSH, side.local(here), memory)
+            tasks = [self.begin(transfers, sim_log, side, compute, *sides) for _ in range(4)]
+            after = side.device.native.take_event(handle_of(compute.event()))
+            tasks += [transfers.submit(*sides, after=after) for _ in range(70)]
+            kvplan.execute(*sides)
+            for it in tasks[1::2]:
+                it.cancel()
+            for _ in range(4):
+                compute.release()
+            for it in tasks[::2]:
+                it.wait(60_000)
+            del memory, tasks, sides, it
+
+    def test_the_owner_is_killed(
+        self, side: Side, other: Other, compute: Compute, sim_log: Log
+    ) -> None:
+        there = other.call("offer", "kvplan", 1)
+        here = side.allocate("kvplan", 2)
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            task = self.begin(transfers, sim_log, side, compute, PUSH, side.local(here), memory)
+            other.kill()
+            compute.release()
+            with refused("LLM_LINK_FAILED", f"process {other.pid} "):
+                task.wait(60_000)
+            del memory, task
 
 
 class TestRegistering:

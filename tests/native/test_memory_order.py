@@ -58,6 +58,25 @@ PATTERNS = {
         lambda it: it["left"] == 7 and it["bytes"] == 1,
         ((0, 1, Swap("ticket", 0, 7, PLAIN)), (1, 0, Read("ticket", "left", PLAIN))),
     ),
+    # The first ticket, 0 here, stands before all, and is 9 when it is taken out.
+    "host/writers.h: announced again, or seen as released": Pattern(
+        (
+            (
+                Swap("second", 0, 7, BOTH),
+                Fence(),
+                Read("generation", "found", ACQUIRE),
+                Write("first", 9, RELEASE, "found"),
+            ),
+            (
+                Swap("generation", 0, 2, BOTH),
+                Fence(),
+                Read("second", "waits_for", ACQUIRE),
+                Read("first", "and_for", ACQUIRE),
+            ),
+        ),
+        lambda it: it["found"] == 0 and it["waits_for"] == 0 and it["and_for"] == 9,
+        ((0, 1, None), (1, 1, None)),
+    ),
     "host/generations.h: bytes of after the release are noticed": Pattern(
         (
             (Swap("generation", 0, 2, BOTH), Fence(), Write("bytes", 2)),

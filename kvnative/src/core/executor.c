@@ -104,6 +104,20 @@ static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     pthread_mutex_unlock(&task->mutex);
 }
 
+/* By the same thread: to a backend that orders, and had no room before. */
+static bool pass_on(kvn_gate_waiter *waiter)
+{
+    kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
+    bool is_over;
+
+    pthread_mutex_lock(&task->mutex);
+    is_over = task->settled || begin(task);
+    if (is_over)
+        pthread_cond_broadcast(&task->changed);
+    pthread_mutex_unlock(&task->mutex);
+    return is_over;
+}
+
 /* With the mutex held, which the gate's thread needs to open it. */
 static void wait_at_gate(kvn_task *task)
 {
@@ -111,6 +125,8 @@ static void wait_at_gate(kvn_task *task)
     kvn_failure failure;
 
     task->waiter = (kvn_gate_waiter){.gate = gate, .open = open_gate};
+    if (calls(task)->orders)
+        task->waiter.pass = pass_on;
     if (gate->enter(gate, &task->waiter, &failure) == KVN_OK)
         return;
     task->waiter.gate = NULL;
@@ -210,6 +226,8 @@ void kvn_task_withdraw(kvn_task *task)
     if (task->waiter.gate && !task->begun && !task->settled) {
         settle(task, KVN_CANCELLED);
         pthread_cond_broadcast(&task->changed);
+    } else if (task->columns.after && task->begun && !task->settled && calls(task)->withdraw) {
+        calls(task)->withdraw(task->backend, task->request);
     }
     pthread_mutex_unlock(&task->mutex);
 }

@@ -4,6 +4,8 @@
 #ifndef KVNATIVE_CORE_GATE_H
 #define KVNATIVE_CORE_GATE_H
 
+#include <stdbool.h>
+
 #include "core/failure.h"
 #include "core/list.h"
 
@@ -15,6 +17,9 @@ typedef struct kvn_gate_waiter {
     kvn_gate *gate;
     /* Once, by a thread of the gate's, without a lock of its own: KVN_OK, or why it never opens. */
     void (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
+    /* Now and then until it opens, by the same thread: whether it waits no more, as somebody else keeps the order
+     * from now on. NULL: nobody would. */
+    bool (*pass)(struct kvn_gate_waiter *waiter);
 } kvn_gate_waiter;
 
 struct kvn_gate {

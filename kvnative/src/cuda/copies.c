@@ -139,18 +139,17 @@ static int copy_batch(const kvn_device *device, const uint64_t *dst, const uint6
     const kvn_cuda *cuda = kvn_cuda_of(device);
     kvn_cuda_copy_attributes attributes = {.src_access_order = KVN_CUDA_SRC_ACCESS_STREAM};
     size_t first = 0;
-    int status;
 
+    if (kvn_cuda_launcher_note(copies_of(device)->launcher, stream, failure) != KVN_OK)
+        return failure->status;
     if (cuda->cuMemcpyBatchAsync_v2)
-        status = KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync_v2, dst, src, (const size_t *)nbytes, count,
-                               &attributes, &first, 1, stream);
-    else
-        status = KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync, (CUdeviceptr *)dst, (CUdeviceptr *)src,
-                               (size_t *)nbytes, count, &attributes, &first, 1, failed, stream);
-    kvn_cuda_launcher_note(copies_of(device)->launcher, stream);
-    return status;
+        return KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync_v2, dst, src, (const size_t *)nbytes, count,
+                             &attributes, &first, 1, stream);
+    return KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync, (CUdeviceptr *)dst, (CUdeviceptr *)src,
+                         (size_t *)nbytes, count, &attributes, &first, 1, failed, stream);
 }
 
+/* KVN_PENDING: the kernel cannot be given the first descriptor. */
 static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
                        kvn_failure *failure)
@@ -163,10 +162,8 @@ static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64
 
     if (count_reached(device, direction, dst, src, nbytes, &reached, failed, failure) != KVN_OK)
         return failure->status;
-    if (reached == 0) {
-        *count = 1;
-        return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
-    }
+    if (reached == 0)
+        return KVN_PENDING;
     *count = reached;
     status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, reached, failure);
     if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || reached <= KVN_COPY_FEW)
@@ -202,8 +199,13 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
 
     if (way == KVN_CUDA_KERNEL) {
         status = kvn_cuda_launcher_load(self->launcher, failure);
-        if (status == KVN_OK)
-            return copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
+        if (status == KVN_OK) {
+            status = copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
+            if (status != KVN_PENDING)
+                return status;
+            *count = 1;
+            return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
+        }
         if (status == KVN_UNSUPPORTED) {
             atomic_store(&self->no_kernel, true);
             if (atomic_load(&self->no_batch))
@@ -224,15 +226,25 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
     return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
 }
 
+/* By the kernel alone, whatever their size, as nothing stops the driver's copies: it is near the limit at all
+ * sizes, and where it is not, to begin at once is worth more. */
+int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                       kvn_failure *failure)
+{
+    /* Should it be refused, the copies that come after the event find that, too, and do without. */
+    if (kvn_cuda_launcher_load(copies_of(device)->launcher, failure) != KVN_OK)
+        return KVN_PENDING;
+    return copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
+}
+
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure)
 {
-    int status;
-
     (void)direction; /* the driver knows of each address where it lies */
-    status = KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
-    kvn_cuda_launcher_note(copies_of(device)->launcher, stream);
-    return status;
+    if (kvn_cuda_launcher_note(copies_of(device)->launcher, stream, failure) != KVN_OK)
+        return failure->status;
+    return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
 }
 
 unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
@@ -245,6 +257,15 @@ unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
 
 /* ---- streams ---- */
 
+/* To load the kernel may wait for all work of the context, and so for what this stream would wait for. */
+int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
+{
+    kvn_failure ignored; /* who needs it asks again */
+
+    kvn_cuda_launcher_load(copies_of(device)->launcher, &ignored);
+    return KVN_CUDA_CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
+}
+
 int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     return kvn_cuda_launcher_query(copies_of(device)->launcher, stream, failure);
@@ -255,9 +276,9 @@ int kvn_cuda_copies_abort(const kvn_device *device, kvn_stream stream, kvn_failu
     return kvn_cuda_launcher_abort(copies_of(device)->launcher, stream, failure);
 }
 
-void kvn_cuda_copies_forget(const kvn_device *device, kvn_stream stream)
+int kvn_cuda_copies_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
-    kvn_cuda_launcher_forget(copies_of(device)->launcher, stream);
+    return kvn_cuda_launcher_drop(copies_of(device)->launcher, stream, failure);
 }
 
 /* ---- opening ---- */
@@ -292,12 +313,13 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
     return KVN_OK;
 }
 
-void kvn_cuda_copies_close(const kvn_device *device)
+bool kvn_cuda_copies_close(const kvn_device *device)
 {
     copies *self = copies_of(device);
+    const bool may_begin = kvn_cuda_launcher_destroy(self->launcher);
 
-    kvn_cuda_launcher_destroy(self->launcher);
     pthread_mutex_destroy(&self->mutex);
     free(self);
     kvn_cuda_state(device)->copies = NULL;
+    return may_begin;
 }

@@ -26,8 +26,9 @@ typedef struct kvn_cuda_tuning {
 } kvn_cuda_tuning;
 
 int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure);
-/* With the context current, before it is closed; nothing of the device is in use. */
-void kvn_cuda_copies_close(const kvn_device *device);
+/* With the context current, before it is closed; nothing of the device is in use. Whether something that was given up
+ * may still begin, so that the context must stay. */
+bool kvn_cuda_copies_close(const kvn_device *device);
 
 /* ---- rows of the table ---- */
 
@@ -37,10 +38,14 @@ unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
 int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint64_t *dst,
                         const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
                         size_t *failed, kvn_failure *failure);
-/* As kvn_cuda_launcher_query, _abort and _forget. */
+int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                       kvn_failure *failure);
+int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
+/* As kvn_cuda_launcher_query, _abort and _drop. */
 int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 int kvn_cuda_copies_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-void kvn_cuda_copies_forget(const kvn_device *device, kvn_stream stream);
+int kvn_cuda_copies_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 
 /* ---- the table of ways ---- */
 

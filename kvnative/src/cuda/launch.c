@@ -32,14 +32,6 @@ typedef struct launch {
     columns columns; /* .host NULL: it has none yet */
 } launch;
 
-/* Launches that were given up before they began, on a stream that is not used any more: free again when the
- * event comes. */
-typedef struct abandoned {
-    struct abandoned *next;
-    launch *launches;
-    CUevent event; /* NULL: it could not be made, and they are never free */
-} abandoned;
-
 /* A stream that has work, as far as is known. */
 typedef struct busy {
     struct busy *next;
@@ -47,7 +39,8 @@ typedef struct busy {
     launch *launches;
     bool has_others; /* work that cannot be stopped */
     bool was_told;   /* to stop: nothing is launched on it until it is idle */
-    bool is_void;    /* what was launched will touch nothing, and is `abandoned` */
+    bool is_void;    /* none of its launches had begun when it was told: they will touch nothing */
+    bool is_dropped; /* and nobody else has the stream any more: it goes when it is idle */
 } busy;
 
 struct kvn_cuda_launcher {
@@ -60,8 +53,6 @@ struct kvn_cuda_launcher {
     CUfunction many;
     launch *idle;
     busy *streams;
-    abandoned *given_up;
-    bool has_lost; /* something that was given up: nothing is ever freed */
     launch **pages; /* of control words: each the array of its launches */
     size_t num_pages;
 };
@@ -168,45 +159,6 @@ static void give_back(kvn_cuda_launcher *self, launch *launches)
     }
 }
 
-/* What has ended of that which was given up. */
-static void collect(kvn_cuda_launcher *self)
-{
-    const kvn_cuda *cuda = kvn_cuda_of(self->device);
-
-    for (abandoned **link = &self->given_up; *link;) {
-        abandoned *it = *link;
-        if (!it->event || cuda->cuEventQuery(it->event) == KVN_CUDA_NOT_READY) {
-            link = &it->next;
-            continue;
-        }
-        cuda->cuEventDestroy_v2(it->event);
-        give_back(self, it->launches);
-        *link = it->next;
-        free(it);
-    }
-}
-
-/* Takes an idle launch, with columns if so it shall be, out of the list. */
-static launch *take(kvn_cuda_launcher *self, bool with_columns, kvn_failure *failure)
-{
-    launch **link, *it;
-
-    collect(self);
-    if (!self->idle && add_page(self, failure) != KVN_OK)
-        return NULL;
-    for (link = &self->idle; *link && with_columns != ((*link)->columns.host != NULL); link = &(*link)->next)
-        ;
-    if (!*link)
-        link = &self->idle;
-    it = *link;
-    if (with_columns && !it->columns.host && add_columns(self, &it->columns, failure) != KVN_OK)
-        return NULL;
-    *link = it->next;
-    it->next = NULL;
-    memset(it->control, 0, sizeof *it->control);
-    return it;
-}
-
 /* ---- streams; with the mutex ---- */
 
 /* Of the stream; NULL: it has no work that is known. */
@@ -243,6 +195,40 @@ static void settle(kvn_cuda_launcher *self, busy *it)
 
     give_back(self, it->launches);
     *it = (busy){.next = next};
+}
+
+/* What has passed of that which was given up. */
+static void collect(kvn_cuda_launcher *self)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(self->device);
+
+    for (busy *it = self->streams; it; it = it->next) {
+        if (!it->is_dropped || cuda->cuStreamQuery(it->stream) == KVN_CUDA_NOT_READY)
+            continue;
+        cuda->cuStreamDestroy_v2(it->stream);
+        settle(self, it);
+    }
+}
+
+/* Takes an idle launch, with columns if so it shall be, out of the list. */
+static launch *take(kvn_cuda_launcher *self, bool with_columns, kvn_failure *failure)
+{
+    launch **link, *it;
+
+    collect(self);
+    if (!self->idle && add_page(self, failure) != KVN_OK)
+        return NULL;
+    for (link = &self->idle; *link && with_columns != ((*link)->columns.host != NULL); link = &(*link)->next)
+        ;
+    if (!*link)
+        link = &self->idle;
+    it = *link;
+    if (with_columns && !it->columns.host && add_columns(self, &it->columns, failure) != KVN_OK)
+        return NULL;
+    *link = it->next;
+    it->next = NULL;
+    memset(it->control, 0, sizeof *it->control);
+    return it;
 }
 
 static int fail_told(kvn_failure *failure)
@@ -384,7 +370,7 @@ int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks,
     return status;
 }
 
-void kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream)
+int kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
 {
     busy *it;
 
@@ -393,6 +379,7 @@ void kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream)
     if (it)
         it->has_others = true;
     pthread_mutex_unlock(&self->mutex);
+    return it ? KVN_OK : kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a copy");
 }
 
 /* ---- stopping ---- */
@@ -420,56 +407,50 @@ static bool stop(const launch *launches)
     return !begun;
 }
 
-/* What they read is free once the stream has come so far. */
-static void abandon(kvn_cuda_launcher *self, busy *it)
+/* With the mutex. */
+static int abort_work(kvn_cuda_launcher *self, busy *it, kvn_failure *failure)
 {
-    const kvn_cuda *cuda = kvn_cuda_of(self->device);
-    abandoned *made = calloc(1, sizeof *made);
-
-    it->is_void = it->was_told = true;
-    self->has_lost |= !made;
-    if (made) {
-        made->launches = it->launches;
-        if (cuda->cuEventCreate(&made->event, KVN_CUDA_EVENT_DISABLE_TIMING) != KVN_CUDA_OK)
-            made->event = NULL;
-        else if (cuda->cuEventRecord(made->event, it->stream) != KVN_CUDA_OK)
-            self->has_lost = true;
-        made->next = self->given_up;
-        self->given_up = made;
+    /* Of one that is not known nothing moves bytes: it only waits for an event, if at all. */
+    if (!it || kvn_cuda_of(self->device)->cuStreamQuery(it->stream) != KVN_CUDA_NOT_READY)
+        return KVN_OK;
+    if (it->launches && !it->was_told) {
+        it->was_told = true;
+        it->is_void = stop(it->launches);
     }
-    it->launches = NULL;
+    if ((!it->launches || it->is_void) && !it->has_others)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on%s",
+                    it->launches ? " until the kernel sees that it shall end" : "");
 }
 
 int kvn_cuda_launcher_abort(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
 {
-    busy *it;
-    int status = KVN_OK;
+    int status;
 
     pthread_mutex_lock(&self->mutex);
-    it = find(self, stream);
-    if (kvn_cuda_of(self->device)->cuStreamQuery(stream) == KVN_CUDA_NOT_READY) {
-        const bool none_begun = it && (it->is_void || (it->launches && stop(it->launches)));
-        if (it && it->launches)
-            it->was_told = true;
-        if (none_begun && it->launches)
-            abandon(self, it);
-        if (!none_begun || it->has_others)
-            status = kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on%s",
-                              it && it->launches ? " until the kernel sees that it shall end" : "");
-    }
+    status = abort_work(self, find(self, stream), failure);
     pthread_mutex_unlock(&self->mutex);
     return status;
 }
 
-void kvn_cuda_launcher_forget(kvn_cuda_launcher *self, kvn_stream stream)
+int kvn_cuda_launcher_drop(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
 {
     busy *it;
+    int status;
 
     pthread_mutex_lock(&self->mutex);
     it = find(self, stream);
-    if (it)
-        settle(self, it);
+    status = abort_work(self, it, failure);
+    if (status == KVN_OK && it && it->is_void) {
+        it->is_dropped = true; /* what its launches read is free when it is idle */
+        collect(self);
+    } else if (status == KVN_OK) {
+        if (it)
+            settle(self, it);
+        status = CALL(self->device, failure, cuStreamDestroy_v2, stream);
+    }
     pthread_mutex_unlock(&self->mutex);
+    return status;
 }
 
 int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
@@ -512,14 +493,18 @@ kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device)
     return self;
 }
 
-void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
+bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
 {
     const kvn_cuda *cuda = kvn_cuda_of(self->device);
+    bool has_dropped = false;
 
-    for (busy *it = self->streams; it; it = it->next)
-        settle(self, it); /* whoever had it has waited for it */
     collect(self);
-    if (!self->given_up && !self->has_lost) {
+    for (busy *it = self->streams; it; it = it->next) {
+        has_dropped |= it->is_dropped;
+        if (!it->is_dropped)
+            settle(self, it); /* whoever had it has waited for it */
+    }
+    if (!has_dropped) {
         for (launch *it = self->idle; it; it = it->next) {
             if (it->columns.host) {
                 cuda->cuMemFreeHost(it->columns.host);
@@ -541,4 +526,5 @@ void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
     free(self->pages);
     pthread_mutex_destroy(&self->mutex);
     free(self);
+    return has_dropped;
 }

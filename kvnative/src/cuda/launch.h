@@ -17,8 +17,9 @@ typedef struct kvn_cuda_launcher kvn_cuda_launcher;
 
 /* NULL without memory. */
 kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device);
-/* Nothing is in use but what was given up, which may still begin: what that reads is never freed. */
-void kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
+/* Nothing is in use but what was given up, which may still begin: what that reads is never freed. Whether there was
+ * such: then the context must stay, too. */
+bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
 
 /* Compiles the kernel, once; later calls have the first one's outcome. KVN_UNSUPPORTED: this driver does not
  * take it, and `failure` says why. Other failures, for want of memory say, are not for ever. */
@@ -27,8 +28,8 @@ int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure);
  * by at most `blocks` blocks. The columns may go when it returns. */
 int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
                     const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_failure *failure);
-/* Something else that moves bytes was given to the stream. */
-void kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream);
+/* Before something else that moves bytes is given to the stream, which is not to be aborted from then on. */
+int kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
 
 /* KVN_PENDING while the stream has work, else its outcome; KVN_CUDA_ABORTED where it was told to stop, once. */
 int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
@@ -36,7 +37,7 @@ int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_fail
  * be on it that will begin and end. Else it goes on for now, and kvn_cuda_launcher_query says when it has
  * ended. Until then nothing is launched on it: KVN_CUDA_ABORTED. */
 int kvn_cuda_launcher_abort(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
-/* Before a stream is destroyed that was aborted, or found idle. */
-void kvn_cuda_launcher_forget(kvn_cuda_launcher *self, kvn_stream stream);
+/* As abort; then destroys the stream, at once or when what was given up on it has passed. */
+int kvn_cuda_launcher_drop(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
 
 #endif

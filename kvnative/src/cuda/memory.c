@@ -207,10 +207,19 @@ static void keep_freed(kvn_cuda_device *state, kvn_cuda_freed *freed)
     pthread_mutex_unlock(&state->mutex);
 }
 
+/* In a context of our own the program does nothing, and whoever frees has waited for our copies or given them
+ * up: those may still stand behind an event that never comes. */
+static CUresult wait_for_work(const kvn_device *device)
+{
+    const bool is_own = ((const kvn_cuda_library *)device->runtime)->own_context;
+
+    return is_own ? KVN_CUDA_OK : kvn_cuda_of(device)->cuCtxSynchronize();
+}
+
 /* What was taken. The first failure counts. */
 static int unmap_freed(const kvn_device *device, kvn_cuda_freed *freed, kvn_failure *failure)
 {
-    const CUresult finished = kvn_cuda_of(device)->cuCtxSynchronize();
+    const CUresult finished = wait_for_work(device);
     int status = kvn_cuda_ended(device, "cuCtxSynchronize", finished, failure);
 
     if (finished >= KVN_CUDA_CAPTURE_UNSUPPORTED && finished <= KVN_CUDA_CAPTURE_WRONG_THREAD) {

@@ -10,8 +10,9 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure);
 
 /* Rows of kvn_device_ops. */
 int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
-/* Waits for all work of the context, as cuMemFree does: to unmap what a kernel of the program still reads
- * would break the context for all of the program, and only the program knows of its streams. That cannot be
+/* Waits for all work of the primary context, as cuMemFree does: to unmap what a kernel of the program still reads
+ * would break the context for all of the program, and only the program knows of its streams. So it also waits for
+ * the events that our streams stand behind, though what stands there was given up. That cannot be
  * waited for while one of them is captured into a graph: a failure, and the memory goes with what is next
  * allocated or freed, or with the device. */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure);

@@ -129,15 +129,17 @@ static void close_context(kvn_device *device, void *context)
     void *previous = get_context(device);
     kvn_failure ignored; /* a context that failed, or was destroyed: its memory goes with it */
     const bool is_current = set_context(device, context, &ignored) == KVN_OK;
+    const bool may_begin = kvn_cuda_copies_close(device);
 
-    kvn_cuda_copies_close(device);
     if (is_current) {
         kvn_cuda_free_rest(device);
         for (size_t i = 0; i < state->num_idle; i++)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
     }
-    give_context(device, context);
+    /* To destroy it would wait for what stands behind an event, or break its work off: neither is said. */
+    if (!may_begin)
+        give_context(device, context);
     pthread_mutex_destroy(&state->mutex);
     free(state->allocated);
     free(state);
@@ -268,10 +270,7 @@ static int abort_stream(const kvn_device *device, kvn_stream stream, kvn_failure
 
 static int drop_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
-    if (abort_stream(device, stream, failure) != KVN_OK)
-        return failure->status;
-    kvn_cuda_copies_forget(device, stream);
-    return CALL(device, failure, cuStreamDestroy_v2, stream);
+    return kvn_cuda_copies_drop(device, stream, failure);
 }
 
 /* ---- events: without times, which cost the device more ---- */
@@ -294,7 +293,7 @@ static int record_event(const kvn_device *device, void *event, kvn_stream stream
 /* An event of another context, or device, is fine. */
 static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
 {
-    return CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
+    return kvn_cuda_copies_wait(device, stream, event, failure);
 }
 
 static int query_event(const kvn_device *device, void *event, kvn_failure *failure)
@@ -420,4 +419,5 @@ const kvn_device_ops kvn_cuda_ops = {
     .copy_async = kvn_cuda_copy_async,
     .batch_copies = kvn_cuda_batch_copies,
     .copy_batch = kvn_cuda_copy_batch,
+    .copy_held = kvn_cuda_copy_held,
 };

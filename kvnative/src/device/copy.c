@@ -39,6 +39,7 @@ typedef struct transfer {
     kvn_channel_fault *fault;
     uint64_t at;     /* the first descriptor that is not issued */
     unsigned issued; /* calls since the stream was last waited for */
+    bool is_held;    /* what the shard comes after was not waited for */
     host_memory host;
 } transfer;
 
@@ -102,11 +103,21 @@ static bool is_pageable(transfer *t, uint64_t index)
     return host->region_pageable[slot];
 }
 
-/* Before a copy that may be over when its call returns: the stream alone would not keep it behind what the shard
- * comes after. */
-static int await(const transfer *t)
+/* Before a copy that may be over when its call returns, as the stream alone would not keep it behind what the
+ * shard comes after; and before one that nothing stops there. */
+static int await(transfer *t)
 {
-    return kvn_stream_backend_await(t->channel, t->shard, t->stop, t->fault);
+    int status;
+
+    if (!t->is_held)
+        return KVN_OK;
+    status = kvn_stream_backend_await(t->channel, t->shard, t->stop, t->fault);
+    if (status != KVN_OK)
+        return status;
+    t->is_held = false;
+    t->issued = 0;
+    t->fault->confirmed = t->at;
+    return KVN_OK;
 }
 
 /* ---- batches ---- */
@@ -205,6 +216,34 @@ static int copy_batch(transfer *t, unsigned copies)
     return KVN_OK;
 }
 
+/* ---- behind what may never come ---- */
+
+/* On a stream that cannot be aborted: as much as can be stopped there. */
+static int copy_held(transfer *t)
+{
+    const copy_backend *self = t->self;
+    const kvn_columns *shard = t->shard;
+    const uint64_t left = shard->count - t->at, max_batch = ops_of(t)->max_batch;
+    size_t count = 1, failed = SIZE_MAX;
+    kvn_failure failure;
+    int status;
+
+    if (ops_of(t)->max_batches && t->issued >= ops_of(t)->max_batches)
+        return await(t);
+    while (count < left && count < max_batch && shard->nbytes[t->at + count] > 0)
+        count++;
+    status = ops_of(t)->copy_held(self->device, self->direction, shard->dst + t->at, shard->src + t->at,
+                                  shard->nbytes + t->at, &count, kvn_channel_stream(t->channel), &failed,
+                                  &failure);
+    if (status == KVN_PENDING)
+        return await(t);
+    t->issued++;
+    if (status != KVN_OK)
+        return fail(t, failed < count ? t->at + failed : KVN_NO_DESCRIPTOR, &failure);
+    t->at += count;
+    return KVN_OK;
+}
+
 /* ---- one by one ---- */
 
 static int copy_single(transfer *t)
@@ -219,7 +258,7 @@ static int copy_single(transfer *t)
         kvn_failure failure;
         int status = KVN_OK;
 
-        if (t->self->direction != KVN_DEVICE_TO_DEVICE && t->shard->after && is_pageable(t, t->at))
+        if (t->is_held && t->self->direction != KVN_DEVICE_TO_DEVICE && is_pageable(t, t->at))
             status = await(t);
         if (status == KVN_OK && t->issued >= MAX_ISSUED)
             status = drain(t, t->fault);
@@ -264,6 +303,8 @@ static int issue(transfer *t)
         t->at++; /* batch calls refuse them */
         return KVN_OK;
     }
+    if (t->is_held && ops_of(t)->copy_held)
+        return copy_held(t);
     copies = batches_for(t);
     return copies ? copy_batch(t, copies) : copy_single(t);
 }
@@ -272,17 +313,17 @@ static int move(kvn_stream_backend *self, kvn_channel *channel, const kvn_column
                 const atomic_int *stop, kvn_channel_fault *fault)
 {
     transfer t = {.self = (copy_backend *)self, .channel = channel, .shard = shard, .stop = stop,
-                  .fault = fault};
+                  .fault = fault, .is_held = shard->after != NULL};
     kvn_channel_fault ignored;
     int status = KVN_OK;
 
     while (t.at < shard->count && status == KVN_OK)
         status = issue(&t);
     if (status == KVN_OK)
-        return drain(&t, fault);
-    /* What was issued before it may still arrive. If nothing is on the stream, it was waited for, maybe
-     * in vain: then what that wait has confirmed stands. */
-    if (t.issued > 0)
+        return t.is_held && ops_of(&t)->copy_held ? await(&t) : drain(&t, fault);
+    /* What was issued before it may still arrive, unless it is held: then it is given up. If nothing is on the
+     * stream, it was waited for, maybe in vain: then what that wait has confirmed stands. */
+    if (t.issued > 0 && !t.is_held)
         drain(&t, &ignored);
     return status;
 }
@@ -315,7 +356,7 @@ kvn_backend *kvn_device_copy_create(kvn_device *device, kvn_channel **channels,
     }
     self->device = device;
     self->direction = direction;
-    self->backend.vtable.orders = device->ops->can_abort;
+    self->backend.vtable.orders = device->ops->can_abort || device->ops->copy_held;
     self->backend.shard_cost = costs.shard;
     self->backend.descriptor_cost = costs.descriptor;
     return &self->backend.base;

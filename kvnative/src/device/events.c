@@ -10,9 +10,11 @@
 #include "core/clock.h"
 
 /* How soon the device is asked again: at first, and at most where nothing happens for long. In between, a
- * sixteenth later each time: so an event is seen late by a sixteenth of the time that it took. */
+ * sixteenth later each time: so an event is seen late by a sixteenth of the time that it took. Where one comes as
+ * long after the last as that did after the one before, as layers of a model do, it is asked as soon as can be. */
 #define SOONEST_NS 20000
 #define LATEST_NS 250000
+#define PART 16
 #define TIMER_SLACK_NS 1000 /* of the thread's sleep; the system's own is 50 us */
 
 /* An event of our own, which is recorded once for each point that is taken; used again when that was
@@ -125,6 +127,35 @@ static void keep_unit(kvn_events *events, kvn_event_unit *unit)
         destroy_units(events, unit);
 }
 
+/* ---- how often it is asked ---- */
+
+typedef struct pace {
+    int64_t pause_ns;
+    int64_t latest_ns;   /* when one was seen */
+    int64_t interval_ns; /* so long after the one before; 0: there was none */
+} pace;
+
+/* After a look, which has seen one or not: when to look again. */
+static int64_t next_look(pace *it, bool has_seen, int64_t now_ns)
+{
+    const int64_t passed = now_ns - it->latest_ns, part = it->interval_ns / PART;
+    const int64_t spread = part > 2 * SOONEST_NS ? part : 2 * SOONEST_NS; /* both ends are seen late */
+    const int64_t early = it->interval_ns - spread, late = it->interval_ns + spread;
+
+    if (has_seen) {
+        *it = (pace){SOONEST_NS, now_ns, it->latest_ns ? passed : 0};
+        return now_ns + SOONEST_NS;
+    }
+    it->pause_ns += it->pause_ns / PART;
+    if (it->pause_ns > LATEST_NS)
+        it->pause_ns = LATEST_NS;
+    if (passed >= early && passed < late)
+        return now_ns + SOONEST_NS;
+    if (passed < early && early < passed + it->pause_ns)
+        return it->latest_ns + early;
+    return now_ns + it->pause_ns;
+}
+
 /* ---- the thread ---- */
 
 static kvn_gate_waiter *waiter_of(const kvn_node *node)
@@ -153,6 +184,32 @@ static bool look(kvn_events *events, kvn_gate_waiter *waiter)
     return status != KVN_PENDING;
 }
 
+/* With the mutex held, which it gives up: those that others can keep the order of leave, up to the first that finds no
+ * room. */
+static void pass_on(kvn_events *events)
+{
+    kvn_node *node = kvn_list_first(&events->waiting);
+
+    while (node && !events->stopping) {
+        kvn_gate_waiter *waiter = waiter_of(node);
+        bool has_passed;
+
+        if (!waiter->pass) {
+            node = kvn_list_after(&events->waiting, node);
+            continue;
+        }
+        events->looked_at = waiter;
+        pthread_mutex_unlock(&events->mutex);
+        has_passed = waiter->pass(waiter);
+        pthread_mutex_lock(&events->mutex);
+        if (has_passed)
+            kvn_list_remove(&waiter->node);
+        events->looked_at = NULL;
+        pthread_cond_broadcast(&events->changed);
+        node = has_passed ? kvn_list_first(&events->waiting) : NULL;
+    }
+}
+
 /* With the mutex held, which it gives up: looks at all, again from the first when one is through, as others
  * may have come and gone meanwhile. Whether one was. */
 static bool look_at_all(kvn_events *events)
@@ -171,7 +228,7 @@ static bool look_at_all(kvn_events *events)
 static void *events_main(void *argument)
 {
     kvn_events *events = argument;
-    int64_t pause = SOONEST_NS;
+    pace pace = {.pause_ns = SOONEST_NS};
     kvn_failure ignored; /* without a context each query fails, and says so */
 
     prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
@@ -181,14 +238,14 @@ static void *events_main(void *argument)
     while (!events->stopping) {
         if (!kvn_list_first(&events->waiting)) {
             pthread_cond_wait(&events->changed, &events->mutex);
-            pause = SOONEST_NS;
+            pace.pause_ns = SOONEST_NS;
             continue;
         }
-        pause = look_at_all(events) ? SOONEST_NS : pause + pause / 16;
-        if (pause > LATEST_NS)
-            pause = LATEST_NS;
+        const bool has_seen = look_at_all(events);
+        pass_on(events);
+        const int64_t at_ns = next_look(&pace, has_seen, kvn_now_ns());
         if (!events->stopping && kvn_list_first(&events->waiting))
-            kvn_cond_wait(&events->changed, &events->mutex, kvn_now_ns() + pause);
+            kvn_cond_wait(&events->changed, &events->mutex, at_ns);
     }
     pthread_mutex_unlock(&events->mutex);
     return NULL;

@@ -55,8 +55,7 @@ typedef struct kvn_device_ops {
     const char *runtime; /* as messages call it: "the Ascend runtime" */
     int aborted_code;    /* of work whose stream was aborted; 0 where there is no such code */
     uint64_t max_batch;  /* descriptors of one copy_batch */
-    bool can_abort;      /* abort_stream stops work, also what waits for an event: else events are waited for
-                          * by a thread, as nothing that stands behind one on a stream could be given up */
+    bool can_abort;      /* abort_stream stops all work, also what waits for an event; else see copy_held */
     unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
     kvn_copy_costs host_costs; /* of copies from and to the host */
     kvn_copy_costs within_costs;
@@ -146,6 +145,12 @@ typedef struct kvn_device_ops {
     int (*copy_batch)(kvn_device *device, kvn_direction direction, const uint64_t *dst,
                       const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
                       size_t *failed, kvn_failure *failure);
+    /* As copy_batch, on a stream that waits for an event which may never come: of a device whose streams cannot
+     * be aborted, for what abort_stream can stop until then. KVN_PENDING: the first descriptor is no such; it
+     * has to wait for the event. NULL: nothing is, or `can_abort`, and then all is. */
+    int (*copy_held)(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                     const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                     kvn_failure *failure);
 } kvn_device_ops;
 
 #endif

@@ -13,6 +13,8 @@
 #define SHARD_COST (1u << 20)
 /* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
 #define PATIENCE_NS 25000000
+/* How often a batch that is held is asked about: so long it keeps its owner from what it has announced. */
+#define LOOK_NS 5000000
 
 /* What one channel moves of a request. */
 typedef struct shard {
@@ -30,6 +32,7 @@ struct kvn_request {
     pthread_cond_t changed;
     atomic_int stop;        /* running shards look at it */
     atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
+    atomic_bool is_held;    /* what it comes after has not come, as far as is known */
     atomic_uint_fast64_t moved;
     uint64_t count;
     uint64_t total;
@@ -173,10 +176,70 @@ static int order(kvn_channel *channel, const kvn_columns *columns, kvn_channel_f
     return event ? kvn_event_order(event, kvn_channel_stream(channel), &fault->why) : KVN_OK;
 }
 
-int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
+/* A request at the gate of what it comes after. */
+typedef struct held {
+    kvn_gate_waiter waiter;
+    kvn_request *request;
+    int status;       /* KVN_PENDING while it is closed; with the request's mutex, as `why` */
+    kvn_failure *why; /* it never opens */
+} held;
+
+static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
+{
+    held *it = KVN_LISTED(&waiter->node, held, waiter.node);
+
+    pthread_mutex_lock(&it->request->mutex);
+    it->status = status;
+    if (status != KVN_OK)
+        kvn_fail(it->why, status, why->code, "the event that it comes after: %.200s", why->message);
+    pthread_cond_broadcast(&it->request->changed);
+    pthread_mutex_unlock(&it->request->mutex);
+}
+
+/* Until the gate opens, or the request is given up. A failure: no byte of it may move any more. */
+static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
+{
+    kvn_batch_end *end = request->end;
+    held it = {.waiter = {.gate = gate, .open = open_gate}, .request = request, .status = KVN_PENDING, .why = why};
+    int status = gate->enter(gate, &it.waiter, why);
+
+    if (status != KVN_OK)
+        return status;
+    pthread_mutex_lock(&request->mutex);
+    while (it.status == KVN_PENDING && !atomic_load(&request->stop) && status == KVN_OK)
+        if (!kvn_cond_wait(&request->changed, &request->mutex, kvn_now_ns() + LOOK_NS) && end && end->look)
+            status = end->look(end, why);
+    if (it.status != KVN_PENDING && status == KVN_OK)
+        status = it.status;
+    pthread_mutex_unlock(&request->mutex);
+    gate->leave(gate, &it.waiter);
+    return status;
+}
+
+int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                              kvn_channel_fault *fault)
 {
-    return shard->after ? kvn_channel_synchronize(channel, stop, fault) : KVN_OK;
+    kvn_request *request = ((const shard *)((const char *)columns - offsetof(shard, columns)))->request;
+    const bool is_asked = request->end && request->end->look;
+    kvn_failure why;
+    int gone = KVN_OK, status;
+
+    if (!atomic_load(&request->is_held))
+        return KVN_OK;
+    /* A runtime that can abort can wait, too, without asking again and again. */
+    if (is_asked || !kvn_channel_device(channel)->ops->can_abort)
+        gone = wait_at_gate(request, columns->after, &why);
+    if (gone != KVN_OK)
+        atomic_store(&request->stop, 1);
+    status = kvn_channel_synchronize(channel, stop, fault);
+    if (status == KVN_OK)
+        atomic_store(&request->is_held, false);
+    if (status == KVN_CANCELLED)
+        snprintf(fault->why.message, sizeof fault->why.message, "the event that it comes after has not come");
+    if (gone == KVN_OK)
+        return status;
+    fault->why = why;
+    return gone;
 }
 
 /* A channel on which such a batch stands behind no other, taken for it. KVN_PENDING: there is none now. */
@@ -197,6 +260,13 @@ static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *fa
         atomic_store(&self->taken[it], false);
     *out = it;
     return status;
+}
+
+/* A batch that is refused needs it no more. */
+static void give_ordered(kvn_stream_backend *self, const kvn_columns *batch, unsigned it)
+{
+    if (batch->after)
+        atomic_store(&self->taken[it], false);
 }
 
 /* On the channel's thread. */
@@ -222,6 +292,9 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
                 status = KVN_CANCELLED;
             }
         }
+        /* Without its outcome nobody waits for an event that may never come. */
+        if (status != KVN_OK && atomic_load(&request->is_held))
+            atomic_store(&request->stop, 1);
         if (status != KVN_OK)
             kvn_channel_synchronize(channel, &request->stop, &ignored);
     } else {
@@ -247,6 +320,7 @@ static kvn_request *create_request(kvn_stream_backend *self, const kvn_columns *
     request->count = batch->count;
     request->total = total;
     request->end = batch->end;
+    atomic_init(&request->is_held, batch->after != NULL);
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->changed);
     kvn_report_begin(&request->report);
@@ -335,23 +409,24 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     int status = KVN_OK;
 
     *out = NULL;
-    if (!kvn_columns_total(batch, &total) ||
-        __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
-        __builtin_add_overflow(cost, total, &cost))
-        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
-                                 batch->count);
     if (batch->after)
         status = take_ordered(self, &ordered, &failure);
     if (status == KVN_PENDING)
-        return status;
+        return status; /* at once: it is asked again and again */
     if (status != KVN_OK)
         return kvn_report_refuse(report, batch->count, status, failure.code, "%s", failure.message);
+    if (!kvn_columns_total(batch, &total) ||
+        __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
+        __builtin_add_overflow(cost, total, &cost)) {
+        give_ordered(self, batch, ordered);
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
+                                 batch->count);
+    }
     shards = batch->after ? 1 : num_shards_of(self, batch, cost);
     kvn_request *request = create_request(self, batch, total, shards);
     if (!request) {
-        if (batch->after)
-            atomic_store(&self->taken[ordered], false);
+        give_ordered(self, batch, ordered);
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request of %u shards", shards);
     }
@@ -393,6 +468,7 @@ static int abort_request(kvn_backend *self, kvn_request *request, int why, kvn_r
     if (request->open > 0 && request->why == KVN_OK) {
         request->why = why;
         atomic_store(&request->stop, 1);
+        pthread_cond_broadcast(&request->changed);
     }
     pthread_mutex_unlock(&request->mutex);
     /* Shards behind those of another request would else be dropped only when they begin. */
@@ -402,6 +478,18 @@ static int abort_request(kvn_backend *self, kvn_request *request, int why, kvn_r
         for (unsigned i = 0; i < request->num_shards; i++)
             kvn_channel_interrupt(request->shards[i].channel, &request->shards[i].job);
     return poll_request(self, request, report);
+}
+
+static void withdraw_request(kvn_backend *self, kvn_request *request)
+{
+    (void)self;
+    pthread_mutex_lock(&request->mutex);
+    if (request->open > 0 && request->why == KVN_OK && atomic_load(&request->is_held)) {
+        request->why = KVN_CANCELLED;
+        atomic_store(&request->stop, 1);
+        pthread_cond_broadcast(&request->changed);
+    }
+    pthread_mutex_unlock(&request->mutex);
 }
 
 static void release_request(kvn_backend *self, kvn_request *request)
@@ -430,6 +518,7 @@ int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
         .poll = poll_request,
         .wait = wait_request,
         .abort = abort_request,
+        .withdraw = withdraw_request,
         .release = release_request,
         .destroy = destroy,
     };

@@ -224,12 +224,15 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
     const bool stopped = atomic_load(&writers->stopped[index]);
     const int64_t look_ns = kvn_now_ns() + DEATH_LOOK_NS;
     waiting on = {it, stopped ? 0 : deadline_ns, look_ns, UINT64_MAX, false};
-    uint64_t count = 0;
+    uint64_t count = 0, found[KVN_WRITER_TICKETS];
     bool stands = false;
     if (on.look_ns > on.deadline_ns)
         on.look_ns = on.deadline_ns;
+    /* All at once: one that is renewed while others are waited for would be found again. */
+    for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++)
+        found[place] = atomic_load_explicit(&it->tickets[place], memory_order_acquire);
     for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++) {
-        uint64_t number = atomic_load_explicit(&it->tickets[place], memory_order_acquire);
+        uint64_t number = found[place];
         if (number == 0 || wait_for(&on, place, number))
             continue;
         stands = true;
@@ -451,6 +454,22 @@ bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out)
         return true;
     kvn_guard_leave(guard, out);
     return false;
+}
+
+int kvn_guard_renew(kvn_guard *guard, kvn_announcement *announcement, kvn_failure *failure)
+{
+    kvn_announcement renewed;
+
+    if (!take_place(guard->writer, taken_entry(guard->writer), false, KVN_WRITER_TICKETS - 1, &renewed))
+        return KVN_OK;
+    if (is_stale(guard)) {
+        kvn_guard_leave(guard, &renewed); /* the first still stands */
+        return kvn_fail(failure, KVN_UNMAPPED, 0,
+                        "process %d has deregistered the memory that this transfer uses", guard->writer->pid);
+    }
+    kvn_guard_leave(guard, announcement);
+    *announcement = renewed;
+    return KVN_OK;
 }
 
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement)

@@ -7,6 +7,11 @@
  * that it finds. A ticket that came before the owner looked is waited for; one that comes later is
  * of a peer that sees the new generation. So after the wait nobody writes there any more.
  *
+ * What an owner finds may be of other registrations than the one that it releases. So a ticket that stands for
+ * long, as that of a transfer behind an event, is renewed: another is put in, the generations are looked at, and
+ * only where all stand the first is taken out. Who has found the first and released nothing of this transfer goes
+ * on then; who has, finds one of the two until the transfer was given up.
+ *
  * A peer that died is not waited for. One that is stopped with its ticket in place is waited for
  * until a deadline. If it writes by process_vm_writev, its gate is then closed: each such call
  * begins with a word in the owner's own mapping of the entry, and fails there before it has written
@@ -100,6 +105,10 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
 /* As kvn_guard_enter, of what is mapped here, for one who does not wait for a place: false where that
  * would wait, or fail. */
 bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out);
+/* Puts another announcement in the place of one that lasts, so that an owner that waits need not wait for its
+ * end: KVN_OK. Or the owner has released a registration: `failure` says so, and the announcement stays until
+ * kvn_guard_leave. It stays, too, where no place is free: KVN_OK. */
+int kvn_guard_renew(kvn_guard *guard, kvn_announcement *announcement, kvn_failure *failure);
 /* The piece is written. */
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement);
 

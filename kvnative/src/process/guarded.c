@@ -6,7 +6,8 @@
 #include "core/report.h"
 
 typedef struct guarded {
-    kvn_backend base;
+    kvn_backend base;          /* its vtable is the next */
+    kvn_backend_vtable vtable; /* `orders` as the inner one */
     kvn_backend *inner;
     kvn_guard *guard;
 } guarded;
@@ -31,11 +32,35 @@ static void leave(guarded_request *request)
 /* By the inner backend, if it has threads that know: the owner need not wait until someone polls. */
 static void leave_at_once(kvn_batch_end *end) { leave((guarded_request *)end); }
 
+/* By the inner backend, whose thread waits for what the batch comes after, and alone touches the announcement
+ * until that wait is over. */
+static int look(kvn_batch_end *end, kvn_failure *why)
+{
+    guarded_request *request = (guarded_request *)end;
+
+    return kvn_guard_renew(request->self->guard, &request->announced, why);
+}
+
 /* Passes the status through; with an outcome the batch is over. */
 static int leave_at_end(guarded_request *request, int status)
 {
     if (status != KVN_PENDING)
         leave(request);
+    return status;
+}
+
+/* One that waits for an event does so announced, or not here: it does not wait for a place as well. */
+static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
+{
+    kvn_guard *guard = request->self->guard;
+    kvn_fault fault = {0};
+    int status;
+
+    if (batch->after)
+        return kvn_guard_try_enter(guard, &request->announced) ? KVN_OK : KVN_PENDING;
+    status = kvn_guard_enter(guard, false, batch->first, &request->announced, &fault);
+    if (status != KVN_OK)
+        kvn_report_refuse(report, batch->count, status, 0, "%s", fault.message);
     return status;
 }
 
@@ -45,20 +70,17 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
     guarded *self = (guarded *)base;
     guarded_request *request = calloc(1, sizeof *request);
     kvn_columns announced = *batch;
-    kvn_fault fault = {0};
     int status;
 
     *out = NULL;
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
-    request->end.call = leave_at_once;
+    request->end = (kvn_batch_end){.call = leave_at_once, .look = look};
     request->self = self;
     announced.end = &request->end;
-    status = kvn_guard_enter(self->guard, false, batch->first, &request->announced, &fault);
-    if (status != KVN_OK) {
-        kvn_report_refuse(report, batch->count, status, 0, "%s", fault.message);
-    } else {
+    status = enter(request, batch, report);
+    if (status == KVN_OK) {
         status = self->inner->vtable->submit(self->inner, &announced, &request->inner, report);
         if (status != KVN_OK)
             leave(request);
@@ -95,6 +117,14 @@ static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_re
     return leave_at_end(request, inner->vtable->abort(inner, request->inner, why, report));
 }
 
+static void guarded_withdraw(kvn_backend *base, kvn_request *handle)
+{
+    kvn_backend *inner = inner_of(base);
+
+    if (inner->vtable->withdraw)
+        inner->vtable->withdraw(inner, ((guarded_request *)handle)->inner);
+}
+
 static void guarded_release(kvn_backend *base, kvn_request *handle)
 {
     guarded_request *request = (guarded_request *)handle;
@@ -115,6 +145,7 @@ static const kvn_backend_vtable GUARDED_VTABLE = {
     .poll = guarded_poll,
     .wait = guarded_wait,
     .abort = guarded_abort,
+    .withdraw = guarded_withdraw,
     .release = guarded_release,
     .destroy = guarded_destroy,
 };
@@ -127,6 +158,8 @@ kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard)
         kvn_guard_destroy(guard);
         return NULL;
     }
-    *self = (guarded){.base.vtable = &GUARDED_VTABLE, .inner = inner, .guard = guard};
+    *self = (guarded){.vtable = GUARDED_VTABLE, .inner = inner, .guard = guard};
+    self->vtable.orders = inner->vtable->orders;
+    self->base.vtable = &self->vtable;
     return &self->base;
 }

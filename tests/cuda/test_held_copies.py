@@ -1,0 +1,447 @@
+"""Copies behind an event on a CUDA device: the GPU keeps the order, and what it holds can be given up.
+
+They are launches of the kernel, put on a stream behind the event when they are submitted; what only
+the driver's own copies move waits on the host. Over the stand-in for the driver.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvnative._cuda import CudaLibrary, Device
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_PENDING,
+    KVN_TIMEOUT,
+    Executor,
+    Gate,
+    Task,
+)
+from kvnative._lower import Descriptors
+from tests.ascend.acl_cases import DIRECTIONS, FOREVER, UNTOUCHED, Case, between
+from tests.ascend.simulator import Log
+from tests.cuda_sim.simulator import CudaControls
+from tests.datadist.layers import wait_until
+from tests.device.compute import Compute, compute_on, handle_of
+
+LAUNCH, SINGLE, MODULE = "cuLaunchKernel", "cuMemcpyAsync", "cuModuleLoadDataEx"
+ISSUES = (LAUNCH, SINGLE, "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2")
+ORDERED = 4  # transfers of a direction that wait on streams
+MAX_LAUNCHES, MAX_DESCRIPTORS = 16, 8192  # on a stream at one time; of a launch
+A_WHILE = 20  # milliseconds in which a transfer would be through that comes after nothing
+MIB = 1 << 20
+
+
+@pytest.fixture
+def compute(cuda_simulator: CudaControls, device: Device) -> Iterator[Compute]:
+    made = compute_on(cuda_simulator)
+    yield made
+    made.close()
+
+
+def taken(device: Device, compute: Compute) -> Gate:
+    return device.take_event(handle_of(compute.event()))
+
+
+def begin(executor: Executor, case: Case, after: Gate, log: Log, launches: int = 1) -> Task:
+    """Submit it; on return so many of its launches are on a stream, and wait there."""
+    log.restart()
+    task = executor.submit(case.descriptors, after=after)
+    wait_until(lambda: len(log.calls(LAUNCH)) >= launches)
+    return task
+
+
+def waits(task: Task, case: Case) -> bool:
+    report = task.wait(A_WHILE, give_up=False)
+    return report.status == KVN_PENDING and bool((case.target == UNTOUCHED).all())
+
+
+def run(executor: Executor, case: Case) -> None:
+    assert executor.run(case.descriptors).status == KVN_OK
+    case.assert_moved()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
+class TestOnTheStream:
+    def test_the_host_has_no_part_in_the_beginning(
+        self,
+        device: Device,
+        cuda_simulator: CudaControls,
+        compute: Compute,
+        sim_log: Log,
+        direction: str,
+        count: int,
+    ) -> None:
+        executor = Executor(device.backend(direction))
+        case = between(device, cuda_simulator, direction, [100] * count)
+        compute.hold()
+        task = begin(executor, case, taken(device, compute), sim_log)
+        assert waits(task, case)
+        issued = len(sim_log.calls(*ISSUES))
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+        case.assert_moved()
+        assert len(sim_log.calls(*ISSUES)) == issued == (1 if count == 20 else 2)
+
+    def test_given_up_before_its_event(
+        self,
+        device: Device,
+        cuda_simulator: CudaControls,
+        compute: Compute,
+        sim_log: Log,
+        direction: str,
+        count: int,
+    ) -> None:
+        executor = Executor(device.backend(direction))
+        compute.hold()
+        cases = []
+        for _ in range(ORDERED + 1):  # so each stream is replaced
+            case = between(device, cuda_simulator, direction, [100] * count)
+            task = begin(executor, case, taken(device, compute), sim_log)
+            report = task.wait(0) if len(cases) % 2 else task.cancel()
+            assert report.status == (KVN_TIMEOUT if len(cases) % 2 else KVN_CANCELLED)
+            assert report.bytes_done == 0
+            assert report.message.endswith("; the event that it comes after has not come")
+            cases.append(case)
+        compute.release()
+        compute.wait()
+        compute.settle()  # the launches have begun, and ended
+        assert all((it.target == UNTOUCHED).all() for it in cases)
+        case = cases[0]
+        assert executor.submit(case.descriptors, after=taken(device, compute)).wait(
+            FOREVER
+        ).status == KVN_OK
+        case.assert_moved()
+
+
+class TestWhatWaitsOnTheHost:
+    def test_of_one_transfer_what_the_kernel_reaches_goes_first(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        """Pinned, pageable and pinned memory: the pageable is not begun before the event."""
+        parts = [
+            between(device, cuda_simulator, "device_to_host", [100] * 3, pinned=it, seed=number)
+            for number, it in enumerate([True, False, True])
+        ]
+
+        def column(side: int, offsets: str) -> Any:
+            return np.concatenate(
+                [getattr(it, offsets) + np.uint64(it.sides[side].address) for it in parts]
+            )
+
+        descriptors = Descriptors.from_columns(
+            column(1, "dst_offsets"),
+            column(0, "src_offsets"),
+            np.concatenate([it.nbytes for it in parts]),
+        )
+        executor = Executor(device.backend("device_to_host"))
+        compute.hold()
+        sim_log.restart()
+        given_up = executor.submit(descriptors, after=taken(device, compute))
+        task = executor.submit(descriptors, after=taken(device, compute))
+        wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2)
+        assert given_up.cancel().status == KVN_CANCELLED
+        assert all(waits(task, it) for it in parts)
+        assert sim_log.calls(SINGLE) == []
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+        for it in parts:
+            it.assert_moved()
+        assert len(sim_log.calls(SINGLE)) >= 3  # where memory is pinned is asked for 2 MiB at a time
+
+    def test_more_than_a_stream_takes(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        """The rest comes when those before are through; or is given up with them."""
+        count = MAX_LAUNCHES * MAX_DESCRIPTORS + 5
+        case = between(device, cuda_simulator, "device_to_device", [1] * count)
+        executor = Executor(device.backend("device_to_device"))
+        compute.hold()
+        task = begin(executor, case, taken(device, compute), sim_log, MAX_LAUNCHES)
+        assert waits(task, case)
+        assert len(sim_log.calls(LAUNCH)) == MAX_LAUNCHES
+        assert task.cancel().status == KVN_CANCELLED
+        task = begin(executor, case, taken(device, compute), sim_log, MAX_LAUNCHES)
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+        case.assert_moved()
+        assert len(sim_log.calls(LAUNCH)) == MAX_LAUNCHES + 1
+
+    @pytest.mark.parametrize("is_given_up", [True, False])
+    def test_a_driver_that_refuses_the_kernel(
+        self,
+        device: Device,
+        cuda_simulator: CudaControls,
+        compute: Compute,
+        sim_log: Log,
+        is_given_up: bool,
+    ) -> None:
+        cuda_simulator.add_fault(f"{MODULE}:1=218")
+        executor = Executor(device.backend("device_to_device"))
+        case = between(device, cuda_simulator, "device_to_device", [100] * 20)
+        compute.hold()
+        sim_log.restart()
+        task = executor.submit(case.descriptors, after=taken(device, compute))
+        assert waits(task, case)
+        assert sim_log.calls(*ISSUES) == []
+        if is_given_up:
+            assert task.cancel().status == KVN_CANCELLED
+        compute.release()
+        if is_given_up:
+            compute.settle()
+            assert (case.target == UNTOUCHED).all()
+        else:
+            assert task.wait(FOREVER).status == KVN_OK
+            case.assert_moved()
+            assert device.fallback_reason.startswith("the driver does not take the copy kernel")
+
+
+class TestTheWay:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_what_is_large_is_the_kernels_too(
+        self,
+        device: Device,
+        cuda_simulator: CudaControls,
+        compute: Compute,
+        sim_log: Log,
+        direction: str,
+    ) -> None:
+        executor = Executor(device.backend(direction))
+        case = between(device, cuda_simulator, direction, [9 * MIB])
+        compute.hold()
+        task = begin(executor, case, taken(device, compute), sim_log)
+        compute.release()
+        assert task.wait(FOREVER).status == KVN_OK
+        case.assert_moved()
+        assert sim_log.calls(*ISSUES[1:]) == []
+
+    def test_the_kernel_is_loaded_before_anything_of_ours_waits(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        """As to load it may wait for all work of the context."""
+        case = between(device, cuda_simulator, "device_to_device", [100] * 20)
+        event = handle_of(compute.event())
+        sim_log.restart()
+        point = device.take_event(event)
+        executor = Executor(device.backend("device_to_device"))
+        assert executor.submit(case.descriptors, after=point).wait(FOREVER).status == KVN_OK
+        calls = [it.name for it in sim_log.calls(MODULE, "cuStreamWaitEvent")]
+        assert calls[0] == MODULE
+        assert calls.count(MODULE) == 1
+
+    def test_when_one_is_through_the_next_is_put_on_a_stream(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        """So that the last layer of a model is on one before its event comes."""
+        executor = Executor(device.backend("device_to_device"))
+        count = 3 * ORDERED
+        cases, tasks = [], []
+        sim_log.restart()
+        for _ in range(count):
+            cases.append(between(device, cuda_simulator, "device_to_device", [64] * 3))
+            compute.hold()
+            tasks.append(executor.submit(cases[-1].descriptors, after=taken(device, compute)))
+        for number, (task, case) in enumerate(zip(tasks, cases, strict=True)):
+            on_streams = min(number + ORDERED, count)
+            wait_until(lambda: len(sim_log.calls(LAUNCH)) >= on_streams)  # noqa: B023
+            assert len(sim_log.calls(LAUNCH)) == on_streams
+            assert waits(task, case)
+            compute.release()
+            assert task.wait(FOREVER).status == KVN_OK
+            case.assert_moved()
+
+    def test_many_at_once(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute
+    ) -> None:
+        """More than there are streams for: each comes after its own event, some are given up."""
+        executor = Executor(device.backend("device_to_device"))
+        cases, tasks = [], []
+        for _ in range(100):
+            cases.append(between(device, cuda_simulator, "device_to_device", [64] * 3))
+            compute.hold()
+            tasks.append(executor.submit(cases[-1].descriptors, after=taken(device, compute)))
+        for task in tasks[1::3]:
+            assert task.cancel().status == KVN_CANCELLED
+        assert all(
+            it.wait(0, give_up=False).status == KVN_PENDING
+            for number, it in enumerate(tasks)
+            if number % 3 != 1
+        )
+        for _ in cases:
+            compute.release()
+        for number, (task, case) in enumerate(zip(tasks, cases, strict=True)):
+            if number % 3 != 1:
+                assert task.wait(FOREVER).status == KVN_OK
+                case.assert_moved()
+        compute.settle()
+        assert all((it.target == UNTOUCHED).all() for it in cases[1::3])
+
+
+class TestFailures:
+    """Nothing is waited for that may never come, once it is known that the transfer has failed."""
+
+    def test_a_launch_that_is_refused(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute
+    ) -> None:
+        executor = Executor(device.backend("device_to_device"))
+        case = between(device, cuda_simulator, "device_to_device", [1] * (MAX_DESCRIPTORS + 1))
+        compute.hold()
+        cuda_simulator.add_fault(f"{LAUNCH}:2=701")
+        report = executor.submit(case.descriptors, after=taken(device, compute)).wait(FOREVER)
+        assert report.message.startswith(f"{LAUNCH}: 701 (")
+        assert report.bytes_done == 0
+        compute.release()
+        compute.settle()
+        assert (case.target == UNTOUCHED).all()
+
+    def test_it_cannot_be_ordered_or_asked_for(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute
+    ) -> None:
+        executor = Executor(device.backend("device_to_device"))
+        case = between(device, cuda_simulator, "device_to_device", [100])
+        compute.hold()
+        for call in ("cuStreamWaitEvent", "cuEventQuery"):
+            point = taken(device, compute)
+            cuda_simulator.add_fault(f"{call}:1=2")
+            report = executor.submit(case.descriptors, after=point).wait(FOREVER)
+            assert report.status not in (KVN_OK, KVN_PENDING)
+            assert f"{call}: 2 (" in report.message
+        compute.release()
+        compute.settle()
+        assert (case.target == UNTOUCHED).all()
+
+    def test_a_layer_that_fails_ends_those_that_wait(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        case = between(device, cuda_simulator, "device_to_device", [64] * 4)
+        targets = case.dst_offsets + np.uint64(case.sides[1].address)
+        targets[3] += np.uint64(1 << 40)
+        descriptors = Descriptors.from_columns(
+            targets, case.src_offsets + np.uint64(case.sides[0].address), case.nbytes
+        )
+        compute.hold()
+        sim_log.restart()
+        task = Executor(device.backend("device_to_device")).layered(descriptors, 1)
+        for layer in (0, 2):
+            task.open(layer, taken(device, compute))
+        wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2)
+        task.open(3)
+        report = task.wait(FOREVER)
+        assert (report.status, report.failed) == (KVN_INVALID, 3)
+        compute.release()
+        compute.settle()
+        assert (case.target == UNTOUCHED).all()
+
+
+class TestEnds:
+    """Of memory, and of the device, while what was given up still stands behind its event."""
+
+    def test_in_a_context_of_its_own_memory_is_freed_at_once(
+        self, cuda_simulator: CudaControls, device: Device, compute: Compute, sim_log: Log
+    ) -> None:
+        own = CudaLibrary.load(context="own").device(5)
+        executor = Executor(own.backend("device_to_device"))
+        case = between(own, cuda_simulator, "device_to_device", [100] * 20)
+        compute.hold()
+        task = begin(executor, case, own.take_event(handle_of(compute.event())), sim_log)
+        assert task.cancel().status == KVN_CANCELLED
+        sim_log.restart()
+        del case, task
+        gc.collect()
+        assert len(sim_log.calls("cuMemUnmap")) == 2, "though the event has not come"
+        compute.release()
+
+        def has_passed() -> bool:
+            """Launches find that, so that it is not lost with the device."""
+            run(executor, between(own, cuda_simulator, "device_to_device", [100] * 20))
+            return bool(sim_log.calls("cuStreamDestroy_v2"))
+
+        wait_until(has_passed)
+
+    @pytest.mark.parametrize("context", ["primary", "own"])
+    def test_the_device_goes_before_the_event_comes(
+        self, cuda_simulator: CudaControls, context: str
+    ) -> None:
+        """What launches read stays: they begin when no part of the process knows of them.
+
+        In a process of its own, which loses that memory.
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", CLOSED_BEFORE, context], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+
+CLOSED_BEFORE = """
+import gc, sys, weakref
+import numpy as np
+from kvnative._cuda import CudaLibrary
+from kvnative._executor import KVN_CANCELLED, Executor
+from kvnative._lower import Descriptors
+from tests.cuda_sim.cuda_library import Cuda
+from tests.cuda_sim.simulator import controls
+from tests.device.compute import compute_on, handle_of
+
+program = Cuda()
+program.ok("cuInit", 0)
+compute = compute_on(controls(), 0)
+device = CudaLibrary.load(context=sys.argv[1]).device(0)
+source = device.allocate_host(30_000)
+# In the primary context memory of kvplan's is freed when all work is done.
+is_primary = sys.argv[1] == "primary"
+buffer = None if is_primary else device.allocate(30_000)
+target = program.made("cuMemAlloc_v2", 30_000) if is_primary else buffer.address
+before = bytes(program.view(target, 30_000))
+offsets = np.arange(300, dtype=np.uint64) * np.uint64(100)
+descriptors = Descriptors.from_columns(
+    offsets + np.uint64(target), offsets + np.uint64(source.address), np.full(300, 100, np.uint64)
+)
+compute.hold()
+executor = Executor(device.backend("host_to_device"))
+task = executor.submit(descriptors, after=device.take_event(handle_of(compute.event())))
+task.wait(100, give_up=False)
+assert task.cancel().status == KVN_CANCELLED
+closed = weakref.ref(device)
+device.close()
+del executor, task, source, buffer, device
+gc.collect()
+assert closed() is None
+assert controls().left()["modules"] == 1, "its kernel has not begun"
+compute.release()
+compute.settle()
+if is_primary:
+    assert bytes(program.view(target, 30_000)) == before
+    program.ok("cuMemFree_v2", target)
+assert controls().violations() == 0, controls().last_violation()
+"""
+
+
+def test_cancelled_when_its_event_has_just_come(
+    device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+) -> None:
+    """Whichever is first: what is reported as not moved is not touched after that."""
+    executor = Executor(device.backend("device_to_device"))
+    for _ in range(20):
+        case = between(device, cuda_simulator, "device_to_device", [1000] * 50)
+        compute.hold()
+        task = begin(executor, case, taken(device, compute), sim_log)
+        compute.release()
+        report = task.cancel()
+        seen = case.target.copy()
+        assert report.status in (KVN_OK, KVN_CANCELLED)
+        compute.settle()
+        np.testing.assert_array_equal(case.target, seen)
+        if report.status == KVN_OK:
+            case.assert_moved()
+
+

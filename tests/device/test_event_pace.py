@@ -1,0 +1,60 @@
+"""How often the thread that waits for events asks the device, and how late it sees them.
+
+Its arithmetic alone, compiled from the source: no clock has a part in this.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+US, MS = 1_000, 1_000_000
+Seen = list[tuple[int, int]]
+"""Of each event how late it was seen (ns), and how many looks there were since the one before."""
+
+
+@pytest.fixture(scope="module")
+def watch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Iterable[int]], Seen]:
+    """Events that come so long after each other (ns)."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    program = tmp_path_factory.mktemp("pace") / "pace"
+    # The rest of the source, which calls a device, is left out.
+    flags = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread")
+    unused = ("-ffunction-sections", "-Wl,--gc-sections")
+    includes = (f"-I{ROOT / it}" for it in ("kvnative/src", "include"))
+    source = str(ROOT / "tests/device/pace_main.c")
+    subprocess.run(["cc", *flags, *unused, *includes, source, "-o", str(program)], check=True)
+
+    def run(intervals: Iterable[int]) -> Seen:
+        times = map(str, accumulate(intervals))
+        done = subprocess.run([program, *times], capture_output=True, text=True, check=True)
+        rows = [tuple(map(int, it.split())) for it in done.stdout.splitlines()]
+        looks = [0, *(it[1] for it in rows)]
+        return [(it[0], b - a) for it, (a, b) in zip(rows, pairwise(looks), strict=True)]
+
+    return run
+
+
+@pytest.mark.parametrize("interval", [200 * US, MS, 5 * MS, 50 * MS])
+def test_layers_that_are_alike_are_expected(
+    watch: Callable[[Iterable[int]], Seen], interval: int
+) -> None:
+    varied = [interval + interval * (it % 5 - 2) // 100 for it in range(40)]
+    seen = watch(varied)
+    assert all(late <= 20 * US for late, _ in seen[2:])
+    # A look takes some 3 us: so this is a few percent of one processor.
+    assert all(looks <= 40 + interval // (50 * US) for _, looks in seen[2:])
+
+
+def test_others_are_seen_a_sixteenth_later(watch: Callable[[Iterable[int]], Seen]) -> None:
+    intervals = [300 * US, 4 * MS, 500 * US, 900 * US, 100 * MS, 17 * MS, 2 * MS]
+    for interval, (late, looks) in zip(intervals, watch(intervals), strict=True):
+        assert late <= min(20 * US + interval // 12, 250 * US)
+        assert looks <= 80 + interval // (200 * US)
