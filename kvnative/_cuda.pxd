@@ -53,8 +53,9 @@ cdef extern from "cuda/copies.h" nogil:
     kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, int direction)
     void kvn_cuda_copies_tune(const kvn_device *device, int direction, kvn_cuda_tuning tuning)
     int kvn_cuda_copies_way(
-        const kvn_device *device, int direction, uint64_t mean_nbytes, size_t count
+        const kvn_device *device, int direction, bint is_far, uint64_t mean_nbytes, size_t count
     )
+    kvn_cuda_tuning kvn_cuda_tuning_far()
 
 
 cdef class CudaLibrary(DeviceLibrary):

@@ -22,6 +22,7 @@ __all__ = [
     "builtin_copy_tuning",
     "copy_tuning",
     "copy_way",
+    "far_copy_tuning",
     "tune_copies",
 ]
 
@@ -51,6 +52,12 @@ class CopyTuning(NamedTuple):
 def builtin_copy_tuning(direction: _Direction) -> CopyTuning: ...
 def copy_tuning(device: Device, direction: _Direction) -> CopyTuning: ...
 def tune_copies(device: Device, direction: _Direction, tuning: CopyTuning) -> None: ...
+def far_copy_tuning() -> CopyTuning: ...
 def copy_way(
-    device: Device, direction: _Direction, mean_nbytes: int, count: int
+    device: Device,
+    direction: _Direction,
+    mean_nbytes: int,
+    count: int,
+    *,
+    is_far: bool = False,
 ) -> Literal["kernel", "batch", "single"]: ...

@@ -16,7 +16,8 @@ from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinn
 
 # The one module to import for CUDA devices: what they are comes along.
 __all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer",
-           "Pinned", "builtin_copy_tuning", "copy_tuning", "copy_way", "tune_copies"]
+           "Pinned", "builtin_copy_tuning", "copy_tuning", "copy_way", "far_copy_tuning",
+           "tune_copies"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
@@ -238,13 +239,22 @@ def tune_copies(NativeDevice device not None, str direction not None, tuning) ->
     kvn_cuda_copies_tune(&device.device, direction_of(direction), given)
 
 
+def far_copy_tuning() -> CopyTuning:
+    """Return what copies between two GPUs go by, on all devices."""
+    cdef kvn_cuda_tuning tuning = kvn_cuda_tuning_far()
+    return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
+
+
 def copy_way(
-    NativeDevice device not None, str direction not None, mean_nbytes, size_t count
+    NativeDevice device not None, str direction not None, mean_nbytes, size_t count, *,
+    bint is_far=False,
 ) -> str:
     """Return how `count` descriptors of that mean size go: "kernel", "batch" or "single".
 
-    What the driver has refused so far is left out.
+    What the driver has refused so far is left out. `is_far`: whether one side is another GPU's.
     """
     check_cuda(device)
     cdef uint64_t mean = unsigned("mean_nbytes", mean_nbytes)
-    return WAYS[kvn_cuda_copies_way(&device.device, direction_of(direction), mean, count)]
+    return WAYS[
+        kvn_cuda_copies_way(&device.device, direction_of(direction), is_far, mean, count)
+    ]

@@ -18,6 +18,11 @@
 #define HOST_BATCH_BELOW (4u << 20)
 /* Within the device both are limited by its memory, and the copies of 8 MiB take about as long as their issue. */
 #define WITHIN_KERNEL_BELOW (8u << 20)
+/* Between two GPUs the link is the limit: at the 450 GB/s of an H100's NVLink a copy's 2 us are 900 KiB, and as much
+ * must be in flight, which 64 blocks have (an estimate: no two GPUs were at hand). Over PCIe less would do. */
+#define FAR_KERNEL_BELOW (1u << 20)
+#define FAR_BATCH_BELOW (8u << 20)
+#define FAR_BLOCKS 64
 /* Single copies of one call, so that who issues them looks now and then whether to stop. */
 #define SINGLES 64
 
@@ -43,6 +48,11 @@ kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction)
     return (kvn_cuda_tuning){HOST_KERNEL_BELOW, HOST_BATCH_BELOW, HOST_BLOCKS};
 }
 
+kvn_cuda_tuning kvn_cuda_tuning_far(void)
+{
+    return (kvn_cuda_tuning){FAR_KERNEL_BELOW, FAR_BATCH_BELOW, FAR_BLOCKS};
+}
+
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction)
 {
     copies *self = copies_of(device);
@@ -63,11 +73,17 @@ void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn
     pthread_mutex_unlock(&self->mutex);
 }
 
-kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, uint64_t mean_nbytes,
-                                 size_t count)
+static kvn_cuda_tuning tuning_of(const kvn_device *device, kvn_direction direction, bool is_far)
+{
+    return is_far && direction == KVN_DEVICE_TO_DEVICE ? kvn_cuda_tuning_far()
+                                                       : kvn_cuda_copies_tuning(device, direction);
+}
+
+kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, bool is_far,
+                                 uint64_t mean_nbytes, size_t count)
 {
     const copies *self = copies_of(device);
-    const kvn_cuda_tuning tuning = kvn_cuda_copies_tuning(device, direction);
+    const kvn_cuda_tuning tuning = tuning_of(device, direction, is_far);
     const bool has_kernel = !atomic_load(&self->no_kernel), has_batch = !atomic_load(&self->no_batch);
     const uint64_t batch_below = has_kernel || tuning.batch_below > tuning.kernel_below
                                      ? tuning.batch_below
@@ -84,26 +100,34 @@ static int refuse_unknown(const uint64_t *column, const uint64_t *nbytes, size_t
                           kvn_failure *failure)
 {
     *failed = at;
-    return kvn_fail(failure, KVN_INVALID, 0, "%" PRIu64 " bytes at 0x%" PRIx64
+    return kvn_fail(failure, KVN_UNMAPPED, 0, "%" PRIu64 " bytes at 0x%" PRIx64
                     " are not, or not all, memory of the device", nbytes[at], column[at]);
 }
 
-/* How many of the first descriptors the kernel can be given. KVN_INVALID where the device's side of the next one
- * is no memory. */
-static int count_reached(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
+/* What is known of the memory of a batch. */
+typedef struct sides {
+    kvn_cuda_ranges targets, sources;
+} sides;
+
+/* How many of the first descriptors go that way: the kernel must reach both sides. The driver's copies may know
+ * more of the host's side than its attributes say, but need the device's. KVN_UNMAPPED where that of the next
+ * one is no memory. */
+static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way, const uint64_t *dst,
                          const uint64_t *src, const uint64_t *nbytes, size_t *count, size_t *failed,
                          kvn_failure *failure)
 {
-    kvn_cuda_ranges targets = {.device = device}, sources = {.device = device};
+    const kvn_cuda_reach least = way == KVN_CUDA_KERNEL ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
+    const bool all_targets = way == KVN_CUDA_KERNEL || direction != KVN_DEVICE_TO_HOST;
+    const bool all_sources = way == KVN_CUDA_KERNEL || direction != KVN_HOST_TO_DEVICE;
 
     for (size_t i = 0; i < *count; i++) {
         kvn_cuda_reach to = KVN_CUDA_REACHED, from = KVN_CUDA_REACHED;
 
-        if (!kvn_cuda_is_beside(&targets, dst[i], nbytes[i]))
-            to = kvn_cuda_reach_of(&targets, dst[i], nbytes[i]);
-        if (!kvn_cuda_is_beside(&sources, src[i], nbytes[i]))
-            from = kvn_cuda_reach_of(&sources, src[i], nbytes[i]);
-        if (to == KVN_CUDA_REACHED && from == KVN_CUDA_REACHED)
+        if (all_targets && !kvn_cuda_is_beside(&known->targets, dst[i], nbytes[i]))
+            to = kvn_cuda_reach_of(&known->targets, dst[i], nbytes[i]);
+        if (all_sources && !kvn_cuda_is_beside(&known->sources, src[i], nbytes[i]))
+            from = kvn_cuda_reach_of(&known->sources, src[i], nbytes[i]);
+        if (to >= least && from >= least)
             continue;
         *count = i;
         if (i > 0)
@@ -151,25 +175,14 @@ static int copy_batch(const kvn_device *device, const uint64_t *dst, const uint6
     return status;
 }
 
-static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                       kvn_failure *failure)
+static int copy_kernel(const kvn_device *device, uint32_t blocks, const uint64_t *dst, const uint64_t *src,
+                       const uint64_t *nbytes, size_t *count, kvn_stream stream, kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    const uint32_t blocks = kvn_cuda_copies_tuning(device, direction).blocks;
     const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
-    size_t reached = *count;
-    int status;
+    const int status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, *count, failure);
 
-    if (count_reached(device, direction, dst, src, nbytes, &reached, failed, failure) != KVN_OK)
-        return failure->status;
-    if (reached == 0) {
-        *count = 1;
-        return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
-    }
-    *count = reached;
-    status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, reached, failure);
-    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || reached <= KVN_COPY_FEW)
+    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || *count <= KVN_COPY_FEW)
         return status;
     /* A model has filled the GPU's memory: so many need none. */
     *count = KVN_COPY_FEW;
@@ -197,21 +210,33 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
                         kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, mean(nbytes, *count), *count);
-    int status;
+    sides known = {{.device = device}, {.device = device}};
+    const bool is_far = direction == KVN_DEVICE_TO_DEVICE &&
+                        (kvn_cuda_is_far(&known.targets, *dst) || kvn_cuda_is_far(&known.sources, *src));
+    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, is_far, mean(nbytes, *count), *count);
+    int status = KVN_OK;
 
-    if (way == KVN_CUDA_KERNEL) {
+    if (way == KVN_CUDA_KERNEL)
         status = kvn_cuda_launcher_load(self->launcher, failure);
-        if (status == KVN_OK)
-            return copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
-        if (status == KVN_UNSUPPORTED) {
-            atomic_store(&self->no_kernel, true);
-            if (atomic_load(&self->no_batch))
-                return status; /* one by one, from now on */
-            kvn_device_note_fallback(device, failure->message);
-        }
-        way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
+    if (status == KVN_UNSUPPORTED) {
+        atomic_store(&self->no_kernel, true);
+        if (atomic_load(&self->no_batch))
+            return status; /* one by one, from now on */
+        kvn_device_note_fallback(device, failure->message);
     }
+    if (status != KVN_OK)
+        way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
+    if (way == KVN_CUDA_SINGLE && *count > SINGLES)
+        *count = SINGLES;
+    if (count_reached(&known, direction, way, dst, src, nbytes, count, failed, failure) != KVN_OK)
+        return failure->status;
+    if (*count == 0) {
+        *count = 1; /* out of the kernel's reach, or of what the driver says of it */
+        way = KVN_CUDA_SINGLE;
+    }
+    if (way == KVN_CUDA_KERNEL)
+        return copy_kernel(device, tuning_of(device, direction, is_far).blocks, dst, src, nbytes, count, stream,
+                           failure);
     if (way == KVN_CUDA_BATCH) {
         status = copy_batch(device, dst, src, nbytes, *count, stream, failed, failure);
         if (status == KVN_OK || !is_unsupported(failure))

@@ -11,9 +11,18 @@ typedef struct kvn_cuda_mapped {
     struct kvn_cuda_mapped *next;
     uint64_t address;
     uint64_t nbytes;
+    bool is_far;
 } kvn_cuda_mapped;
 
-int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+/* A context of another GPU in this process, that the device's has peer access to. */
+typedef struct kvn_cuda_peer {
+    struct kvn_cuda_peer *next;
+    CUcontext context;
+    size_t num_users;
+} kvn_cuda_peer;
+
+int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
+                       kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     kvn_cuda_mapped *made = malloc(sizeof *made);
@@ -21,7 +30,7 @@ int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbyt
     if (!made)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note what a peer has shared");
     pthread_mutex_lock(&state->mutex);
-    *made = (kvn_cuda_mapped){state->mapped, address, nbytes};
+    *made = (kvn_cuda_mapped){state->mapped, address, nbytes, is_far};
     state->mapped = made;
     pthread_mutex_unlock(&state->mutex);
     return KVN_OK;
@@ -42,8 +51,64 @@ void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address)
     free(found);
 }
 
+/* With the mutex. */
+static kvn_cuda_peer **find_peer(kvn_cuda_device *state, CUcontext context)
+{
+    kvn_cuda_peer **link = &state->peers;
+
+    while (*link && (*link)->context != context)
+        link = &(*link)->next;
+    return link;
+}
+
+int kvn_cuda_reach_add_context(const kvn_device *device, CUcontext context, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_peer *made = malloc(sizeof *made), **link;
+
+    if (!made)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note a context");
+    pthread_mutex_lock(&state->mutex);
+    link = find_peer(state, context);
+    if (!*link) {
+        *made = (kvn_cuda_peer){.context = context};
+        *link = made;
+        made = NULL;
+    }
+    (*link)->num_users++;
+    pthread_mutex_unlock(&state->mutex);
+    free(made);
+    return KVN_OK;
+}
+
+void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_peer **link, *gone = NULL;
+
+    pthread_mutex_lock(&state->mutex);
+    link = find_peer(state, context);
+    if (*link && --(*link)->num_users == 0) {
+        gone = *link;
+        *link = gone->next;
+    }
+    pthread_mutex_unlock(&state->mutex);
+    free(gone);
+}
+
+static bool is_of_peer(const kvn_device *device, CUcontext context)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    bool found;
+
+    pthread_mutex_lock(&state->mutex);
+    found = *find_peer(state, context) != NULL;
+    pthread_mutex_unlock(&state->mutex);
+    return found;
+}
+
 /* The mapping that holds the address; false where it is not of a peer. */
-static bool find_mapped(const kvn_device *device, uint64_t address, uint64_t *first, uint64_t *last)
+static bool find_mapped(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     const kvn_cuda_mapped *it;
@@ -52,8 +117,7 @@ static bool find_mapped(const kvn_device *device, uint64_t address, uint64_t *fi
     for (it = state->mapped; it && address - it->address >= it->nbytes; it = it->next)
         ;
     if (it) {
-        *first = it->address;
-        *last = it->address + it->nbytes;
+        *out = (kvn_cuda_range){it->address, it->address + it->nbytes, KVN_CUDA_REACHED, it->is_far};
     }
     pthread_mutex_unlock(&state->mutex);
     return it != NULL;
@@ -106,7 +170,7 @@ static kvn_cuda_range ask_mapping(const kvn_device *device, uint64_t address, in
 
 static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const answers *found)
 {
-    kvn_cuda_range range = {found->start, found->start + found->nbytes, KVN_CUDA_UNMAPPED};
+    kvn_cuda_range range = {.first = found->start, .last = found->start + found->nbytes};
     kvn_cuda_allocated ours;
 
     if (found->type == 0)
@@ -117,14 +181,19 @@ static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const an
         /* Kernels reach registered memory at another address, or at none, on systems where
          * CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0. */
         range.reach = found->on_device == address ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
-    } else if (find_mapped(device, address, &range.first, &range.last)) {
-        range.reach = KVN_CUDA_REACHED;
+    } else if (find_mapped(device, address, &range)) {
+        return range;
     } else if (kvn_cuda_allocated_at(device, address, &ours)) {
-        range = (kvn_cuda_range){ours.address, ours.address + ours.nbytes, KVN_CUDA_REACHED};
+        range.first = ours.address;
+        range.last = ours.address + ours.nbytes;
+        range.reach = KVN_CUDA_REACHED;
     } else if (!found->context) {
         range = ask_mapping(device, address, found->number);
     } else if (found->number == device->id && found->context == device->context) {
         range.reach = KVN_CUDA_REACHED;
+    } else if (found->number != device->id && is_of_peer(device, found->context)) {
+        range.reach = KVN_CUDA_REACHED;
+        range.is_far = true;
     }
     return range;
 }
@@ -146,7 +215,8 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
     range = judge(device, address, &found);
     /* A driver that does not say how far it goes says something of this byte. */
     if (address < range.first || address >= range.last)
-        range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED};
+        range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED,
+                                 range.is_far};
     return range;
 }
 
@@ -171,6 +241,8 @@ static const kvn_cuda_range *look_up(kvn_cuda_ranges *ranges, uint64_t address)
     ranges->latest = ranges->known[at];
     return &ranges->latest;
 }
+
+bool kvn_cuda_is_far(kvn_cuda_ranges *ranges, uint64_t address) { return look_up(ranges, address)->is_far; }
 
 kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes)
 {

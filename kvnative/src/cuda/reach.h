@@ -16,6 +16,7 @@ typedef enum kvn_cuda_reach {
 typedef struct kvn_cuda_range {
     uint64_t first, last; /* [first, last); empty: of nothing */
     kvn_cuda_reach reach;
+    bool is_far; /* memory of another GPU */
 } kvn_cuda_range;
 
 /* What was asked of one side's memory, which is in few allocations: to ask takes as long as copying a block.
@@ -29,11 +30,18 @@ typedef struct kvn_cuda_ranges {
 
 /* Memory of a peer was mapped for this device, or will be unmapped. Of that on another GPU the driver does not
  * say who reaches it. KVN_NO_MEMORY. */
-int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
+int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
+                       kvn_failure *failure);
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address);
+/* The device's context has peer access to that one, of another GPU, or uses it no more: as often as it was added.
+ * All that is allocated there is within reach. */
+int kvn_cuda_reach_add_context(const kvn_device *device, CUcontext context, kvn_failure *failure);
+void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context);
 
 /* Of all bytes of [address, address + nbytes), the least. */
 kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes);
+/* Whether there is memory of another GPU. */
+bool kvn_cuda_is_far(kvn_cuda_ranges *ranges, uint64_t address);
 
 /* Whether the range lies where the one before it did, which nearly all do: then it is reached. */
 static inline bool kvn_cuda_is_beside(const kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes)
