@@ -129,27 +129,36 @@ static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way
             from = kvn_cuda_reach_of(&known->sources, src[i], nbytes[i]);
         if (to >= least && from >= least)
             continue;
-        *count = i;
-        if (i > 0)
-            break; /* the next call says what is wrong with it */
-        if (to == KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
+        /* Behind the first, the next call says what is wrong with it. */
+        if (i == 0 && to == KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
             return refuse_unknown(dst, nbytes, i, failed, failure);
-        if (from == KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
+        if (i == 0 && from == KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
             return refuse_unknown(src, nbytes, i, failed, failure);
+        *count = i;
     }
     return KVN_OK;
 }
 
-static int copy_single(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                       const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
-                       size_t *failed, kvn_failure *failure)
+/* Memory that the driver knows, on the device's sides. */
+static int copy_one(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvn_stream stream,
+                    kvn_failure *failure)
+{
+    /* The driver knows of each address where it lies. */
+    const int status = KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
+
+    kvn_cuda_launcher_note(copies_of(device)->launcher, stream);
+    return status;
+}
+
+static int copy_single(const kvn_device *device, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
+                       size_t *count, kvn_stream stream, size_t *failed, kvn_failure *failure)
 {
     int status = KVN_OK;
 
     if (*count > SINGLES)
         *count = SINGLES;
     for (size_t i = 0; i < *count && status == KVN_OK; i++) {
-        status = kvn_cuda_copy_async(device, direction, dst[i], src[i], nbytes[i], stream, failure);
+        status = copy_one(device, dst[i], src[i], nbytes[i], stream, failure);
         if (status != KVN_OK)
             *failed = i;
     }
@@ -246,18 +255,18 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
             return status;
         kvn_device_note_fallback(device, failure->message);
     }
-    return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
+    return copy_single(device, dst, src, nbytes, count, stream, failed, failure);
 }
 
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure)
 {
-    int status;
+    sides known = {{.device = device}, {.device = device}};
+    size_t count = 1, ignored;
 
-    (void)direction; /* the driver knows of each address where it lies */
-    status = KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
-    kvn_cuda_launcher_note(copies_of(device)->launcher, stream);
-    return status;
+    if (count_reached(&known, direction, KVN_CUDA_SINGLE, &dst, &src, &nbytes, &count, &ignored, failure) != KVN_OK)
+        return failure->status;
+    return copy_one(device, dst, src, nbytes, stream, failure);
 }
 
 unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
