@@ -37,6 +37,10 @@ cdef extern from "cuda/library.h" nogil:
         const kvn_cuda_library *library, int32_t device, int attribute, int *value,
         kvn_failure *failure
     )
+    int kvn_cuda_library_reaches(
+        const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,
+        kvn_failure *failure
+    )
 
 
 cdef extern from "cuda/ops.h" nogil:

@@ -164,6 +164,20 @@ cdef class CudaLibrary(DeviceLibrary):
         self.facts_of(device_id, &facts)
         return facts.major, facts.minor
 
+    def reaches(self, int device_id, int peer) -> bool:
+        """Return whether a device can have peer access to the memory of another one.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        cdef kvn_failure failure
+        cdef int status, can = 0
+        self.begin()
+        with nogil:
+            status = kvn_cuda_library_reaches(&self.library, device_id, peer, &can, &failure)
+        self.check(status, &failure)
+        return can != 0
+
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1:
         cdef kvn_failure failure
         cdef int status

@@ -87,6 +87,7 @@ class CudaDevice(Device):
         """What people want to know of it, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
+        others = [it for it in range(library.device_count()) if it != self.id]
         from kvplan.device import cuda_copies
 
         return {
@@ -97,4 +98,5 @@ class CudaDevice(Device):
             "context": library.context,
             "driver": driver_version(),
             "copies": cuda_copies.describe(self),
+            "peer_access": [it for it in others if library.reaches(self.id, it)],
         }
