@@ -47,6 +47,18 @@ cdef extern from "cuda/ops.h" nogil:
     const kvn_device_ops kvn_cuda_ops
 
 
+cdef extern from "cuda/reach.h" nogil:
+    ctypedef struct kvn_cuda_watch:
+        pass
+
+    int kvn_cuda_watch_create(
+        const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
+        kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure
+    )
+    void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch)
+    bint kvn_cuda_watch_is_replaced(const kvn_cuda_watch *watch)
+
+
 cdef extern from "cuda/copies.h" nogil:
     ctypedef struct kvn_cuda_tuning:
         uint64_t kernel_below

@@ -2,6 +2,9 @@
 
 from typing import Literal, NamedTuple, Never, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvnative._device import (
     Device,
     DeviceBuffer,
@@ -19,11 +22,13 @@ __all__ = [
     "DeviceBuffer",
     "HostBuffer",
     "Pinned",
+    "Watch",
     "builtin_copy_tuning",
     "copy_tuning",
     "copy_way",
     "far_copy_tuning",
     "tune_copies",
+    "watch",
 ]
 
 _Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
@@ -62,3 +67,13 @@ def copy_way(
     *,
     is_far: bool = False,
 ) -> Literal["kernel", "batch", "single"]: ...
+
+@final
+class Watch:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    @property
+    def is_replaced(self) -> bool: ...
+
+def watch(
+    device: Device, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+) -> tuple[Watch, int]: ...

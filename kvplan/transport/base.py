@@ -121,7 +121,7 @@ class BaseTransport(ABC):
             return str(error.args[0])
         return None
 
-    def shortfall(self, metadata: bytes) -> str | None:  # noqa: ARG002
+    def shortfall(self, metadata: bytes) -> str | None:
         """See `Transport.shortfall`; here there is none that is known beforehand."""
         return None
 

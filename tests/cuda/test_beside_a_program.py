@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_UNMAPPED, KVN_OK
+from kvnative._backend import KVN_OK, KVN_UNMAPPED
 from kvnative._cuda import CudaError, CudaLibrary, Device
 from kvnative._executor import Executor, Report
 from kvnative._lower import Descriptors

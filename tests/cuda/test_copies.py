@@ -14,8 +14,8 @@ from kvnative._cuda import CudaLibrary, Device
 from kvnative._cuda_share import export, import_descriptor
 from kvnative._executor import (
     KVN_CANCELLED,
-    KVN_UNMAPPED,
     KVN_OK,
+    KVN_UNMAPPED,
     Executor,
     Report,
 )

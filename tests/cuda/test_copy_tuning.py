@@ -145,7 +145,8 @@ def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path
         assert copy_tuning(other.native, "host_to_device") == tunings["host_to_device"]
         assert other.describe()["copies"] == {
             **dict.fromkeys(DIRECTIONS, "one launch below 64 KiB, then a batch call"),
-            "between_gpus": "one launch below 1 MiB, then a batch call below 8 MiB, then a copy each",
+            "between_gpus": "one launch below 1 MiB, then a batch call below 8 MiB, "
+            "then a copy each",
         }
     finally:
         other.close()

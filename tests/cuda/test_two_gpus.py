@@ -107,7 +107,9 @@ class TestBetweenProcesses:
             kvplan.execute(PULL, memory, local(side, here))
             assert sim_log.counts(*COPIES) == ONE_LAUNCH
             del memory
-        assert np.array_equal(rows(side.contents(here, NBYTES)), rows(pattern(1, NBYTES))[SCATTERED])
+        assert np.array_equal(
+            rows(side.contents(here, NBYTES)), rows(pattern(1, NBYTES))[SCATTERED]
+        )
 
     def test_and_pushed(self, side: Side, other: Other, whose: Whose, sim_log: Log) -> None:
         there = other.call("offer", whose, 1, NBYTES)
@@ -197,9 +199,7 @@ class TestWithoutPeerAccess:
         assert "CUDA_VISIBLE_DEVICES hides that GPU from this process" in message
         assert message.endswith("use kvplan.transport=tcp")
 
-    def test_one_way_alone(
-        self, side: Side, other: Other, cuda_simulator: CudaControls
-    ) -> None:
+    def test_one_way_alone(self, side: Side, other: Other, cuda_simulator: CudaControls) -> None:
         """What this side does goes; it is no way for a link that can choose."""
         there = other.call("offer", "kvplan", 1, NBYTES)
         metadata = other.call("metadata")
@@ -293,6 +293,9 @@ class TestEnginesOfOneProcess:
             two[1].push_blocks(caches[1], BlocksCacheKey(1, 5), [*range(BLOCKS)], blocks)
             assert np.array_equal(rows(programs[0].contents()), rows(pattern(1, NBYTES)))
             assert sim_log.calls("cuIpcOpenMemHandle_v2", pid=os.getpid()) == []
+            programs[0].free()
+            with refused("LLM_KV_CACHE_NOT_EXIST", "not all, memory of the device"):
+                two[1].pull_blocks(BlocksCacheKey(1, 5), caches[1], blocks, [*range(BLOCKS)])
             for engine, cache in zip(two, caches, strict=True):
                 engine.unregister_cache(cache.cache_id)
 
@@ -307,6 +310,10 @@ class Memory:
     def contents(self) -> bytes:
         self._side.enter()
         return self._side.contents(self.address, NBYTES)
+
+    def free(self) -> None:
+        self._side.enter()
+        self._side.free(self.address)
 
     def close(self) -> None:
         self._side.enter()

@@ -96,12 +96,11 @@ kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction directi
 
 /* ---- the three ways: *count is what they take, and did ---- */
 
-static int refuse_unknown(const uint64_t *column, const uint64_t *nbytes, size_t at, size_t *failed,
-                          kvn_failure *failure)
+static int refuse(kvn_cuda_reach reach, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
-    *failed = at;
-    return kvn_fail(failure, KVN_UNMAPPED, 0, "%" PRIu64 " bytes at 0x%" PRIx64
-                    " are not, or not all, memory of the device", nbytes[at], column[at]);
+    return kvn_fail(failure, KVN_UNMAPPED, 0, "%" PRIu64 " bytes at 0x%" PRIx64 " %s", nbytes, address,
+                    reach == KVN_CUDA_REPLACED ? "are other memory than was registered there, which was freed"
+                                               : "are not, or not all, memory of the device");
 }
 
 /* What is known of the memory of a batch. */
@@ -130,10 +129,11 @@ static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way
         if (to >= least && from >= least)
             continue;
         /* Behind the first, the next call says what is wrong with it. */
-        if (i == 0 && to == KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
-            return refuse_unknown(dst, nbytes, i, failed, failure);
-        if (i == 0 && from == KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
-            return refuse_unknown(src, nbytes, i, failed, failure);
+        *failed = i;
+        if (i == 0 && to <= KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
+            return refuse(to, dst[i], nbytes[i], failure);
+        if (i == 0 && from <= KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
+            return refuse(from, src[i], nbytes[i], failure);
         *count = i;
     }
     return KVN_OK;
