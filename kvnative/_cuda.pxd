@@ -37,10 +37,26 @@ cdef extern from "cuda/library.h" nogil:
         const kvn_cuda_library *library, int32_t device, int attribute, int *value,
         kvn_failure *failure
     )
+    int kvn_cuda_library_reaches(
+        const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,
+        kvn_failure *failure
+    )
 
 
 cdef extern from "cuda/ops.h" nogil:
     const kvn_device_ops kvn_cuda_ops
+
+
+cdef extern from "cuda/reach.h" nogil:
+    ctypedef struct kvn_cuda_watch:
+        pass
+
+    int kvn_cuda_watch_create(
+        const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
+        kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure
+    )
+    void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch)
+    bint kvn_cuda_watch_is_replaced(const kvn_cuda_watch *watch)
 
 
 cdef extern from "cuda/copies.h" nogil:
@@ -53,8 +69,9 @@ cdef extern from "cuda/copies.h" nogil:
     kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, int direction)
     void kvn_cuda_copies_tune(const kvn_device *device, int direction, kvn_cuda_tuning tuning)
     int kvn_cuda_copies_way(
-        const kvn_device *device, int direction, uint64_t mean_nbytes, size_t count
+        const kvn_device *device, int direction, bint is_far, uint64_t mean_nbytes, size_t count
     )
+    kvn_cuda_tuning kvn_cuda_tuning_far()
 
 
 cdef class CudaLibrary(DeviceLibrary):

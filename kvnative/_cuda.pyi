@@ -2,6 +2,9 @@
 
 from typing import Literal, NamedTuple, Never, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvnative._device import (
     Device,
     DeviceBuffer,
@@ -19,10 +22,13 @@ __all__ = [
     "DeviceBuffer",
     "HostBuffer",
     "Pinned",
+    "Watch",
     "builtin_copy_tuning",
     "copy_tuning",
     "copy_way",
+    "far_copy_tuning",
     "tune_copies",
+    "watch",
 ]
 
 _Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
@@ -42,6 +48,7 @@ class CudaLibrary(DeviceLibrary):
     def uuid(self, device_id: int) -> str: ...
     def pci_id(self, device_id: int) -> str: ...
     def capability(self, device_id: int) -> tuple[int, int]: ...
+    def reaches(self, device_id: int, peer: int) -> bool: ...
 
 class CopyTuning(NamedTuple):
     kernel_below: int
@@ -51,6 +58,22 @@ class CopyTuning(NamedTuple):
 def builtin_copy_tuning(direction: _Direction) -> CopyTuning: ...
 def copy_tuning(device: Device, direction: _Direction) -> CopyTuning: ...
 def tune_copies(device: Device, direction: _Direction, tuning: CopyTuning) -> None: ...
+def far_copy_tuning() -> CopyTuning: ...
 def copy_way(
-    device: Device, direction: _Direction, mean_nbytes: int, count: int
+    device: Device,
+    direction: _Direction,
+    mean_nbytes: int,
+    count: int,
+    *,
+    is_far: bool = False,
 ) -> Literal["kernel", "batch", "single"]: ...
+
+@final
+class Watch:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    @property
+    def is_replaced(self) -> bool: ...
+
+def watch(
+    device: Device, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+) -> tuple[Watch, int]: ...

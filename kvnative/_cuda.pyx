@@ -1,8 +1,11 @@
 """CUDA devices through the driver API: its library, opened at run time, and its errors."""
 
 cimport cython
+from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport int32_t, uint32_t, uint64_t
+from posix.unistd cimport getpid
 
+from kvnative._crossing cimport acquire_uint64
 from kvnative._device cimport DeviceLibrary, direction_of
 from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_UNSUPPORTED
@@ -16,7 +19,8 @@ from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinn
 
 # The one module to import for CUDA devices: what they are comes along.
 __all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer",
-           "Pinned", "builtin_copy_tuning", "copy_tuning", "copy_way", "tune_copies"]
+           "Pinned", "Watch", "builtin_copy_tuning", "copy_tuning", "copy_way", "far_copy_tuning",
+           "tune_copies", "watch"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
@@ -163,6 +167,20 @@ cdef class CudaLibrary(DeviceLibrary):
         self.facts_of(device_id, &facts)
         return facts.major, facts.minor
 
+    def reaches(self, int device_id, int peer) -> bool:
+        """Return whether a device can have peer access to the memory of another one.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        cdef kvn_failure failure
+        cdef int status, can = 0
+        self.begin()
+        with nogil:
+            status = kvn_cuda_library_reaches(&self.library, device_id, peer, &can, &failure)
+        self.check(status, &failure)
+        return can != 0
+
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1:
         cdef kvn_failure failure
         cdef int status
@@ -238,13 +256,87 @@ def tune_copies(NativeDevice device not None, str direction not None, tuning) ->
     kvn_cuda_copies_tune(&device.device, direction_of(direction), given)
 
 
+def far_copy_tuning() -> CopyTuning:
+    """Return what copies between two GPUs go by, on all devices."""
+    cdef kvn_cuda_tuning tuning = kvn_cuda_tuning_far()
+    return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
+
+
 def copy_way(
-    NativeDevice device not None, str direction not None, mean_nbytes, size_t count
+    NativeDevice device not None, str direction not None, mean_nbytes, size_t count, *,
+    bint is_far=False,
 ) -> str:
     """Return how `count` descriptors of that mean size go: "kernel", "batch" or "single".
 
-    What the driver has refused so far is left out.
+    What the driver has refused so far is left out. `is_far`: whether one side is another GPU's.
     """
     check_cuda(device)
     cdef uint64_t mean = unsigned("mean_nbytes", mean_nbytes)
-    return WAYS[kvn_cuda_copies_way(&device.device, direction_of(direction), mean, count)]
+    return WAYS[
+        kvn_cuda_copies_way(&device.device, direction_of(direction), is_far, mean, count)
+    ]
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Watch:
+    """What memory of the program was when it was registered: until this is let go.
+
+    Attributes:
+        is_replaced: whether a transfer, or another registration, has found other memory at its
+            addresses; no call of the driver.
+    """
+
+    cdef NativeDevice device
+    cdef kvn_cuda_watch *watch
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a Watch comes from watch()")
+
+    @property
+    def is_replaced(self) -> bool:
+        return kvn_cuda_watch_is_replaced(self.watch)
+
+    def __dealloc__(self):
+        if self.watch is not NULL and self.device.library.pid == getpid():
+            kvn_cuda_watch_destroy(&self.device.device, self.watch)
+
+
+def watch(NativeDevice device not None, addresses, nbytes) -> tuple[Watch, int]:
+    """Let no transfer take other memory for what is at these addresses now.
+
+    Args:
+        device: that has the memory.
+        addresses, nbytes: of each range: uint64, contiguous.
+
+    Returns:
+        The watch, and how many others are known from now on to be of memory that was replaced.
+
+    Raises:
+        CudaError: what CUDA says.
+    """
+    cdef Watch made = Watch.__new__(Watch)
+    cdef Py_buffer starts, sizes
+    cdef kvn_failure failure
+    cdef size_t replaced = 0
+    cdef int status
+    check_cuda(device)
+    acquire_uint64(&starts, addresses, "addresses")
+    try:
+        acquire_uint64(&sizes, nbytes, "nbytes")
+        try:
+            if starts.shape[0] != sizes.shape[0]:
+                raise ValueError(f"nbytes has {sizes.shape[0]} items; addresses {starts.shape[0]}")
+            made.device = device
+            with nogil:
+                status = kvn_cuda_watch_create(
+                    &device.device, <const uint64_t *>starts.buf, <const uint64_t *>sizes.buf,
+                    starts.shape[0], &made.watch, &replaced, &failure
+                )
+        finally:
+            PyBuffer_Release(&sizes)
+    finally:
+        PyBuffer_Release(&starts)
+    device.library.check(status, &failure)
+    return made, replaced

@@ -10,7 +10,10 @@ from kvnative._cuda cimport check_cuda
 from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure, unsigned
 
-__all__ = ["Exported", "Imported", "check_reach", "export", "import_descriptor", "import_handle"]
+__all__ = ["Exported", "Imported", "check_reach", "export", "import_descriptor", "import_handle",
+           "import_here"]
+
+GPUS = ("same", "other", "hidden")  # kvn_cuda_gpu
 
 cdef extern from "kvnative/cuda.h" nogil:
     ctypedef struct kvn_cuda_ipc_memory:
@@ -29,12 +32,17 @@ cdef extern from "cuda/share.h" nogil:
         uint64_t nbytes
     int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes,
                         kvn_cuda_exported *out, kvn_failure *failure)
-    int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid,
-                             kvn_failure *failure)
-    int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes,
+    ctypedef enum kvn_cuda_gpu:
+        pass
+    int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bint both_ways,
+                             kvn_cuda_gpu *out, kvn_failure *failure)
+    int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, bint is_far,
                                    kvn_cuda_imported *out, kvn_failure *failure)
     int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle,
-                               uint64_t nbytes, kvn_cuda_imported *out, kvn_failure *failure)
+                               uint64_t nbytes, bint is_far, kvn_cuda_imported *out,
+                               kvn_failure *failure)
+    int kvn_cuda_import_here(const kvn_device *device, const kvn_device *owner, uint64_t address,
+                             uint64_t nbytes, kvn_cuda_imported *out, kvn_failure *failure)
     int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported,
                        kvn_failure *failure)
 
@@ -88,18 +96,21 @@ cdef class Exported:
 cdef class Imported:
     """An allocation of another process, mapped here until this is let go; not in a forked child.
 
+    Or one of another device of this process, where it is.
+
     Attributes:
         device: that reaches it here.
         address, nbytes: where it is mapped.
     """
 
     cdef readonly Device device
+    cdef Device owner  # of this process
     cdef kvn_cuda_imported imported
     cdef bint is_mapped
     cdef object __weakref__
 
     def __init__(self, *args, **kwargs):
-        raise TypeError("Imported comes from import_descriptor() or import_handle()")
+        raise TypeError("Imported comes from import_descriptor(), _handle() or _here()")
 
     @property
     def address(self) -> int:
@@ -136,8 +147,14 @@ def export(Device device not None, address, nbytes) -> Exported:
     return made
 
 
-def import_descriptor(Device device not None, int fd, nbytes) -> Imported:
+def import_descriptor(Device device not None, int fd, nbytes, *, bint is_far) -> Imported:
     """Map what a descriptor of this process exports, which may be closed then.
+
+    Args:
+        device: to map it for.
+        fd: the descriptor.
+        nbytes: of the allocation.
+        is_far: whether it is memory of another GPU.
 
     Raises:
         DeviceError: it is none of CUDA, has fewer bytes, or what else CUDA says.
@@ -149,14 +166,16 @@ def import_descriptor(Device device not None, int fd, nbytes) -> Imported:
     check_cuda(device)
     made.device = device
     with nogil:
-        status = kvn_cuda_import_descriptor(&device.device, fd, size, &made.imported, &failure)
+        status = kvn_cuda_import_descriptor(&device.device, fd, size, is_far, &made.imported,
+                                            &failure)
     device.library.check(status, &failure)
     made.is_mapped = True
     return made
 
 
-def import_handle(Device device not None, bytes handle not None, nbytes) -> Imported:
-    """Map what has this handle of 64 bytes in another process.
+def import_handle(Device device not None, bytes handle not None, nbytes, *,
+                  bint is_far) -> Imported:
+    """Map what has this handle of 64 bytes in another process; as `import_descriptor`.
 
     Raises:
         ValueError: another number of bytes, or the allocation has fewer than `nbytes`.
@@ -173,20 +192,52 @@ def import_handle(Device device not None, bytes handle not None, nbytes) -> Impo
     memcpy(&given, <const char *>handle, sizeof(given))
     made.device = device
     with nogil:
-        status = kvn_cuda_import_handle(&device.device, &given, size, &made.imported, &failure)
+        status = kvn_cuda_import_handle(&device.device, &given, size, is_far, &made.imported,
+                                        &failure)
     device.library.check(status, &failure)
     made.is_mapped = True
     return made
 
 
-def check_reach(Device device not None, bytes uuid not None) -> None:
+def import_here(Device device not None, Device owner not None, address, nbytes) -> Imported:
+    """Reach memory of cuMemAlloc of another device of this process, where it is.
+
+    Raises:
+        DeviceError: KVN_UNSUPPORTED: both are one GPU, in two contexts; what CUDA says.
+    """
+    cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+    cdef Imported made = Imported.__new__(Imported)
+    cdef kvn_failure failure
+    cdef int status
+    check_cuda(device)
+    check_cuda(owner)
+    made.device, made.owner = device, owner
+    with nogil:
+        status = kvn_cuda_import_here(&device.device, &owner.device, start, size, &made.imported,
+                                      &failure)
+    device.library.check(status, &failure)
+    made.is_mapped = True
+    return made
+
+
+def check_reach(Device device not None, bytes uuid not None, *, bint both_ways) -> str:
     """Refuse memory of a GPU that the device cannot reach.
+
+    Args:
+        device: of this process.
+        uuid: of the GPU.
+        both_ways: refuse also where that GPU does not reach the device's memory.
+
+    Returns:
+        "same", "other" (with peer access) or "hidden": CUDA_VISIBLE_DEVICES leaves it out, and
+        whether it is reached shows when memory is mapped.
 
     Raises:
         ValueError: no UUID of 16 bytes.
         DeviceError: KVN_UNSUPPORTED: it cannot, and why; what CUDA says.
     """
     cdef kvn_cuda_uuid given
+    cdef kvn_cuda_gpu found
     cdef kvn_failure failure
     cdef int status
     check_cuda(device)
@@ -194,5 +245,6 @@ def check_reach(Device device not None, bytes uuid not None) -> None:
         raise ValueError(f"uuid has {len(uuid)} bytes; it must have {sizeof(given)}")
     memcpy(&given, <const char *>uuid, sizeof(given))
     with nogil:
-        status = kvn_cuda_check_reach(&device.device, &given, &failure)
+        status = kvn_cuda_check_reach(&device.device, &given, both_ways, &found, &failure)
     device.library.check(status, &failure)
+    return GPUS[<int>found]

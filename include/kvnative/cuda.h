@@ -81,6 +81,7 @@ enum {
     KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: of none, as mapped memory is */
     KVN_CUDA_POINTER_MEMORY_TYPE = 2,    /* unsigned */
     KVN_CUDA_POINTER_ON_DEVICE = 3,      /* CUdeviceptr: where kernels of the current context reach it */
+    KVN_CUDA_POINTER_BUFFER_ID = 7,      /* unsigned long long: of the allocation, and of no other, ever */
     KVN_CUDA_POINTER_IS_MANAGED = 8,     /* unsigned */
     KVN_CUDA_POINTER_DEVICE = 9,         /* int */
     KVN_CUDA_POINTER_IS_LEGACY_IPC = 10, /* int: cuIpcGetMemHandle takes it */

@@ -8,13 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from kvnative._backend import NativeError
 from kvplan.device.cuda_sharing import CudaSharing
-from kvplan.device.device import Device, find_library
+from kvplan.device.device import Device, device_error, find_library
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvnative._cuda import CudaLibrary
+    from kvplan.device.device import Watch
 
 _LOG = Log("kvplan")
 
@@ -83,10 +88,32 @@ class CudaDevice(Device):
         uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
         return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
 
+    def watch(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> tuple[Watch, ...]:
+        """See `Device.watch`: CUDA numbers its allocations, and uses no number again.
+
+        Raises:
+            LLMException: what CUDA says.
+        """
+        from kvnative import _cuda
+
+        try:
+            made, replaced = _cuda.watch(self.native, addresses, nbytes)
+        except NativeError as error:
+            raise device_error(error, f"memory of device {self.id} to be registered") from error
+        if replaced:
+            _LOG.warning(
+                "device=%d memory of %d registered caches was freed without unregister_cache: its "
+                "addresses are now those of another cache that is registered",
+                self.id,
+                replaced,
+            )
+        return (made,)
+
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
+        others = [it for it in range(library.device_count()) if it != self.id]
         from kvplan.device import cuda_copies
 
         return {
@@ -97,4 +124,5 @@ class CudaDevice(Device):
             "context": library.context,
             "driver": driver_version(),
             "copies": cuda_copies.describe(self),
+            "peer_access": [it for it in others if library.reaches(self.id, it)],
         }

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
-from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_tuning, tune_copies
+from kvnative._cuda import (
+    CopyTuning,
+    builtin_copy_tuning,
+    copy_tuning,
+    far_copy_tuning,
+    tune_copies,
+)
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
@@ -268,9 +274,11 @@ def apply(device: Device, tunings: Tunings) -> None:
         tune_copies(device.native, direction, tuning)
 
 
-def describe(device: Device) -> dict[CopyDirection, str]:
-    """How bytes go in each direction, in words."""
-    return {it: _words(device, copy_tuning(device.native, it)) for it in COPY_DIRECTIONS}
+def describe(device: Device) -> dict[str, str]:
+    """How bytes go in each direction, and between two GPUs, in words."""
+    known: dict[str, CopyTuning] = {it: copy_tuning(device.native, it) for it in COPY_DIRECTIONS}
+    known["between_gpus"] = far_copy_tuning()
+    return {name: _words(device, it) for name, it in known.items()}
 
 
 def _words(device: Device, tuning: CopyTuning) -> str:

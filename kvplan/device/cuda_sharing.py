@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 from kvnative import _cuda_share
 from kvnative._backend import NativeError
 from kvplan.device.device import device_error
-from kvplan.device.sharing import AllocationRef, Exported, next_number
-from kvplan.status import invalid
+from kvplan.device.sharing import AllocationRef, Exported, exported, next_number
+from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from kvnative._device import Device as NativeDevice
@@ -51,15 +51,38 @@ class CudaSharing:
     def map(self, ref: AllocationRef, fd: int) -> _cuda_share.Imported:
         """See `Sharing.map`."""
         native, what = self._native, f"{ref.nbytes} bytes of GPU {ref.device} of a peer"
+        uuid, gpu = bytes.fromhex(ref.device), ""
+        here = exported(ref)
         try:
-            _cuda_share.check_reach(native, bytes.fromhex(ref.device))
+            gpu = _cuda_share.check_reach(native, uuid, both_ways=False)
+            is_far = gpu != "same"
             if ref.fd >= 0:
-                return _cuda_share.import_descriptor(native, fd, ref.nbytes)
-            return _cuda_share.import_handle(native, bytes.fromhex(ref.handle), ref.nbytes)
+                return _cuda_share.import_descriptor(native, fd, ref.nbytes, is_far=is_far)
+            if here is not None:  # CUDA opens no handle in the process that it is of
+                return _cuda_share.import_here(native, here.device, ref.address, ref.nbytes)
+            handle = bytes.fromhex(ref.handle)
+            return _cuda_share.import_handle(native, handle, ref.nbytes, is_far=is_far)
         except ValueError as error:
             raise invalid(f"{what}: {error}") from error
         except NativeError as error:
-            raise device_error(error, f"{what}, to be mapped for device {native.id}") from error
+            failure = device_error(error, f"{what}, to be mapped for device {native.id}")
+            if gpu != "hidden":
+                raise failure from error
+            raise LLMException(
+                f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process: if the "
+                "driver does not reach it so, let both processes see both GPUs, and choose by "
+                "llm.DeviceId; where there is no peer access between the two (nvidia-smi topo -p2p "
+                "r), use kvplan.transport=tcp",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from error
+
+    def shortfall(self, uuid: str) -> str | None:
+        """See `Sharing.shortfall`."""
+        try:
+            _cuda_share.check_reach(self._native, bytes.fromhex(uuid), both_ways=True)
+        except NativeError as error:
+            return str(error)
+        return None
 
     def _export(
         self, address: int, nbytes: int, buffer: DeviceBuffer | None, is_pool: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -18,6 +18,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -55,6 +56,14 @@ class _Shared:
 
 _shared: dict[tuple[int, DeviceLibrary, int], _Shared] = {}  # by process, library and device
 _mutex = threading.RLock()
+
+
+class Watch(Protocol):
+    """That registered memory stays what it was, as far as anything has looked."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other memory was found at its addresses."""
 
 
 class Device:
@@ -161,6 +170,25 @@ class Device:
             ) from error
         self._pinned.add(pinned)
         return pinned
+
+    def watch(
+        self,
+        addresses: NDArray[np.uint64],
+        nbytes: NDArray[np.uint64],
+    ) -> tuple[Watch, ...]:
+        """Have transfers refuse what is at these addresses once it is other memory than now.
+
+        Args:
+            addresses, nbytes: of memory of the program that is registered.
+
+        Returns:
+            What to hold meanwhile; nothing where the device's library tells no allocation from a
+            later one, as by default.
+
+        Raises:
+            LLMException: what the device says.
+        """
+        return ()
 
     def check_range(self, name: str, address: int, nbytes: int) -> None:
         """Refuse a range that is not memory of this device, by its first and last byte.

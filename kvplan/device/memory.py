@@ -14,6 +14,7 @@ from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
+    from kvplan.device.device import Watch
     from kvplan.execution.memory import Addresses, Direction, TensorMemory
     from kvplan.tensor_forms import TensorForm
 
@@ -42,6 +43,7 @@ class DeviceMemory:
         writable: whether a transfer may write to them.
         owner: keeps the memory alive, or vouches for it; None: the addresses are checked before
             and after each transfer.
+        watches: of memory that its owner may free under it, see `Device.watch`.
     """
 
     in_process = True
@@ -55,6 +57,7 @@ class DeviceMemory:
         *,
         writable: bool,
         owner: object,
+        watches: tuple[Watch, ...] = (),
     ) -> None:
         for column in (addresses, nbytes):
             column.flags.writeable = False
@@ -62,6 +65,7 @@ class DeviceMemory:
         self.addresses = addresses
         self.nbytes = nbytes
         self.writable = writable
+        self.watches = watches
         self._owner = owner
 
     @classmethod
@@ -92,6 +96,8 @@ class DeviceMemory:
             owner=owner,
         )
         memory.check_located()
+        if owner is not None:
+            memory.watches = device.watch(memory.addresses, memory.nbytes)
         return memory
 
     @classmethod
@@ -109,6 +115,7 @@ class DeviceMemory:
             owner=tuple(it.owner for it in forms),
         )
         memory.check_located()
+        memory.watches = device.watch(memory.addresses, memory.nbytes)
         return memory
 
     def backend(
@@ -142,14 +149,25 @@ class DeviceMemory:
         return self._owner is not None
 
     def check(self) -> None:
-        """Check raw addresses again; what is held cannot have gone."""
-        if self._owner is None:
-            self.check_located()
+        """Check raw addresses again; what is held cannot have gone, but where that was seen.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: it was
+                freed, and its addresses are other memory's.
+        """
+        self.check_tensors(range(len(self.addresses)))
 
     def check_tensors(self, tensors: range) -> None:
         """See `TensorMemory`."""
         if self._owner is None:
             self.check_located(tensors)
+        elif any(it.is_replaced for it in self.watches):
+            raise LLMException(
+                f"memory of device {self.device.id} that was registered has been freed, and its "
+                "addresses are other memory's now: unregister the cache (before its memory goes), "
+                "and register what is there",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
 
     def check_located(self, tensors: range | None = None) -> None:
         """Refuse tensors that are not memory of the device any more.

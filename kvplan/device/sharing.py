@@ -108,6 +108,12 @@ class Sharing(Protocol):
                 what the device says.
         """
 
+    def shortfall(self, uuid: str) -> str | None:
+        """Why this device and the one with that UUID do not reach each other's memory.
+
+        None: they do, or it shows only when memory is mapped.
+        """
+
 
 # What this process exports, so that a link to itself finds it instead of mapping it again.
 _EXPORTED: WeakValueDictionary[AllocationRef, Exported] = WeakValueDictionary()

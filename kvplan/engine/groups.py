@@ -398,4 +398,11 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     owner = tuple(memories) if all(it.held for it in on_device) else None
-    return DeviceMemory(on_device[0].device, addresses, nbytes, writable=writable, owner=owner)
+    return DeviceMemory(
+        on_device[0].device,
+        addresses,
+        nbytes,
+        writable=writable,
+        owner=owner,
+        watches=tuple(watch for it in on_device for watch in it.watches),
+    )

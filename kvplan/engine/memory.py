@@ -93,8 +93,14 @@ def memory_of_tensors(
         raise invalid("writable=True, but one of the tensors is a read-only array")
     if writable is False and memory.writable:
         if on_device is not None:
+            assert isinstance(memory, DeviceMemory)
             return DeviceMemory(
-                on_device, memory.addresses, memory.nbytes, writable=False, owner=memory
+                on_device,
+                memory.addresses,
+                memory.nbytes,
+                writable=False,
+                owner=memory,
+                watches=memory.watches,
             )
         return HostMemory(memory.addresses, memory.nbytes, writable=False, owner=memory)
     return memory

@@ -10,6 +10,7 @@ from kvplan.control.auth import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Offer
 from kvplan.links.values import link_failed
+from kvplan.logs import Log
 from kvplan.transport.choice import WHERE_MISSING
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvplan.links.notifying import Inbox
     from kvplan.transport.protocol import Transport
 
+_LOG = Log("kvplan")
 _T = TypeVar("_T")
 
 
@@ -185,6 +187,8 @@ class LocalEngine:
     def choose(self, peer: int, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
         """The transport to use with a peer that makes these offers, and the peer's metadata.
 
+        The first that reaches all memory of the peer, as far as is known, else the first at all.
+
         Args:
             peer: its cluster.
             offers: of the peer.
@@ -195,6 +199,7 @@ class LocalEngine:
         """
         offered = {it.transport: it.metadata for it in offers}
         refusals = []
+        partial: tuple[Transport, bytes] | None = None
         for transport in self.transports:
             name = transport.name
             if (metadata := offered.get(name)) is None:
@@ -202,8 +207,13 @@ class LocalEngine:
                 refusals.append(f"{name}: cluster {peer} does not offer it{remedy}")
             elif (refusal := transport.refusal(metadata)) is not None:
                 refusals.append(f"{name}: {refusal}")
-            else:
+            elif (lack := transport.shortfall(metadata)) is None:
                 return transport, metadata
+            elif partial is None:
+                _LOG.info("peer=%d transport=%s is the last to be chosen: %s", peer, name, lack)
+                partial = transport, metadata
+        if partial is not None:
+            return partial
         for name in offered.keys() & self.missing.keys():
             why = self.missing[name]
             refusals.append(f"{name}: cluster {self.cluster_id} does not have it: {why}")

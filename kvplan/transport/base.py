@@ -121,6 +121,10 @@ class BaseTransport(ABC):
             return str(error.args[0])
         return None
 
+    def shortfall(self, metadata: bytes) -> str | None:
+        """See `Transport.shortfall`; here there is none that is known beforehand."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """See `Transport.close`."""

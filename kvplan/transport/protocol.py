@@ -181,6 +181,15 @@ class Transport(Protocol):
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
+    def shortfall(self, metadata: bytes) -> str | None:
+        """What memory of that peer is not reached, and why, where it can; None: none is known.
+
+        Another transport that has none is preferred.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
+
     def connect(
         self,
         metadata: bytes,

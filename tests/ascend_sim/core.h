@@ -51,6 +51,8 @@ void sim_condition_init(pthread_cond_t *condition);
 
 /* Address space of a device, or 0; never given twice. */
 SIM_API uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment);
+/* The next one who takes that many gets these, which were taken before. */
+SIM_API void sim_space_give(uint64_t address, uint64_t nbytes);
 /* Bytes that all processes hold on the device; adds change for this one unless that exceeds limit. */
 SIM_API int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
 

@@ -100,6 +100,10 @@ static int set_number(const char *name, int64_t value) {
         settings.cuda_capability = value;
     } else if (!strcmp(name, "cuda_peers")) {
         settings.cuda_peers = value;
+    } else if (!strcmp(name, "cuda_hidden")) {
+        settings.cuda_hidden = value;
+    } else if (!strcmp(name, "cuda_reuse")) {
+        settings.cuda_reuse = value;
     } else if (!strcmp(name, "cuda_virtual")) {
         settings.cuda_virtual = value;
     } else if (!strcmp(name, "cuda_ipc")) {
@@ -175,6 +179,8 @@ __attribute__((constructor)) static void read_environment(void) {
         {"page_table_bytes", "KVSIM_PAGE_TABLE_BYTES", "1099511627776"},
         {"cuda_capability", "KVSIM_CUDA_CAPABILITY", "90"},
         {"cuda_peers", "KVSIM_CUDA_PEERS", "1"},
+        {"cuda_hidden", "KVSIM_CUDA_HIDDEN", "1"},
+        {"cuda_reuse", "KVSIM_CUDA_REUSE", "0"},
         {"cuda_virtual", "KVSIM_CUDA_VIRTUAL", "1"},
         {"cuda_ipc", "KVSIM_CUDA_IPC", "1"},
         {"cuda_staged_us", "KVSIM_CUDA_STAGED_US", "0"},

@@ -1,4 +1,5 @@
-/* Address space that nobody can read: of device memory and of handles. Never given out twice. */
+/* Address space that nobody can read: of device memory and of handles. Given out twice only where it was given
+ * back for that. */
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -21,6 +22,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static chunk chunks[4096];
 static int num_chunks;
 static chunk handles;
+static uint64_t again, again_nbytes; /* what the next allocation of that size gets */
 
 /* The kernel picks the place: fixed ones collide with the shadow memory of sanitizers. By system call,
  * so that ThreadSanitizer does not mark gigabytes of shadow for what is never read. */
@@ -42,6 +44,12 @@ static uint64_t take(chunk *from, uint64_t nbytes, uint64_t alignment) {
 uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment) {
     uint64_t with_guard = nbytes + alignment; /* one past the end belongs to no other */
     pthread_mutex_lock(&mutex);
+    if (again && again_nbytes == nbytes) {
+        uint64_t given = again;
+        again = 0;
+        pthread_mutex_unlock(&mutex);
+        return given;
+    }
     uint64_t at = num_chunks ? take(&chunks[num_chunks - 1], with_guard, alignment) : 0;
     if (!at) {
         uint64_t wanted = with_guard + alignment > CHUNK ? with_guard + alignment : CHUNK;
@@ -53,6 +61,13 @@ uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment) {
     }
     pthread_mutex_unlock(&mutex);
     return at;
+}
+
+void sim_space_give(uint64_t address, uint64_t nbytes) {
+    pthread_mutex_lock(&mutex);
+    again = address;
+    again_nbytes = nbytes;
+    pthread_mutex_unlock(&mutex);
 }
 
 int sim_is_device_space(uint64_t address, uint64_t nbytes) {

@@ -41,6 +41,8 @@ typedef struct {
     int64_t issue_blocks;      /* KVSIM_ISSUE_BLOCKS: 1: HCCL's batches block until it is 0, as when streams are full */
     int64_t cuda_capability;   /* KVSIM_CUDA_CAPABILITY and the next: tests/cuda_sim/cuda_sim.h */
     int64_t cuda_peers;
+    int64_t cuda_hidden;
+    int64_t cuda_reuse;
     int64_t cuda_virtual;
     int64_t cuda_ipc;
     int64_t cuda_staged_us;

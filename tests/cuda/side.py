@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -198,12 +199,17 @@ def names(device_id: str) -> dict[str, Any]:
 
 
 class Other(Peer):
-    """The other process, whose `side` is on that device."""
+    """The other process, whose `side` is on that device.
+
+    Args:
+        device_id: its number there.
+        environment: variables that it has besides those of this process.
+    """
 
     module = "tests.cuda.side"
 
-    def __init__(self, device_id: int = 0) -> None:
-        super().__init__(str(device_id))
+    def __init__(self, device_id: int = 0, **environment: str) -> None:
+        super().__init__(str(device_id), environment={**os.environ, **environment})
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """What that method of its side returns."""

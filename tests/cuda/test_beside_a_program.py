@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_INVALID, KVN_OK
+from kvnative._backend import KVN_OK, KVN_UNMAPPED
 from kvnative._cuda import CudaError, CudaLibrary, Device
 from kvnative._executor import Executor, Report
 from kvnative._lower import Descriptors
@@ -163,9 +163,9 @@ def test_what_a_segment_lacks_is_never_launched(
     assert found == bytes(range(100))
     bad = [*good, segment + page * GRANULE + 8]
     report = moved(device, "device_to_device", bad, [ours] * 3, 100)
-    assert (report.status, report.failed) == (KVN_INVALID, 2)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 2)
     report = moved(device, "device_to_device", [segment + 2 * GRANULE - 50], [ours], 100)
-    assert (report.status, report.failed) == (KVN_INVALID, 0)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
     assert sim_log.counts(LAUNCH)[LAUNCH] == 2, "of what was good"
     device.write(ours, bytes(100))
 

@@ -14,8 +14,8 @@ from kvnative._cuda import CudaLibrary, Device
 from kvnative._cuda_share import export, import_descriptor
 from kvnative._executor import (
     KVN_CANCELLED,
-    KVN_INVALID,
     KVN_OK,
+    KVN_UNMAPPED,
     Executor,
     Report,
 )
@@ -144,7 +144,7 @@ def test_an_address_that_is_no_memory_is_never_launched(
     columns[side][7] += np.uint64(1 << 40)
     bad = int(columns[side][7])
     report = executor.run(Descriptors.from_columns(columns["dst"], columns["src"], case.nbytes))
-    assert (report.status, report.failed) == (KVN_INVALID, 7)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 7)
     assert report.message == (
         f"descriptor 7: 64 bytes at {bad:#x} are not, or not all, memory of the device"
     )
@@ -159,7 +159,7 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     report = Executor(device.backend("device_to_device")).run(
         Descriptors.from_columns(target, source, np.array([4 * MIB], np.uint64))
     )
-    assert (report.status, report.failed) == (KVN_INVALID, 0)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
 
 
 def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
@@ -180,9 +180,9 @@ def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
         return executor.run(descriptors)
 
     report = pull(theirs.address)
-    assert (report.status, report.failed) == (KVN_INVALID, 0)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
     exported = export(owner, theirs.address, case.source.nbytes)
-    mapped = import_descriptor(device, exported.fd, exported.nbytes)
+    mapped = import_descriptor(device, exported.fd, exported.nbytes, is_far=True)
     sim_log.restart()
     assert pull(mapped.address).status == KVN_OK
     case.assert_moved()

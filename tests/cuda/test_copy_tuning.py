@@ -14,6 +14,7 @@ from kvnative._cuda import (
     builtin_copy_tuning,
     copy_tuning,
     copy_way,
+    far_copy_tuning,
     tune_copies,
 )
 from kvnative._cuda import Device as NativeDevice
@@ -49,6 +50,14 @@ def test_what_is_built_in_by_size(device: NativeDevice) -> None:
     assert ways("device_to_device") == ["kernel", "kernel", "single"]
     assert ways("host_to_device") == ways("device_to_host") == ["kernel", "batch", "single"]
     assert ways("host_to_device", 1) == ["kernel", "single", "single"]
+
+
+def test_between_two_gpus_nothing_is_told(device: NativeDevice) -> None:
+    tune_copies(device, "device_to_device", CopyTuning(0, 0, 1))
+    sizes = (64 * KIB, MIB, 16 * MIB)
+    found = [copy_way(device, "device_to_device", it, 2, is_far=True) for it in sizes]
+    assert found == ["kernel", "batch", "single"]
+    assert far_copy_tuning().blocks == 64
 
 
 def test_a_device_copies_as_it_is_told(device: NativeDevice) -> None:
@@ -134,9 +143,11 @@ def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path
     other = CudaDevice(4)
     try:
         assert copy_tuning(other.native, "host_to_device") == tunings["host_to_device"]
-        assert other.describe()["copies"] == dict.fromkeys(
-            DIRECTIONS, "one launch below 64 KiB, then a batch call"
-        )
+        assert other.describe()["copies"] == {
+            **dict.fromkeys(DIRECTIONS, "one launch below 64 KiB, then a batch call"),
+            "between_gpus": "one launch below 1 MiB, then a batch call below 8 MiB, "
+            "then a copy each",
+        }
     finally:
         other.close()
     assert [*json.loads((folder / "cuda.json").read_text())["machines"]] == [

@@ -174,36 +174,6 @@ class TestTransfers:
             with refused("LLM_KV_CACHE_NOT_EXIST", "a lease was released"):
                 kvplan.execute(PULL, memory, here)
 
-    def test_two_devices(self, cuda_simulator: CudaControls, other: Other, whose: Whose) -> None:
-        side = Side(1)
-        there = other.call("offer", whose, 1)
-        with side.transport.connect(other.call("metadata")) as link:
-            here = zeros(side)
-            kvplan.execute(PULL, link.memory([there], NBYTES), side.local(here))
-            assert np.array_equal(blocks(side.contents(here)), expected(1))
-        del link
-        assert side.close() == {}
-
-    def test_two_devices_without_peer_access(
-        self, cuda_simulator: CudaControls, other: Other, whose: Whose
-    ) -> None:
-        side = Side(1)
-        there = other.call("offer", whose, 1)
-        cuda_simulator.set("cuda_peers", 0)
-        try:
-            with (
-                side.transport.connect(other.call("metadata")) as link,
-                refused(
-                    "LLM_FEATURE_NOT_ENABLED",
-                    "device 1 cannot reach the memory of device 0: there is no peer access",
-                ),
-            ):
-                link.memory([there], NBYTES)
-        finally:
-            cuda_simulator.set("cuda_peers", 1)
-        del link
-        assert side.close() == {}
-
     def test_what_is_mapped_goes_with_its_last_user(
         self, side: Side, other: Other, whose: Whose, cuda_simulator: CudaControls
     ) -> None:
@@ -568,18 +538,3 @@ class TestToItself:
             refused("LLM_PARAM_INVALID", "src and dst overlap"),
         ):
             kvplan.execute(plan, link.memory([there], NBYTES), side.local(there))
-
-    def test_another_device_of_this_process(self, side: Side, whose: Whose) -> None:
-        there = side.offer(whose, 1)
-        user = Side(1)
-        with user.transport.connect(side.metadata()) as link:
-            if whose == "kvplan":
-                here = zeros(user)
-                kvplan.execute(PULL, link.memory([there], NBYTES), user.local(here))
-                assert np.array_equal(blocks(user.contents(here)), expected(1))
-            else:
-                with refused("LLM_PARAM_INVALID", "INVALID_CONTEXT"):
-                    link.memory([there], NBYTES)
-        del link
-        assert user.close() == {}
-        side.enter()

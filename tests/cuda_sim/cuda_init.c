@@ -45,7 +45,12 @@ int cuda_ordinal(int physical) {
 }
 
 int cuda_can_reach(int device, int peer) {
-    return device != peer && sim_settings_now().cuda_peers;
+    const int64_t peers = sim_settings_now().cuda_peers;
+    return device != peer && (peers == 1 || (peers == 2 && device < peer));
+}
+
+int cuda_is_mappable(int device) {
+    return cuda_ordinal(device) >= 0 || sim_settings_now().cuda_hidden;
 }
 
 /* Those behind the first wrong number are not visible either. */

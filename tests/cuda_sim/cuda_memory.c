@@ -94,6 +94,14 @@ static int check_owned(const cuda_context *context, uint64_t address, int origin
     return 0;
 }
 
+/* As drivers do, which hardly ever leave an address alone. */
+static void reuse(uint64_t address, uint64_t nbytes) {
+    uint64_t page = nbytes >= PAGE_2M / 2 ? PAGE_2M : 4096;
+    if (sim_settings_now().cuda_reuse) {
+        sim_space_give(address, (nbytes + page - 1) / page * page);
+    }
+}
+
 static int origin_of(uint64_t address) {
     sim_memory *memory = sim_find(address, 1);
     int origin = memory ? sim_memory_traits(memory).origin : 0;
@@ -108,9 +116,15 @@ CUDA cuMemFree_v2(cuda_address address) {
     int code = cuda_enter_context(&call, __func__, &context);
     if (!code && address) { /* NULL is no error, as of free() */
         int is_managed = origin_of(address) == CUDA_MANAGED;
+        sim_memory *memory = sim_find(address, 1);
+        uint64_t nbytes = memory ? memory->nbytes : 0;
+        sim_memory_release(memory);
         code = check_owned(context, address, is_managed ? CUDA_MANAGED : CUDA_ALLOCATED, INVALID_VALUE);
         code = code ? code : sim_context_wait_for(context->handle);
         code = code ? code : sim_memory_free(is_managed ? SIM_MEMORY_PINNED : SIM_MEMORY_DEVICE, address);
+        if (!code && !is_managed) {
+            reuse(address, nbytes);
+        }
     }
     return cuda_leave(&call, code, "\"address\":%llu", address);
 }

@@ -121,7 +121,7 @@ static int check(const content *of, const cuda_context *context, opened **known)
     if (of->pid == getpid()) {
         return sim_error(INVALID_CONTEXT, "the handle is of this process");
     }
-    if (cuda_ordinal(of->device) < 0) {
+    if (!cuda_is_mappable(of->device)) {
         return sim_error(INVALID_DEVICE, "memory of a device that is not visible here");
     }
     if (of->device != context->device && !cuda_can_reach(context->device, of->device)) {

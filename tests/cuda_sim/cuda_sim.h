@@ -23,7 +23,9 @@
  *                               name:n=partial:719  the same, once half of the work is done
  *                               name:n=hang         its work never ends; kvsim_hangs_end() lets it go on
  *   KVSIM_CUDA_CAPABILITY 90    compute capability, 9.0
- *   KVSIM_CUDA_PEERS 1          0: no GPU reaches another
+ *   KVSIM_CUDA_PEERS 1          0: no GPU reaches another; 2: one reaches those with higher numbers alone
+ *   KVSIM_CUDA_HIDDEN 1         0: memory of GPUs that CUDA_VISIBLE_DEVICES hides cannot be mapped
+ *   KVSIM_CUDA_REUSE 0          1: cuMemAlloc gives the address of what was freed last, if that was as large
  *   KVSIM_CUDA_VIRTUAL 1        0: no virtual memory; 2: with it, but nothing of it can be exported
  *   KVSIM_CUDA_IPC 1            0: no IPC handles, as in containers of their own
  *   KVSIM_CUDA_CAPTURE 0        1: another thread of the program captures a stream, in global mode
@@ -35,6 +37,9 @@
  * is after any code of the fault table that says so (`cuda_is_sticky`). What the documents call undefined, or
  * hardware leaves to luck, is refused where the call can return an error, and counted: kvsim_violations(),
  * kvsim_last_violation(), and lines {"call":"violation"} of the log. A test should end with none.
+ *
+ * Memory of a GPU that this process does not see can be mapped: the document of cudaIpcOpenMemHandle says so, and
+ * NCCL relies on it since CUDA 10.1, for both kinds of handles. Such memory has the device number -1 here.
  *
  * Guesses, where no document says it: a copy over bytes that are not mapped is accepted and fails as 700 on
  * its stream (drivers refuse most of them with 1 at the call, and go on); memory of another context of the same
@@ -116,8 +121,10 @@ int cuda_num_devices(void);
 /* Of a number that the program knows; -1 where there is no such device. */
 int cuda_physical(int ordinal);
 int cuda_ordinal(int physical);
-/* Whether devices reach each other's memory. */
+/* Whether the first device reaches memory of the other. */
 int cuda_can_reach(int device, int peer);
+/* Whether memory of a device can be mapped in this process, for one of its own. */
+int cuda_is_mappable(int device);
 
 /* ---- contexts ---- */
 

@@ -521,9 +521,9 @@ static int read_descriptor(int fd, int *device, int *handle_types, uint64_t *nby
         return sim_error(INVALID_VALUE, "descriptor %d is none of exported memory", fd);
     }
     *nbytes = (uint64_t)status.st_size;
-    return cuda_ordinal(*device) < 0
-               ? sim_error(NOT_SUPPORTED, "memory of a device that is not visible here")
-               : 0;
+    return cuda_is_mappable(*device)
+               ? 0
+               : sim_error(INVALID_DEVICE, "memory of a device that is not visible here");
 }
 
 CUDA cuMemImportFromShareableHandle(cuda_address *handle, void *descriptor, int type) {

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
         granularity: of its memory: what is allocated is a multiple.
         allocate, pin, read: the calls for that, and a code with which each fails.
         full: the code of `allocate` where nothing is free.
-        refusal: what it says of memory that was freed.
+        refusal, gone: what it says of memory that was freed, and the status.
     """
 
     device: type[Device]
@@ -58,6 +58,7 @@ class Kind(NamedTuple):
     read: str
     not_read: int
     refusal: str
+    gone: str
 
     def taken(self, nbytes: int) -> int:
         """Return how much an allocation of that size takes."""
@@ -67,11 +68,11 @@ class Kind(NamedTuple):
 KINDS = {
     "ascend": Kind(
         AscendDevice, 1, "aclrtMallocAlign32", 207001, "aclrtHostRegisterV2", 207006,
-        "aclrtMemcpy", 507054, "aclrtMemcpy",
+        "aclrtMemcpy", 507054, "aclrtMemcpy", "LLM_PARAM_INVALID",
     ),
     "cuda": Kind(
         CudaDevice, 2 << 20, "cuMemCreate", 2, "cuMemHostRegister_v2", 800,
-        "cuMemcpyAsync", 214, "no memory of a device",
+        "cuMemcpyAsync", 214, "no memory of a device", "LLM_KV_CACHE_NOT_EXIST",
     ),
 }  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_memory_that_is_freed_is_found_gone(
     with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
     # A registered cache is the program's word; the device knows better.
-    with refused("LLM_PARAM_INVALID", kind_of(simulator).refusal):
+    with refused(kind_of(simulator).gone, kind_of(simulator).refusal):
         datadist.read_cache(registered)
 
 

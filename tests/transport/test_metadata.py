@@ -56,6 +56,7 @@ parts = st.builds(
     after=st.integers(0, 2**62 - 1),
 )
 digits = st.text("0123456789abcdef", min_size=128, max_size=128)
+uuids = digits.map(lambda it: it[:32])
 exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits)
 on_devices = st.builds(
     lambda it, device, number, export, after, is_pool: replace(
@@ -63,7 +64,7 @@ on_devices = st.builds(
         allocation=AllocationRef(device, it.address, it.nbytes + after, number, *export, is_pool),
     ),
     ranges,
-    device=digits.map(lambda it: it[:32]),
+    device=uuids,
     number=uint64,
     export=exports,
     after=st.integers(0, 2**62 - 1),
@@ -84,7 +85,7 @@ writers = st.builds(
     address=st.integers(1, 2**64 - 1),
 )
 some_ranges = st.lists(ranges | parts | on_devices, max_size=5).map(tuple)
-metadata = st.builds(Metadata, identities, tables, writers, some_ranges)
+metadata = st.builds(Metadata, identities, tables, writers, some_ranges, st.just("") | uuids)
 
 EXPORTED = AllocationRef("0" * 32, 4000, 200, number=1, fd=14, handle="", is_pool=True)
 WITH_HANDLE = AllocationRef("1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128, is_pool=False)
@@ -163,6 +164,7 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         for i in (0, 1)
     },
     "allocations": lambda it: it,
+    "device": lambda it: it,
     **{
         f"ranges[0].arena.{name}": lambda it: it["ranges"][0]["arena"]
         for name in ArenaRef.__slots__
@@ -240,6 +242,14 @@ def test_allocations_that_must_fit_themselves(
     document = json.loads(EXAMPLE.to_bytes())
     document["allocations"][place][field] = value
     assert message in refusal(json.dumps(document).encode())
+
+
+def test_the_device_is_a_uuid() -> None:
+    document = json.loads(EXAMPLE.to_bytes())
+    document["device"] = "0" * 31
+    message = refusal(json.dumps(document).encode())
+    assert "device is '0000" in message
+    assert "it must be empty, or 32 hexadecimal digits" in message
 
 
 def test_there_may_be_no_allocation() -> None:

@@ -18,6 +18,11 @@
 #define HOST_BATCH_BELOW (4u << 20)
 /* Within the device both are limited by its memory, and the copies of 8 MiB take about as long as their issue. */
 #define WITHIN_KERNEL_BELOW (8u << 20)
+/* Between two GPUs the link is the limit: at the 450 GB/s of an H100's NVLink a copy's 2 us are 900 KiB, and as much
+ * must be in flight, which 64 blocks have (an estimate: no two GPUs were at hand). Over PCIe less would do. */
+#define FAR_KERNEL_BELOW (1u << 20)
+#define FAR_BATCH_BELOW (8u << 20)
+#define FAR_BLOCKS 64
 /* Single copies of one call, so that who issues them looks now and then whether to stop. */
 #define SINGLES 64
 
@@ -43,6 +48,11 @@ kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction)
     return (kvn_cuda_tuning){HOST_KERNEL_BELOW, HOST_BATCH_BELOW, HOST_BLOCKS};
 }
 
+kvn_cuda_tuning kvn_cuda_tuning_far(void)
+{
+    return (kvn_cuda_tuning){FAR_KERNEL_BELOW, FAR_BATCH_BELOW, FAR_BLOCKS};
+}
+
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction)
 {
     copies *self = copies_of(device);
@@ -63,11 +73,17 @@ void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn
     pthread_mutex_unlock(&self->mutex);
 }
 
-kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, uint64_t mean_nbytes,
-                                 size_t count)
+static kvn_cuda_tuning tuning_of(const kvn_device *device, kvn_direction direction, bool is_far)
+{
+    return is_far && direction == KVN_DEVICE_TO_DEVICE ? kvn_cuda_tuning_far()
+                                                       : kvn_cuda_copies_tuning(device, direction);
+}
+
+kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, bool is_far,
+                                 uint64_t mean_nbytes, size_t count)
 {
     const copies *self = copies_of(device);
-    const kvn_cuda_tuning tuning = kvn_cuda_copies_tuning(device, direction);
+    const kvn_cuda_tuning tuning = tuning_of(device, direction, is_far);
     const bool has_kernel = !atomic_load(&self->no_kernel), has_batch = !atomic_load(&self->no_batch);
     const uint64_t batch_below = has_kernel || tuning.batch_below > tuning.kernel_below
                                      ? tuning.batch_below
@@ -80,52 +96,75 @@ kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction directi
 
 /* ---- the three ways: *count is what they take, and did ---- */
 
-static int refuse_unknown(const uint64_t *column, const uint64_t *nbytes, size_t at, size_t *failed,
-                          kvn_failure *failure)
+static int refuse(kvn_cuda_reach reach, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
-    *failed = at;
-    return kvn_fail(failure, KVN_INVALID, 0, "%" PRIu64 " bytes at 0x%" PRIx64
-                    " are not, or not all, memory of the device", nbytes[at], column[at]);
+    return kvn_fail(failure, KVN_UNMAPPED, 0, "%" PRIu64 " bytes at 0x%" PRIx64 " %s", nbytes, address,
+                    reach == KVN_CUDA_REPLACED ? "are other memory than was registered there, which was freed"
+                                               : "are not, or not all, memory of the device");
 }
 
-/* How many of the first descriptors the kernel can be given. KVN_INVALID where the device's side of the next one
- * is no memory. */
-static int count_reached(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
+/* What is known of the memory of a batch. */
+typedef struct sides {
+    kvn_cuda_ranges targets, sources;
+} sides;
+
+/* How many of the first descriptors go that way: the kernel must reach both sides. The driver's copies may know
+ * more of the host's side than its attributes say, but need the device's. KVN_UNMAPPED where that of the next
+ * one is no memory. */
+static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way, const uint64_t *dst,
                          const uint64_t *src, const uint64_t *nbytes, size_t *count, size_t *failed,
                          kvn_failure *failure)
 {
-    kvn_cuda_ranges targets = {.device = device}, sources = {.device = device};
+    const kvn_cuda_reach least = way == KVN_CUDA_KERNEL ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
+    const bool all_targets = way == KVN_CUDA_KERNEL || direction != KVN_DEVICE_TO_HOST;
+    const bool all_sources = way == KVN_CUDA_KERNEL || direction != KVN_HOST_TO_DEVICE;
 
     for (size_t i = 0; i < *count; i++) {
         kvn_cuda_reach to = KVN_CUDA_REACHED, from = KVN_CUDA_REACHED;
 
-        if (!kvn_cuda_is_beside(&targets, dst[i], nbytes[i]))
-            to = kvn_cuda_reach_of(&targets, dst[i], nbytes[i]);
-        if (!kvn_cuda_is_beside(&sources, src[i], nbytes[i]))
-            from = kvn_cuda_reach_of(&sources, src[i], nbytes[i]);
-        if (to == KVN_CUDA_REACHED && from == KVN_CUDA_REACHED)
+        if (all_targets && !kvn_cuda_is_beside(&known->targets, dst[i], nbytes[i]))
+            to = kvn_cuda_reach_of(&known->targets, dst[i], nbytes[i]);
+        if (all_sources && !kvn_cuda_is_beside(&known->sources, src[i], nbytes[i]))
+            from = kvn_cuda_reach_of(&known->sources, src[i], nbytes[i]);
+        if (to >= least && from >= least)
             continue;
+        /* Behind the first, the next call says what is wrong with it. */
+        *failed = i;
+        if (i == 0 && to <= KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
+            return refuse(to, dst[i], nbytes[i], failure);
+        if (i == 0 && from <= KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
+            return refuse(from, src[i], nbytes[i], failure);
         *count = i;
-        if (i > 0)
-            break; /* the next call says what is wrong with it */
-        if (to == KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
-            return refuse_unknown(dst, nbytes, i, failed, failure);
-        if (from == KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
-            return refuse_unknown(src, nbytes, i, failed, failure);
     }
     return KVN_OK;
 }
 
-static int copy_single(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                       const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
-                       size_t *failed, kvn_failure *failure)
+/* Whether a batch goes to or from another GPU, by its first descriptor. */
+static bool is_far(sides *known, kvn_direction direction, uint64_t dst, uint64_t src)
+{
+    return direction == KVN_DEVICE_TO_DEVICE &&
+           (kvn_cuda_is_far(&known->targets, dst) || kvn_cuda_is_far(&known->sources, src));
+}
+
+/* Memory that the driver knows, on the device's sides. */
+static int copy_one(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvn_stream stream,
+                    kvn_failure *failure)
+{
+    if (kvn_cuda_launcher_note(copies_of(device)->launcher, stream, failure) != KVN_OK)
+        return failure->status;
+    /* The driver knows of each address where it lies. */
+    return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
+}
+
+static int copy_single(const kvn_device *device, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
+                       size_t *count, kvn_stream stream, size_t *failed, kvn_failure *failure)
 {
     int status = KVN_OK;
 
     if (*count > SINGLES)
         *count = SINGLES;
     for (size_t i = 0; i < *count && status == KVN_OK; i++) {
-        status = kvn_cuda_copy_async(device, direction, dst[i], src[i], nbytes[i], stream, failure);
+        status = copy_one(device, dst[i], src[i], nbytes[i], stream, failure);
         if (status != KVN_OK)
             *failed = i;
     }
@@ -149,24 +188,14 @@ static int copy_batch(const kvn_device *device, const uint64_t *dst, const uint6
                          (size_t *)nbytes, count, &attributes, &first, 1, failed, stream);
 }
 
-/* KVN_PENDING: the kernel cannot be given the first descriptor. */
-static int copy_kernel(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                       kvn_failure *failure)
+static int copy_kernel(const kvn_device *device, uint32_t blocks, const uint64_t *dst, const uint64_t *src,
+                       const uint64_t *nbytes, size_t *count, kvn_stream stream, kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    const uint32_t blocks = kvn_cuda_copies_tuning(device, direction).blocks;
     const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
-    size_t reached = *count;
-    int status;
+    const int status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, *count, failure);
 
-    if (count_reached(device, direction, dst, src, nbytes, &reached, failed, failure) != KVN_OK)
-        return failure->status;
-    if (reached == 0)
-        return KVN_PENDING;
-    *count = reached;
-    status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, reached, failure);
-    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || reached <= KVN_COPY_FEW)
+    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || *count <= KVN_COPY_FEW)
         return status;
     /* A model has filled the GPU's memory: so many need none. */
     *count = KVN_COPY_FEW;
@@ -194,26 +223,32 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
                         kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, mean(nbytes, *count), *count);
-    int status;
+    sides known = {{.device = device}, {.device = device}};
+    const bool far = is_far(&known, direction, *dst, *src);
+    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, far, mean(nbytes, *count), *count);
+    int status = KVN_OK;
 
-    if (way == KVN_CUDA_KERNEL) {
+    if (way == KVN_CUDA_KERNEL)
         status = kvn_cuda_launcher_load(self->launcher, failure);
-        if (status == KVN_OK) {
-            status = copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
-            if (status != KVN_PENDING)
-                return status;
-            *count = 1;
-            return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
-        }
-        if (status == KVN_UNSUPPORTED) {
-            atomic_store(&self->no_kernel, true);
-            if (atomic_load(&self->no_batch))
-                return status; /* one by one, from now on */
-            kvn_device_note_fallback(device, failure->message);
-        }
-        way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
+    if (status == KVN_UNSUPPORTED) {
+        atomic_store(&self->no_kernel, true);
+        if (atomic_load(&self->no_batch))
+            return status; /* one by one, from now on */
+        kvn_device_note_fallback(device, failure->message);
     }
+    if (status != KVN_OK)
+        way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
+    if (way == KVN_CUDA_SINGLE && *count > SINGLES)
+        *count = SINGLES;
+    if (count_reached(&known, direction, way, dst, src, nbytes, count, failed, failure) != KVN_OK)
+        return failure->status;
+    if (*count == 0) {
+        *count = 1; /* out of the kernel's reach, or of what the driver says of it */
+        way = KVN_CUDA_SINGLE;
+    }
+    if (way == KVN_CUDA_KERNEL)
+        return copy_kernel(device, tuning_of(device, direction, far).blocks, dst, src, nbytes, count, stream,
+                           failure);
     if (way == KVN_CUDA_BATCH) {
         status = copy_batch(device, dst, src, nbytes, *count, stream, failed, failure);
         if (status == KVN_OK || !is_unsupported(failure))
@@ -223,7 +258,7 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
             return status;
         kvn_device_note_fallback(device, failure->message);
     }
-    return copy_single(device, direction, dst, src, nbytes, count, stream, failed, failure);
+    return copy_single(device, dst, src, nbytes, count, stream, failed, failure);
 }
 
 /* By the kernel alone, whatever their size, as nothing stops the driver's copies: it is near the limit at all
@@ -232,19 +267,28 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64
                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
                        kvn_failure *failure)
 {
+    sides known = {{.device = device}, {.device = device}};
+
     /* Should it be refused, the copies that come after the event find that, too, and do without. */
     if (kvn_cuda_launcher_load(copies_of(device)->launcher, failure) != KVN_OK)
         return KVN_PENDING;
-    return copy_kernel(device, direction, dst, src, nbytes, count, stream, failed, failure);
+    if (count_reached(&known, direction, KVN_CUDA_KERNEL, dst, src, nbytes, count, failed, failure) != KVN_OK)
+        return failure->status;
+    if (*count == 0)
+        return KVN_PENDING;
+    return copy_kernel(device, tuning_of(device, direction, is_far(&known, direction, *dst, *src)).blocks, dst, src,
+                       nbytes, count, stream, failure);
 }
 
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure)
 {
-    (void)direction; /* the driver knows of each address where it lies */
-    if (kvn_cuda_launcher_note(copies_of(device)->launcher, stream, failure) != KVN_OK)
+    sides known = {{.device = device}, {.device = device}};
+    size_t count = 1, ignored;
+
+    if (count_reached(&known, direction, KVN_CUDA_SINGLE, &dst, &src, &nbytes, &count, &ignored, failure) != KVN_OK)
         return failure->status;
-    return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
+    return copy_one(device, dst, src, nbytes, stream, failure);
 }
 
 unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)

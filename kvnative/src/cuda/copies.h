@@ -53,8 +53,11 @@ int kvn_cuda_copies_drop(const kvn_device *device, kvn_stream stream, kvn_failur
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction);
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction);
 void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn_cuda_tuning tuning);
-/* How a batch with descriptors of that mean size goes; what this driver lacks or has refused is left out. */
-kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, uint64_t mean_nbytes,
-                                 size_t count);
+/* What copies between two GPUs go by: built in, as no tool measures it. */
+kvn_cuda_tuning kvn_cuda_tuning_far(void);
+/* How a batch with descriptors of that mean size goes; what this driver lacks or has refused is left out.
+ * `is_far`: of device memory, whether one side is another GPU's. */
+kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, bool is_far,
+                                 uint64_t mean_nbytes, size_t count);
 
 #endif

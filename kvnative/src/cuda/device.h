@@ -27,6 +27,8 @@ typedef struct kvn_cuda_device {
     kvn_cuda_allocated *allocated;  /* by address, ascending */
     size_t num_allocated;
     struct kvn_cuda_mapped *mapped; /* of cuda/reach.c: memory of peers */
+    struct kvn_cuda_peer *peers;    /* of cuda/reach.c: contexts of other GPUs */
+    struct kvn_cuda_watch *watches; /* of cuda/reach.c: memory that the program has registered */
     struct kvn_cuda_freed *freed;   /* of cuda/memory.c: it waits to be unmapped */
     CUstream idle[KVN_CUDA_MAX_IDLE]; /* for `copy` and `clear` */
     size_t num_idle;

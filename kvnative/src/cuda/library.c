@@ -134,6 +134,17 @@ int kvn_cuda_library_attribute(const kvn_cuda_library *library, int32_t ordinal,
     return failure->status;
 }
 
+int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t ordinal, int32_t peer, int *can,
+                             kvn_failure *failure)
+{
+    CUdevice from, to;
+
+    if (CALL(library, failure, cuDeviceGet, &from, ordinal) != KVN_OK ||
+        CALL(library, failure, cuDeviceGet, &to, peer) != KVN_OK)
+        return failure->status;
+    return CALL(library, failure, cuDeviceCanAccessPeer, can, from, to);
+}
+
 /* ---- errors ---- */
 
 /* What does not mean KVN_FAILED. The driver has the words. */

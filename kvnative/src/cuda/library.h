@@ -43,6 +43,9 @@ int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t device, kvn_
 /* KVN_UNSUPPORTED where this driver does not know it. */
 int kvn_cuda_library_attribute(const kvn_cuda_library *library, int32_t device, int attribute, int *value,
                                kvn_failure *failure);
+/* Whether a device can have peer access to another one's memory. */
+int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,
+                             kvn_failure *failure);
 
 /* ---- errors ---- */
 

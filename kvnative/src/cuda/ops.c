@@ -11,6 +11,7 @@
 #include "cuda/copies.h"
 #include "cuda/launch.h"
 #include "cuda/memory.h"
+#include "cuda/reach.h"
 
 /* How long a wait asks again and again: a copy of a few blocks is done by then, and a thread that sleeps
  * takes as long to run again. */
@@ -348,15 +349,21 @@ static int finish(const kvn_device *device, CUstream stream, int issued, kvn_fai
 static int check_on_device(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
     const uint64_t ends[] = {address, address + nbytes - 1};
+    kvn_cuda_ranges ranges = {.device = device};
 
     for (size_t i = 0; i < 2; i++) {
         kvn_memory_place place = {.kind = KVN_MEMORY_PAGEABLE};
         if (locate(device, ends[i], &place, failure) != KVN_OK)
             return failure->status;
         if (place.kind != KVN_MEMORY_DEVICE && place.kind != KVN_MEMORY_MANAGED)
-            return kvn_fail(failure, KVN_INVALID, KVN_CUDA_INVALID_VALUE,
+            return kvn_fail(failure, KVN_UNMAPPED, KVN_CUDA_INVALID_VALUE,
                             "address 0x%" PRIx64 " is no memory of a device", ends[i]);
     }
+    if (kvn_cuda_reach_of(&ranges, address, nbytes) <= KVN_CUDA_UNMAPPED)
+        return kvn_fail(failure, KVN_UNMAPPED, 0,
+                        "%" PRIu64 " bytes at 0x%" PRIx64 " are not all memory of device %d, or not that which was "
+                        "registered there",
+                        nbytes, address, (int)device->id);
     return KVN_OK;
 }
 

@@ -1,6 +1,7 @@
 #include "cuda/reach.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "cuda/memory.h"
@@ -11,9 +12,18 @@ typedef struct kvn_cuda_mapped {
     struct kvn_cuda_mapped *next;
     uint64_t address;
     uint64_t nbytes;
+    bool is_far;
 } kvn_cuda_mapped;
 
-int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+/* A context of another GPU in this process, that the device's has peer access to. */
+typedef struct kvn_cuda_peer {
+    struct kvn_cuda_peer *next;
+    CUcontext context;
+    size_t num_users;
+} kvn_cuda_peer;
+
+int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
+                       kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     kvn_cuda_mapped *made = malloc(sizeof *made);
@@ -21,7 +31,7 @@ int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbyt
     if (!made)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note what a peer has shared");
     pthread_mutex_lock(&state->mutex);
-    *made = (kvn_cuda_mapped){state->mapped, address, nbytes};
+    *made = (kvn_cuda_mapped){state->mapped, address, nbytes, is_far};
     state->mapped = made;
     pthread_mutex_unlock(&state->mutex);
     return KVN_OK;
@@ -42,8 +52,64 @@ void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address)
     free(found);
 }
 
+/* With the mutex. */
+static kvn_cuda_peer **find_peer(kvn_cuda_device *state, CUcontext context)
+{
+    kvn_cuda_peer **link = &state->peers;
+
+    while (*link && (*link)->context != context)
+        link = &(*link)->next;
+    return link;
+}
+
+int kvn_cuda_reach_add_context(const kvn_device *device, CUcontext context, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_peer *made = malloc(sizeof *made), **link;
+
+    if (!made)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note a context");
+    pthread_mutex_lock(&state->mutex);
+    link = find_peer(state, context);
+    if (!*link) {
+        *made = (kvn_cuda_peer){.context = context};
+        *link = made;
+        made = NULL;
+    }
+    (*link)->num_users++;
+    pthread_mutex_unlock(&state->mutex);
+    free(made);
+    return KVN_OK;
+}
+
+void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_peer **link, *gone = NULL;
+
+    pthread_mutex_lock(&state->mutex);
+    link = find_peer(state, context);
+    if (*link && --(*link)->num_users == 0) {
+        gone = *link;
+        *link = gone->next;
+    }
+    pthread_mutex_unlock(&state->mutex);
+    free(gone);
+}
+
+static bool is_of_peer(const kvn_device *device, CUcontext context)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    bool found;
+
+    pthread_mutex_lock(&state->mutex);
+    found = *find_peer(state, context) != NULL;
+    pthread_mutex_unlock(&state->mutex);
+    return found;
+}
+
 /* The mapping that holds the address; false where it is not of a peer. */
-static bool find_mapped(const kvn_device *device, uint64_t address, uint64_t *first, uint64_t *last)
+static bool find_mapped(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     const kvn_cuda_mapped *it;
@@ -52,8 +118,7 @@ static bool find_mapped(const kvn_device *device, uint64_t address, uint64_t *fi
     for (it = state->mapped; it && address - it->address >= it->nbytes; it = it->next)
         ;
     if (it) {
-        *first = it->address;
-        *last = it->address + it->nbytes;
+        *out = (kvn_cuda_range){it->address, it->address + it->nbytes, KVN_CUDA_REACHED, it->is_far, 0};
     }
     pthread_mutex_unlock(&state->mutex);
     return it != NULL;
@@ -68,6 +133,7 @@ typedef struct answers {
     CUcontext context;
     CUdeviceptr on_device, start;
     size_t nbytes;
+    unsigned long long id;
 } answers;
 
 /* Whether it is of a pool of this device (cudaMallocAsync), which always reaches those. */
@@ -106,7 +172,7 @@ static kvn_cuda_range ask_mapping(const kvn_device *device, uint64_t address, in
 
 static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const answers *found)
 {
-    kvn_cuda_range range = {found->start, found->start + found->nbytes, KVN_CUDA_UNMAPPED};
+    kvn_cuda_range range = {found->start, found->start + found->nbytes, KVN_CUDA_UNMAPPED, false, 0};
     kvn_cuda_allocated ours;
 
     if (found->type == 0)
@@ -117,14 +183,21 @@ static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const an
         /* Kernels reach registered memory at another address, or at none, on systems where
          * CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0. */
         range.reach = found->on_device == address ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
-    } else if (find_mapped(device, address, &range.first, &range.last)) {
-        range.reach = KVN_CUDA_REACHED;
+    } else if (find_mapped(device, address, &range)) {
+        return range;
     } else if (kvn_cuda_allocated_at(device, address, &ours)) {
-        range = (kvn_cuda_range){ours.address, ours.address + ours.nbytes, KVN_CUDA_REACHED};
+        range.first = ours.address;
+        range.last = ours.address + ours.nbytes;
+        range.reach = KVN_CUDA_REACHED;
     } else if (!found->context) {
         range = ask_mapping(device, address, found->number);
+        range.id = found->id;
     } else if (found->number == device->id && found->context == device->context) {
         range.reach = KVN_CUDA_REACHED;
+        range.id = found->id;
+    } else if (found->number != device->id && is_of_peer(device, found->context)) {
+        range.reach = KVN_CUDA_REACHED;
+        range.is_far = true;
     }
     return range;
 }
@@ -134,10 +207,10 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
 {
     int asked[] = {KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_DEVICE,
                    KVN_CUDA_POINTER_CONTEXT,     KVN_CUDA_POINTER_ON_DEVICE,  KVN_CUDA_POINTER_RANGE_START,
-                   KVN_CUDA_POINTER_RANGE_SIZE};
+                   KVN_CUDA_POINTER_RANGE_SIZE,  KVN_CUDA_POINTER_BUFFER_ID};
     answers found = {.number = -1};
     void *values[] = {&found.type,      &found.is_managed, &found.number, &found.context,
-                      &found.on_device, &found.start,      &found.nbytes};
+                      &found.on_device, &found.start,      &found.nbytes,  &found.id};
     kvn_cuda_range range = {0};
 
     if (kvn_cuda_of(device)->cuPointerGetAttributes(sizeof asked / sizeof *asked, asked, values, address) !=
@@ -146,7 +219,8 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
     range = judge(device, address, &found);
     /* A driver that does not say how far it goes says something of this byte. */
     if (address < range.first || address >= range.last)
-        range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED};
+        range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED,
+                                 range.is_far, range.id};
     return range;
 }
 
@@ -154,6 +228,160 @@ static bool holds(const kvn_cuda_range *range, uint64_t address)
 {
     return address >= range->first && address < range->last;
 }
+
+/* ---- memory that the program has registered ---- */
+
+struct kvn_cuda_watch {
+    kvn_cuda_watch *next;
+    atomic_bool is_replaced;
+    bool is_over; /* its addresses were registered again: they are that registration's; with the mutex */
+    size_t num_parts;
+    kvn_cuda_range parts[]; /* whole allocations, by address, ascending */
+};
+
+/* The part that holds the address; NULL: none does. */
+static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t address)
+{
+    size_t low = 0, high = watch->num_parts;
+
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (watch->parts[middle].last > address)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low < watch->num_parts && holds(&watch->parts[low], address) ? &watch->parts[low] : NULL;
+}
+
+/* With the mutex: whether the watch takes the address for memory of another allocation than it is. */
+static bool is_of_other(const kvn_cuda_watch *watch, uint64_t address, uint64_t id)
+{
+    const kvn_cuda_range *part = watch->is_over ? NULL : part_at(watch, address);
+
+    return part && part->id != id;
+}
+
+/* Whether the address was registered, and what it was then is not there any more. */
+static bool is_replaced(const kvn_device *device, uint64_t address, uint64_t id)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    bool any = false;
+
+    pthread_mutex_lock(&state->mutex);
+    for (kvn_cuda_watch *it = state->watches; it; it = it->next) {
+        if (is_of_other(it, address, id)) {
+            atomic_store(&it->is_replaced, true);
+            any = true;
+        }
+    }
+    pthread_mutex_unlock(&state->mutex);
+    return any;
+}
+
+static int compare_parts(const void *a, const void *b)
+{
+    const kvn_cuda_range *one = a, *other = b;
+
+    return (one->first > other->first) - (one->first < other->first);
+}
+
+/* The allocations of a range, but those that are known already; NULL: no memory. */
+static kvn_cuda_watch *add_parts(kvn_cuda_watch *watch, const kvn_device *device, uint64_t address, uint64_t nbytes)
+{
+    const uint64_t end = address + nbytes;
+
+    while (watch && address < end) {
+        const size_t count = watch->num_parts;
+        kvn_cuda_watch *larger;
+        kvn_cuda_range range;
+
+        if (count && holds(&watch->parts[count - 1], address)) {
+            address = watch->parts[count - 1].last;
+            continue;
+        }
+        range = ask(device, address);
+        if (range.reach < KVN_CUDA_COPIED || !range.id)
+            break; /* what the driver does not know is refused when it is used */
+        larger = realloc(watch, sizeof *watch + (count + 1) * sizeof *watch->parts);
+        if (!larger)
+            free(watch);
+        watch = larger;
+        if (watch)
+            watch->parts[watch->num_parts++] = range;
+        address = range.last;
+    }
+    return watch;
+}
+
+/* Each once, by address. */
+static void sort_parts(kvn_cuda_watch *watch)
+{
+    size_t kept = 0;
+
+    qsort(watch->parts, watch->num_parts, sizeof *watch->parts, compare_parts);
+    for (size_t i = 0; i < watch->num_parts; i++)
+        if (kept == 0 || watch->parts[i].first >= watch->parts[kept - 1].last)
+            watch->parts[kept++] = watch->parts[i];
+    watch->num_parts = kept;
+}
+
+/* With the mutex: ends what another watch has of that memory. Whether that is news. */
+static bool replace(kvn_cuda_watch *other, const kvn_cuda_watch *by)
+{
+    for (size_t i = 0; i < by->num_parts; i++) {
+        const kvn_cuda_range *part = &by->parts[i];
+        if (is_of_other(other, part->first, part->id) || is_of_other(other, part->last - 1, part->id)) {
+            other->is_over = true;
+            return !atomic_exchange(&other->is_replaced, true);
+        }
+    }
+    return false;
+}
+
+int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
+                          kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_watch *made;
+    void *previous = NULL;
+
+    if (kvn_device_enter(device, &previous, failure) != KVN_OK)
+        return failure->status;
+    made = calloc(1, sizeof *made);
+    for (size_t i = 0; i < count && made; i++)
+        made = add_parts(made, device, addresses[i], nbytes[i]);
+    kvn_device_leave(device, previous);
+    *out = made;
+    if (!made)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note what is registered");
+    sort_parts(made);
+    *replaced = 0;
+    pthread_mutex_lock(&state->mutex);
+    for (kvn_cuda_watch *it = state->watches; it; it = it->next)
+        *replaced += replace(it, made);
+    made->next = state->watches;
+    state->watches = made;
+    pthread_mutex_unlock(&state->mutex);
+    return KVN_OK;
+}
+
+void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+    kvn_cuda_watch **link = &state->watches;
+
+    pthread_mutex_lock(&state->mutex);
+    while (*link != watch)
+        link = &(*link)->next;
+    *link = watch->next;
+    pthread_mutex_unlock(&state->mutex);
+    free(watch);
+}
+
+bool kvn_cuda_watch_is_replaced(const kvn_cuda_watch *watch) { return atomic_load(&watch->is_replaced); }
+
+/* ---- what is within reach ---- */
 
 static const kvn_cuda_range *look_up(kvn_cuda_ranges *ranges, uint64_t address)
 {
@@ -167,10 +395,14 @@ static const kvn_cuda_range *look_up(kvn_cuda_ranges *ranges, uint64_t address)
     if (at == count) {
         at = ranges->num_asked++ % KVN_CUDA_KNOWN;
         ranges->known[at] = ask(ranges->device, address);
+        if (ranges->known[at].id && is_replaced(ranges->device, address, ranges->known[at].id))
+            ranges->known[at].reach = KVN_CUDA_REPLACED;
     }
     ranges->latest = ranges->known[at];
     return &ranges->latest;
 }
+
+bool kvn_cuda_is_far(kvn_cuda_ranges *ranges, uint64_t address) { return look_up(ranges, address)->is_far; }
 
 kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes)
 {

@@ -6,6 +6,7 @@
 #include "cuda/device.h"
 
 typedef enum kvn_cuda_reach {
+    KVN_CUDA_REPLACED = -1, /* registered memory was freed, and its addresses are other memory's */
     KVN_CUDA_UNMAPPED, /* not all of it is within reach: pageable memory, another GPU's, none at all */
     KVN_CUDA_COPIED,  /* known, but only the driver's own copies can be sure to reach it */
     KVN_CUDA_REACHED  /* memory of this device and context, or mapped there, or pinned on the host */
@@ -16,6 +17,8 @@ typedef enum kvn_cuda_reach {
 typedef struct kvn_cuda_range {
     uint64_t first, last; /* [first, last); empty: of nothing */
     kvn_cuda_reach reach;
+    bool is_far; /* memory of another GPU */
+    uint64_t id; /* of the program's allocation; 0: unknown, or not the program's */
 } kvn_cuda_range;
 
 /* What was asked of one side's memory, which is in few allocations: to ask takes as long as copying a block.
@@ -29,11 +32,34 @@ typedef struct kvn_cuda_ranges {
 
 /* Memory of a peer was mapped for this device, or will be unmapped. Of that on another GPU the driver does not
  * say who reaches it. KVN_NO_MEMORY. */
-int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
+int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
+                       kvn_failure *failure);
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address);
+/* The device's context has peer access to that one, of another GPU, or uses it no more: as often as it was added.
+ * All that is allocated there is within reach. */
+int kvn_cuda_reach_add_context(const kvn_device *device, CUcontext context, kvn_failure *failure);
+void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context);
+
+/* ---- memory that the program has registered ---- */
+
+/* It can be freed under its registration, and its addresses be other memory's then: the driver's numbers tell
+ * that apart. */
+typedef struct kvn_cuda_watch kvn_cuda_watch;
+
+/* Takes down which allocations the ranges are in. What was taken down at those
+ * addresses before, and is not there any more, is replaced: `*replaced` of them were not known to be. */
+int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
+                          kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure);
+void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch);
+/* Whether some of it was found to be other memory. No call of the driver. */
+bool kvn_cuda_watch_is_replaced(const kvn_cuda_watch *watch);
+
+/* ---- what is within reach ---- */
 
 /* Of all bytes of [address, address + nbytes), the least. */
 kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes);
+/* Whether there is memory of another GPU. */
+bool kvn_cuda_is_far(kvn_cuda_ranges *ranges, uint64_t address);
 
 /* Whether the range lies where the one before it did, which nearly all do: then it is reached. */
 static inline bool kvn_cuda_is_beside(const kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes)

@@ -112,35 +112,44 @@ static int uuid_of(const kvn_device *device, int ordinal, CUdevice *number, kvn_
     return KVN_CUDA_CALL(device, failure, cuDeviceGetUuid, out, *number);
 }
 
-int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, kvn_failure *failure)
+static int check_access(const kvn_device *device, CUdevice from, CUdevice to, kvn_failure *failure)
+{
+    int can = 0;
+
+    if (KVN_CUDA_CALL(device, failure, cuDeviceCanAccessPeer, &can, from, to) != KVN_OK || can)
+        return can ? KVN_OK : failure->status;
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                    "device %d cannot reach the memory of device %d: there is no peer access between the two "
+                    "(nvidia-smi topo -p2p r shows where there is): use kvplan.transport=tcp",
+                    from, to);
+}
+
+int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bool both_ways, kvn_cuda_gpu *out,
+                         kvn_failure *failure)
 {
     CUdevice ours, theirs;
     kvn_cuda_uuid found;
-    int count = 0, can = 0;
+    int count = 0;
 
     if (kvn_device_check_process(device, failure) != KVN_OK ||
         KVN_CUDA_CALL(device, failure, cuDeviceGetCount, &count) != KVN_OK ||
         uuid_of(device, device->id, &ours, &found, failure) != KVN_OK)
         return failure->status;
+    *out = KVN_CUDA_SAME_GPU;
     if (memcmp(&found, uuid, sizeof found) == 0)
         return KVN_OK;
+    *out = KVN_CUDA_OTHER_GPU;
     for (int i = 0; i < count; i++) {
         if (uuid_of(device, i, &theirs, &found, failure) != KVN_OK)
             return failure->status;
         if (memcmp(&found, uuid, sizeof found) != 0)
             continue;
-        if (KVN_CUDA_CALL(device, failure, cuDeviceCanAccessPeer, &can, ours, theirs) != KVN_OK)
+        if (check_access(device, ours, theirs, failure) != KVN_OK)
             return failure->status;
-        return can ? KVN_OK
-                   : kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                              "device %d cannot reach the memory of device %d: there is no peer access "
-                              "between the two (nvidia-smi topo -p2p r shows where there is)",
-                              device->id, i);
+        return both_ways ? check_access(device, theirs, ours, failure) : KVN_OK;
     }
-    return kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                    "it is on a GPU that is not among the %d that this process can use: see "
-                    "CUDA_VISIBLE_DEVICES",
-                    count);
+    *out = KVN_CUDA_HIDDEN_GPU;
+    return KVN_OK;
 }
 
 static int map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle,
@@ -181,18 +190,19 @@ static int import_descriptor(const kvn_device *device, int fd, kvn_cuda_imported
 }
 
 /* The copy kernel may be given it. */
-static int note_import(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure)
+static int note_import(const kvn_device *device, const kvn_cuda_imported *imported, bool is_far,
+                       kvn_failure *failure)
 {
     kvn_failure ignored;
-    const int status = kvn_cuda_reach_add(device, imported->address, imported->nbytes, failure);
+    const int status = kvn_cuda_reach_add(device, imported->address, imported->nbytes, is_far, failure);
 
     if (status != KVN_OK)
         kvn_cuda_unmap(device, imported, &ignored);
     return status;
 }
 
-int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, kvn_cuda_imported *out,
-                               kvn_failure *failure)
+int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, bool is_far,
+                               kvn_cuda_imported *out, kvn_failure *failure)
 {
     void *previous = NULL;
     int status = kvn_device_enter(device, &previous, failure);
@@ -202,7 +212,7 @@ int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes
         status = import_descriptor(device, fd, out, failure);
         kvn_device_leave(device, previous);
     }
-    return status == KVN_OK ? note_import(device, out, failure) : status;
+    return status == KVN_OK ? note_import(device, out, is_far, failure) : status;
 }
 
 static int import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle,
@@ -227,7 +237,7 @@ static int import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *ha
 }
 
 int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle, uint64_t nbytes,
-                           kvn_cuda_imported *out, kvn_failure *failure)
+                           bool is_far, kvn_cuda_imported *out, kvn_failure *failure)
 {
     void *previous = NULL;
     int status = kvn_device_enter(device, &previous, failure);
@@ -237,14 +247,49 @@ int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *
         status = import_handle(device, handle, out, failure);
         kvn_device_leave(device, previous);
     }
-    return status == KVN_OK ? note_import(device, out, failure) : status;
+    return status == KVN_OK ? note_import(device, out, is_far, failure) : status;
+}
+
+/* It is never disabled: the program may have enabled it, too, or use it since. */
+static int enable_access(const kvn_device *device, CUcontext context, kvn_failure *failure)
+{
+    const CUresult code = kvn_cuda_of(device)->cuCtxEnablePeerAccess(context, 0);
+
+    return code == KVN_CUDA_PEER_ACCESS_ALREADY_ENABLED
+               ? KVN_OK
+               : kvn_cuda_ended(device, "cuCtxEnablePeerAccess", code, failure);
+}
+
+int kvn_cuda_import_here(const kvn_device *device, const kvn_device *owner, uint64_t address, uint64_t nbytes,
+                         kvn_cuda_imported *out, kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status;
+
+    if (owner->id == device->id)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "the program's memory is in another context of device %d: give both engines the same "
+                        "kvplan.cuda_context",
+                        (int)device->id);
+    status = kvn_device_enter(device, &previous, failure);
+    if (status != KVN_OK)
+        return status;
+    status = enable_access(device, owner->context, failure);
+    kvn_device_leave(device, previous);
+    *out = (kvn_cuda_imported){.address = address, .nbytes = nbytes, .context = owner->context};
+    return status == KVN_OK ? kvn_cuda_reach_add_context(device, owner->context, failure) : status;
 }
 
 int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure)
 {
     void *previous = NULL;
-    int status = kvn_device_enter(device, &previous, failure);
+    int status;
 
+    if (imported->context) {
+        kvn_cuda_reach_remove_context(device, imported->context);
+        return KVN_OK;
+    }
+    status = kvn_device_enter(device, &previous, failure);
     if (status != KVN_OK)
         return status;
     kvn_cuda_reach_remove(device, imported->address);

@@ -21,8 +21,16 @@ typedef struct kvn_cuda_exported {
 typedef struct kvn_cuda_imported {
     uint64_t address; /* here */
     uint64_t nbytes;
-    bool is_legacy; /* by a handle of cuIpcGetMemHandle */
+    bool is_legacy;    /* by a handle of cuIpcGetMemHandle */
+    CUcontext context; /* in which it is used where it is, of this process; NULL: it was mapped */
 } kvn_cuda_imported;
+
+/* A GPU that memory is on, as a device sees it. */
+typedef enum kvn_cuda_gpu {
+    KVN_CUDA_SAME_GPU,
+    KVN_CUDA_OTHER_GPU, /* the two have peer access */
+    KVN_CUDA_HIDDEN_GPU /* CUDA_VISIBLE_DEVICES leaves it out: whether it is reached shows when memory is mapped */
+} kvn_cuda_gpu;
 
 /* All of them from any thread; the device is a CUDA device. */
 
@@ -31,15 +39,21 @@ typedef struct kvn_cuda_imported {
 int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_cuda_exported *out,
                     kvn_failure *failure);
 
-/* Whether memory of the GPU with this UUID can be used by `device`. KVN_UNSUPPORTED: not, and why. */
-int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, kvn_failure *failure);
+/* Which GPU has this UUID. KVN_UNSUPPORTED: `device` does not reach its memory, or, if asked for both ways, it does
+ * not reach the device's. */
+int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bool both_ways, kvn_cuda_gpu *out,
+                         kvn_failure *failure);
 
-/* Maps `nbytes` bytes of what descriptor `fd` of this process exports; the descriptor is not needed any more. */
-int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, kvn_cuda_imported *out,
-                               kvn_failure *failure);
+/* Maps `nbytes` bytes of what descriptor `fd` of this process exports; the descriptor is not needed any more.
+ * `is_far`: it is memory of another GPU. */
+int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, bool is_far,
+                               kvn_cuda_imported *out, kvn_failure *failure);
 /* Maps what has `handle`. KVN_INVALID: it has fewer bytes. A process cannot do so with its own. */
 int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle, uint64_t nbytes,
-                           kvn_cuda_imported *out, kvn_failure *failure);
+                           bool is_far, kvn_cuda_imported *out, kvn_failure *failure);
+/* Lets `device` use memory of cuMemAlloc of `owner`, another device of this process, which outlives `out`. */
+int kvn_cuda_import_here(const kvn_device *device, const kvn_device *owner, uint64_t address, uint64_t nbytes,
+                         kvn_cuda_imported *out, kvn_failure *failure);
 /* No copy that uses it is in flight. */
 int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure);
 

@@ -103,6 +103,7 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
     const unsigned thread = kvn_tcp_thread_index(&self->watched);
     uint64_t limit = self->left < CALL_NBYTES ? self->left : CALL_NBYTES;
     ssize_t moved;
+    bool is_gone;
 
     do {
         kvn_tcp_parts parts;
@@ -125,7 +126,8 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
             return moved;
         limit /= 2;
     } while (limit > 0 && moved == -EFAULT);
-    refuse(self, moved == -EREMOTEIO ? KVN_TCP_DEVICE : KVN_TCP_UNMAPPED, self->moved);
+    is_gone = moved == -EFAULT || kvn_tcp_device_failure(&self->watched.stream)->status == KVN_UNMAPPED;
+    refuse(self, is_gone ? KVN_TCP_UNMAPPED : KVN_TCP_DEVICE, self->moved);
     return 0;
 }
 

@@ -75,10 +75,22 @@ def _cuda(found: Found) -> Iterator[str]:
         yield _row(f"device {device['id']}", _cuda_device(device))
         for direction, how in device.get("copies", {}).items():
             yield _row("", f"{direction.replace('_', ' ')}: {how}")
+        if "peer_access" in device and it["num_devices"] > 1:
+            yield _row("", f"peer access: {_peers(device, it['num_devices'])}")
         if reason := device.get("fallback"):
             yield _row("", f"not the fastest way: {reason}")
     if "devices" in it and "why_not" in it:
         yield _row("", it["why_not"])
+
+
+def _peers(device: Found, num_devices: int) -> str:
+    """Which other devices a device reaches, and that caches of others go over tcp."""
+    reached = device["peer_access"]
+    lacking = [it for it in range(num_devices) if it not in (device["id"], *reached)]
+    parts = [f"to {', '.join(map(str, reached))}"] if reached else []
+    if lacking:
+        parts.append(f"none to {', '.join(map(str, lacking))}: use kvplan.transport=tcp")
+    return "; ".join(parts)
 
 
 def _cuda_device(it: Found) -> str:

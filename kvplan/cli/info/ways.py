@@ -80,7 +80,10 @@ def _how(
         case "local" if remote not in reaches:
             return "refused", "peers on this host reach no device memory: link over hccl"
         case "local" if remote == "device":
-            return "direct", "allocations are mapped once a link, and this side's device copies"
+            return "direct", (
+                "allocations are mapped once a link, and this side's device copies; of another GPU "
+                "where there is peer access"
+            )
         case "local" if local == "host":
             return "direct", (
                 "allocated caches are mapped and copied, registered ones go by "

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
     from kvplan.device.device import Device
-    from kvplan.device.sharing import AllocationRef, Exported, Mapped
+    from kvplan.device.sharing import AllocationRef, Exported, Mapped, Sharing
     from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
@@ -67,8 +67,8 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             if device is None or sharing is None
             else PeerAllocations(self.process, device, sharing)
         )
-        if self._allocations is not None:
-            self.way = "mapped arenas and GPU memory, process_vm"
+        if sharing is not None:
+            self.way = f"mapped arenas and GPU memory{_between(sharing, metadata)}, process_vm"
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
@@ -287,3 +287,12 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         if isinstance(error, PermissionError):
             reason += f"; {advice(self.metadata.identity)}"
         return link_failed(f"{self.peer} {what}: {reason}")
+
+
+def _between(sharing: Sharing, peer: Metadata) -> str:
+    """What GPU memory goes by, if the peer's is on another GPU; in the way of a link."""
+    if peer.device in ("", sharing.uuid):
+        return ""
+    if sharing.shortfall(peer.device) is None:
+        return " (of another GPU, by peer access)"
+    return " (of the same GPU alone: there is no peer access)"

@@ -40,6 +40,7 @@ _DOCUMENT = {
     "identity",
     "board",
     "writers",
+    "device",
     "allocations",
     "ranges",
 }
@@ -145,12 +146,19 @@ class Range(ranges.Range):
 
 @dataclass(frozen=True, slots=True)
 class Metadata(PeerMetadata):
-    """All that a peer needs to reach this process's memory."""
+    """All that a peer needs to reach this process's memory.
+
+    Attributes:
+        identity, generations, writers: of the process.
+        ranges: that are registered.
+        device: UUID of the device whose memory it shares: 32 hexadecimal digits; empty: none.
+    """
 
     identity: Identity
     generations: GenerationTableRef
     writers: WritersRef
     ranges: tuple[Range, ...]
+    device: str = ""
 
     def __str__(self) -> str:
         return f"peer {self.identity.pid}"
@@ -173,6 +181,7 @@ class Metadata(PeerMetadata):
             "identity": fields_of(self.identity),
             "board": fields_of(self.generations),
             "writers": fields_of(self.writers),
+            "device": self.device,
             "allocations": [fields_of(it) for it in allocations],
             "ranges": [
                 {
@@ -203,6 +212,9 @@ class Metadata(PeerMetadata):
             )
         generations = GenerationTableRef(**PEER.record("board", fields["board"], _GENERATION_TABLE))
         writers = WritersRef(**PEER.record("writers", fields["writers"], _WRITERS))
+        device = fields["device"]
+        if device != "":
+            device = PEER.text("device", device, _is_uuid, "empty, or 32 hexadecimal digits")
         known = PEER.elements("allocations", fields["allocations"])
         allocations = [_allocation(f"allocations[{i}]", it) for i, it in enumerate(known)]
         found = PEER.elements("ranges", fields["ranges"])
@@ -213,6 +225,7 @@ class Metadata(PeerMetadata):
             tuple(
                 _range(f"ranges[{i}]", it, generations, allocations) for i, it in enumerate(found)
             ),
+            device,
         )
 
 

@@ -268,7 +268,8 @@ class LocalTransport(BaseTransport):
             )
             ranges = tuple(it.range for it in self._registrations.select(registrations))
         writers = WritersRef(table.fd, table.inode, table.num_entries, table.address)
-        return Metadata(self._identity, ref, writers, ranges).to_bytes()
+        device = "" if self._sharing is None else self._sharing.uuid
+        return Metadata(self._identity, ref, writers, ranges, device).to_bytes()
 
     def connect(
         self,
@@ -292,6 +293,13 @@ class LocalTransport(BaseTransport):
         return LocalLink(
             Metadata.from_bytes(metadata), populate=self._populate, device=self._device
         )
+
+    def shortfall(self, metadata: bytes) -> str | None:
+        """See `Transport.shortfall`: two GPUs without peer access."""
+        peer = Metadata.from_bytes(metadata)
+        if self._sharing is None or not peer.device:
+            return None
+        return self._sharing.shortfall(peer.device)
 
     def close(self) -> None:
         """Deregister everything, as `deregister`, and take the generation table down; idempotent.

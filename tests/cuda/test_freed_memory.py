@@ -1,0 +1,228 @@
+"""Memory that a program frees under its registration: refused, and never taken for what is there then."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Options,
+    Placement,
+)
+from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location
+from tests.cuda_sim.simulator import CudaControls
+from tests.device.engines import engine_on
+from tests.support.refusals import refused
+
+GRANULE = 2 << 20
+NUM_DEVICE = 3
+ONE = CacheDesc(1, (8, GRANULE // 8), DataType.DT_UINT8, Placement.DEVICE)
+HOST = CacheDesc(1, (8, GRANULE // 8), DataType.DT_UINT8, Placement.HOST)
+SMALL = CacheDesc(1, (4096, GRANULE // 4096), DataType.DT_UINT8, Placement.DEVICE)
+OTHER = "has been freed, and its addresses are other memory's now: unregister the cache"
+
+
+class Program:
+    """Memory of cuMemAlloc, and of cuMemMap, that goes and comes again at one address."""
+
+    def __init__(self, simulator: CudaControls) -> None:
+        self.cuda = Cuda()
+        self._simulator = simulator
+        self.cuda.ok("cuInit", 0)
+        self.cuda.primary(NUM_DEVICE)
+        simulator.set("cuda_reuse", 1)
+
+    def allocate(self) -> int:
+        return self.cuda.made("cuMemAlloc_v2", GRANULE)
+
+    def free(self, address: int) -> None:
+        self.cuda.ok("cuMemFree_v2", address)
+
+    def reserve(self) -> int:
+        return self.cuda.made("cuMemAddressReserve", GRANULE, 0, 0, 0)
+
+    def map(self, address: int) -> None:
+        """As vLLM's sleep mode does when it wakes up."""
+        where = Location(1, NUM_DEVICE)
+        wanted = Allocation(type=1, handle_types=0, location=where)
+        handle = self.cuda.made("cuMemCreate", GRANULE, ctypes.byref(wanted), 0)
+        self.cuda.ok("cuMemMap", address, GRANULE, 0, handle, 0)
+        self.cuda.ok("cuMemRelease", handle)
+        access = Access(location=where, flags=3)
+        self.cuda.ok("cuMemSetAccess", address, GRANULE, ctypes.byref(access), 1)
+
+    def unmap(self, address: int) -> None:
+        self.cuda.ok("cuMemUnmap", address, GRANULE)
+
+    def close(self) -> None:
+        self._simulator.set("cuda_reuse", 0)
+        self.cuda.ok("cuDevicePrimaryCtxRelease_v2", NUM_DEVICE)
+        self.cuda.ok("cuCtxSetCurrent", None)
+
+
+@pytest.fixture
+def program(cuda_simulator: CudaControls) -> Iterator[Program]:
+    program = Program(cuda_simulator)
+    yield program
+    program.close()
+
+
+@pytest.fixture
+def engine(cuda_simulator: CudaControls, program: Program) -> Iterator[LlmDataDist]:
+    with engine_on(cuda_simulator, NUM_DEVICE) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["cuMemAlloc", "cuMemMap"])
+@pytest.mark.parametrize("desc", [ONE, SMALL], ids=["batch", "kernel"])
+def test_what_is_there_then_is_not_moved(
+    engine: LlmDataDist, program: Program, desc: CacheDesc, is_mapped: bool
+) -> None:
+    address = program.reserve() if is_mapped else program.allocate()
+    if is_mapped:
+        program.map(address)
+    cache = engine.register_blocks_cache(desc, [address])
+    host = engine.allocate_blocks_cache(replace(desc, placement=Placement.HOST))
+    engine.swap_blocks(cache, host, {0: 1})
+    if is_mapped:
+        program.unmap(address)
+    else:
+        program.free(address)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "are not, or not all, memory of the device"):
+        engine.swap_blocks(cache, host, {0: 1})
+    if is_mapped:
+        program.map(address)
+    else:
+        assert program.allocate() == address
+    for _ in range(2):
+        with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
+            engine.swap_blocks(cache, host, {0: 1})
+        with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
+            engine.swap_blocks(host, cache, {1: 0})
+    engine.unregister_cache(cache.cache_id)
+    again = engine.register_blocks_cache(desc, [address])
+    engine.swap_blocks(again, host, {0: 1})
+    engine.unregister_cache(again.cache_id)
+    if is_mapped:
+        program.unmap(address)
+        program.cuda.ok("cuMemAddressFree", address, GRANULE)
+    else:
+        program.free(address)
+
+
+def test_nor_read_or_written(engine: LlmDataDist, program: Program) -> None:
+    address = program.allocate()
+    cache = engine.register_blocks_cache(ONE, [address])
+    engine.write_cache(cache, [np.ones(ONE.shape, np.uint8)])
+    program.free(address)
+    assert program.allocate() == address
+    with refused("LLM_KV_CACHE_NOT_EXIST", "not that which was registered there"):
+        engine.read_cache(cache)
+    with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
+        engine.write_cache(cache, [np.ones(ONE.shape, np.uint8)])
+    engine.unregister_cache(cache.cache_id)
+    program.free(address)
+
+
+def test_nor_moved_to_pageable_memory(engine: LlmDataDist, program: Program) -> None:
+    address = program.allocate()
+    cache = engine.register_blocks_cache(ONE, [address])
+    host = engine.register_blocks_cache(HOST, [np.zeros(HOST.shape, np.uint8)])
+    engine.swap_blocks(cache, host, {0: 1})
+    program.free(address)
+    assert program.allocate() == address
+    with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
+        engine.swap_blocks(cache, host, {0: 1})
+    engine.unregister_cache(cache.cache_id)
+    program.free(address)
+
+
+def test_nor_sent_to_a_peer(cuda_simulator: CudaControls, program: Program) -> None:
+    with (
+        engine_on(
+            cuda_simulator, NUM_DEVICE, transport="tcp", listen_ip_info="127.0.0.1:0"
+        ) as owner,
+        LlmDataDist(5, LlmRole.MIX) as peer,
+    ):
+        peer.initialize(Options(accelerator="none", transport="tcp"))
+        assert owner.listen_address is not None
+        peer.link_clusters([ClusterInfo(2, owner.listen_address)]).raise_for_status()
+        address = program.allocate()
+        cache = owner.register_blocks_cache(ONE, [address], BlocksCacheKey(2, 1))
+        here = peer.allocate_blocks_cache(HOST)
+        peer.pull_blocks(BlocksCacheKey(2, 1), here, [0], [0])
+        program.free(address)
+        assert program.allocate() == address
+        for _ in range(2):
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has it registered, but not mapped"):
+                peer.pull_blocks(BlocksCacheKey(2, 1), here, [0], [0])
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has it registered, but not mapped"):
+                peer.push_blocks(here, BlocksCacheKey(2, 1), [0], [0])
+        owner.unregister_cache(cache.cache_id)
+        program.free(address)
+
+
+def test_what_is_registered_there_then_is_used(
+    engine: LlmDataDist, program: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the one before was not unregistered; which is, from then on."""
+    address = program.allocate()
+    old = engine.register_blocks_cache(ONE, [address], BlocksCacheKey(2, 1))
+    program.free(address)
+    assert program.allocate() == address
+    with caplog.at_level(logging.WARNING, "kvplan"):
+        new = engine.register_blocks_cache(ONE, [address], BlocksCacheKey(2, 2))
+    (message,) = [it.getMessage() for it in caplog.records]
+    assert message.startswith("device=3 memory of 1 registered caches was freed without unregister")
+    host = engine.allocate_blocks_cache(HOST)
+    engine.swap_blocks(new, host, {0: 1})
+    with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
+        engine.swap_blocks(old, host, {0: 1})
+    engine.swap_blocks(new, host, {0: 1})
+    engine.unregister_cache(old.cache_id)
+    engine.swap_blocks(new, host, {0: 1})
+    engine.unregister_cache(new.cache_id)
+    program.free(address)
+
+
+def test_what_kvplan_allocates_there_is_its_own(engine: LlmDataDist, program: Program) -> None:
+    address = program.allocate()
+    cache = engine.register_blocks_cache(ONE, [address])
+    program.free(address)
+    mine = engine.allocate_blocks_cache(ONE)
+    assert mine.tensor_addrs == (address,)
+    host = engine.allocate_blocks_cache(HOST)
+    engine.swap_blocks(mine, host, {0: 1})
+    engine.unregister_cache(cache.cache_id)
+
+
+def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -> None:
+    """Not registered: they are looked up for each transfer."""
+    address = program.allocate()
+    host = engine.allocate_blocks_cache(HOST)
+    cache = engine.register_blocks_cache(ONE, [address])
+    engine.swap_blocks(host, cache, {0: 1})
+    engine.unregister_cache(cache.cache_id)
+    program.free(address)
+    gc.collect()
+    assert program.allocate() == address
+    device = engine.device
+    assert device is not None
+    memory = kvplan.device.memory.DeviceMemory.from_addresses(device, ONE, [address])
+    memory.check()
+    program.free(address)
+    with refused("LLM_PARAM_INVALID", "not of device 3"):
+        memory.check()

@@ -1,0 +1,320 @@
+"""Transfers between two GPUs of one host by transport local: peer access, or none."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import kvplan
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    LLMStatusCode,
+    Options,
+    Placement,
+)
+from kvplan.device.memory import DeviceMemory
+from tests.ascend.simulator import Log
+from tests.cuda.side import Other, Side, Whose, pattern
+from tests.cuda_sim.simulator import CudaControls
+from tests.device.engines import DEVICE, contents
+from tests.support.refusals import refused
+
+BLOCKS, BLOCK = 4096, 256
+NBYTES = BLOCKS * BLOCK
+MANY = CacheDesc(1, (BLOCKS, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
+SCATTERED = np.random.default_rng(3).permutation(BLOCKS)
+PULL = kvplan.plan_pull_blocks(MANY, MANY, SCATTERED.tolist(), range(BLOCKS))
+PUSH = kvplan.plan_push_blocks(MANY, MANY, range(BLOCKS), SCATTERED.tolist())
+WHOSE = pytest.mark.parametrize("whose", ["kvplan", "program"])
+COPIES = ("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2")
+ONE_LAUNCH = {COPIES[0]: 1, COPIES[1]: 1, COPIES[2]: 0, COPIES[3]: 0}
+"""With one copy of the descriptors."""
+SEES = pytest.mark.parametrize("sees", ["all", "its own"])
+
+
+@pytest.fixture
+def side(cuda_simulator: CudaControls) -> Iterator[Side]:
+    """This process, on GPU 0, which sees all; nothing may be left."""
+    side = Side(0)
+    yield side
+    assert side.close() == {}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, Other]]:
+    """By what they see."""
+    kept: dict[str, Other] = {}
+    yield kept
+    for it in kept.values():
+        it.close()
+
+
+def other_on_1(processes: dict[str, Other], sees: str) -> Other:
+    """A process on GPU 1, which is its number 0 if it sees no other."""
+    if sees in processes and not processes[sees].dead:
+        processes[sees].run(f"side = Side({0 if sees == 'its own' else 1})")
+    else:
+        alone = {"CUDA_VISIBLE_DEVICES": "1"}
+        processes[sees] = Other(0, **alone) if sees == "its own" else Other(1)
+    return processes[sees]
+
+
+@pytest.fixture
+def other(
+    cuda_simulator: CudaControls, processes: dict[str, Other], request: pytest.FixtureRequest
+) -> Iterator[Other]:
+    other = other_on_1(processes, getattr(request, "param", "its own"))
+    yield other
+    if other.dead:
+        other.close()
+    else:
+        assert other.call("close") == {}
+
+
+BOTH_SEEN = pytest.mark.parametrize("other", ["all", "its own"], indirect=True)
+
+
+def local(side: Side, address: int) -> DeviceMemory:
+    return DeviceMemory.from_addresses(side.device, MANY, [address], owner=side)
+
+
+def rows(of: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.frombuffer(of, np.uint8).reshape(BLOCKS, BLOCK)
+
+
+@WHOSE
+@BOTH_SEEN
+class TestBetweenProcesses:
+    def test_4096_blocks_are_pulled_in_one_launch(
+        self, side: Side, other: Other, whose: Whose, sim_log: Log
+    ) -> None:
+        there = other.call("offer", whose, 1, NBYTES)
+        here = side.allocate(whose, 2, NBYTES)
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES)
+            sim_log.restart()
+            kvplan.execute(PULL, memory, local(side, here))
+            assert sim_log.counts(*COPIES) == ONE_LAUNCH
+            del memory
+        assert np.array_equal(
+            rows(side.contents(here, NBYTES)), rows(pattern(1, NBYTES))[SCATTERED]
+        )
+
+    def test_and_pushed(self, side: Side, other: Other, whose: Whose, sim_log: Log) -> None:
+        there = other.call("offer", whose, 1, NBYTES)
+        here = side.allocate(whose, 2, NBYTES)
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES, writable=True)
+            sim_log.restart()
+            kvplan.execute(PUSH, local(side, here), memory)
+            assert sim_log.counts(*COPIES) == ONE_LAUNCH
+            del memory
+        found = rows(other.call("contents", there, NBYTES))
+        assert np.array_equal(found[SCATTERED], rows(pattern(2, NBYTES)))
+
+    def test_a_process_that_does_not_see_the_gpu(
+        self, side: Side, other: Other, whose: Whose, sim_log: Log
+    ) -> None:
+        """As vLLM's, of which each has its own CUDA_VISIBLE_DEVICES."""
+        there = side.offer(whose, 1, NBYTES)
+        sim_log.restart()
+        found = other.run(
+            """
+            from tests.cuda.test_two_gpus import MANY, NBYTES, PULL, kvplan, local
+            here = side.allocate(whose, 2, NBYTES)
+            with side.transport.connect(metadata) as link:
+                kvplan.execute(PULL, link.memory([there], NBYTES), local(side, here))
+            del link
+            result = side.contents(here, NBYTES)
+            """,
+            metadata=side.metadata(),
+            there=there,
+            whose=whose,
+        )
+        assert np.array_equal(rows(found), rows(pattern(1, NBYTES))[SCATTERED])
+        assert sim_log.counts("cuLaunchKernel", pid=other.pid) == {"cuLaunchKernel": 1}
+
+
+class TestWithoutPeerAccess:
+    @pytest.fixture(autouse=True)
+    def restored(self, cuda_simulator: CudaControls) -> Iterator[None]:
+        yield
+        cuda_simulator.set("cuda_peers", 1)
+
+    @WHOSE
+    def test_a_gpu_that_both_see(
+        self, side: Side, other: Other, whose: Whose, cuda_simulator: CudaControls
+    ) -> None:
+        there = other.call("offer", whose, 1)
+        metadata = other.call("metadata")
+        cuda_simulator.set("cuda_peers", 0)
+        assert "no peer access between the two" in (side.transport.shortfall(metadata) or "")
+        with (
+            side.transport.connect(metadata) as link,
+            refused(
+                "LLM_FEATURE_NOT_ENABLED",
+                "device 0 cannot reach the memory of device 1: there is no peer access between "
+                r"the two \(nvidia-smi topo -p2p r shows where there is\): use "
+                "kvplan.transport=tcp",
+            ),
+        ):
+            link.memory([there], 100)
+
+    @WHOSE
+    @pytest.mark.parametrize("setting", ["cuda_peers", "cuda_hidden"])
+    def test_one_that_is_hidden(self, side: Side, other: Other, whose: Whose, setting: str) -> None:
+        """The driver alone can say so, when the memory is mapped."""
+        there = side.offer(whose, 1)
+        message, status = other.run(
+            """
+            from tests.cuda_sim.simulator import controls
+            assert side.transport.shortfall(metadata) is None
+            controls().set(setting, 0)
+            try:
+                with side.transport.connect(metadata) as link:
+                    link.memory([there], 100)
+            except Exception as error:
+                result = error.args[0], error.status_code
+            finally:
+                controls().set(setting, 1)
+            del link
+            """,
+            metadata=side.metadata(),
+            there=there,
+            setting=setting,
+        )
+        assert status is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        assert "to be mapped for device 0: cu" in message
+        assert "CUDA_VISIBLE_DEVICES hides that GPU from this process" in message
+        assert message.endswith("use kvplan.transport=tcp")
+
+    def test_one_way_alone(self, side: Side, other: Other, cuda_simulator: CudaControls) -> None:
+        """What this side does goes; it is no way for a link that can choose."""
+        there = other.call("offer", "kvplan", 1, NBYTES)
+        metadata = other.call("metadata")
+        cuda_simulator.set("cuda_peers", 2)
+        assert "device 1 cannot reach the memory of device 0" in (
+            side.transport.shortfall(metadata) or ""
+        )
+        here = local(side, side.allocate("kvplan", 2, NBYTES))
+        with side.transport.connect(metadata) as link:
+            kvplan.execute(PULL, link.memory([there], NBYTES), here)
+
+
+class TestEnginesOfOneProcess:
+    """Two GPUs of a program with threads or tensors on both."""
+
+    @pytest.fixture
+    def two(
+        self, cuda_simulator: CudaControls, request: pytest.FixtureRequest
+    ) -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
+        """On GPU 0 and 1, with transport auto, or that which is given; they are not linked."""
+        with ExitStack() as held:
+            made = [held.enter_context(LlmDataDist(it, LlmRole.MIX)) for it in (1, 2)]
+            for device_id, it in enumerate(made):
+                options = Options(
+                    accelerator="cuda",
+                    device_id=device_id,
+                    transport=getattr(request, "param", "auto"),
+                    listen_ip_info="127.0.0.1:0",
+                )
+                it.initialize(options)
+            yield made[0], made[1]
+        gc.collect()
+
+    def link(self, two: tuple[LlmDataDist, LlmDataDist]) -> str:
+        """The transport that they have chosen."""
+        first, second = two
+        assert first.listen_address is not None
+        second.link_clusters([ClusterInfo(1, first.listen_address)]).raise_for_status()
+        (found,) = second.links()
+        return found.transport
+
+    def test_auto_takes_local(self, two: tuple[LlmDataDist, LlmDataDist]) -> None:
+        assert self.link(two) == "local"
+
+    @pytest.mark.parametrize(
+        ("two", "taken"), [("auto", "tcp"), ("local", "local")], indirect=["two"]
+    )
+    @pytest.mark.parametrize("peers", [0, 2])
+    def test_without_peer_access(
+        self,
+        two: tuple[LlmDataDist, LlmDataDist],
+        taken: str,
+        peers: int,
+        cuda_simulator: CudaControls,
+    ) -> None:
+        """Auto takes what reaches the GPUs; who asks for local has it for memory of the host."""
+        cuda_simulator.set("cuda_peers", peers)
+        try:
+            assert self.link(two) == taken
+            there = two[0].allocate_blocks_cache(DEVICE, BlocksCacheKey(1))
+            two[0].write_cache(there, contents(1))
+            here = two[1].allocate_blocks_cache(DEVICE)
+            if taken == "tcp":
+                two[1].pull_blocks(BlocksCacheKey(1), here, [0, 5], [3, 4])
+                assert np.array_equal(two[1].read_cache(here)[1][3], contents(1)[1][0])
+            else:
+                with refused("LLM_FEATURE_NOT_ENABLED", "device 1 cannot reach .* device 0"):
+                    two[1].pull_blocks(BlocksCacheKey(1), here, [0], [3])
+        finally:
+            cuda_simulator.set("cuda_peers", 1)
+
+    def test_registered_memory_is_reached_where_it_is(
+        self, two: tuple[LlmDataDist, LlmDataDist], sim_log: Log
+    ) -> None:
+        """CUDA opens no IPC handle in its own process: the contexts have peer access instead."""
+        assert self.link(two) == "local"
+        with ExitStack() as held:
+            programs = [Memory(0), Memory(1)]
+            for it in programs:
+                held.callback(it.close)
+            caches = [
+                engine.register_blocks_cache(MANY, [program.address], BlocksCacheKey(number, 5))
+                for number, (engine, program) in enumerate(zip(two, programs, strict=True), 1)
+            ]
+            sim_log.restart()
+            blocks = SCATTERED.tolist()
+            two[1].pull_blocks(BlocksCacheKey(1, 5), caches[1], blocks, [*range(BLOCKS)])
+            assert sim_log.counts(*COPIES) == ONE_LAUNCH
+            found = rows(programs[1].contents())
+            assert np.array_equal(found, rows(pattern(1, NBYTES))[SCATTERED])
+            two[1].push_blocks(caches[1], BlocksCacheKey(1, 5), [*range(BLOCKS)], blocks)
+            assert np.array_equal(rows(programs[0].contents()), rows(pattern(1, NBYTES)))
+            assert sim_log.calls("cuIpcOpenMemHandle_v2", pid=os.getpid()) == []
+            programs[0].free()
+            with refused("LLM_KV_CACHE_NOT_EXIST", "not all, memory of the device"):
+                two[1].pull_blocks(BlocksCacheKey(1, 5), caches[1], blocks, [*range(BLOCKS)])
+            for engine, cache in zip(two, caches, strict=True):
+                engine.unregister_cache(cache.cache_id)
+
+
+class Memory:
+    """Of cuMemAlloc on that device, with a pattern in it."""
+
+    def __init__(self, device_id: int) -> None:
+        self._side = Side(device_id)
+        self.address = self._side.allocate("program", device_id + 1, NBYTES)
+
+    def contents(self) -> bytes:
+        self._side.enter()
+        return self._side.contents(self.address, NBYTES)
+
+    def free(self) -> None:
+        self._side.enter()
+        self._side.free(self.address)
+
+    def close(self) -> None:
+        self._side.enter()
+        self._side.end()
