@@ -14,6 +14,7 @@ __all__ = [
     "KVN_OK",
     "KVN_PEER_GONE",
     "KVN_PENDING",
+    "KVN_REVOKED",
     "KVN_SUSPECT_REMOTE",
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
@@ -41,6 +42,7 @@ KVN_FAILED: int
 KVN_DEVICE_MEMORY: int
 KVN_SUSPECT_REMOTE: int
 KVN_NO_DEVICE_MEMORY: int
+KVN_REVOKED: int
 
 MAX_STRIPES: int
 STRATEGIES: tuple[str, ...]

@@ -15,8 +15,8 @@ from kvnative._tuning import STRATEGIES, builtin_tuning, check_strategy
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
-    "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED", "MAX_STRIPES",
-    "STRATEGIES", "Backend", "NativeError", "ThreadPool", "host_backend", "striped",
+    "KVN_REVOKED", "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
+    "MAX_STRIPES", "STRATEGIES", "Backend", "NativeError", "ThreadPool", "host_backend", "striped",
 ]
 
 # The same names for Python as in status.h.
@@ -28,7 +28,7 @@ globals().update(
     KVN_UNSUPPORTED=_native.KVN_UNSUPPORTED, KVN_FAILED=_native.KVN_FAILED,
     KVN_DEVICE_MEMORY=_native.KVN_DEVICE_MEMORY,
     KVN_SUSPECT_REMOTE=_native.KVN_SUSPECT_REMOTE,
-    KVN_NO_DEVICE_MEMORY=_native.KVN_NO_DEVICE_MEMORY,
+    KVN_NO_DEVICE_MEMORY=_native.KVN_NO_DEVICE_MEMORY, KVN_REVOKED=_native.KVN_REVOKED,
 )
 
 MAX_STRIPES = <int>KVN_MAX_STRIPES

@@ -12,6 +12,7 @@ from kvnative._backend import (
     KVN_OK,
     KVN_PEER_GONE,
     KVN_PENDING,
+    KVN_REVOKED,
     KVN_SUSPECT_REMOTE,
     KVN_TIMEOUT,
     KVN_UNMAPPED,
@@ -32,7 +33,7 @@ from kvnative._layered import (
     LayeredTask,
 )
 from kvnative._lower import Descriptors
-from kvnative._task import Gate, Report, Task
+from kvnative._task import Gate, Report, Revocable, Task, revoke
 
 __all__ = [
     "KVN_CANCELLED",
@@ -45,6 +46,7 @@ __all__ = [
     "KVN_OK",
     "KVN_PEER_GONE",
     "KVN_PENDING",
+    "KVN_REVOKED",
     "KVN_SUSPECT_REMOTE",
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
@@ -61,9 +63,11 @@ __all__ = [
     "LayeredTask",
     "NativeError",
     "Report",
+    "Revocable",
     "Task",
     "ThreadPool",
     "host_backend",
+    "revoke",
     "striped",
 ]
 

@@ -54,7 +54,7 @@ cdef class Executor:
         if self.closed:
             task.cancel()
             raise NativeError("the executor is closed")
-        return 0
+        return task.check_memory()
 
     cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits,
                     Gate after):
@@ -71,7 +71,8 @@ cdef class Executor:
         Args:
             descriptors: they cannot be lowered into again until the outcome. Their addresses are
                 taken as they are: a wrong one ends the process.
-            keep: any object (a tuple, say), kept alive until the outcome: the memory's owner.
+            keep: any object, kept alive until the outcome: the memory's owner. Of what is
+                Revocable in a tuple, tasks end when it is revoked.
             backend: what moves this transfer; None: the executor's.
             after: what it comes after: until then nothing of it moves; None: nothing.
 

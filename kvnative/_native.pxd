@@ -19,6 +19,7 @@ cdef extern from "kvnative/status.h" nogil:
         KVN_DEVICE_MEMORY
         KVN_SUSPECT_REMOTE
         KVN_NO_DEVICE_MEMORY
+        KVN_REVOKED
 
 cdef extern from "kvnative/backend.h" nogil:
     enum:

@@ -4,6 +4,7 @@ from typing import Literal, final
 
 from kvnative._backend import Backend, ThreadPool
 from kvnative._lower import Descriptors
+from kvnative._task import Revocable
 
 __all__ = ["Peer", "process_backend"]
 
@@ -15,7 +16,7 @@ class Peer:
     def attach(self, generations_fd: int, inode: int, num_slots: int) -> None: ...
     def check(self, words: bytes) -> int: ...
     def copy(
-        self, descriptors: Descriptors, words: bytes
+        self, descriptors: Descriptors, words: bytes, here: Revocable
     ) -> Literal["done", "refused", "lost"]: ...
     def probe(self, address: int) -> None: ...
     def take_descriptor(self, fd: int) -> int: ...

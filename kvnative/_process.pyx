@@ -10,6 +10,7 @@ from kvnative._host cimport check, kvn_failure, kvn_word, unsigned, words_in
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns
 from kvnative._native cimport KVN_OK, kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
+from kvnative._task cimport Revocable
 
 __all__ = ["Peer", "process_backend"]
 
@@ -93,17 +94,18 @@ cdef class Peer:
         return <int64_t>stale if stale < count else -1
 
     @cython.critical_section
-    def copy(self, Descriptors descriptors not None, bytes words not None):
+    def copy(self, Descriptors descriptors not None, bytes words not None,
+             Revocable here not None):
         """Moves descriptors by plain copies, in this thread and with the GIL, between two checks.
 
-        The addresses are of this process: what is read of the peer is mapped here. Returns "done";
-        "refused", if the first check finds what `check` would, and nothing moved; or "lost", if the
-        second one does.
+        The addresses are of this process: what is read of the peer is mapped here, and written to
+        `here`. Returns "done"; "refused", if the first check finds what `check` would, or that
+        `here` was revoked, and nothing moved; or "lost", if the second one does.
         """
         cdef kvn_columns columns
         cdef size_t i
         self.check_open()
-        if not self.is_good(words):
+        if here.revocation() is not None or not self.is_good(words):
             return "refused"
         columns = descriptors.hold_columns()
         for i in range(columns.count):

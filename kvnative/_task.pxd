@@ -31,12 +31,21 @@ cdef class Gate:
     cdef kvn_gate *gate        # valid as long as this object
 
 
+# Memory that its owner may take back. Each kind is a subclass.
+cdef class Revocable:
+    cdef str why               # it was taken back; None: it was not
+    cdef tuple parts           # memory of others that it is made of
+
+    # Why it, or a part of it, was; None: neither was.
+    cdef str revocation(self)
+
+
 cdef class AnyTask:
     # The backend and the memory that the task works with: they stand before it, and stay until the
     # outcome (`descriptors`, `keep`) or as long as this object (`backend`).
     cdef Backend backend
     cdef Descriptors descriptors  # held; None after the outcome
-    cdef object keep
+    cdef object keep              # a tuple with what may be revoked, or any object
     cdef dict siblings            # the executor's tasks in flight, this one among them
     cdef uint64_t count
     cdef Report outcome           # None while in flight
@@ -58,6 +67,12 @@ cdef class AnyTask:
     cdef Report wait_until(self, int64_t deadline, bint stop)
     cdef Report settled(self)
     cdef Report settle(self)
+    # Give it up if memory that it keeps was revoked: as it is in flight before this looks, either
+    # this finds that out, or `revoke` finds the task.
+    cdef tuple kept(self)
+    cdef int check_memory(self) except -1
+    cdef bint uses(self, Revocable memory) except -1
+    cdef int revoke(self) except -1
     cdef bint over(self)
 
 

@@ -2,7 +2,7 @@ from typing import Never, final
 
 from typing_extensions import disjoint_base
 
-__all__ = ["Gate", "Report", "Task"]
+__all__ = ["Gate", "Report", "Revocable", "Task", "revoke"]
 
 @final
 class Report:
@@ -27,6 +27,12 @@ class Gate:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
 
 @disjoint_base
+class Revocable:
+    def __init__(self, parts: tuple[Revocable, ...] = ()) -> None: ...
+    @property
+    def revoked(self) -> str | None: ...
+
+@disjoint_base
 class AnyTask:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
@@ -40,3 +46,5 @@ class AnyTask:
 class Task(AnyTask):
     @property
     def held(self) -> bool: ...
+
+def revoke(memory: Revocable, why: str) -> None: ...

@@ -11,8 +11,10 @@ from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns, kvn_gate
 from kvnative._native cimport *
 
 import atexit
+import sys
+import threading
 
-__all__ = ["Gate", "Report", "Task"]
+__all__ = ["Gate", "Report", "Revocable", "Task", "revoke"]
 
 # How long Ctrl-C may go unnoticed in a wait.
 cdef int64_t SIGNALS_NS = 100_000_000
@@ -92,6 +94,9 @@ cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfir
 
 # Tasks in flight, of all executors: whatever else is let go, what they point to stays.
 cdef dict in_flight = {}
+# Without a GIL, held while a task is out of these for a moment.
+cdef object moving_to_the_end = threading.RLock()
+cdef bint HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 @cython.auto_pickle(False)
@@ -101,6 +106,57 @@ cdef class Gate:
 
     def __init__(self, *args, **kwargs):
         raise TypeError(f"a {type(self).__name__} is taken of a device: Device.take_event()")
+
+
+@cython.auto_pickle(False)
+cdef class Revocable:
+    """Memory of this process that its owner may take back, while tasks that keep it are in flight.
+
+    Args:
+        parts: what it is made of, if that is others' memory: to revoke one of them is enough.
+    """
+
+    def __init__(self, parts: tuple = ()):
+        self.parts = parts
+
+    @property
+    def revoked(self) -> str | None:
+        """Why it, or a part of it, was revoked; None: neither was."""
+        return self.revocation()
+
+    cdef str revocation(self):
+        cdef Revocable part
+        cdef str why
+        with cython.critical_section(self):
+            why = self.why
+        if why is None and self.parts:
+            for part in self.parts:
+                why = part.revocation()
+                if why is not None:
+                    break
+        return why
+
+
+def revoke(memory: Revocable, why: str) -> None:
+    """Take memory back: on return no task of any executor touches a byte of it any more.
+
+    Those that keep it, in flight or submitted later, end with KVN_REVOKED. It waits for them as
+    `cancel` does. Idempotent: a second call waits for the same, and the first one's reason stands.
+
+    Args:
+        memory: what tasks have been given to keep, or a part of that.
+        why: as `Revocable.revoked` says it.
+    """
+    cdef Revocable it = memory
+    cdef AnyTask task
+    with cython.critical_section(it):
+        if it.why is None:
+            it.why = why
+    with moving_to_the_end:
+        tasks = list(in_flight)
+    for task in tasks:
+        if task.backend.pid == getpid() and task.uses(it):
+            task.revoke()
 
 
 @cython.auto_pickle(False)
@@ -170,16 +226,46 @@ cdef class AnyTask:
         """Keep the outcome and let go of the memory. Only when there is one."""
         cdef Report outcome = self.look()
         cdef bint is_first = False
+        cdef object kept = None
         with cython.critical_section(self):
             if self.outcome is None:  # of several threads that waited, the first comes here
                 is_first = True
                 self.descriptors.release()  # whoever sees the outcome can lower into them
                 self.outcome = outcome
+                kept, self.keep = self.keep, None  # let go of with this frame
         if is_first:
-            self.descriptors = self.keep = None
+            self.descriptors = None
             self.siblings.pop(self, None)
             in_flight.pop(self, None)
         return self.settled()
+
+    cdef tuple kept(self):
+        cdef object keep
+        with cython.critical_section(self):
+            keep = self.keep
+        return <tuple>keep if type(keep) is tuple else ()
+
+    cdef int check_memory(self) except -1:
+        for it in self.kept():
+            if isinstance(it, Revocable) and (<Revocable>it).revocation() is not None:
+                self.revoke()
+                break
+        return 0
+
+    cdef bint uses(self, Revocable memory) except -1:
+        for it in self.kept():
+            if it is memory:
+                return True
+            if isinstance(it, Revocable) and memory in (<Revocable>it).parts:
+                return True
+        return False
+
+    cdef int revoke(self) except -1:
+        if self.settled() is None:
+            with nogil:
+                self.abort_native(KVN_REVOKED)
+            self.settle()
+        return 0
 
     cdef bint over(self):
         """Whether the native task can be released. For __dealloc__."""
@@ -349,8 +435,13 @@ cdef int drop_finished(int most) except -1:
     for task in oldest:
         if task.backend.pid == getpid() and task.done:
             continue
-        in_flight.pop(task, None)
-        in_flight[task] = None
+        if HAS_GIL:
+            in_flight.pop(task, None)
+            in_flight[task] = None
+        else:
+            with moving_to_the_end:
+                in_flight.pop(task, None)
+                in_flight[task] = None
         # Another thread may have settled it since, and taken it out before it was put in.
         if task.settled() is not None:
             in_flight.pop(task, None)

@@ -75,7 +75,7 @@ typedef struct kvn_backend_vtable {
      * Returning KVN_PENDING means that the deadline passed and the request is still in flight. */
     int (*wait)(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report);
     /* Stops promptly and returns when no byte is touched any more. Idempotent; `why` is the
-     * status to report for what was still open (KVN_TIMEOUT or KVN_CANCELLED). */
+     * status to report for what was still open: one of those that kvn_is_given_up (core/report.h) knows. */
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
     /* Of a batch with an `after`: cancels it if that has not come, and does not wait for the outcome. NULL where
      * no batch with one is taken, or it is left to `abort`. */

@@ -20,7 +20,8 @@ typedef enum kvn_status {
     KVN_FAILED = -9,      /* anything else: `code` and `message` say what */
     KVN_DEVICE_MEMORY = -10,   /* a device's memory is damaged */
     KVN_SUSPECT_REMOTE = -11,  /* the device at the other end is not well */
-    KVN_NO_DEVICE_MEMORY = -12 /* the device is out of memory, or of streams and the like */
+    KVN_NO_DEVICE_MEMORY = -12, /* the device is out of memory, or of streams and the like */
+    KVN_REVOKED = -13          /* memory of it was revoked here; the rest was abandoned */
 } kvn_status;
 
 #ifdef __cplusplus

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from kvnative._executor import Revocable
 from kvplan.device.device import Device
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import Cache, CacheDesc
@@ -33,7 +34,7 @@ def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> No
         )
 
 
-class DeviceMemory:
+class DeviceMemory(Revocable):
     """Tensors in the memory of a device of this process.
 
     Args:
@@ -44,6 +45,7 @@ class DeviceMemory:
         owner: keeps the memory alive, or vouches for it; None: the addresses are checked before
             and after each transfer.
         watches: of memory that its owner may free under it, see `Device.watch`.
+        parts: memory that this is made of; what revokes one of these revokes this.
     """
 
     in_process = True
@@ -58,7 +60,9 @@ class DeviceMemory:
         writable: bool,
         owner: object,
         watches: tuple[Watch, ...] = (),
+        parts: tuple[Revocable, ...] = (),
     ) -> None:
+        super().__init__(parts)
         for column in (addresses, nbytes):
             column.flags.writeable = False
         self.device = device

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.device.memory import DeviceMemory
+from kvplan.execution.memory import check_lent, using
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.tensor_forms import array_form
 from kvplan.types import CacheDesc
@@ -61,12 +62,17 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
         LLMException: the memory is not what it was, or what its device says.
     """
     memory.check()
-    if not isinstance(memory, DeviceMemory):
-        return [it.copy() for it in tensor_arrays(desc, memory)]
     shape, dtype = array_form(desc)
     copies = [np.empty(shape, dtype) for _ in range(desc.num_tensors)]
-    for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
-        memory.device.read(address, copy.data)
+    with using(memory):
+        if isinstance(memory, DeviceMemory):
+            for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
+                check_lent(memory)
+                memory.device.read(address, copy.data)
+        else:
+            for tensor, copy in zip(tensor_arrays(desc, memory), copies, strict=True):
+                check_lent(memory)
+                copy[...] = tensor
     return copies
 
 
@@ -93,12 +99,15 @@ def write_tensors(
     given = _checked(desc, arrays)
     if not memory.writable:
         raise invalid("the cache was registered with writable=False, or of read-only arrays")
-    if isinstance(memory, DeviceMemory):
-        for address, array in zip(memory.addresses.tolist(), given, strict=True):
-            memory.device.write(address, array.data)
-        return
-    for tensor, array in zip(tensor_arrays(desc, memory), given, strict=True):
-        tensor[...] = array.view(tensor.dtype)
+    with using(memory):
+        if isinstance(memory, DeviceMemory):
+            for address, array in zip(memory.addresses.tolist(), given, strict=True):
+                check_lent(memory)
+                memory.device.write(address, array.data)
+        else:
+            for tensor, array in zip(tensor_arrays(desc, memory), given, strict=True):
+                check_lent(memory)
+                tensor[...] = array.view(tensor.dtype)
 
 
 def _checked(desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]) -> list[NDArray[Any]]:

@@ -11,6 +11,7 @@ from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.memory_report import MemoryReport, report_memory
 from kvplan.engine.runner import OperationRunner
+from kvplan.execution.memory import check_lent, using
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import block_indices
 from kvplan.status import invalid
@@ -123,8 +124,9 @@ class CacheOperations(OperationRunner):
     def unregister_cache(self, cache_id: int) -> None:
         """End a registered cache and its keys; an unknown id is fine.
 
-        On return no peer reports a success for it any more, whichever of several calls has ended
-        it.
+        On return no byte of it is read or written any more, and no peer reports a success for it,
+        whichever of several calls has ended it. What moves then is stopped, and ends with
+        LLM_KV_CACHE_NOT_EXIST: transfers of this engine, and calls of other threads.
 
         Raises:
             TypeError, ValueError: cache_id is no int64.
@@ -134,6 +136,8 @@ class CacheOperations(OperationRunner):
         with self._recorded("unregister_cache", cache=cache_id) as engine:
             engine.registry.unregister(cache_id)
             engine.leases.end_cache(cache_id)
+            engine.completion.settle_ended()
+            engine.prompt.settle_ended()
 
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Say that other memory was mapped at addresses of registered caches.
@@ -271,7 +275,11 @@ class CacheOperations(OperationRunner):
             memory.check()
             tensors = (read_tensors if on_device else tensor_arrays)(desc, memory)
             axis = desc.batch_dim_index
-            sums = [block_checksum(tensors, axis, it) for it in table.tolist()]
+            sums = []
+            with using(memory):
+                for it in table.tolist():
+                    check_lent(memory)
+                    sums.append(block_checksum(tensors, axis, it))
             memory.check()
             if isinstance(cache, BlockLease):
                 engine.leases.standing(cache)  # it was, all the time

@@ -85,6 +85,10 @@ class CompletionThread:
         for flying in list(self._tasks):
             flying.cancel(reason)
 
+    def settle_ended(self) -> None:
+        """Let tasks that wait for layers come to their outcome if they have ended before."""
+        _find_ended(self._open)
+
     def close(self, timeout_s: float) -> None:
         """End the thread when it has seen all tasks, and wait `timeout_s` seconds for that."""
         with self._mutex:
@@ -205,6 +209,10 @@ class PromptCompletionThread:
         for watched in list(self._watched):
             watched.task.cancel(reason)
 
+    def settle_ended(self) -> None:
+        """As `CompletionThread.settle_ended`."""
+        _find_ended(self._open)
+
     def close(self, timeout_s: float) -> None:
         """End the thread when it has seen all tasks, and wait `timeout_s` seconds for that."""
         with self._mutex:
@@ -263,6 +271,12 @@ class _Watched:
     task: TransferTask | GatherTask
     report: Completions | None
     aside: bool
+
+
+def _find_ended(tasks: set[ref[TransferTask]]) -> None:
+    for it in list(tasks):
+        if (task := it()) is not None:
+            _ = task.done  # which tracks it then
 
 
 def _settle(task: TransferTask | GatherTask) -> None:

@@ -386,23 +386,22 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     addresses = np.concatenate([it.addresses for it in memories])
     nbytes = np.concatenate([it.nbytes for it in memories])
     writable = all(it.writable for it in memories)
-    if all(isinstance(it, HostMemory) for it in memories):
-        held = all(it.held for it in memories if isinstance(it, HostMemory))
-        owner = tuple(memories) if held else None
-        return HostMemory(addresses, nbytes, writable=writable, owner=owner)
-    on_device = [it for it in memories if isinstance(it, DeviceMemory)]
+    if len(on_host := tuple(it for it in memories if isinstance(it, HostMemory))) == len(memories):
+        owner = on_host if all(it.held for it in on_host) else None
+        return HostMemory(addresses, nbytes, writable=writable, owner=owner, parts=on_host)
+    on_device = tuple(it for it in memories if isinstance(it, DeviceMemory))
     if len(on_device) < len(memories) or len({id(it.device) for it in on_device}) > 1:
         raise LLMException(
             "groups: caches of this process are in host memory and on the device, and one transfer "
             "has one way; move them in two",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
-    owner = tuple(memories) if all(it.held for it in on_device) else None
     return DeviceMemory(
         on_device[0].device,
         addresses,
         nbytes,
         writable=writable,
-        owner=owner,
+        owner=on_device if all(it.held for it in on_device) else None,
+        parts=on_device,
         watches=tuple(watch for it in on_device for watch in it.watches),
     )

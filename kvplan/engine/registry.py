@@ -24,6 +24,7 @@ from kvplan.engine.entry import (
 from kvplan.engine.memory import CacheMemory, memory_of_span, memory_of_tensors, offered_ranges
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
+from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.registrations import offer
@@ -184,7 +185,8 @@ class CacheRegistry:
     def unregister(self, cache_id: int) -> None:
         """End a registered cache, its keys and its claims; an id that is unknown is fine.
 
-        On return no peer reports a success for it any more; its transports have ended it.
+        On return no peer reports a success for it any more, and its transports have ended it; no
+        transfer of this process touches it any more.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: it was allocated.
@@ -195,7 +197,9 @@ class CacheRegistry:
                 self._by_address = None
                 self._keys.unbind(cache_id)
                 self._pending.add([self._held.pop(cache_id)])
-            ended = self._pending.of(cache_id)  # it was renewed perhaps, or somebody is at it
+            ended = self._pending.of(cache_id)  # it was renewed perhaps, or another call is at it
+        for it in ended:
+            take_back(it.entry.memory, f"this engine has unregistered cache {cache_id} meanwhile")
         if ended:
             self._pending.end(ended)
             self._on_change()
@@ -379,6 +383,9 @@ class CacheRegistry:
             self._entries.clear()
             self._by_address = None
             self._keys = KeyIndex()
+        for it in held:
+            if not it.entry.owned:
+                take_back(it.entry.memory, "this engine was finalized meanwhile")
         end_all(held)
         self.pools.close()
 

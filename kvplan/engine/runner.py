@@ -16,6 +16,7 @@ from weakref import ref
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
+from kvplan.execution.memory import revocation
 from kvplan.execution.verification import check_verifiable
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
@@ -645,7 +646,7 @@ class OperationRunner:
             operation.engine.transfers.execute(plan, src, dst, timeout_ms, descriptors)
         except LLMException as error:
             missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-            if not (operation.speculated and missing):
+            if not (operation.speculated and missing) or revocation((src, dst)):
                 raise
             operation.disable_speculation()  # the key may be another cache's by now
         else:

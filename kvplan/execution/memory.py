@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Condition, RLock, get_ident
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvnative._executor import Revocable, revoke
 from kvnative._host import check_ranges
 from kvplan.cache_tensors import check_contiguous
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.tensor_forms import TensorForm, read_form
 from kvplan.types import Cache, CacheDesc
 
@@ -95,8 +100,11 @@ class TensorMemory(Protocol):
         """
 
 
-class HostMemory:
+class HostMemory(Revocable):
     """Memory of this process: arrays, or addresses that were checked to be mapped.
+
+    Args:
+        parts: memory that this is made of; what revokes one of these revokes this.
 
     Attributes:
         held: whether something vouches that the memory stays where it is.
@@ -106,8 +114,15 @@ class HostMemory:
     on_device = False
 
     def __init__(
-        self, addresses: Addresses, nbytes: NDArray[np.uint64], *, writable: bool, owner: object
+        self,
+        addresses: Addresses,
+        nbytes: NDArray[np.uint64],
+        *,
+        writable: bool,
+        owner: object,
+        parts: tuple[Revocable, ...] = (),
     ) -> None:
+        super().__init__(parts)
         for column in (addresses, nbytes):
             column.flags.writeable = False
         self.addresses = addresses
@@ -226,6 +241,82 @@ class HostMemory:
 
     def __repr__(self) -> str:
         return f"<HostMemory {len(self.addresses)} tensors, {int(self.nbytes.sum())} bytes>"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Use:
+    """What a thread reads or writes itself, with no task."""
+
+    thread: int
+    memories: tuple[TensorMemory, ...]
+
+
+class _Uses:
+    """Those of this process."""
+
+    def __init__(self) -> None:
+        self.begin()
+        # In a forked child the threads are not there, and the lock may be held for ever.
+        os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        """There are none."""
+        self.changed = Condition(RLock())  # a signal handler may take memory back
+        self.now: set[_Use] = set()
+
+
+_USES: Final = _Uses()
+
+
+@contextmanager
+def using(*memories: TensorMemory) -> Iterator[None]:
+    """This thread itself reads or writes these inside, with no task: `take_back` waits for it.
+
+    Raises:
+        LLMException: LLM_KV_CACHE_NOT_EXIST: one of them was taken back.
+    """
+    use = _Use(get_ident(), memories)
+    try:
+        with _USES.changed:
+            _USES.now.add(use)
+        check_lent(*memories)  # after it was put in: `take_back` finds it, or this finds that out
+        yield
+    finally:
+        with _USES.changed:
+            _USES.now.discard(use)
+            _USES.changed.notify_all()
+
+
+def take_back(memory: Revocable, why: str) -> None:
+    """The owner has it back: on return nothing of this process reads or writes it any more.
+
+    Transfers that use it end with LLM_KV_CACHE_NOT_EXIST, and are waited for as `cancel` waits for
+    them. What the calling thread itself does with it, under a signal handler, say, is not: that
+    ends when it looks next.
+
+    Args:
+        why: what they raise.
+    """
+    revoke(memory, why)
+    with _USES.changed:
+        others = [
+            it for it in list(_USES.now) if it.thread != get_ident() and revocation(it.memories)
+        ]
+        _USES.changed.wait_for(lambda: _USES.now.isdisjoint(others))
+
+
+def check_lent(*memories: TensorMemory) -> None:
+    """Refuse memory that was taken back: LLM_KV_CACHE_NOT_EXIST."""
+    if (why := revocation(memories)) is not None:
+        raise why
+
+
+def revocation(memories: Sequence[TensorMemory]) -> LLMException | None:
+    """That one of these was taken back, as what is to be raised; None: none of them was."""
+    for it in memories:
+        if isinstance(it, Revocable) and (why := it.revoked) is not None:
+            return LLMException(why, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    return None
 
 
 Memory = TensorMemory | Cache | Sequence[Any]

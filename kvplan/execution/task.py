@@ -19,12 +19,14 @@ from kvnative._executor import (
     KVN_OK,
     KVN_PEER_GONE,
     KVN_PENDING,
+    KVN_REVOKED,
     KVN_SUSPECT_REMOTE,
     KVN_TIMEOUT,
     KVN_UNMAPPED,
     KVN_UNSUPPORTED,
     NativeError,
 )
+from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning.groups import GroupPlan
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.plan import Plan
 
-_ABANDONED = {KVN_TIMEOUT, KVN_CANCELLED}
+_ABANDONED = {KVN_TIMEOUT, KVN_CANCELLED, KVN_REVOKED}
 _LOSING = {KVN_UNMAPPED, KVN_PEER_GONE, KVN_FAILED}
 _FAILED = LLMStatusCode.LLM_FAILED
 _CODES = {
@@ -54,6 +56,7 @@ _CODES = {
     KVN_DEVICE_MEMORY: LLMStatusCode.LLM_DEVICE_MEM_ERROR,
     KVN_SUSPECT_REMOTE: LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR,
     KVN_NO_DEVICE_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+    KVN_REVOKED: LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
 }
 
 
@@ -255,6 +258,8 @@ def failure(
         cause = _lost(memories) if report.status in _LOSING else None
         if report.status == KVN_CANCELLED:
             cause = cause or reason
+        elif report.status == KVN_REVOKED:
+            cause = revocation(memories)
         return _failure(plan, report, cause, missing if report.status in _ABANDONED else "")
     # What was copied went through, but to or from what is not what was registered.
     return LLMException(

@@ -30,7 +30,14 @@ from kvnative._lower import Descriptors, lower
 from kvnative._tuning import Tuning
 from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
-from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
+from kvplan.execution.memory import (
+    Addresses,
+    HostMemory,
+    Memory,
+    TensorMemory,
+    memory_of,
+    using,
+)
 from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
@@ -291,7 +298,8 @@ class Transfers:
             return self._executor.run(some, limit_ms, (plan, *memories, scratch), backend)
 
         try:
-            verify(plan, descriptors, src, dst, scratch, read, every, timeout_ms)
+            with using(src, dst):
+                verify(plan, descriptors, src, dst, scratch, read, every, timeout_ms)
         except NativeError as error:
             raise self._unusable(error) from error
 
@@ -308,7 +316,7 @@ class Transfers:
             return "refused"
         peer, words = guard
         try:
-            return peer.copy(descriptors, words)
+            return peer.copy(descriptors, words, dst)
         except ValueError:  # the link is closed
             return "refused"
 

@@ -184,8 +184,8 @@ class Hixl:
     def deregister_mem(self, mem_handle: int) -> int:
         """Let no transfer use memory any more; on return none does, and it may be freed.
 
-        Those in flight that use it fail: of this engine those that were submitted; calls of
-        `transfer_sync` in other threads end first.
+        Those in flight that use it are stopped, and fail: requests, and calls of `transfer_sync` in
+        other threads.
 
         Returns:
             SUCCESS, for a handle that is not known (any more) too; PARAM_INVALID: 0.
@@ -206,7 +206,6 @@ class Hixl:
                     del running.handles[known]
             if known is not None:
                 running.datadist.unregister_cache(mem_handle)
-                running.requests.leave(*known)
         except _REFUSALS as error:
             return _failed(f"deregister_mem {mem_handle}", error)
         return SUCCESS
@@ -327,9 +326,8 @@ class Hixl:
             ranges = AddressRanges(_cluster(running, remote_engine, timeout_in_millis), *columns)
             left_ms = timeout_in_millis - (perf_counter() - started) * 1000
             datadist = running.datadist
-            with running.requests.call(ranges):
-                move = datadist.pull_ranges if op is TransferOp.READ else datadist.push_ranges
-                move(ranges, timeout_ms=max(0.0, left_ms))
+            move = datadist.pull_ranges if op is TransferOp.READ else datadist.push_ranges
+            move(ranges, timeout_ms=max(0.0, left_ms))
         except _REFUSALS as error:
             return _failed(_move_text("transfer_sync", remote_engine, op, len(columns[0])), error)
         return SUCCESS
@@ -364,14 +362,13 @@ class Hixl:
             running.requests.check_room()
             ranges = AddressRanges(_cluster(running, remote_engine, _AUTO_CONNECT_MS), *columns)
             datadist = running.datadist
-            with running.requests.call(ranges):
-                submit = (
-                    datadist.submit_pull_ranges
-                    if op is TransferOp.READ
-                    else datadist.submit_push_ranges
-                )
-                task = submit(ranges)
-                request = running.requests.add(task, ranges, remote_engine, op, given.user_data)
+            submit = (
+                datadist.submit_pull_ranges
+                if op is TransferOp.READ
+                else datadist.submit_push_ranges
+            )
+            task = submit(ranges)
+            request = running.requests.add(task, ranges, remote_engine, op, given.user_data)
         except _REFUSALS as error:
             text = _move_text("transfer_async", remote_engine, op, len(columns[0]))
             return _failed(text, error), 0

@@ -1,18 +1,10 @@
-"""Transfers in flight: requests that were submitted and not asked for yet, and what memory is used.
-
-A transfer touches memory of this process by its addresses. So memory is given back to the program
-only when no transfer touches it any more: those submitted are stopped, and calls are waited for.
-"""
+"""Transfers in flight: requests that were submitted and not asked for yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Condition, RLock
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
 
 from kvplan.engine.ranges import unconfirmed_text
 from kvplan.hixl.values import (
@@ -52,23 +44,8 @@ class Requests:
 
     def __init__(self) -> None:
         self._mutex = RLock()
-        self._ended = Condition(self._mutex)
         self._last = 0
         self._requests: dict[int, _Request] = {}  # in the order in which they were submitted
-        self._calls: dict[object, AddressRanges] = {}  # that a thread is in
-
-    @contextmanager
-    def call(self, ranges: AddressRanges) -> Iterator[None]:
-        """The calling thread transfers these inside."""
-        token = object()
-        try:
-            with self._mutex:
-                self._calls[token] = ranges
-            yield
-        finally:
-            with self._ended:
-                self._calls.pop(token, None)
-                self._ended.notify_all()
 
     def check_room(self) -> None:
         """Refuse another request: LLM_LINK_BUSY: too many were not asked for."""
@@ -130,26 +107,9 @@ class Requests:
             if request.ranges.cluster_id == cluster_id:
                 request.task.cancel(LLMException(reason))
 
-    def leave(self, address: int, nbytes: int) -> None:
-        """Return when no transfer touches this memory any more: it was deregistered."""
-        reason = LLMException(
-            f"stopped, as local memory [{address:#x}, {address + nbytes:#x}) was deregistered"
-        )
-        with self._ended:  # first: one of these calls may be about to submit a request
-            mine = [it for it, on in self._calls.items() if _touches(on, address, nbytes)]
-            self._ended.wait_for(lambda: not any(it in self._calls for it in mine))
-        for request in self._now():
-            if not request.task.done and _touches(request.ranges, address, nbytes):
-                request.task.cancel(reason)
-
     def _now(self) -> list[_Request]:
         with self._mutex:
             return list(self._requests.values())
-
-
-def _touches(ranges: AddressRanges, address: int, nbytes: int) -> bool:
-    last, lasts = np.uint64(address + nbytes - 1), ranges.local + (ranges.nbytes - np.uint64(1))
-    return bool(((ranges.local <= last) & (lasts >= np.uint64(address))).any())
 
 
 def _outcome(number: int, request: _Request) -> tuple[int, TransferStatus]:

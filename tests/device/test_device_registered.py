@@ -13,6 +13,7 @@ import pytest
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
 from kvplan.device.device import Device
 from tests.ascend.simulator import Controls
+from tests.device.compute import compute_on
 from tests.device.engines import (
     DEVICE,
     HOST,
@@ -21,6 +22,7 @@ from tests.device.engines import (
     contents,
     desc,
     engine_on,
+    filled,
     kind_of,
     same,
 )
@@ -97,6 +99,41 @@ def test_memory_that_is_freed_is_found_gone(
     # A registered cache is the program's word; the device knows better.
     with refused(kind_of(simulator).gone, kind_of(simulator).refusal):
         datadist.read_cache(registered)
+
+
+def test_what_it_is_unregistered_under_never_moves(
+    allocate: Allocate, datadist: LlmDataDist, simulator: Controls
+) -> None:
+    """Transfers behind work of the model that ends only then, when the memory may be another's."""
+    addresses = allocate()
+    cache = datadist.register_blocks_cache(DEVICE, addresses)
+    datadist.write_cache(cache, contents(1))
+    host = filled(datadist, HOST, 2, paged=True)
+    compute = compute_on(simulator)
+    compute.hold()
+    tasks = [
+        datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event()),
+        datadist.submit_swap_blocks(host, cache, {0: 3}, after=compute.event()),
+        datadist.submit_swap_blocks(cache, host, {0: 3}, after=compute.event()),
+    ]
+    goes_on = datadist.submit_copy_blocks(host, {0: [5]}, after=compute.event())
+    datadist.unregister_cache(cache.cache_id)
+    for it in tasks:
+        assert it.done
+        why = rf"this engine has unregistered cache {cache.cache_id} meanwhile; 3 of 3 desc"
+        with refused("LLM_KV_CACHE_NOT_EXIST", why):
+            it.wait()
+    compute.release()
+    compute.wait()
+    goes_on.wait()
+    again = datadist.register_blocks_cache(DEVICE, addresses)
+    assert same(datadist.read_cache(again), contents(1))
+    expected = contents(2, HOST)
+    for it in expected:
+        it[5] = it[0]
+    assert same(datadist.read_cache(host), expected)
+    datadist.unregister_cache(again.cache_id)
+    compute.close()
 
 
 class TestTensors:

@@ -6,12 +6,14 @@ import mmap
 import pickle
 import re
 import resource
+import threading
 
 import numpy as np
 import pytest
 
 import kvplan
 from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode
+from kvplan.execution.memory import check_lent, take_back, using
 from kvplan.transport.local import LocalTransport
 from tests.support.foreign import exported_by_numpy
 from tests.support.refusals import refused
@@ -214,3 +216,52 @@ def test_the_permutation_that_a_refusal_names_is_contiguous(order):
         turned = array.transpose([int(it) for it in axes[1].split(",")])
         assert HostMemory.from_arrays([turned]).nbytes.tolist() == [240]
         assert f"of shape {turned.shape}" in str(caught.value)
+
+
+class TestMemoryThatIsTakenBack:
+    def test_what_another_thread_does_itself_is_waited_for(self) -> None:
+        memory = HostMemory.from_arrays([tensor()])
+        began, goes_on = threading.Event(), threading.Event()
+        ended = []
+
+        def use():
+            with using(memory):
+                began.set()
+                assert goes_on.wait(30)
+                ended.append("use")
+
+        def take():
+            take_back(memory, "its owner needs it")
+            ended.append("taken")
+
+        threads = [threading.Thread(target=it) for it in (use, take)]
+        threads[0].start()
+        assert began.wait(30)
+        threads[1].start()
+        while memory.revoked is None:
+            pass
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "its owner needs it"), using(memory):
+            pytest.fail("it was taken back before")
+        assert not ended
+        goes_on.set()
+        for it in threads:
+            it.join()
+        assert ended == ["use", "taken"]
+
+    def test_by_the_thread_that_uses_it(self) -> None:
+        """Under a signal handler, say: it ends when it looks next."""
+        memory = HostMemory.from_arrays([tensor()])
+        with using(memory):
+            take_back(memory, "its owner needs it")
+            with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "its owner needs it"):
+                check_lent(memory)
+
+    def test_a_transfer_of_it_moves_nothing(self) -> None:
+        source, target = tensor(), np.zeros((6, 8), np.uint16)
+        memory = HostMemory.from_arrays([target])
+        take_back(memory, "its owner needs it")
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "its owner needs it; 1 of 1"):
+            kvplan.execute(PLAN, [source], memory)
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "its owner needs it; 1 of 1"):
+            kvplan.submit(PLAN, [source], memory).wait()
+        assert not target.any()

@@ -338,7 +338,7 @@ class Mapped(HostMemory):
         self.copied, self.checks = copied, 0
         self.guard = self, b""
 
-    def copy(self, descriptors: Descriptors, words: bytes) -> str:
+    def copy(self, descriptors: Descriptors, words: bytes, here: HostMemory) -> str:
         """What the native copy does, with an outcome that a test chooses."""
         return self.copied
 

@@ -91,24 +91,20 @@ def test_pages_that_are_another_cache_by_now(
     assert_confirmed(None, user.arrays(cache), pattern(3))
 
 
-@memories
 @directions
-def test_of_the_local_cache(
-    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
+def test_of_a_local_cache_that_was_allocated(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
-    """What a transfer uses stays until it ends: it succeeds, and nobody else's bytes move."""
+    """What a transfer uses stays until it ends: it succeeds, and no other cache's bytes move."""
     user = gated(2, mem_pool_config=PoolConfig(DESC.nbytes, 10))
     remote = peer.make_cache(seed=1 if direction == "pull" else None)
-    cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
+    cache, arrays = make_cache(user, "allocated", None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(lambda: move(user, direction, remote, cache))
     gate.wait()
-    if memory == "allocated":
-        user.deallocate_cache(cache)
-        with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
-            user.allocate_cache(DESC)
-    else:
-        user.unregister_cache(cache.cache_id)
+    user.deallocate_cache(cache)
+    with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+        user.allocate_cache(DESC)
     with refused(NOT_EXIST):
         move(user, direction, remote, cache)
     gate.open()

@@ -1,6 +1,7 @@
 """Submitting, waiting, deadlines, cancelling, and what lives how long."""
 
 import gc
+import re
 import signal
 import time
 import weakref
@@ -12,14 +13,18 @@ from kvnative._executor import (
     KVN_CANCELLED,
     KVN_OK,
     KVN_PENDING,
+    KVN_REVOKED,
     KVN_TIMEOUT,
     Backend,
     Executor,
+    LayeredTask,
     NativeError,
     Report,
+    Revocable,
     Task,
     ThreadPool,
     host_backend,
+    revoke,
 )
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import Scattered, indices, scatter
@@ -181,6 +186,67 @@ def test_what_a_task_uses_lives_until_its_outcome_and_no_longer(slow: Executor) 
     task.cancel()
     assert alive() is None
     lower(*[np.ones(1, np.uint64)] * 5, out=watched)
+
+
+class TestRevoking:
+    """Memory that tasks keep is taken back by its owner."""
+
+    @pytest.mark.parametrize("how", ["itself", "a part"])
+    @pytest.mark.parametrize("layered", [False, True])
+    def test_what_is_in_flight_ends(self, slow: Executor, how: str, layered: bool) -> None:
+        case = scatter([1000] * 10_000)
+        memory = Revocable()
+        kept = memory if how == "itself" else Revocable((Revocable(), memory))
+        task: Task | LayeredTask
+        if layered:
+            task = slow.layered(case.descriptors, 5000, ("plan", kept))
+            task.open(0)
+        else:
+            task = slow.submit(case.descriptors, ("plan", kept))
+        assert not task.done
+        revoke(memory, "it is needed")
+        assert task.report.status == KVN_REVOKED
+        assert re.match("its memory was revoked: .* of 10000 descriptors", task.report.message)
+        assert_only_confirmed_arrived(case, task.report)
+        assert memory.revoked == kept.revoked == "it is needed"
+
+    def test_what_comes_later_moves_nothing(self, executor: Executor) -> None:
+        case = scatter([4096] * 3)
+        memory = Revocable()
+        revoke(memory, "first")
+        revoke(memory, "second")
+        assert memory.revoked == "first"
+        reports = [
+            executor.submit(case.descriptors, ("plan", memory)).report,
+            executor.run(case.descriptors, None, (memory,)),
+        ]
+        layered = executor.layered(case.descriptors, 1, (memory,))
+        assert not layered.open(0)
+        for it in (*reports, layered.report):
+            assert (it.status, it.unconfirmed, it.bytes_done) == (KVN_REVOKED, ((0, 3),), 0)
+        case.assert_moved(set())
+
+    def test_of_all_executors_and_of_what_uses_it_alone(self, pool: ThreadPool) -> None:
+        cases = [scatter([1000] * 10_000) for _ in range(3)]
+        slowly = [Executor(limit_bandwidth(host_backend(pool), 1e6)) for _ in cases]
+        memory, other = Revocable(), Revocable()
+        tasks = [
+            slowly[0].submit(cases[0].descriptors, (other, memory)),
+            slowly[1].submit(cases[1].descriptors, (memory,)),
+            slowly[2].submit(cases[2].descriptors, (other,)),
+        ]
+        revoke(memory, "it goes")
+        assert [it.done for it in tasks] == [True, True, False]
+        tasks[2].cancel()
+
+    def test_what_has_ended_stays_as_it_is(self, executor: Executor) -> None:
+        case = scatter([MIB] * 4)
+        memory = Revocable()
+        task = executor.submit(case.descriptors, (memory,))
+        while not task.done:
+            pass
+        revoke(memory, "it goes")
+        assert task.report.status == KVN_OK
 
 
 def test_a_dropped_handle_still_completes(executor: Executor) -> None:

@@ -16,7 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor, Report, ThreadPool
+from kvnative._executor import (
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_UNMAPPED,
+    Executor,
+    Report,
+    Revocable,
+    ThreadPool,
+    revoke,
+)
 from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
@@ -327,25 +336,31 @@ class TestPeer:
         few, all_of_it = (
             Descriptors.from_columns(here, there, np.array([it], np.uint64)) for it in (100, nbytes)
         )
-        held = table.take()
-        assert peer.copy(few, words_of(held)) == "done"
+        held, memory = table.take(), Revocable()
+        assert peer.copy(few, words_of(held), memory) == "done"
         assert np.flatnonzero(target).tolist() == list(range(100))
         table.release(*held)
-        assert peer.copy(all_of_it, words_of(held)) == "refused"
+        assert peer.copy(all_of_it, words_of(held), memory) == "refused"
         assert np.count_nonzero(target) == 100
         # A deadline that passes while bytes move, as it takes several times as long.
         outcome = "refused"
         while outcome == "refused":  # this process was held up before the first check
             held = table.take(deadline_ns=time.monotonic_ns() + 1_000_000)
-            outcome = peer.copy(all_of_it, words_of(held))
+            outcome = peer.copy(all_of_it, words_of(held), memory)
             table.release(*held)
         assert outcome == "lost"
         assert target.all()
+        held = table.take()
+        assert peer.copy(few, words_of(held), memory) == "done"
+        revoke(memory, "it goes")
+        target[:] = 0
+        assert peer.copy(few, words_of(held), memory) == "refused"
+        assert not target.any()
         with pytest.raises(TypeError, match="words"):
-            peer.copy(few, bytearray(16))
+            peer.copy(few, bytearray(16), memory)
         peer.close()
         with pytest.raises(ValueError, match="closed"):
-            peer.copy(few, words_of(held))
+            peer.copy(few, words_of(held), memory)
 
     def test_generations_begin_again_behind_the_last(self) -> None:
         """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""

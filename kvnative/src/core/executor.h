@@ -37,7 +37,7 @@ int kvn_task_poll(kvn_task *task);
 /* Blocks until the outcome or the deadline; KVN_PENDING when that passed, with the task still in
  * flight. */
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
-/* Stops promptly; on return no byte is touched any more. `why` is KVN_TIMEOUT or KVN_CANCELLED. */
+/* Stops promptly; on return no byte is touched any more. `why` is KVN_TIMEOUT, KVN_CANCELLED or KVN_REVOKED. */
 int kvn_task_abort(kvn_task *task, int why);
 /* Gives it up, as KVN_CANCELLED, if it stands at a gate that has not opened; never waits. */
 void kvn_task_withdraw(kvn_task *task);

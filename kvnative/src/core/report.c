@@ -89,12 +89,15 @@ uint64_t kvn_report_unconfirmed(const kvn_report *report)
 void kvn_report_given_up(kvn_report *report, int why, uint64_t unconfirmed, uint64_t count,
                          uint64_t total)
 {
+    const char *words = why == KVN_TIMEOUT   ? "the deadline passed"
+                        : why == KVN_REVOKED ? "its memory was revoked"
+                                             : "cancelled";
+
     report->status = why;
     snprintf(report->message, sizeof report->message,
              "%s: %" PRIu64 " of %" PRIu64 " bytes were moved, %" PRIu64 " of %" PRIu64
              " descriptors are not confirmed",
-             why == KVN_TIMEOUT ? "the deadline passed" : "cancelled", report->bytes_done, total,
-             unconfirmed, count);
+             words, report->bytes_done, total, unconfirmed, count);
 }
 
 void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total)

@@ -10,7 +10,7 @@
 /* Somebody ended it, or its deadline did: it has not failed. */
 static inline bool kvn_is_given_up(int status)
 {
-    return status == KVN_TIMEOUT || status == KVN_CANCELLED;
+    return status == KVN_TIMEOUT || status == KVN_CANCELLED || status == KVN_REVOKED;
 }
 
 /* Nothing is known yet: KVN_PENDING, no failure, no span. */

@@ -37,7 +37,7 @@ struct kvn_request {
     uint64_t count;
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
-    int why;       /* why it was given up: KVN_TIMEOUT or KVN_CANCELLED; KVN_OK while it was not */
+    int why;       /* why it was given up; KVN_OK while it was not */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* shards without an outcome */
     atomic_bool *taken; /* that its channel is; NULL where it shares them */

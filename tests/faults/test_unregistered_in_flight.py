@@ -1,0 +1,268 @@
+"""An engine unregisters a cache that its own transfers use: they end, and none of them goes on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvplan import (
+    AddressRanges,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    GatherGroup,
+    GatherTask,
+    Group,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    Shard,
+    Transfers,
+    TransferTask,
+)
+from tests.faults.conftest import Attempt, MakeEngine
+from tests.faults.gate import DEADLINE_S, Gate
+from tests.faults.peer import Peer
+from tests.faults.transfers import LONG_MS, link
+from tests.support.refusals import refused
+from tests.support.wrappers import limit_bandwidth
+
+DESC = CacheDesc(
+    8,
+    (4, 16, 2, 2),
+    DataType.DT_INT32,
+    kv_tensor_format="block token head dim",
+    shard=Shard(range(4), range(2), 4, 2),
+)
+NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+OFFER = """
+cache = datadist.allocate_blocks_cache(desc)
+for array in datadist.arrays(cache):
+    array[:] = 1
+result = cache.cache_id, list(cache.tensor_addrs)
+"""
+FROM, TO = [0, 2], [1, 3]
+ROW = DESC.stride
+
+
+class Scene(NamedTuple):
+    """A registered paged cache, of which bytes are read or written; and one of the peer's."""
+
+    user: LlmDataDist
+    cache: Cache
+    arrays: list[NDArray[np.int32]]
+    there: CacheIndex
+    addresses: list[int]
+
+    def unregister(self) -> None:
+        self.user.unregister_cache(self.cache.cache_id)
+
+    def assert_unused(self, outcome: Callable[[], object]) -> LLMException:
+        """What was unregistered is the program's, before the transfer has its outcome and after."""
+        for it in self.arrays:
+            it[:] = 7
+        why = f"this engine has unregistered cache {self.cache.cache_id} "
+        with refused(NOT_EXIST, why) as caught:
+            outcome()
+        assert all((it == 7).all() for it in self.arrays)
+        assert self.user.metrics()["in_flight"] == 0
+        return caught.value
+
+
+@pytest.fixture
+def slowly() -> Iterator[Transfers]:
+    """Transfers that do not end by themselves before the test does."""
+    made = Transfers(1, lambda it: limit_bandwidth(it, 100.0))
+    yield made
+    made.close(cancel=True)
+
+
+def scene_of(user: LlmDataDist, peer: Peer, of: str = "arrays", desc: CacheDesc = DESC) -> Scene:
+    there, addresses = peer.run(OFFER, desc=desc)
+    link(user, peer)
+    arrays = [np.zeros(desc.shape, np.int32) for _ in range(desc.num_tensors)]
+    given = arrays if of == "arrays" else [it.ctypes.data for it in arrays]
+    cache = user.register_blocks_cache(desc, given)
+    return Scene(user, cache, arrays, CacheIndex(1, there), addresses)
+
+
+def ranges(it: Scene) -> AddressRanges:
+    local = [address + block * ROW for address in it.cache.tensor_addrs for block in TO]
+    remote = [address + block * ROW for address in it.addresses for block in FROM]
+    return AddressRanges(1, local, remote, [ROW] * len(local))
+
+
+def other(it: Scene) -> Cache:
+    return it.user.allocate_blocks_cache(DESC)
+
+
+def layers(it: Scene) -> TransferTask:
+    task = it.user.push_layers(it.cache, it.there, src_blocks=FROM, dst_blocks=TO)
+    task.ready(0)
+    return task
+
+
+def groups(it: Scene) -> TransferTask:
+    """Of two caches, of which one goes."""
+    pulled = {"a": it.cache, "b": other(it)}
+    return it.user.submit_pull_groups(
+        {name: Group(it.there, cache, FROM, TO) for name, cache in pulled.items()}
+    )
+
+
+def gather(it: Scene) -> GatherTask:
+    group = GatherGroup([it.there], it.cache, [FROM], TO)
+    return it.user.submit_gather_groups({"a": group})
+
+
+SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
+    "pull": lambda it: it.user.submit_pull_blocks(it.there, it.cache, FROM, TO),
+    "push": lambda it: it.user.submit_push_blocks(it.cache, it.there, FROM, TO),
+    "pull_groups": groups,
+    "gather_groups": gather,
+    "pull_ranges": lambda it: it.user.submit_pull_ranges(ranges(it)),
+    "push_ranges": lambda it: it.user.submit_push_ranges(ranges(it)),
+    "push_layers": layers,
+    "copy_blocks": lambda it: it.user.submit_copy_blocks(it.cache, {0: [1]}),
+}
+
+
+@pytest.mark.over_tcp
+@pytest.mark.parametrize("name", SUBMIT)
+def test_what_was_submitted_is_stopped(
+    make_engine: MakeEngine, peer: Peer, slowly: Transfers, name: str
+) -> None:
+    scene = scene_of(make_engine(2, transfers=slowly), peer)
+    task = SUBMIT[name](scene)
+    assert not task.done
+    scene.unregister()
+    assert task.done
+    error = scene.assert_unused(task.wait)
+    assert error.unconfirmed
+
+
+def test_of_memory_that_was_registered_by_addresses(
+    make_engine: MakeEngine, peer: Peer, slowly: Transfers
+) -> None:
+    scene = scene_of(make_engine(2, transfers=slowly), peer, "addresses")
+    task = SUBMIT["pull"](scene)
+    scene.unregister()
+    scene.assert_unused(task.wait)
+
+
+def test_other_transfers_go_on(make_engine: MakeEngine, peer: Peer, slowly: Transfers) -> None:
+    scene = scene_of(make_engine(2, transfers=slowly), peer)
+    goes_on = scene.user.submit_pull_blocks(scene.there, other(scene), FROM, TO)
+    scene.unregister()
+    assert not goes_on.wait_done(10)
+    goes_on.cancel()
+
+
+def test_of_layers_that_were_never_ready(
+    make_engine: MakeEngine, peer: Peer, slowly: Transfers
+) -> None:
+    """It is reported at once, though no call says of any further layer that it is ready."""
+    scene = scene_of(make_engine(2, transfers=slowly), peer)
+    completions = scene.user.completions()
+    task = layers(scene)
+    scene.unregister()
+    assert completions.wait(DEADLINE_S * 1000)
+    assert list(completions) == [task]
+    task.ready(1)
+    scene.assert_unused(task.wait)
+
+
+def test_what_had_arrived_is_a_success(make_engine: MakeEngine, peer: Peer) -> None:
+    """Whoever asks for the outcome only then."""
+    scene = scene_of(make_engine(2), peer)
+    task = SUBMIT["pull"](scene)
+    while not task.done:
+        pass
+    scene.unregister()
+    task.wait()
+    assert all((it[TO] == 1).all() for it in scene.arrays)
+
+
+def test_calls_in_other_threads(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
+) -> None:
+    """Where the transfer is it cannot be stopped: before it can, no call gives the memory back."""
+    scene = scene_of(gated(2), peer)
+    user, cache = scene.user, scene.cache
+    call = attempt(lambda: user.pull_blocks(scene.there, cache, FROM, TO, timeout_ms=LONG_MS))
+    gate.wait()
+    ending = [attempt(scene.unregister)]
+    while user.caches():
+        pass
+    ending.append(attempt(scene.unregister))
+    assert not any(it.done() for it in ending)
+    gate.open()
+    assert [it.result(DEADLINE_S) for it in ending] == [None, None]
+    for it in scene.arrays:
+        it[:] = 7
+    error = call.result(DEADLINE_S)
+    assert error is None or "this engine has unregistered cache" in str(error)
+    assert all((it == 7).all() for it in scene.arrays)
+
+
+def test_by_a_hook_of_the_transfer_itself(make_engine: MakeEngine, peer: Peer) -> None:
+    """The cache was found before, and is gone when its transfer is submitted."""
+    scene = scene_of(make_engine(2), peer)
+    scene.user.on_plan(lambda _: scene.unregister())
+    scene.assert_unused(lambda: scene.user.pull_blocks(scene.there, scene.cache, FROM, TO))
+
+
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.over_tcp
+@pytest.mark.usefixtures("switching_often")
+@pytest.mark.parametrize("nbytes", [256, 64 << 10], ids=["small", "large"])
+def test_small_and_large_calls_at_that_moment(
+    make_engine: MakeEngine, peer: Peer, nbytes: int
+) -> None:
+    """Whether such a call comes before, after or in between: nothing is written afterwards."""
+    user = make_engine(2)
+    desc = CacheDesc(8, (4, nbytes // 4), DataType.DT_INT32)
+    scene = scene_of(user, peer, desc=desc)
+    stop = threading.Event()
+    current: list[Cache] = [scene.cache]
+    wrong: list[Any] = []
+
+    def pull() -> None:
+        while not stop.is_set():
+            with suppress(LLMException):
+                user.pull_blocks(scene.there, current[0], FROM, TO)
+
+    threads = [threading.Thread(target=pull) for _ in range(2)]
+    for it in threads:
+        it.start()
+    try:
+        for _ in range(100):
+            user.unregister_cache(current[0].cache_id)
+            for array in scene.arrays:
+                array[:] = 7
+            wrong += [it for it in scene.arrays if not (it == 7).all()]
+            current[0] = user.register_blocks_cache(desc, scene.arrays)
+        user.unregister_cache(current[0].cache_id)
+        for array in scene.arrays:
+            array[:] = 7
+    finally:
+        stop.set()
+        for it in threads:
+            it.join()
+    assert not wrong
+    assert all((it == 7).all() for it in scene.arrays)
