@@ -60,6 +60,7 @@ TRIES = {
     "leases": "between",
     "freed": "between",
     "killed": "between",
+    "fault": "inside",
     "expandable_segments": "frameworks",
     "cupy": "frameworks",
     "ucx": "between",
@@ -74,9 +75,9 @@ FIRST = (
 )
 """What tells most: a run that is cut has these. The others come after them."""
 
-SANITIZED = ("device", "copies", "offloading", "transports")
-SANITIZERS = {"memcheck": (), "racecheck": (), "synccheck": ()}
+SANITIZED = ("copies", "offloading", "registering")
 SANITIZER = "compute-sanitizer"
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 SLOWER = 5
 """How much longer a try may be silent under a sanitizer."""
 FRAMEWORKS = 2
@@ -243,7 +244,7 @@ class Report:
 
     def _sanitize(self, wanted: list[str]) -> None:
         program = shutil.which(SANITIZER)
-        for tool in SANITIZERS:
+        for tool in SANITIZER_TOOLS:
             for name in wanted:
                 title = f"{tool}: {name}"
                 if program is None or self._until - time.monotonic() < LEAST_S:

@@ -103,7 +103,7 @@ class Driver:
         named = os.environ.get("KVPLAN_CUDA_LIBRARY", "libcuda.so.1")
         path = Path(named, "libcuda.so.1") if Path(named).is_dir() else named
         if not named:
-            raise OSError("KVPLAN_CUDA_LIBRARY is empty: no library is to be used")
+            raise OSError("KVPLAN_CUDA_LIBRARY is empty: no library is used")
         self.library = ctypes.CDLL(str(path))
         self.device = 0
 

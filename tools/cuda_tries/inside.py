@@ -266,3 +266,23 @@ def try_events(notes: Notes) -> None:
         driver.destroy_event(event)
         driver.free(staging)
         driver.close()
+
+
+def try_fault(notes: Notes) -> None:
+    """A kernel of the program writes where nothing is: kvplan says so, does not hang, and ends."""
+    with the_device() as device:
+        driver = Driver(device.native.library.path)
+        if not driver.computes:
+            driver.close()
+            raise SkippedError("the stand-in has no kernel but kvplan's")
+        with engine() as datadist:
+            desc = paged(2, 8, 4096, Placement.DEVICE)
+            cache = datadist.allocate_blocks_cache(desc)
+            content = list(random_bytes(1, 2, *desc.shape))
+            datadist.write_cache(cache, content)
+            notes.expect("the fault is one", (code := driver.fault()) == 700, f"code {code}")
+            with notes.refusal("a transfer behind it", "LLM_FAILED"):
+                datadist.copy_blocks(cache, {0: [1]})
+            with notes.refusal("writing behind it", "LLM_FAILED"):
+                datadist.write_cache(cache, content)
+        notes.add("the engine has ended", "ok")
