@@ -78,7 +78,7 @@ class Interpreter(NamedTuple):
         if self.root is None:
             return [str(python or self.python)]
         inside = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
-        shared = f"for it in /proc /dev /tmp {ROOT}"
+        shared = f"for it in /proc /sys /dev /tmp {ROOT}"
         mounts = f"{shared}; do mkdir -p $0$it; mount --rbind $it $0$it; done"
         return [
             *("unshare", "--mount", "sh", "-ec", f'{mounts}; exec chroot $0 "$@"', str(self.root)),

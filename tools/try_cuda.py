@@ -81,7 +81,7 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 SLOWER = 5
 """How much longer a try may be silent under a sanitizer."""
 FRAMEWORKS = 2
-"""And one that imports torch for the first time."""
+"""And one that imports torch, for the first time."""
 
 QUICK_NBYTES = 1 << 20
 LEAST_S = 5.0
@@ -161,11 +161,16 @@ def run_here(name: str, notes: Notes) -> None:
     from benchmarks import gpu
     from benchmarks.table import Run, Unmeasured
 
+    class NotedRun(Run):
+        def medians(self, *candidates: Any, **options: Any) -> list[float]:
+            notes.add("prepared", "says")
+            return super().medians(*candidates, **options)
+
     try:
         if name in TRIES:
             function_of(name)(notes)
             return
-        run = Run(notes.quick)
+        run = NotedRun(notes.quick)
         if notes.quick:
             run.shared[gpu.NBYTES] = QUICK_NBYTES
         with run.opened:

@@ -72,13 +72,13 @@ class Many(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile it, unless that was done before."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (Debian: apt install g++)")
     source = ROOT / "tests/cuda/kernel_host.cc"
     content = b"\0".join([repr(FLAGS).encode(), *(it.read_bytes() for it in (*SOURCES, source))])
     made = ROOT / "build/cuda_kernel" / f"{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not made.exists():
+        compiler = shutil.which("g++")
+        if compiler is None:
+            pytest.skip("needs a C++ compiler (Debian: apt install g++)")
         made.parent.mkdir(parents=True, exist_ok=True)
         partial = made.with_suffix(f".{os.getpid()}")
         command = [compiler, *FLAGS, "-x", "c++", str(source), "-o", str(partial)]
