@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.cuda_sim.build import SANITIZE
+
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "kvnative/src/cuda" / it for it in ("copy.cu", "copy_kernel.h")]
 FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-DKVN_CUDA_HOST", "-Wall", "-Wextra", "-Werror"),
     *("-Wno-unknown-pragmas", f"-I{ROOT / 'kvnative/src'}"),
+    *SANITIZE,
 )
 FEW = 128
 PIECE = 4096

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,19 @@ class Result:
     def words(self) -> str:
         """Why it failed or was skipped; empty where it was well."""
         if self.how:
-            return f"{self.how} {self.output.strip().rpartition(chr(10))[2]}".strip()
+            return f"{self.how} {last_word(self.output)}".strip()
         outcomes = ("FAILED",) if self.failed else ("skipped",) if self.skipped else ()
         those = [f"{it['step']}: {it['detail']}" for it in self.steps if it["outcome"] in outcomes]
         return "; ".join(those)
+
+
+def last_word(output: str) -> str:
+    """Where it hung, or the last line of what it printed."""
+    lines = output.strip().splitlines() or [""]
+    for line, following in pairwise(lines):
+        if line.startswith("Current thread"):
+            return following.strip()
+    return lines[-1]
 
 
 def dump_when_asked() -> None:
