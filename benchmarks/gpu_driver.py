@@ -62,6 +62,21 @@ AGAIN:
     ret;
 }
 """
+# Writes where nothing can be.
+_FAULT = b"""
+.version 6.3
+.target sm_70
+.address_size 64
+.visible .entry fault()
+{
+    .reg .u64 %rd<1>;
+    .reg .u32 %r<1>;
+    mov.u64 %rd0, 16;
+    mov.u32 %r0, 1;
+    st.global.u32 [%rd0], %r0;
+    ret;
+}
+"""
 _SPIN_NS, _THREADS, _BLOCKS = 10_000, 256, 8  # 2,048 threads fill a multiprocessor
 
 
@@ -150,6 +165,13 @@ class Driver:
         turns = max(1, round(microseconds * 1000 / _SPIN_NS))
         sizes = self._processors * _BLOCKS * turns, 1, 1, _THREADS, 1, 1, 0
         self._call("cuLaunchKernel", self._spin, *sizes, self.stream, parameters, None)
+
+    def fault(self) -> int:
+        """Let a kernel write where nothing is, which ends the context; what waiting says then."""
+        module = self._out(_pointer, "cuModuleLoadDataEx", _FAULT, 0, None, None)
+        kernel = self._out(_pointer, "cuModuleGetFunction", module, b"fault")
+        self._call("cuLaunchKernel", kernel, *[1] * 6, 0, self.stream, None, None)
+        return int(self._library.cuStreamSynchronize(self.stream))
 
     def event(self) -> int:
         """An event, recorded nowhere."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 
 from kvplan import BlocksCacheKey, CacheDesc, DataType, LlmDataDist, LlmRole, Placement
@@ -31,5 +33,6 @@ def serve(tensors: int, blocks: int, block: int, transport: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # tools/try_cuda.py asks where it hangs
     tensors, blocks, block = map(int, sys.argv[1:4])
     serve(tensors, blocks, block, sys.argv[4])

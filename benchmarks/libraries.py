@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -117,8 +118,17 @@ def nixl_on_one_host() -> list[Library]:
 
 def nixl_on_gpu() -> list[Library]:
     """NIXL's choices between processes on one GPU: its UCX, with CUDA IPC."""
+    # Its UCX opens the CUDA runtime, which a wheel may have brought.
+    wheels = [it for folder in sys.path for it in Path(folder).glob("nvidia/*/lib/libcudart.so.*")]
+    folders = dict.fromkeys(str(it.parent) for it in wheels)
+    found = ":".join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), *folders]))
     return [
-        _nixl(f"{_threads(thread)}, {words}", environment, thread=thread, memory="gpu")
+        _nixl(
+            f"{_threads(thread)}, {words}",
+            {**environment, "LD_LIBRARY_PATH": found},
+            thread=thread,
+            memory="gpu",
+        )
         for words, environment in (("defaults", {}), ("cuda_ipc", {"UCX_TLS": "cuda,shm"}))
         for thread in (False, True)
     ]
@@ -157,7 +167,9 @@ def _nixl(
     workers: int = 0,
     memory: str = "ordinary",
 ) -> Library:
-    command = [peers_python(), "-m", "benchmarks.movers.nixl", "--workers", str(workers)]
+    here = any(map(find_spec, ("nixl_cu12", "nixl_cu13")))
+    python = sys.executable if here else peers_python()
+    command = [python, "-m", "benchmarks.movers.nixl", "--workers", str(workers)]
     command += ["--thread", str(int(thread)), "--memory", memory]
     return Library(
         "NIXL", settings, command, lambda line: [*command, line], environment, spins=True

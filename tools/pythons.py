@@ -29,13 +29,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 PIP = [sys.executable, "-m", "pip"]
-NAMES = ("oldest", "3.12", "3.13", "3.14", "3.14t")
-TESTS = ("native", "execution", "engine", "control", "links", "tcp", "datadist", "recording")
+FREE_THREADED = "3.14t"
+NAMES = ("oldest", "3.12", "3.13", "3.14", FREE_THREADED)
+TESTS = (
+    *("native", "execution", "engine", "control", "links", "tcp", "datadist", "recording"),
+    *("cuda", "cuda_sim"),
+)
 """What differs between Pythons: all that is compiled, threads, loops, processes."""
 
 MIRROR = "http://deb.debian.org/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-SUITES = {"3.13": "trixie", "3.14": "sid", "3.14t": "sid"}
+SUITES = {"3.13": "trixie", "3.14": "sid", FREE_THREADED: "sid"}
 """Where Debian has which."""
 
 PROBE = """
@@ -74,7 +78,7 @@ class Interpreter(NamedTuple):
         if self.root is None:
             return [str(python or self.python)]
         inside = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
-        shared = f"for it in /proc /dev /tmp {ROOT}"
+        shared = f"for it in /proc /sys /dev /tmp {ROOT}"
         mounts = f"{shared}; do mkdir -p $0$it; mount --rbind $it $0$it; done"
         return [
             *("unshare", "--mount", "sh", "-ec", f'{mounts}; exec chroot $0 "$@"', str(self.root)),
@@ -116,7 +120,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     environment = make_environment(name, interpreter)
     tree, variables = ROOT, dict(os.environ)
     python = interpreter.command(environment / "bin" / "python")
-    if name.endswith("t"):
+    if name == FREE_THREADED:
         tree = copy_tree(name)
         variables["KVPLAN_FREE_THREADED"] = "1"
         build = [*python, "setup.py", "-q", "egg_info", "build_ext", "--inplace"]
@@ -173,7 +177,7 @@ def find(name: str) -> Interpreter:
         raise MissingPythonError(f"no python{name} on PATH or of pyenv, and Debian has none")
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise MissingPythonError(f"no python{name}; to use Debian's takes root and apt-get")
-    return compiled(name) if name.endswith("t") else unpacked(name)
+    return compiled(name) if name == FREE_THREADED else unpacked(name)
 
 
 def is_python(python: str | Path, name: str) -> bool:
@@ -268,7 +272,7 @@ def requirements(name: str) -> list[str]:
         for it in [*extras["test"], *extras["prometheus"], *extras["otel"], *extras["ucx"]]
         if not it.startswith(("kvplan", "selenium"))
     ]
-    building = project["build-system"]["requires"] if name.endswith("t") else []
+    building = project["build-system"]["requires"] if name == FREE_THREADED else []
     return [*running, *testing, *building]
 
 
@@ -280,7 +284,7 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
         return place
     shutil.rmtree(place, ignore_errors=True)
     # Of several there are wheels for a Python without a GIL only in an older or a newer version.
-    binary = ["--prefer-binary"] if name.endswith("t") else []
+    binary = ["--prefer-binary"] if name == FREE_THREADED else []
     bare = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
     if interpreter.root is None:
         # With a pip of its own: an older one takes wheels that need a GIL for such a Python.

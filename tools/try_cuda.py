@@ -1,11 +1,15 @@
 """Tries a CUDA GPU with real bytes, and times it: for the first runs on hardware.
 
-    python tools/try_cuda.py                  # all of it, in less than 10 minutes
-    python tools/try_cuda.py --only copies    # one try; --list has all
-    python tools/try_cuda.py --json out.json  # what is printed, for programs
+    python tools/try_cuda.py                   # all of it, in less than 10 minutes
+    python tools/try_cuda.py --only copies     # one try; --list has all
+    python tools/try_cuda.py --json out.jsonl  # what is printed, for programs, line by line
+    python tools/try_cuda.py --wheels FOLDER   # on a machine without a network
 
-Each try runs in a process of its own, one after the other, so that none ends with another. Exits
-with 0: all is well; 1: a try failed; 3: no try failed, and a figure is below its bar; 2: no GPU.
+Needs no kvplan to begin with: it asks the driver and the host first, then compiles the checkout if
+that was not done. Each try runs in a process of its own, one after the other, so that none ends
+with another; what tells most comes first. Exits with 0: all is well; 1: a try failed; 3: no try
+failed, and a figure is below its bar; 4: time ran out before the end; 2: no GPU, or kvplan cannot
+be imported.
 """
 
 from __future__ import annotations
@@ -14,76 +18,125 @@ import argparse
 import importlib
 import json
 import os
-import platform
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
-import kvplan  # the installed one goes before that of the checkout
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # what is installed goes before the checkout
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))
+from tools.cuda_tries import diagnosis, preparing  # noqa: E402
+from tools.cuda_tries.notes import Notes, SkippedError, Try  # noqa: E402
+from tools.cuda_tries.process import (  # noqa: E402
+    Line,
+    Result,
+    command_of,
+    dump_when_asked,
+    run_apart,
+    tail,
+)
 
-from benchmarks import gpu  # noqa: E402
-from benchmarks.gpu_driver import SIMULATED  # noqa: E402
-from benchmarks.table import Row, Run, Unmeasured, format_table  # noqa: E402
-from tools.cuda_tries.notes import Notes, SkippedError, Try, the_device  # noqa: E402
+if TYPE_CHECKING:
+    from benchmarks.table import Row
 
+DIAGNOSIS = "diagnosis"
 TRIES = {
+    DIAGNOSIS: "diagnosis",
     "device": "inside",
     "copies": "inside",
     "tuning": "inside",
-    "offloading": "inside",
-    "registering": "inside",
     "events": "inside",
     "transports": "between",
+    "torch": "frameworks",
+    "offloading": "inside",
+    "registering": "inside",
+    "leases": "between",
     "freed": "between",
     "killed": "between",
-    "leases": "between",
-    "ucx": "between",
-    "torch": "frameworks",
+    "fault": "inside",
     "expandable_segments": "frameworks",
     "cupy": "frameworks",
+    "ucx": "between",
 }
 """Name: the module of `cuda_tries` that has `try_<name>`."""
 
-NAMES = (*TRIES, *gpu.TOPIC)
+FIRST = (
+    *("device", "copies", "tuning", "gpu_32KiB_ratio", "gpu_4KiB_ratio", "gpu_one_block_us"),
+    *("transports", "gpu_peer_32KiB_ratio", "gpu_peer_4KiB_ratio", "events", "torch"),
+    *("gpu_layerwise_visible_fraction", "gpu_from_pinned_ratio", "gpu_to_pinned_ratio"),
+    *("gpu_256KiB_ratio", "gpu_peer_256KiB_ratio", "gpu_request_over_nixl"),
+)
+"""What tells most: a run that is cut has these. The others come after them."""
+
+SANITIZED = ("copies", "offloading", "registering")
+SANITIZER = "compute-sanitizer"
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
+SLOWER = 5
+"""How much longer a try may be silent under a sanitizer."""
+FRAMEWORKS = 2
+"""And one that imports torch, for the first time."""
+
 QUICK_NBYTES = 1 << 20
-FAILED, BELOW, NO_GPU = 1, 3, 2
+LEAST_S = 5.0
+"""With less time left no other try begins."""
+FAILED, NO_GPU, BELOW, CUT = 1, 2, 3, 4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="NAME", action="append", choices=NAMES, help="repeatable")
+    parser.add_argument("--only", metavar="NAME", action="append", help="repeatable")
     parser.add_argument("--list", action="store_true", help="print the names and what they try")
     parser.add_argument("--quick", action="store_true", help="little of each; no figure counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it there")
-    parser.add_argument("--limit", type=float, default=90, metavar="S", help="of a try (90)")
-    parser.add_argument("--run", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write it there, as it comes"
+    )
+    parser.add_argument("--minutes", type=float, default=9, metavar="M", help="of all of it (9)")
+    parser.add_argument(
+        "--limit", type=float, default=25, metavar="S", help="a try may be silent for so long (25)"
+    )
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of packages to use, too")
+    parser.add_argument("--build", action="store_true", help="compile the checkout in any case")
+    parser.add_argument(
+        "--sanitize", action="store_true", help=f"then run some under {SANITIZER}, if it is there"
+    )
+    parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.list:
-        for name in NAMES:
-            say(f"{name:<32}{what(name)}")
-        return 0
     if arguments.run:
         with arguments.notes.open("a") as file:
-            run_here(arguments.run, Notes(arguments.quick, file))
+            run_here(arguments.run, Notes(arguments.quick, lambda it: put_line(file, it)))
         return 0
-    return run_all(arguments)
+    report = Report(arguments)
+    with report:
+        return report.run()
+
+
+def put_line(file: IO[str], line: Line) -> None:
+    """At once: nothing is lost if the process dies."""
+    file.write(json.dumps(line) + "\n")
+    file.flush()
 
 
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def names() -> list[str]:
+    """All tries and figures, in the order in which they run."""
+    from benchmarks import gpu
+
+    known = [it for it in (*TRIES, *gpu.TOPIC) if it != DIAGNOSIS]
+    return sorted(known, key=lambda it: FIRST.index(it) if it in FIRST else len(FIRST))
 
 
 def function_of(name: str) -> Try:
@@ -93,119 +146,201 @@ def function_of(name: str) -> Try:
 
 def what(name: str) -> str:
     """The first line of its docstring."""
+    from benchmarks import gpu
+
     function: Any = function_of(name) if name in TRIES else gpu.TOPIC[name]
     return str(function.__doc__).splitlines()[0]
 
 
 def run_here(name: str, notes: Notes) -> None:
     """In the process of the try: exceptions are its parent's to see."""
+    dump_when_asked()
+    if name == DIAGNOSIS:  # NumPy may be missing
+        diagnosis.try_diagnosis(notes)
+        return
+    from benchmarks import gpu
+    from benchmarks.table import Run, Unmeasured
+
+    class NotedRun(Run):
+        def medians(self, *candidates: Any, **options: Any) -> list[float]:
+            notes.add("prepared", "says")
+            return super().medians(*candidates, **options)
+
     try:
         if name in TRIES:
             function_of(name)(notes)
             return
-        run = Run(notes.quick)
+        run = NotedRun(notes.quick)
         if notes.quick:
             run.shared[gpu.NBYTES] = QUICK_NBYTES
         with run.opened:
             row = gpu.TOPIC[name](run, name)
-        notes.file.write(json.dumps({"row": vars(row)}) + "\n")
+        notes.put({"row": vars(row)})
     except (SkippedError, Unmeasured) as error:
         notes.add(name, "skipped", str(error))
 
 
-def machine() -> dict[str, str]:
-    """What it is that this was tried on."""
-    with the_device() as device:
-        found = {it: str(value) for it, value in device.describe().items()}
-        found["name"] = device.name
-    found["machine"] = platform.node()
-    found["system"] = platform.platform()
-    found["kvplan"] = kvplan.__version__
-    return found
+class Report:
+    """One run: what is done in which order, said and written as it comes."""
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._until = time.monotonic() + 60 * arguments.minutes
+        self._file: IO[str] | None = None
+        self._results: list[Result] = []
+        self._not_run: list[str] = []
+        self._is_simulated = False
 
-def run_all(arguments: argparse.Namespace) -> int:
-    try:
-        found = machine()
-    except kvplan.LLMException as error:
-        sys.stderr.write(f"no GPU to try: {error.args[0]}\n")
-        return NO_GPU
-    say("\n".join(f"{name:<14}{value}" for name, value in found.items()))
-    is_simulated = found["name"].startswith(SIMULATED)
-    if is_simulated:
-        say("This is the stand-in of the tests, and no GPU: figures mean nothing.")
-    names = arguments.only or NAMES
-    results = []
-    # What a try finds out of this GPU is for those after it, and not for the user's programs.
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache
-        for number, name in enumerate(names, 1):
-            say(f"\n[{number}/{len(names)}] {name}: {what(name)}")
-            result = run_apart(name, arguments)
-            for it in result["steps"]:
-                say(f"  {it['step']:<56} {it['outcome']:<8} {it['detail']}".rstrip())
-            results.append(result)
-    rows = [Row(**row) for result in results for row in result["rows"]]
-    counts = not (arguments.quick or is_simulated)
-    if rows:
+    def __enter__(self) -> Report:
+        if self._arguments.json:
+            self._file = self._arguments.json.open("w")
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def run(self) -> int:
+        """All of it; returns the exit status."""
+        if not self._arguments.list:
+            say(f"{DIAGNOSIS}: {diagnosis.try_diagnosis.__doc__}")
+            asked = self._try(DIAGNOSIS, DIAGNOSIS)
+            refused = [it for it in asked.steps if it["step"] == "the driver"]
+            if refused:
+                sys.stderr.write(f"no GPU to try: {refused[0]['detail']}\n")
+                return NO_GPU
+            named = [it["detail"] for it in asked.steps if it["step"].startswith("GPU 0 of")]
+            self._is_simulated = bool(named) and named[0].startswith("Simulated")
+        try:
+            notes = Notes(self._arguments.quick, lambda it: self._heard("prepare", it))
+            preparing.prepare(notes, self._arguments.wheels, build=self._arguments.build)
+        except preparing.UnpreparedError as error:
+            sys.stderr.write(f"{error}\n")
+            return NO_GPU
+        if self._arguments.list:
+            for name in names():
+                say(f"{name:<32}{what(name)}")
+            return 0
+        return self._run_tries()
+
+    def _run_tries(self) -> int:
+        wanted = self._arguments.only or names()
+        if unknown := set(wanted) - {DIAGNOSIS, *names()}:
+            sys.stderr.write(f"--only {', '.join(sorted(unknown))}: --list has the names\n")
+            return NO_GPU
+        if self._is_simulated:
+            say("This is the stand-in of the tests, and no GPU: figures mean nothing.")
+        # What a try finds out of this GPU is for those after it, and not for the user's programs.
+        with tempfile.TemporaryDirectory() as cache, held_context():
+            os.environ["XDG_CACHE_HOME"] = cache
+            for number, name in enumerate(wanted, 1):
+                if self._until - time.monotonic() < LEAST_S:
+                    self._not_run.append(name)
+                    continue
+                say(f"\n[{number}/{len(wanted)}] {name}: {what(name)}")
+                result = self._try(name, name)
+                self._results.append(result)
+                if name == "device" and result.how and not result.steps:
+                    self._not_run += wanted[number:]  # nothing else can work
+                    break
+            if self._arguments.sanitize:
+                self._sanitize([it for it in SANITIZED if it in wanted])
+        return self._end()
+
+    def _sanitize(self, wanted: list[str]) -> None:
+        program = shutil.which(SANITIZER)
+        for tool in SANITIZER_TOOLS:
+            for name in wanted:
+                title = f"{tool}: {name}"
+                if program is None or self._until - time.monotonic() < LEAST_S:
+                    self._not_run.append(title)
+                    continue
+                say(f"\n{title}")
+                prefix = [program, "--tool", tool, "--target-processes", "all"]
+                prefix += ["--error-exitcode", "86", "--print-limit", "5"]
+                self._results.append(self._try(title, name, prefix))
+
+    def _try(self, title: str, name: str, prefix: list[str] | None = None) -> Result:
+        """Run one; its lines are said and written."""
+        quick = self._arguments.quick or prefix is not None
+        command = [*(prefix or []), *command_of(name, __file__, quick=quick)]
+        longer = SLOWER if prefix else FRAMEWORKS if TRIES.get(name) == "frameworks" else 1
+        silence = self._arguments.limit * longer
+        result = run_apart(title, command, silence, self._until, lambda it: self._heard(title, it))
+        if result.how:
+            say(f"  {result.how:<56} FAILED")
+            for line in tail(result):
+                say(f"    {line}")
+        say(f"  ({result.seconds:.1f} s; {self._until - time.monotonic():.0f} s are left)")
+        self._write({"try": title, "seconds": result.seconds, "how": result.how})
+        if result.output:
+            self._write({"try": title, "output": result.output})
+        return result
+
+    def _heard(self, title: str, line: Line) -> None:
+        if "step" in line:
+            say(f"  {line['step']:<56} {line['outcome']:<8} {line['detail']}".rstrip())
+        else:
+            row = line["row"]
+            say(f"  {row['value']:.2f} {row['unit']}, limit {row['limit']:.2f}; {row['note']}")
+        self._write({"try": title, **line})
+
+    def _write(self, line: Line) -> None:
+        if self._file is not None:
+            put_line(self._file, line)
+
+    def _end(self) -> int:
+        """The tables, and the exit status."""
+        from benchmarks.table import Row, format_table
+
+        rows = [Row(**row) for result in self._results for row in result.rows]
+        counts = not (self._arguments.quick or self._is_simulated)
         say("")
-        say("\n".join(format_table(rows if counts else [replace(it, target=None) for it in rows])))
-        if not counts:
-            say("Figures of a quick run or of the stand-in: no bar counts.")
-    failed = [it["name"] for it in results if it["failed"]]
-    below = [row.name for row in rows if counts and not row.met]
-    skipped = [it["name"] for it in results if it["skipped"]]
-    for title, those in (("failed", failed), ("below their bars", below), ("skipped", skipped)):
-        if those:
-            say(f"{title}: {', '.join(those)}")
-    say("tried: " + ("all is well" if not failed and not below else "see above"))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"machine": found, "counts": counts, "tries": results}, indent=1)
-        )
-    return FAILED if failed else BELOW if below else 0
+        for it in self._results:
+            outcome = "FAILED" if it.failed else "skipped" if it.skipped else "ok"
+            say(f"{it.name:<32} {outcome:<8} {it.seconds:6.1f} s  {it.words[:200]}".rstrip())
+        if rows:
+            say("")
+            shown = rows if counts else [replace(it, target=None) for it in rows]
+            say("\n".join(format_table(shown)))
+            if not counts:
+                say("Figures of a quick run or of the stand-in: no bar counts.")
+        say("")
+        return self._judge(rows, counts=counts)
+
+    def _judge(self, rows: list[Row], *, counts: bool) -> int:
+        failed = [it.name for it in self._results if it.failed]
+        below = [row.name for row in rows if counts and not row.met]
+        skipped = [it.name for it in self._results if it.skipped]
+        ends = {
+            "failed": failed,
+            "below their bars": below,
+            "skipped": skipped,
+            "not run": self._not_run,
+        }
+        for title, those in ends.items():
+            if those:
+                say(f"{title}: {', '.join(those)}")
+        well = not (failed or below or self._not_run)
+        say("tried: " + ("all is well" if well else "see above"))
+        self._write({"end": ends, "counts": counts})
+        return FAILED if failed else BELOW if below else CUT if self._not_run else 0
 
 
-def run_apart(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One try in a process of its own, which is killed with those that it started if it hangs."""
-    with tempfile.TemporaryDirectory() as folder:
-        notes, output = Path(folder, "notes"), Path(folder, "output")
-        notes.touch()
-        command = [sys.executable, __file__, "--run", name, "--notes", str(notes)]
-        command += ["--quick"] if arguments.quick else []
-        began = time.monotonic()
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            how = ended(process, arguments.limit)
-        lines = [json.loads(it) for it in notes.read_text().splitlines()]
-        steps = [it for it in lines if "step" in it]
-        if how:
-            tail = " | ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
-            steps.append({"step": how, "outcome": "FAILED", "detail": tail})
-    outcomes = {it["outcome"] for it in steps}
-    return {
-        "name": name,
-        "seconds": round(time.monotonic() - began, 2),
-        "steps": steps,
-        "rows": [it["row"] for it in lines if "row" in it],
-        "failed": "FAILED" in outcomes,
-        "skipped": outcomes == {"skipped"},
-    }
-
-
-def ended(process: subprocess.Popen[bytes], limit_s: float) -> str:
-    """How it ended; empty: well. What it has started ends with it."""
-    try:
-        code = process.wait(limit_s)
-        how = f"its process exited with {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        how = f"it did not end within {limit_s:.0f} s"
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return how
+@contextmanager
+def held_context() -> Iterator[None]:
+    """A process that keeps the driver started: otherwise it starts again for each try."""
+    command = [sys.executable, diagnosis.__file__, "hold"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            yield
+        finally:
+            try:
+                process.communicate(timeout=LEAST_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 if __name__ == "__main__":

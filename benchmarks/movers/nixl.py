@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 
 import numpy as np
-from nixl_cu12 import nixl_agent, nixl_agent_config
 from numpy.typing import NDArray
 
 from benchmarks.gpu_driver import Driver
@@ -24,6 +23,11 @@ from benchmarks.movers.paged import (
     serve,
     timed,
 )
+
+try:
+    from nixl_cu12 import nixl_agent, nixl_agent_config
+except ImportError:  # the wheel for CUDA 13
+    from nixl_cu13 import nixl_agent, nixl_agent_config
 
 OPERATIONS = {"pull": "READ", "push": "WRITE"}
 

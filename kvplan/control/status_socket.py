@@ -185,7 +185,7 @@ def _read(name: str, timeout_s: float) -> Answer | None:
         return None
     except TimeoutError:
         return Answer(pid, None, f"no answer within {timeout_s:g} s: stopped, or very busy")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         return Answer(pid, None, str(error) or type(error).__name__)
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         return Answer(pid, None, "of another version of kvplan")

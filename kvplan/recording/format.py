@@ -191,8 +191,8 @@ def row_in(data: bytes | memoryview, offset: int) -> tuple[AnyRow, int] | None:
             if not opened.eof:
                 raise ValueError("a compressed row that does not end")
         return decode(row), end
-    except (msgspec.MsgspecError, RecursionError, zlib.error) as error:
-        raise ValueError(str(error)) from None
+    except (msgspec.MsgspecError, RecursionError, TypeError, zlib.error) as error:
+        raise ValueError(str(error)) from None  # TypeError: a key that none can be, of msgspec 0.19
 
 
 def template_of(plan: Plan) -> dict[str, Any]:
@@ -304,6 +304,8 @@ def rows_of(table: bytes) -> NDArray[np.int64]:
 
 def _column(data: bytes | int) -> NDArray[np.uint64]:
     if isinstance(data, int):
+        if not 0 <= data < 2**64:  # NumPy 1 would take the rest of the division
+            raise invalid(f"a column of {data}, which is not in [0, 2**64), is damaged")
         return np.array([data], np.uint64)
     _check(data)
     return np.frombuffer(data, "<u8").astype(np.uint64)

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.cuda_sim.build import SANITIZE
+
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "kvnative/src/cuda" / it for it in ("copy.cu", "copy_kernel.h")]
 FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-DKVN_CUDA_HOST", "-Wall", "-Wextra", "-Werror"),
     *("-Wno-unknown-pragmas", f"-I{ROOT / 'kvnative/src'}"),
+    *SANITIZE,
 )
 FEW = 128
 PIECE = 4096
@@ -72,13 +75,13 @@ class Many(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile it, unless that was done before."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (Debian: apt install g++)")
     source = ROOT / "tests/cuda/kernel_host.cc"
     content = b"\0".join([repr(FLAGS).encode(), *(it.read_bytes() for it in (*SOURCES, source))])
     made = ROOT / "build/cuda_kernel" / f"{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not made.exists():
+        compiler = shutil.which("g++")
+        if compiler is None:
+            pytest.skip("needs a C++ compiler (Debian: apt install g++)")
         made.parent.mkdir(parents=True, exist_ok=True)
         partial = made.with_suffix(f".{os.getpid()}")
         command = [compiler, *FLAGS, "-x", "c++", str(source), "-o", str(partial)]

@@ -23,9 +23,11 @@ def environment(cuda_simulator: CudaControls) -> dict[str, str]:
     return dict(os.environ) | {"OPENBLAS_NUM_THREADS": "1"}
 
 
-def outcome(environment: dict[str, str], *arguments: str) -> tuple[int, str, str]:
+def outcome(
+    environment: dict[str, str], *arguments: str, flags: tuple[str, ...] = ("-W", "error")
+) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tools/try_cuda.py"), *arguments],
+        [sys.executable, *flags, str(ROOT / "tools/try_cuda.py"), *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -38,8 +40,12 @@ def only(*names: str) -> list[str]:
     return [it for name in names for it in ("--only", name)]
 
 
-def results_of(path: Path) -> dict[str, Any]:
-    return {it["name"]: it for it in json.loads(path.read_text())["tries"]}
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(it) for it in path.read_text().splitlines()]
+
+
+def outcomes_of(path: Path) -> dict[str, str]:
+    return {it["step"]: it["outcome"] for it in lines_of(path) if "step" in it}
 
 
 def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -> None:
@@ -48,16 +54,13 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
     code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
     assert (code, errors) == (0, ""), said
     assert "This is the stand-in of the tests, and no GPU" in said
-    results = results_of(report)
-    assert {it["failed"] for it in results.values()} == {False}
-    steps = {it["step"] for result in results.values() for it in result["steps"]}
-    assert {
-        "device to device: kernel",
-        "host to device: batch pinned",
-        "and in again",
-        "as arrays",
-    } <= steps
-    assert not json.loads(report.read_text())["counts"]
+    outcomes = outcomes_of(report)
+    assert set(outcomes.values()) == {"ok", "says"}
+    steps = ("device to device: kernel", "host to device: batch pinned", "and in again")
+    assert {outcomes[it] for it in (*steps, "as arrays", "a child maps exported memory")} == {"ok"}
+    *_, last = lines_of(report)
+    assert last["end"]["failed"] == last["end"]["not run"] == []
+    assert not last["counts"]
 
 
 def test_tries_between_two_processes(environment: dict[str, str], tmp_path: Path) -> None:
@@ -65,8 +68,7 @@ def test_tries_between_two_processes(environment: dict[str, str], tmp_path: Path
     report = tmp_path / "report.json"
     code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
     assert (code, errors) == (0, ""), said
-    steps = [it for result in results_of(report).values() for it in result["steps"]]
-    outcomes = {it["step"]: it["outcome"] for it in steps}
+    outcomes = outcomes_of(report)
     assert outcomes["local: local DEVICE, remote DEVICE: pulled"] == "ok"
     assert outcomes["tcp: local HOST, remote DEVICE, registered: pushed"] == "ok"
     assert outcomes["the device goes on"] == "ok"
@@ -93,8 +95,49 @@ def test_what_fails_ends_nothing_else(environment: dict[str, str]) -> None:
 def test_without_a_gpu_it_says_so(environment: dict[str, str]) -> None:
     environment["KVPLAN_CUDA_LIBRARY"] = ""
     code, said, errors = outcome(environment)
-    assert (code, said) == (2, "")
-    assert "no GPU to try: no driver library of CUDA" in errors
+    assert (code, errors) == (
+        2,
+        "no GPU to try: KVPLAN_CUDA_LIBRARY is empty: no library is used\n",
+    )
+    assert "  compiler " in said
+
+
+def test_a_hang_is_ended_and_says_where(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["KVSIM_FAULTS"] = "cuMemcpyAsync:1=hang"
+    report = tmp_path / "report"
+    arguments = ("--quick", "--limit", "2", "--json", str(report), *only("registering"))
+    code, said, _ = outcome(environment, *arguments)
+    assert code == 1, said
+    assert "it said nothing for 2 s" in said
+    (output,) = (it["output"] for it in lines_of(report) if "output" in it)
+    assert "in try_registering" in output
+
+
+def test_what_is_left_when_time_is_over_is_not_run(environment: dict[str, str]) -> None:
+    code, said, errors = outcome(environment, "--minutes", "0.07", *only("device", "copies"))
+    assert (code, errors) == (4, ""), said
+    assert "not run: device, copies" in said
+
+
+def test_tries_run_under_a_sanitizer(environment: dict[str, str], tmp_path: Path) -> None:
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "$2" >> "$0.ran"; shift 8; exec "$@"\n')
+    sanitizer.chmod(0o755)
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    code, said, errors = outcome(environment, "--quick", "--sanitize", *only("offloading"))
+    assert (code, errors) == (0, ""), said
+    ran = (tmp_path / "compute-sanitizer.ran").read_text().split()
+    assert ran == ["memcheck", "racecheck", "synccheck"]
+    assert "memcheck: offloading" in said
+
+
+def test_what_is_missing_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    arguments = ("--wheels", str(tmp_path), *only("device"))
+    code, said, errors = outcome(environment, *arguments, flags=("-S",))  # as if without packages
+    assert code == 2, said
+    assert "wheel broken" in said
+    assert "msgspec>=0.19, numpy>=1.26, pyzmq>=26, rich>=13 must be there" in errors
 
 
 def test_what_there_is(environment: dict[str, str]) -> None:

@@ -25,6 +25,9 @@ CXXFLAGS = (
     *("-std=c++17", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
+# tools/sanitize sets it: the kernels, and the threads of streams, are looked at like the rest.
+SANITIZE = tuple(f"-fsanitize={it}" for it in filter(None, [os.environ.get("KVPLAN_SANITIZE")]))
+SANITIZE += ("-fno-sanitize-recover=all",) * bool(SANITIZE)
 LIBRARY = "libcuda.so.1"
 CORE_LIBRARY = "libkvsim_core.so"
 
@@ -65,7 +68,7 @@ def _everything() -> list[Path]:
 
 
 def _digest(sources: list[Path], *flags: str) -> str:
-    digest = hashlib.sha256(repr((CFLAGS, CXXFLAGS, flags)).encode())
+    digest = hashlib.sha256(repr((CFLAGS, CXXFLAGS, SANITIZE, flags)).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
@@ -97,7 +100,7 @@ def _compile(source: Path, version: int) -> Path:
         partial = made.with_suffix(f".{os.getpid()}.{version}")
         compiler = ("g++", *CXXFLAGS) if is_cpp else ("gcc", *CFLAGS)
         includes = (f"-I{CORE}", f"-I{KERNELS.parent}")
-        _run(*compiler, *defines, *includes, "-c", str(source), "-o", str(partial))
+        _run(*compiler, *SANITIZE, *defines, *includes, "-c", str(source), "-o", str(partial))
         partial.replace(made)
     return made
 
@@ -106,7 +109,7 @@ def _link(made: Path, inputs: list[Path]) -> None:
     flags = ("-Wl,--no-as-needed", "-Wl,-z,defs,-z,nodelete", "-Wl,-rpath,$ORIGIN")
     partial = made.with_suffix(f".{os.getpid()}")
     _run(
-        *("g++", "-shared", "-pthread", *flags, f"-Wl,-soname,{made.name}"),
+        *("g++", "-shared", "-pthread", *SANITIZE, *flags, f"-Wl,-soname,{made.name}"),
         *("-o", str(partial), *map(str, inputs)),
     )
     partial.replace(made)

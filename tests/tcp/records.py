@@ -13,7 +13,7 @@ RECORDS_OF_KEY = 4096
 _SEAL, _OPEN = 1, 0
 _GET_TAG, _SET_TAG = 0x10, 0x11
 
-_crypto = ctypes.CDLL(find_library("crypto"))
+_crypto = ctypes.CDLL(find_library("crypto") or "libcrypto.so.3")  # none is found without ldconfig
 for _name in ("EVP_aes_128_gcm", "EVP_CIPHER_CTX_new"):
     getattr(_crypto, _name).restype = ctypes.c_void_p
 

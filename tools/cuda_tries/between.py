@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvplan import BlockLease, ClusterInfo, LlmDataDist, LLMException, Placement
+from kvplan.transport.ucx.library import find as find_ucx
 from tools.cuda_tries.inside import engine, paged
 from tools.cuda_tries.notes import Notes, SkippedError, random_bytes
 from tools.cuda_tries.peer import CLUSTER, key_of
@@ -243,9 +245,16 @@ def try_ucx(notes: Notes) -> None:
     tests = root / "tests/transport/ucx/test_cuda.py"
     if not tests.exists():
         raise SkippedError("this is no checkout")
+    try:
+        notes.add("library", "says", find_ucx().path)
+    except LLMException as error:
+        raise SkippedError(error.args[0]) from error
+    # Without the plugins that happen to be there, what they warn of, and what documents need.
+    options = ("-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "--confcutdir", "tests")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", *options, str(tests)],
         cwd=root,
+        env=dict(os.environ) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -6,7 +6,6 @@ import inspect
 import json
 import time
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,14 +99,20 @@ def try_tuning(notes: Notes) -> None:
         for direction, words in cuda_copies.describe(device).items():
             notes.add(f"{direction}: before", "says", words)
         began = time.monotonic()
-        found = cuda_copies.calibrate(partial(cuda_copies.time_copies, device, **spans))
+        times: list[str] = []
+
+        def timed(direction: Any, way: cuda_copies.Way, nbytes: int) -> float:
+            seconds = cuda_copies.time_copies(device, direction, way, nbytes, **spans)
+            times.append(f"{way} {1e6 * seconds:.0f}")
+            if len(times) == len(WAYS):
+                step = f"{direction}: us of blocks of {nbytes >> 10} KiB"
+                notes.add(step, "says", ", ".join(times))
+                times.clear()
+            return seconds
+
+        found = cuda_copies.calibrate(timed)
         for direction, words in found.words(device).items():
             notes.add(f"{direction}: measured", "says", words)
-        for direction in COPY_DIRECTIONS:
-            for nbytes in cuda_copies.SIZES:
-                each = (f"{it} {1e6 * found.seconds[direction, it, nbytes]:.0f}" for it in WAYS)
-                step = f"{direction}: us of blocks of {nbytes >> 10} KiB"
-                notes.add(step, "says", ", ".join(each))
         notes.add("seconds that it took", "says", f"{time.monotonic() - began:.1f}")
         cuda_copies.save(device, found.tunings)
 
@@ -266,3 +271,23 @@ def try_events(notes: Notes) -> None:
         driver.destroy_event(event)
         driver.free(staging)
         driver.close()
+
+
+def try_fault(notes: Notes) -> None:
+    """A kernel of the program writes where nothing is: kvplan says so, does not hang, and ends."""
+    with the_device() as device:
+        driver = Driver(device.native.library.path)
+        if not driver.computes:
+            driver.close()
+            raise SkippedError("the stand-in has no kernel but kvplan's")
+        with engine() as datadist:
+            desc = paged(2, 8, 4096, Placement.DEVICE)
+            cache = datadist.allocate_blocks_cache(desc)
+            content = list(random_bytes(1, 2, *desc.shape))
+            datadist.write_cache(cache, content)
+            notes.expect("the fault is one", (code := driver.fault()) == 700, f"code {code}")
+            with notes.refusal("a transfer behind it", "LLM_FAILED"):
+                datadist.copy_blocks(cache, {0: [1]})
+            with notes.refusal("writing behind it", "LLM_FAILED"):
+                datadist.write_cache(cache, content)
+        notes.add("the engine has ended", "ok")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvplan.device.cuda import CudaDevice
 
 Outcome = Literal["ok", "FAILED", "refused", "skipped", "says"]
@@ -27,16 +26,15 @@ class Notes:
 
     Attributes:
         quick: whether to be small.
-        file: takes a line of JSON for each step.
+        put: takes each step, and each row of figures.
     """
 
     quick: bool
-    file: IO[str]
+    put: Callable[[dict[str, Any]], object]
 
     def add(self, step: str, outcome: Outcome, detail: str = "") -> None:
         """Write a step down."""
-        self.file.write(json.dumps({"step": step, "outcome": outcome, "detail": detail}) + "\n")
-        self.file.flush()
+        self.put({"step": step, "outcome": outcome, "detail": detail})
 
     def expect(self, step: str, good: object, detail: str = "") -> None:
         """Write down that it went well, or did not."""
@@ -44,6 +42,8 @@ class Notes:
 
     def same(self, step: str, found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
         """Compare every byte."""
+        import numpy as np
+
         if found.shape == expected.shape and np.array_equal(found, expected):
             self.add(step, "ok")
             return
@@ -72,6 +72,8 @@ Try = Callable[[Notes], None]
 
 def random_bytes(seed: int, *shape: int) -> NDArray[np.uint8]:
     """The same for the same seed; none of them is 0."""
+    import numpy as np
+
     return np.random.default_rng(seed).integers(1, 256, shape, np.uint8)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.gpu_driver import Driver
 from kvplan import BlocksCacheKey, Cache, CacheDesc, DataType, LlmRole, Placement
 from tools.cuda_tries.notes import random_bytes
+from tools.cuda_tries.process import dump_when_asked
 
 CLUSTER = 1
 
@@ -99,6 +100,7 @@ class Peer:
 
 
 def main() -> None:
+    dump_when_asked()
     tensors, blocks, block = map(int, sys.argv[1:4])
     peer = Peer(tensors, blocks, block, sys.argv[4])
     print(peer.datadist.listen_address, flush=True)

@@ -1,0 +1,149 @@
+"""One try in a process of its own: what it says comes as it is said, and it ends in time."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+_LOOK_S = 0.1
+_TRACE_S = 1.0
+_TAIL = 12
+"""Lines of its output that are shown where it ended badly."""
+
+
+@dataclass
+class Result:
+    """What came of a try.
+
+    Attributes:
+        how: it ended; empty: by itself, and well.
+        output: what it and those that it started printed, if `how` is not empty.
+    """
+
+    name: str
+    how: str = ""
+    output: str = ""
+    seconds: float = 0.0
+    steps: list[Line] = field(default_factory=list)
+    rows: list[Line] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step failed, or the process did."""
+        return bool(self.how) or any(it["outcome"] == "FAILED" for it in self.steps)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was not tried."""
+        return not self.how and {it["outcome"] for it in self.steps} - {"says"} == {"skipped"}
+
+    @property
+    def words(self) -> str:
+        """Why it failed or was skipped; empty where it was well."""
+        if self.how:
+            return f"{self.how} {last_word(self.output)}".strip()
+        outcomes = ("FAILED",) if self.failed else ("skipped",) if self.skipped else ()
+        those = [f"{it['step']}: {it['detail']}" for it in self.steps if it["outcome"] in outcomes]
+        return "; ".join(those)
+
+
+def last_word(output: str) -> str:
+    """Where it hung, or the last line of what it printed."""
+    lines = output.strip().splitlines() or [""]
+    for line, following in pairwise(lines):
+        if line.startswith("Current thread"):
+            return following.strip()
+    return lines[-1]
+
+
+def dump_when_asked() -> None:
+    """A signal lets this process print where its threads are, to be told of a hang."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def run_apart(
+    name: str,
+    command: Sequence[str],
+    silence_s: float,
+    until: float,
+    heard: Callable[[Line], object],
+) -> Result:
+    """Run a try, and end it with those that it started if it hangs.
+
+    Args:
+        name: of the try.
+        command: of the process; it takes `--notes FILE`, where it writes lines of JSON.
+        silence_s: it may say nothing for so long.
+        until: `time.monotonic()` at which it ends in any case.
+        heard: is called with each line as it comes.
+    """
+    result = Result(name)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        notes, output = Path(folder, "notes"), Path(folder, "output")
+        notes.touch()
+        with output.open("w") as file, notes.open() as lines:
+            process = subprocess.Popen(
+                [*command, "--notes", str(notes)],
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            last, rest, code = began, "", None
+            while code is None and not result.how:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_LOOK_S)
+                rest += lines.read()
+                *whole, rest = rest.split("\n")
+                for it in map(json.loads, whole):
+                    last = time.monotonic()
+                    (result.rows if "row" in it else result.steps).append(it.get("row", it))
+                    heard(it)
+                now = time.monotonic()
+                if code is None and now > until:
+                    result.how = "it was ended: no time was left"
+                elif code is None and now - last > silence_s:
+                    result.how = f"it said nothing for {silence_s:.0f} s"
+            end(process, is_hanging=code is None)
+        if code:
+            result.how = f"its process exited with {code}"
+        if result.how:
+            result.output = output.read_text(errors="replace")[-8000:]
+    result.seconds = round(time.monotonic() - began, 2)
+    return result
+
+
+def end(process: subprocess.Popen[bytes], *, is_hanging: bool) -> None:
+    """End it, and what it has started; where they hang, after they have said where."""
+    with suppress(ProcessLookupError):
+        if is_hanging:
+            os.killpg(process.pid, signal.SIGUSR1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(result: Result) -> list[str]:
+    """The last lines of its output."""
+    return result.output.strip().splitlines()[-_TAIL:]
+
+
+def command_of(name: str, program: str, *, quick: bool) -> list[str]:
+    """What runs a try of that name."""
+    return [sys.executable, program, "--run", name, *(["--quick"] if quick else [])]
