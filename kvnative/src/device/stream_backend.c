@@ -232,6 +232,56 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
     settle(it, status, &fault);
 }
 
+/* ---- a stream of the program that comes after a request ---- */
+
+/* With the device's context current: behind each shard by the same event, as a wait keeps what it has met. */
+static int order_stream(kvn_request *request, kvn_stream stream, void *event, kvn_failure *failure)
+{
+    const kvn_device *device = kvn_channel_device(request->shards[0].channel);
+    void *previous = NULL;
+    int status = KVN_OK;
+
+    for (unsigned i = 0; i < request->num_shards && status == KVN_OK; i++) {
+        status = kvn_channel_record(request->shards[i].channel, &request->shards[i].job, event, failure);
+        if (status != KVN_PENDING)
+            continue;
+        status = kvn_device_enter_stream(device, stream, &previous, failure);
+        if (status != KVN_OK)
+            break;
+        status = device->ops->wait_event(device, stream, event, failure);
+        kvn_device_leave_stream(device, previous);
+    }
+    return status;
+}
+
+static int block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
+                        kvn_report *report)
+{
+    const kvn_device *device = kvn_channel_device(stream_backend(base)->channels[0]);
+    void *previous = NULL, *event = NULL;
+    kvn_failure failure, ignored;
+    int status;
+
+    if (device->ops->can_abort) /* who waits for an event on a stream that was aborted may wait for ever */
+        return kvn_report_refuse(report, request->count, KVN_UNSUPPORTED, 0,
+                                 "no stream of %s can wait for a transfer, which may be given up; wait for it on "
+                                 "the host", device->ops->runtime);
+    for (unsigned i = 0; i < request->num_shards; i++)
+        if (!kvn_channel_await_issued(request->shards[i].channel, &request->shards[i].job, deadline_ns))
+            return KVN_PENDING;
+    status = kvn_device_enter(device, &previous, &failure);
+    if (status == KVN_OK) {
+        status = device->ops->create_event(device, &event, &failure);
+        if (status == KVN_OK)
+            status = order_stream(request, stream, event, &failure);
+        if (event)
+            device->ops->destroy_event(device, event, &ignored);
+        kvn_device_leave(device, previous);
+    }
+    return status == KVN_OK ? status
+                            : kvn_report_refuse(report, request->count, status, failure.code, "%s", failure.message);
+}
+
 /* ---- the request ---- */
 
 /* For at most `shards` shards; NULL without memory. */
@@ -430,6 +480,7 @@ int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
         .poll = poll_request,
         .wait = wait_request,
         .abort = abort_request,
+        .block_stream = block_stream,
         .release = release_request,
         .destroy = destroy,
     };

@@ -6,7 +6,8 @@
 #include "core/report.h"
 
 typedef struct guarded {
-    kvn_backend base;
+    kvn_backend base; /* its vtable is the next */
+    kvn_backend_vtable vtable;
     kvn_backend *inner;
     kvn_guard *guard;
 } guarded;
@@ -95,6 +96,14 @@ static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_re
     return leave_at_end(request, inner->vtable->abort(inner, request->inner, why, report));
 }
 
+static int guarded_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
+                                kvn_report *report)
+{
+    kvn_backend *inner = inner_of(base);
+
+    return inner->vtable->block_stream(inner, ((guarded_request *)handle)->inner, stream, deadline_ns, report);
+}
+
 static void guarded_release(kvn_backend *base, kvn_request *handle)
 {
     guarded_request *request = (guarded_request *)handle;
@@ -115,6 +124,7 @@ static const kvn_backend_vtable GUARDED_VTABLE = {
     .poll = guarded_poll,
     .wait = guarded_wait,
     .abort = guarded_abort,
+    .block_stream = guarded_block_stream,
     .release = guarded_release,
     .destroy = guarded_destroy,
 };
@@ -127,6 +137,8 @@ kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard)
         kvn_guard_destroy(guard);
         return NULL;
     }
-    *self = (guarded){.base.vtable = &GUARDED_VTABLE, .inner = inner, .guard = guard};
+    *self = (guarded){.base.vtable = &self->vtable, .vtable = GUARDED_VTABLE, .inner = inner, .guard = guard};
+    if (!inner->vtable->block_stream)
+        self->vtable.block_stream = NULL;
     return &self->base;
 }
