@@ -234,23 +234,34 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
 
 /* ---- a stream of the program that comes after a request ---- */
 
-/* With the device's context current: behind each shard by the same event, as a wait keeps what it has met. */
-static int order_stream(kvn_request *request, kvn_stream stream, void *event, kvn_failure *failure)
+static int make_current(const kvn_device *device, void *context, kvn_failure *failure)
+{
+    return device->ops->get_context(device) == context ? KVN_OK
+                                                       : device->ops->set_context(device, context, failure);
+}
+
+/* Behind each shard by one event of our context, as a wait keeps what it has met; the stream is one of `theirs`. */
+static int order_stream(kvn_request *request, kvn_stream stream, void *theirs, kvn_failure *failure)
 {
     const kvn_device *device = kvn_channel_device(request->shards[0].channel);
-    void *previous = NULL;
-    int status = KVN_OK;
+    void *event = NULL;
+    kvn_failure ignored;
+    int status = make_current(device, device->context, failure);
 
+    if (status == KVN_OK)
+        status = device->ops->create_event(device, &event, failure);
     for (unsigned i = 0; i < request->num_shards && status == KVN_OK; i++) {
-        status = kvn_channel_record(request->shards[i].channel, &request->shards[i].job, event, failure);
+        status = make_current(device, device->context, failure);
+        if (status == KVN_OK)
+            status = kvn_channel_record(request->shards[i].channel, &request->shards[i].job, event, failure);
         if (status != KVN_PENDING)
             continue;
-        status = kvn_device_enter_stream(device, stream, &previous, failure);
-        if (status != KVN_OK)
-            break;
-        status = device->ops->wait_event(device, stream, event, failure);
-        kvn_device_leave_stream(device, previous);
+        status = make_current(device, theirs, failure);
+        if (status == KVN_OK)
+            status = device->ops->wait_event(device, stream, event, failure);
     }
+    if (event && make_current(device, device->context, &ignored) == KVN_OK)
+        device->ops->destroy_event(device, event, &ignored);
     return status;
 }
 
@@ -258,8 +269,8 @@ static int block_stream(kvn_backend *base, kvn_request *request, void *stream, i
                         kvn_report *report)
 {
     const kvn_device *device = kvn_channel_device(stream_backend(base)->channels[0]);
-    void *previous = NULL, *event = NULL;
-    kvn_failure failure, ignored;
+    void *previous = NULL;
+    kvn_failure failure;
     int status;
 
     if (device->ops->can_abort) /* who waits for an event on a stream that was aborted may wait for ever */
@@ -269,14 +280,12 @@ static int block_stream(kvn_backend *base, kvn_request *request, void *stream, i
     for (unsigned i = 0; i < request->num_shards; i++)
         if (!kvn_channel_await_issued(request->shards[i].channel, &request->shards[i].job, deadline_ns))
             return KVN_PENDING;
-    status = kvn_device_enter(device, &previous, &failure);
+    if (request->num_shards == 0)
+        return KVN_OK;
+    status = kvn_device_enter_stream(device, stream, &previous, &failure);
     if (status == KVN_OK) {
-        status = device->ops->create_event(device, &event, &failure);
-        if (status == KVN_OK)
-            status = order_stream(request, stream, event, &failure);
-        if (event)
-            device->ops->destroy_event(device, event, &ignored);
-        kvn_device_leave(device, previous);
+        status = order_stream(request, stream, device->ops->get_context(device), &failure);
+        kvn_device_leave_stream(device, previous);
     }
     return status == KVN_OK ? status
                             : kvn_report_refuse(report, request->count, status, failure.code, "%s", failure.message);
