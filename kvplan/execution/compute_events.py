@@ -54,7 +54,7 @@ class NpuStream(Protocol):
 
 
 ComputeStream: TypeAlias = CudaStream | SupportsCudaStream | NpuStream
-"""A stream of the accelerator, on which a program's work runs in the order in which it is issued."""
+"""A stream of the accelerator: a program's work runs on it in the order in which it is issued."""
 
 
 ComputeEvent: TypeAlias = CudaEvent | NpuEvent | ComputeStream | int

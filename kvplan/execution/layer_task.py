@@ -140,8 +140,8 @@ class LayerTask(TransferTask):
             LLMException: LLM_FEATURE_NOT_ENABLED, always.
         """
         raise LLMException(
-            f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)}: no stream can wait for "
-            "layers that move when they are ready; wait for them on the host",
+            f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)}: no stream can wait "
+            "for layers that move when they are ready; wait for them on the host",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 

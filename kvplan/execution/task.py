@@ -161,11 +161,12 @@ class TransferTask:
         Raises:
             NativeError: this is a forked child, and the task its parent's.
             TypeError: no stream: an event, or a handle.
-            LLMException: LLM_FEATURE_NOT_ENABLED: no device's stream moves the bytes of this
-                transfer (they come over `tcp` or `ucx`, say, or lie in host memory at both ends), or
-                none does yet, as it comes after an event that the host waits for; the engine has no
-                accelerator, or an Ascend device. LLM_PARAM_INVALID: a stream of another accelerator,
-                or one that is captured; else what the accelerator says. Wait on the host then.
+            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`
+                or `ucx` does, or the host, in its own memory), or none does yet, as the host waits
+                for the event that they come after; the engine has no accelerator, or an Ascend
+                device: wait on the host then. LLM_PARAM_INVALID: a stream of another accelerator,
+                or one that is captured. Else what the accelerator says. The stream is not held
+                then, or by a part of the copies.
         """
         if self._stream_of is None:
             raise no_accelerator("stream", stream)

@@ -27,7 +27,9 @@ class At(NamedTuple):
 @pytest.fixture
 def at(cuda: Cuda) -> Iterator[At]:
     made = At(
-        cuda.made("cuStreamCreate", 1), cuda.made("cuStreamCreate", 0), cuda.made("cuEventCreate", 2)
+        cuda.made("cuStreamCreate", 1),
+        cuda.made("cuStreamCreate", 0),
+        cuda.made("cuEventCreate", 2),
     )
     yield made
     cuda.ok("cuEventDestroy_v2", made.event)

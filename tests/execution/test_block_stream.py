@@ -140,19 +140,19 @@ def test_who_waits_until_it_is_given_to_the_device_holds_nobody_up(
     assert task.done
 
 
-class Interrupted(Exception):
+class InterruptedByTestError(Exception):
     """Raised by a signal handler."""
 
 
 def test_a_signal_ends_the_wait_and_not_the_transfer(traced: Traced) -> None:
     def interrupt(_signal: int, _frame: object) -> None:
-        raise Interrupted
+        raise InterruptedByTestError
 
     task = traced.submit(pending=-1)
     previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptedByTestError):
             task.block_stream(STREAM)
     finally:
         signal.signal(signal.SIGALRM, previous)
