@@ -42,6 +42,7 @@ TRIES = {
     "offloading": "inside",
     "registering": "inside",
     "events": "inside",
+    "streams": "inside",
     "transports": "between",
     "freed": "between",
     "killed": "between",

@@ -43,7 +43,7 @@ def results_of(path: Path) -> dict[str, Any]:
 
 
 def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -> None:
-    names = ("device", "copies", "offloading", "registering")
+    names = ("device", "copies", "offloading", "registering", "streams")
     report = tmp_path / "report.json"
     code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
     assert (code, errors) == (0, ""), said
@@ -56,6 +56,8 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
         "host to device: batch pinned",
         "and in again",
         "as arrays",
+        "read behind a transfer",
+        "its capture goes on",
     } <= steps
     assert not json.loads(report.read_text())["counts"]
 
