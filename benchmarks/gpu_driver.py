@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -28,6 +31,9 @@ _CALLS: dict[str, list[Any]] = {
     "cuStreamCreate": [_pointer, _uint],
     "cuStreamDestroy_v2": [_pointer],
     "cuStreamSynchronize": [_pointer],
+    "cuStreamBeginCapture_v2": [_pointer, _int],
+    "cuStreamEndCapture": [_pointer, _pointer],
+    "cuGraphDestroy": [_pointer],
     "cuEventCreate": [_pointer, _uint],
     "cuEventDestroy_v2": [_pointer],
     "cuEventRecord": [_pointer, _pointer],
@@ -41,6 +47,7 @@ SIMULATED = "Simulated"
 """How the name of the device begins that the stand-in of the tests has."""
 
 _NON_BLOCKING, _NO_TIMING = 1, 2
+_GLOBAL = 0  # CUstreamCaptureMode, as torch.cuda.graph captures
 _MULTIPROCESSORS = 16
 
 # Each thread looks at the clock until its time is over: work that leaves the memory alone.
@@ -192,6 +199,21 @@ class Driver:
     def synchronize(self) -> None:
         """Wait for the work of `stream`."""
         self._call("cuStreamSynchronize", self.stream)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture `stream` into a graph, which is not kept.
+
+        Raises:
+            DriverError: at the end: what was done meanwhile has spoilt the capture.
+        """
+        self._call("cuStreamBeginCapture_v2", self.stream, _GLOBAL)
+        try:
+            yield
+        finally:
+            graph = _pointer()
+            self._call("cuStreamEndCapture", self.stream, ctypes.byref(graph))
+            self._call("cuGraphDestroy", graph)
 
     def close(self) -> None:
         """Let the context go; what was allocated in it and not freed stays."""

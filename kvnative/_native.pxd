@@ -102,6 +102,7 @@ cdef extern from "core/executor.h" nogil:
     int kvn_task_poll(kvn_task *task)
     int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
     int kvn_task_abort(kvn_task *task, int why)
+    int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
     bint kvn_task_is_held(kvn_task *task)
     int kvn_task_report(kvn_task *task, kvn_report *report)
     void kvn_task_release(kvn_task *task)

@@ -2,7 +2,7 @@
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
@@ -393,6 +393,30 @@ cdef class Task(AnyTask):
             return False
         self.backend.check_process()
         return kvn_task_is_held(&self.task)
+
+    def block_stream(self, uint64_t stream) -> Report | None:
+        """Let what is issued to a stream from here on come after this transfer; its bytes are not waited for.
+
+        Args:
+            stream: its handle, of the device that moves the bytes.
+
+        Returns:
+            None; or, where the stream goes on as if nothing had been asked for, a report that says why. A transfer
+            that is over holds no stream.
+
+        Raises:
+            NativeError: this process was forked from the one that submitted the task.
+        """
+        cdef void *handle = <void *><uintptr_t>stream
+        cdef int status = KVN_PENDING
+        cdef kvn_report native
+        self.backend.check_process()
+        while status == KVN_PENDING:
+            with nogil:
+                status = kvn_task_block_stream(&self.task, handle, next_look(KVN_FOREVER), &native)
+            if status == KVN_PENDING:
+                PyErr_CheckSignals()
+        return None if status == KVN_OK else report_with(&native, self.count, ((0, self.count),))
 
     cdef int begin(self) except -1:
         """Submit it; a small one is done on return."""

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         ComputeEvent,
+        ComputeStream,
         HostMemory,
         LayerProgress,
         LayerTask,
@@ -107,6 +108,7 @@ __all__ = [
     "Coalesce",
     "Completions",
     "ComputeEvent",
+    "ComputeStream",
     "CostLine",
     "DataType",
     "Estimate",
@@ -170,8 +172,8 @@ __all__ = [
 _LAZY = {
     name: room
     for room, names in {
-        "kvplan.execution": "ComputeEvent HostMemory LayerProgress LayerTask TransferTask "
-        "Transfers execute submit",
+        "kvplan.execution": "ComputeEvent ComputeStream HostMemory LayerProgress LayerTask "
+        "TransferTask Transfers execute submit",
         "kvplan.inspection.cost": "TRANSPORT_COSTS CostLine Estimate TransportCost",
         "kvplan.inspection.measured_costs": "MeasuredCosts load_costs",
         "kvplan.engine.completion": "Completions",

@@ -53,6 +53,7 @@ TRIES = {
     "copies": "inside",
     "tuning": "inside",
     "events": "inside",
+    "streams": "inside",
     "transports": "between",
     "torch": "frameworks",
     "offloading": "inside",

@@ -80,6 +80,14 @@ typedef struct kvn_backend_vtable {
     /* Of a batch with an `after`: cancels it if that has not come, and does not wait for the outcome. NULL where
      * no batch with one is taken, or it is left to `abort`. */
     void (*withdraw)(kvn_backend *self, kvn_request *request);
+    /* Lets what comes onto `stream`, the program's, from here on come after the request, by the device's own
+     * order: no thread waits for the bytes. Waits, until the deadline, for the request to be given to the device
+     * whole. KVN_OK, also where the request is over; KVN_PENDING: the deadline passed, and nothing was ordered;
+     * else why not, in `report`. A request that is given up afterwards does not hold the stream. May be called
+     * while other threads are in `wait` and `abort`; the request advances without them. NULL: no stream can wait
+     * for what moves these bytes. */
+    int (*block_stream)(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
+                        kvn_report *report);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
     void (*destroy)(kvn_backend *self);                       /* no request is left */
 } kvn_backend_vtable;

@@ -58,6 +58,8 @@ enum {
     KVN_CUDA_SYSTEM_DRIVER_MISMATCH = 803,
     KVN_CUDA_COMPAT_NOT_SUPPORTED = 804, /* on this device */
     KVN_CUDA_CAPTURE_UNSUPPORTED = 900, /* a stream is being captured into a graph: the first of nine codes */
+    KVN_CUDA_CAPTURE_IMPLICIT = 906,   /* of the default stream, as one that is ordered with it is captured */
+    KVN_CUDA_CAPTURED_EVENT = 907,
     KVN_CUDA_CAPTURE_WRONG_THREAD = 908, /* the last of them */
     KVN_CUDA_UNKNOWN = 999
 };
@@ -197,6 +199,8 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuStreamQuery, (CUstream stream))                                                           \
     X(cuStreamSynchronize, (CUstream stream))                                                     \
     X(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                        \
+    X(cuStreamIsCapturing, (CUstream stream, int *status)) /* 0: it is not */                     \
+    X(cuStreamGetCtx, (CUstream stream, CUcontext *context))                                      \
     X(cuEventCreate, (CUevent *event, unsigned flags))                                            \
     X(cuEventDestroy_v2, (CUevent event))                                                         \
     X(cuEventRecord, (CUevent event, CUstream stream))                                            \

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
-from kvplan.execution.compute_events import handle_of
+from kvplan.execution.compute_events import handle_of, stream_handle_of
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
     from kvnative._executor import Gate
     from kvplan.device.sharing import Sharing
-    from kvplan.execution.compute_events import ComputeEvent
+    from kvplan.execution.compute_events import ComputeEvent, ComputeStream
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 _L = TypeVar("_L")
@@ -276,6 +276,19 @@ class Device:
         except NativeError as error:
             what = f"{name}={shown(event)} cannot be waited for on device {self.id}"
             raise device_error(error, what) from error
+
+    def stream(self, name: str, stream: ComputeStream) -> int:
+        """Return the handle of a stream of this device.
+
+        Args:
+            name: of the argument, for messages.
+            stream: as a program has it.
+
+        Raises:
+            TypeError: no stream.
+            LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
+        """
+        return stream_handle_of(name, stream, self.tensor_kind)
 
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""

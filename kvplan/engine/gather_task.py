@@ -15,7 +15,7 @@ from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
-    from kvplan.execution import TransferTask
+    from kvplan.execution import ComputeStream, TransferTask
     from kvplan.links import PeerLink
 
 _TURN_MS = 10.0
@@ -181,6 +181,17 @@ class GatherTask:
             f"sources[{index}] {self._names[index]}\n{task.explain()}"
             for index, task in self.tasks.items()
         )
+
+    def block_stream(self, stream: ComputeStream) -> None:
+        """Let what is issued to `stream` from here on come after the copies from all sources.
+
+        As `TransferTask.block_stream` of each; if one raises, the stream waits for some of them.
+
+        Raises:
+            NativeError, TypeError, LLMException: as `TransferTask.block_stream`.
+        """
+        for task in list(self.tasks.values()):
+            task.block_stream(stream)
 
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()

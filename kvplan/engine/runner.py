@@ -668,7 +668,10 @@ class OperationRunner:
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        task = engine.transfers.submit(plan, src, dst, on_outcome, descriptors, operation.after)
+        stream_of = None if engine.device is None else engine.device.stream
+        task = engine.transfers.submit(
+            plan, src, dst, on_outcome, descriptors, operation.after, stream_of
+        )
         try:
             operation.submitted = True
             if operation.follows_up or report is not None:

@@ -1,4 +1,4 @@
-"""Events and streams of a model's compute, as programs have them, for transfers to come after."""
+"""Events and streams of a model's compute, as programs have them: what comes after what."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ class NpuStream(Protocol):
         """The aclrtStream; 0 for the default stream."""
 
 
-ComputeEvent: TypeAlias = CudaEvent | CudaStream | SupportsCudaStream | NpuEvent | NpuStream | int
+ComputeStream: TypeAlias = CudaStream | SupportsCudaStream | NpuStream
+"""A stream of the accelerator: a program's work runs on it in the order in which it is issued."""
+
+
+ComputeEvent: TypeAlias = CudaEvent | NpuEvent | ComputeStream | int
 """A point in the work of the accelerator: an event, the work that it was last recorded behind; a
 stream, all that was issued to it so far; an int, the handle of an event (CUevent, aclrtEvent)."""
 
@@ -62,11 +66,15 @@ GateOf: TypeAlias = "Callable[[str, ComputeEvent], Gate]"
 """Makes what a transfer comes after of the name and the value of an argument."""
 
 
+StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
+"""Makes the handle of a stream of the name and the value of an argument."""
+
+
 def no_accelerator(name: str, event: object) -> LLMException:
-    """The error for an event where no device was opened."""
+    """The error for an event, or a stream, where no device was opened."""
     return LLMException(
-        f"{name}={shown(event)}: the engine has no accelerator, whose events it could wait for "
-        "(option kvplan.accelerator)",
+        f"{name}={shown(event)}: the engine has no accelerator, whose events and streams it could "
+        "know (option kvplan.accelerator)",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
 
@@ -86,33 +94,62 @@ def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
     """
     if isinstance(event, int) and not isinstance(event, bool):
         return False, _checked(name, event, "the handle of an event", 1)
-    for kind in ("event", "stream"):
-        handle = _read(name, event, f"{prefix}_{kind}")
-        if kind == "stream" and handle is None and prefix == "cuda":
-            handle = _named(name, event)
-        if handle is None:
-            continue
-        what = f"{prefix}_{kind} of {type(event).__name__}"
-        found = _checked(name, handle, what, 0)
-        if kind == "event" and found == 0:
+    handle = _read(name, event, f"{prefix}_event")
+    if handle is not None:
+        found = _checked(name, handle, f"{prefix}_event of {type(event).__name__}", 0)
+        if found == 0:
             raise invalid(
                 f"{name}={shown(event)} was never recorded; record it on the stream of the work "
                 "that the transfer comes after"
             )
-        return kind == "stream", found
-    for other in ("cuda", "npu"):
-        if other != prefix and any(
-            _read(name, event, f"{other}_{it}") is not None for it in ("event", "stream")
-        ):
-            raise invalid(
-                f"{name}={shown(event)} is of another accelerator: it has {other}_event or "
-                f"{other}_stream, and this engine's device those of {prefix}"
-            )
+        return False, found
+    stream = _stream(name, event, prefix)
+    if stream is not None:
+        return True, stream
     raise TypeError(
         f"{name}={shown(event)} must be an event or a stream of the model's compute, an object "
         f"with {prefix}_event or {prefix}_stream, or the handle of an event, an int, not "
         f"{type(event).__name__}"
     )
+
+
+def stream_handle_of(name: str, stream: ComputeStream, prefix: str) -> int:
+    """Return the handle of a stream.
+
+    Args:
+        name: what messages call it.
+        stream: as a program gave it.
+        prefix: of the attribute that streams of the accelerator have: "cuda", "npu".
+
+    Raises:
+        TypeError: no stream: an event, or the handle of either.
+        LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
+    """
+    handle = _stream(name, stream, prefix)
+    if handle is not None:
+        return handle
+    raise TypeError(
+        f"{name}={shown(stream)} must be a stream of the model's compute, an object with "
+        f"{prefix}_stream, not {type(stream).__name__}"
+    )
+
+
+def _stream(name: str, value: object, prefix: str) -> int | None:
+    """The handle of a stream; None: it is no stream, of no accelerator."""
+    handle = _read(name, value, f"{prefix}_stream")
+    if handle is None and prefix == "cuda":
+        handle = _named(name, value)
+    if handle is not None:
+        return _checked(name, handle, f"{prefix}_stream of {type(value).__name__}", 0)
+    for other in ("cuda", "npu"):
+        if other != prefix and any(
+            _read(name, value, f"{other}_{it}") is not None for it in ("event", "stream")
+        ):
+            raise invalid(
+                f"{name}={shown(value)} is of another accelerator: it has {other}_event or "
+                f"{other}_stream, and this engine's device those of {prefix}"
+            )
+    return None
 
 
 def _read(name: str, event: object, attribute: str) -> object:

@@ -20,12 +20,12 @@ from kvplan.execution.compute_events import GateOf, no_accelerator
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.contents import model_note
 from kvplan.inspection.units import span
-from kvplan.status import LLMException, invalid
-from kvplan.validation import as_int
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import as_int, shown
 
 if TYPE_CHECKING:
     from kvnative._executor import Gate, LayeredTask
-    from kvplan.execution.compute_events import ComputeEvent
+    from kvplan.execution.compute_events import ComputeEvent, ComputeStream
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
@@ -132,6 +132,18 @@ class LayerTask(TransferTask):
         except LLMException as error:
             self._lost = error  # first: whoever finds the end says why
             self.cancel()
+
+    def block_stream(self, stream: ComputeStream) -> None:
+        """Refused: layers move when they are ready, and what is not ready yet cannot be waited for.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED, always.
+        """
+        raise LLMException(
+            f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)}: no stream can wait "
+            "for layers that move when they are ready; wait for them on the host",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
 
     def progress(self) -> LayerProgress:
         """Return which layers wait, move, are done or have failed."""

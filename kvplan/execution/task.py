@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import suppress
 from threading import RLock, Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvnative._executor import (
     KVN_CANCELLED,
@@ -26,16 +26,19 @@ from kvnative._executor import (
     KVN_UNSUPPORTED,
     NativeError,
 )
+from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning.groups import GroupPlan
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     import asyncio
 
     from kvnative._executor import LayeredTask, Report, Task
+    from kvplan.execution.compute_events import ComputeStream, StreamOf
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.plan import Plan
@@ -79,6 +82,8 @@ class TransferTask:
         on_outcome: called with what went wrong or None, by whoever finds the outcome first: before
             anyone gets it. If it raises after a success, that is the outcome. Once, or once more
             with an error if it was interrupted, which may be before its first line.
+        stream_of: makes the handle of a stream of the name and the value of an argument; None: no
+            accelerator has streams.
     """
 
     def __init__(
@@ -87,11 +92,13 @@ class TransferTask:
         task: Task | LayeredTask,
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
+        stream_of: StreamOf | None = None,
     ) -> None:
         self.plan = plan
         self._task = task
         self._memories = memories
         self._on_outcome = on_outcome
+        self._stream_of = stream_of
         self._concluded = False
         self._error: LLMException | None = None
         self._lost: LLMException | None = None  # why a memory went under it, where that was found
@@ -139,6 +146,41 @@ class TransferTask:
     def _missing(self) -> str:
         """What the transfer still waits for besides the copying, as part of a message."""
         return ""
+
+    def block_stream(self, stream: ComputeStream) -> None:
+        """Let what is issued to `stream` from here on come after the transfer's copies.
+
+        The device itself keeps that order: this returns when the copies were given to it, and does
+        not wait for them. It does wait for transfers that were submitted before on the same way.
+        Issue what reads the destination, or writes the source, after this.
+
+        A transfer that is over, or that ends early, does not hold the stream: what comes after it
+        then runs with what has arrived. So `wait` before you use what was computed.
+
+        Args:
+            stream: of the model's compute, on the engine's device, see `ComputeStream`. It must not
+                be captured into a graph.
+
+        Raises:
+            NativeError: this is a forked child, and the task its parent's.
+            TypeError: no stream: an event, or a handle.
+            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`
+                or `ucx` does, or the host, in its own memory), or none does yet, as the host waits
+                for the event that they come after; the engine has no accelerator, or an Ascend
+                device: wait on the host then. LLM_PARAM_INVALID: a stream of another accelerator,
+                or one that is captured. Else what the accelerator says. The stream is not held
+                then, or by a part of the copies.
+        """
+        if self._stream_of is None:
+            raise no_accelerator("stream", stream)
+        handle = self._stream_of("stream", stream)
+        refusal = cast("Task", self._task).block_stream(handle)  # a LayerTask refuses itself
+        if refusal is not None:
+            raise LLMException(
+                f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)}: "
+                f"{refusal.message}",
+                status_code=status_code_of(refusal.status),
+            )
 
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()

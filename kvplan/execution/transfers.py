@@ -51,7 +51,7 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from kvnative._executor import Gate
     from kvnative._process import Peer
-    from kvplan.execution.compute_events import GateOf
+    from kvplan.execution.compute_events import GateOf, StreamOf
 
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -139,6 +139,7 @@ class Transfers:
         on_outcome: Callable[[LLMException | None], None] | None = None,
         descriptors: Descriptors | None = None,
         after: Gate | None = None,
+        stream_of: StreamOf | None = None,
     ) -> TransferTask:
         """Start `plan` from `src` to `dst` and return at once (small transfers: done).
 
@@ -148,6 +149,7 @@ class Transfers:
             descriptors: of the plan between these memories, as `rows.bind` has made them; None:
                 the plan is lowered.
             after: what it comes after, such as `Device.gate` makes it; None: nothing.
+            stream_of: as for `TransferTask`.
 
         Raises:
             TypeError: an argument of another type.
@@ -161,7 +163,7 @@ class Transfers:
         except NativeError as error:
             raise self._unusable(error) from error
         try:
-            return TransferTask(plan, task, memories, on_outcome)
+            return TransferTask(plan, task, memories, on_outcome, stream_of)
         except BaseException:
             task.cancel()  # nobody could: it would go on without a handle
             raise

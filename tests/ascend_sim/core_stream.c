@@ -115,6 +115,17 @@ int sim_stream_find(void *handle, sim_stream **stream) {
     return code;
 }
 
+void *sim_stream_context(const void *handle) {
+    sim_lock();
+    const sim_stream *stream = streams;
+    while (stream && stream->handle != handle) {
+        stream = stream->next;
+    }
+    void *context = stream ? sim_context_handle(stream->context) : NULL;
+    sim_unlock();
+    return context;
+}
+
 int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_work work,
                        void (*dispose)(void *), void *argument, uint64_t nbytes) {
     sim_operation *operation = calloc(1, sizeof *operation);

@@ -204,6 +204,8 @@ typedef int (*sim_work)(void *argument, sim_stream *stream);
 SIM_API int sim_stream_find(void *handle, sim_stream **stream);
 SIM_API void sim_stream_release(sim_stream *stream);
 SIM_API int sim_stream_device(const sim_stream *stream);
+/* Of a handle, whichever context is current; NULL where it names no stream. */
+SIM_API void *sim_stream_context(const void *handle);
 /* Queues work that takes latency + nbytes / bandwidth. dispose(argument) is called exactly once: after
  * the work, or instead of it where it is dropped (also where this returns an error: then at once).
  * fault: of the call, NULL for none. SYNC drops the work and its code shows at synchronization; HANG

@@ -1,4 +1,4 @@
-"""Memory that a program frees under its registration: refused, and never taken for what is there then."""
+"""Memory that a program frees under its registration is refused, whatever is there then."""
 
 from __future__ import annotations
 

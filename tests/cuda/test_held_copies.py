@@ -1,4 +1,4 @@
-"""Copies behind an event on a CUDA device: the GPU keeps the order, and what it holds can be given up.
+"""A GPU keeps copies behind an event in order, and what it holds can be given up.
 
 They are launches of the kernel, put on a stream behind the event when they are submitted; what only
 the driver's own copies move waits on the host. Over the stand-in for the driver.
@@ -118,9 +118,10 @@ class TestOnTheStream:
         compute.settle()  # the launches have begun, and ended
         assert all((it.target == UNTOUCHED).all() for it in cases)
         case = cases[0]
-        assert executor.submit(case.descriptors, after=taken(device, compute)).wait(
-            FOREVER
-        ).status == KVN_OK
+        assert (
+            executor.submit(case.descriptors, after=taken(device, compute)).wait(FOREVER).status
+            == KVN_OK
+        )
         case.assert_moved()
 
 
@@ -157,7 +158,9 @@ class TestWhatWaitsOnTheHost:
         assert task.wait(FOREVER).status == KVN_OK
         for it in parts:
             it.assert_moved()
-        assert len(sim_log.calls(SINGLE)) >= 3  # where memory is pinned is asked for 2 MiB at a time
+        assert (
+            len(sim_log.calls(SINGLE)) >= 3
+        )  # where memory is pinned is asked for 2 MiB at a time
 
     def test_more_than_a_stream_takes(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
@@ -443,5 +446,3 @@ def test_cancelled_when_its_event_has_just_come(
         np.testing.assert_array_equal(case.target, seen)
         if report.status == KVN_OK:
             case.assert_moved()
-
-

@@ -49,14 +49,20 @@ def outcomes_of(path: Path) -> dict[str, str]:
 
 
 def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -> None:
-    names = ("device", "copies", "offloading", "registering")
+    names = ("device", "copies", "offloading", "registering", "streams")
     report = tmp_path / "report.json"
     code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
     assert (code, errors) == (0, ""), said
     assert "This is the stand-in of the tests, and no GPU" in said
     outcomes = outcomes_of(report)
     assert set(outcomes.values()) == {"ok", "says"}
-    steps = ("device to device: kernel", "host to device: batch pinned", "and in again")
+    steps = (
+        "device to device: kernel",
+        "host to device: batch pinned",
+        "and in again",
+        "read behind a transfer",
+        "its capture goes on",
+    )
     assert {outcomes[it] for it in (*steps, "as arrays", "a child maps exported memory")} == {"ok"}
     *_, last = lines_of(report)
     assert last["end"]["failed"] == last["end"]["not run"] == []

@@ -95,13 +95,12 @@ static int is_unsafe(const char *name) {
 }
 
 static int check_capture(const char *name) {
-    if (!sim_settings_now().cuda_capture) {
-        return 0;
-    }
-    if (!strcmp(name, "cuCtxSynchronize")) {
+    int is_set = sim_settings_now().cuda_capture != 0;
+    int forbids = (is_set && capture_mode == 0) || cuda_capture_forbids(capture_mode);
+    if ((is_set || forbids) && !strcmp(name, "cuCtxSynchronize")) {
         return sim_error(CAPTURE_UNSUPPORTED, "a stream of the context is captured");
     }
-    if (capture_mode == 0 && is_unsafe(name)) {
+    if (forbids && is_unsafe(name)) {
         sim_violation("%s spoils the capture of a stream by another thread", name);
         return sim_error(CAPTURE_UNSUPPORTED, "%s: another thread captures a stream", name);
     }

@@ -35,6 +35,14 @@ _int, _uint, _size, _pointer, _long = (
 )
 _out = _pointer
 
+# What programs call, and kvplan does not.
+PROGRAMS = {
+    "cuMemAllocManaged",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphDestroy",
+}
+
 
 class Location(ctypes.Structure):
     _fields_ = [("type", _int), ("id", _int)]
@@ -99,6 +107,11 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
     "cuStreamQuery": [_pointer],
     "cuStreamSynchronize": [_pointer],
     "cuStreamWaitEvent": [_pointer, _pointer, _uint],
+    "cuStreamIsCapturing": [_pointer, _out],
+    "cuStreamGetCtx": [_pointer, _out],
+    "cuStreamBeginCapture_v2": [_pointer, _int],
+    "cuStreamEndCapture": [_pointer, _out],
+    "cuGraphDestroy": [_pointer],
     "cuEventCreate": [_out, _uint],
     "cuEventDestroy_v2": [_pointer],
     "cuEventRecord": [_pointer, _pointer],
@@ -192,6 +205,15 @@ class Cuda:
         yield
         assert self.violations() == before + 1
         assert text in self.violation()
+
+    @contextmanager
+    def capturing(self, stream: int, mode: int = 0) -> Iterator[None]:
+        """Capture a stream, in global mode if no other is given; nothing must spoil it."""
+        self.ok("cuStreamBeginCapture_v2", stream, mode)
+        yield
+        graph = ctypes.c_void_p()
+        self.ok("cuStreamEndCapture", stream, ctypes.byref(graph))
+        self.ok("cuGraphDestroy", graph)
 
     def primary(self, device: int = 0) -> int:
         """Retain the primary context of a device, and make it current."""

@@ -78,6 +78,7 @@ enum {
     INVALID_PTX = 218,
     UNSUPPORTED_PTX = 222,
     INVALID_HANDLE = 400,
+    ILLEGAL_STATE = 401,
     NOT_FOUND = 500,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
@@ -88,6 +89,11 @@ enum {
     NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+    CAPTURE_ISOLATION = 905,
+    CAPTURE_IMPLICIT = 906,
+    CAPTURED_EVENT = 907,
+    CAPTURE_WRONG_THREAD = 908,
     UNKNOWN = 999,
 };
 
@@ -195,8 +201,23 @@ void cuda_copy_release(cuda_copy *copy);
 int cuda_copies_enqueue(const cuda_context *context, sim_stream *stream, const sim_fault *fault,
                         cuda_copy *copies, size_t count);
 
-/* The stream of a handle, in that context: 400 where it is none, or of another. */
+/* The stream of a handle, in that context: 400 where it is none, or of another; 900, 906 where it is captured. */
 int cuda_stream_find(const cuda_context *context, void *handle, sim_stream **stream);
+
+/* ---- streams that are captured into graphs; what is forbidden spoils the capture ---- */
+
+/* A stream is made that is ordered with the default one, or any stream destroyed. */
+void cuda_capture_note_stream(void *stream, int is_blocking);
+/* Whether a thread in that mode may not make calls that are potentially unsafe. */
+int cuda_capture_forbids(int thread_mode);
+/* Whether work may be given to the stream, or it be asked: 0, 900 or 906. */
+int cuda_capture_check_stream(const cuda_context *context, void *stream);
+/* An event is recorded, or destroyed (stream NULL). Whether it is one of a graph now. */
+int cuda_capture_record(void *event, void *stream);
+/* Whether an event may be asked, or waited for by the host: 0 or 907. */
+int cuda_capture_check_event(void *event);
+/* Whether a stream may wait for an event: 0 or 905. */
+int cuda_capture_check_wait(void *stream, void *event);
 
 /* ---- kernels: what NVRTC made PTX of, compiled for the host (kernels.cpp) ---- */
 

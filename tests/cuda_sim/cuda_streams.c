@@ -6,6 +6,7 @@ CUDA cuStreamDestroy_v2(void *stream);
 CUDA cuStreamQuery(void *stream);
 CUDA cuStreamSynchronize(void *stream);
 CUDA cuStreamWaitEvent(void *stream, void *event, unsigned flags);
+CUDA cuStreamGetCtx(void *stream, void **context);
 CUDA cuEventCreate(void **event, unsigned flags);
 CUDA cuEventDestroy_v2(void *event);
 CUDA cuEventRecord(void *event, void *stream);
@@ -16,11 +17,14 @@ CUDA cuEventSynchronize(void *event);
 
 int cuda_stream_find(const cuda_context *context, void *handle, sim_stream **stream) {
     *stream = NULL;
+    int captured = handle == PER_THREAD ? 0 : cuda_capture_check_stream(context, handle);
+    if (captured) {
+        return captured;
+    }
     if (handle == PER_THREAD) {
         return sim_error(NOT_SUPPORTED, "the simulator has no stream of each thread");
     }
     int code = sim_stream_find((uintptr_t)handle == 1 ? NULL : handle, stream);
-    (void)context;
     if (code) {
         *stream = NULL;
         sim_violation("%p is used as a stream of the context that is current", handle);
@@ -37,6 +41,9 @@ CUDA cuStreamCreate(void **stream, unsigned flags) {
         code = sim_error(INVALID_VALUE, "Flags=%u: 0 or 1", flags);
     }
     code = code ? code : sim_stream_create(0, stream);
+    if (!code && flags == 0) {
+        cuda_capture_note_stream(*stream, 1);
+    }
     return cuda_leave(&call, code, "\"stream\":%llu,\"flags\":%u", code ? 0 : ID(*stream), flags);
 }
 
@@ -52,7 +59,25 @@ CUDA cuStreamDestroy_v2(void *handle) {
     code = code ? code : cuda_stream_find(context, handle, &stream);
     if (!code) {
         sim_stream_release(stream);
+        cuda_capture_note_stream(handle, 0);
         code = sim_stream_leave(handle);
+    }
+    return cuda_leave(&call, code, "\"stream\":%llu", ID(handle));
+}
+
+/* A stream has its own; the special ones have the thread's. */
+CUDA cuStreamGetCtx(void *handle, void **out) {
+    sim_call call;
+    cuda_context *context = NULL;
+    int is_special = (uintptr_t)handle <= 2;
+    int code = is_special ? cuda_enter_context(&call, __func__, &context) : cuda_enter(&call, __func__);
+    code = CUDA_CHECK(code, out);
+    if (!code) {
+        *out = is_special ? context->handle : sim_stream_context(handle);
+        if (!*out) {
+            sim_violation("%p is used as a stream, but is none", handle);
+            code = sim_error(INVALID_HANDLE, "%p is not a stream, or it was destroyed", handle);
+        }
     }
     return cuda_leave(&call, code, "\"stream\":%llu", ID(handle));
 }
@@ -109,6 +134,9 @@ CUDA cuEventDestroy_v2(void *event) {
     sim_call call;
     cuda_context *context;
     int code = cuda_enter_context(&call, __func__, &context);
+    if (!code) {
+        cuda_capture_record(event, NULL);
+    }
     code = code ? code : sim_event_destroy(event);
     if (code == SIM_HANDLE) {
         sim_violation("%p is destroyed as an event, but is none", event);
@@ -130,6 +158,9 @@ CUDA cuEventRecord(void *event, void *handle) {
     sim_stream *stream = NULL;
     int code = cuda_enter_context(&call, __func__, &context);
     code = code ? code : check_event(event);
+    if (!code && cuda_capture_record(event, handle)) {
+        return cuda_leave(&call, 0, "\"event\":%llu,\"stream\":%llu", ID(event), ID(handle));
+    }
     code = code ? code : cuda_stream_find(context, handle, &stream);
     if (!code && sim_event_context(event) != context->handle) {
         code = sim_error(INVALID_HANDLE, "the event is of another context than the stream");
@@ -151,6 +182,7 @@ CUDA cuStreamWaitEvent(void *handle, void *event, unsigned flags) {
         code = sim_error(INVALID_VALUE, "Flags=%u: 0", flags);
     }
     code = code ? code : check_event(event);
+    code = code ? code : cuda_capture_check_wait(handle, event);
     code = code ? code : cuda_stream_find(context, handle, &stream);
     code = code ? code : sim_event_stream_wait(event, stream, &call.fault);
     if (stream) {
@@ -165,6 +197,7 @@ CUDA cuEventQuery(void *event) {
     int done = 0;
     int code = cuda_enter_context(&call, __func__, &context);
     code = code ? code : check_event(event);
+    code = code ? code : cuda_capture_check_event(event);
     code = code ? code : sim_event_is_complete(event, &done);
     if (!code && !done) {
         code = or_lost(context, NOT_READY);
@@ -177,6 +210,7 @@ CUDA cuEventSynchronize(void *event) {
     cuda_context *context;
     int code = cuda_enter_context(&call, __func__, &context);
     code = code ? code : check_event(event);
+    code = code ? code : cuda_capture_check_event(event);
     code = code ? code : or_lost(context, sim_event_synchronize(event, -1));
     return cuda_leave(&call, code, "\"event\":%llu", ID(event));
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_sim.build import VARIANTS, build
-from tests.cuda_sim.cuda_library import ARGUMENTS, Cuda, in_process, in_thread
+from tests.cuda_sim.cuda_library import ARGUMENTS, PROGRAMS, Cuda, in_process, in_thread
 
 INVALID_VALUE, NOT_INITIALIZED, NO_DEVICE, INVALID_DEVICE = 1, 3, 100, 101
 INVALID_CONTEXT, ILLEGAL_ADDRESS, DESTROYED = 201, 700, 709
@@ -21,7 +21,7 @@ OWN = Path(__file__).resolve().parents[2] / "include" / "kvnative" / "cuda.h"
 def test_every_call_that_is_declared_is_there(variant: str) -> None:
     required, _, optional = OWN.read_text().partition("define KVN_CUDA_OPTIONAL")
     names = set(re.findall(r"X\((cu\w+),", required))
-    called = set(ARGUMENTS) - {"cuMemAllocManaged"} - set(re.findall(r"X\((cu\w+),", optional))
+    called = set(ARGUMENTS) - PROGRAMS - set(re.findall(r"X\((cu\w+),", optional))
     assert names >= called
     exported = build(variant).read_bytes()
     assert {it for it in names if it.encode() + b"\0" not in exported} == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,9 +134,31 @@ class CudaCompute(Compute):
         self._before = before.value
         self._context = self._cuda.primary(device_id)
         self.handle = self.cuda_stream = self._cuda.made("cuStreamCreate", 1)
+        self._read: list[int] = []
 
     def fill(self, address: int, nbytes: int, value: int) -> None:
         self._cuda.ok("cuMemsetD8Async", address, value, nbytes, self.handle)
+
+    def read(self, address: int, nbytes: int) -> int:
+        """Let the model read bytes, of the device or pinned; returns where it puts them."""
+        seen = self._cuda.made("cuMemAlloc_v2", nbytes)
+        self._read.append(seen)
+        self._cuda.ok("cuMemcpyAsync", seen, address, nbytes, self.handle)
+        return seen
+
+    def seen(self, at: int, nbytes: int) -> bytes:
+        """What the model has read, when its work is done."""
+        self.wait()
+        return bytes(self._cuda.view(at, nbytes))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was issued is done."""
+        return bool(self._cuda.cuStreamQuery(self.handle) == 0)
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Capture the stream into a graph; nothing must spoil that."""
+        return self._cuda.capturing(self.handle)
 
     def event(self) -> Any:
         event = self._cuda.made("cuEventCreate", 2)
@@ -160,6 +183,8 @@ class CudaCompute(Compute):
     def close(self) -> None:
         self._cuda.ok("cuCtxSetCurrent", self._context)
         super().close()
+        for it in self._read:
+            self._cuda.ok("cuMemFree_v2", it)
         self._cuda.ok("cuStreamDestroy_v2", self.handle)
         self._cuda.ok("cuCtxSetCurrent", self._before)
         self._cuda.ok("cuDevicePrimaryCtxRelease_v2", self._device_id)

@@ -7,7 +7,9 @@ from kvnative._native cimport KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, kvn_back
 
 import math
 
-__all__ = ["delay", "fail_at", "limit_bandwidth", "limit_batch", "swap_at", "trace"]
+__all__ = [
+    "delay", "fail_at", "limit_bandwidth", "limit_batch", "streams", "swap_at", "trace",
+]
 
 cdef double NS_PER_MS = 1e6
 
@@ -18,6 +20,7 @@ cdef extern from "wrappers.h" nogil:
     kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
     kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor)
+    kvn_backend *kvn_streams_create(kvn_backend *inner, int pending, int status)
     kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
 
 
@@ -81,6 +84,17 @@ def limit_batch(Backend backend not None, uint64_t max_batch) -> Backend:
         raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
     backend.check_process()
     return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch), backend, "limit_batch")
+
+
+def streams(Backend backend not None, int pending=0, int status=KVN_OK) -> Backend:
+    """Let streams wait for every batch, in words alone.
+
+    Args:
+        pending: so often it says first that it takes longer; -1: until the batch is over.
+        status: what it says then; code 7 and a message that names the stream come with a failure.
+    """
+    backend.check_process()
+    return Backend.adopt(kvn_streams_create(backend.handle, pending, status), backend, "streams")
 
 
 def trace(Backend backend not None, int fd) -> Backend:

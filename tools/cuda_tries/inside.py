@@ -6,6 +6,7 @@ import inspect
 import json
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvnative._cuda import CopyTuning, copy_tuning, copy_way, tune_copies
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement, TransferTask
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.cuda_copies import NO_LIMIT
@@ -291,3 +292,51 @@ def try_fault(notes: Notes) -> None:
             with notes.refusal("writing behind it", "LLM_FAILED"):
                 datadist.write_cache(cache, content)
         notes.add("the engine has ended", "ok")
+
+
+def try_streams(notes: Notes) -> None:
+    """What a program gives to its stream comes after a transfer, without the CPU."""
+    desc = paged(4, 16 if notes.quick else 2048, 32 << 10, Placement.DEVICE)
+    blocks = dict(enumerate(reversed(range(desc.shape[0]))))
+    with the_device() as device, engine() as datadist:
+        driver = Driver(device.native.library.path)
+        stream = SimpleNamespace(cuda_stream=driver.stream)
+        on_device = datadist.allocate_blocks_cache(desc)
+        on_host = datadist.allocate_blocks_cache(paged(4, *desc.shape, Placement.HOST))
+        given = random_bytes(1, 4, *desc.shape)
+        datadist.write_cache(on_host, list(given))
+        seen, found = driver.allocate(desc.nbytes), np.empty(desc.nbytes, np.uint8)
+
+        def read_behind(task: TransferTask) -> None:
+            began = time.perf_counter()
+            task.block_stream(stream)
+            micros = 1e6 * (time.perf_counter() - began)
+            state = "are" if task.done else "are not"
+            notes.add("block_stream", "says", f"{micros:.0f} us, when the bytes {state} there")
+            for tensor, address in enumerate(on_device.tensor_addrs):
+                at = seen + tensor * desc.tensor_nbytes
+                driver.copy_later(at, address, desc.tensor_nbytes)
+            driver.synchronize()
+
+        task = datadist.submit_swap_blocks(on_host, on_device, blocks)
+        read_behind(task)
+        driver.read(seen, found)
+        notes.same("read behind a transfer", found.reshape(given.shape), given[:, ::-1])
+        task.wait(timeout_ms=TIMEOUT_MS)
+
+        task = datadist.submit_swap_blocks(on_host, on_device, blocks)
+        task.block_stream(stream)
+        task.cancel()
+        driver.synchronize()
+        notes.add("the stream goes on behind one that was cancelled", "ok")
+
+        task = datadist.submit_swap_blocks(on_host, on_device, blocks)
+        with driver.capture():  # raises where it was spoilt
+            with notes.refusal("a stream that is captured", "LLM_PARAM_INVALID"):
+                task.block_stream(stream)
+            with notes.refusal("a point of it", "LLM_PARAM_INVALID"):
+                datadist.submit_copy_blocks(on_device, {0: [1]}, after=stream)
+        notes.add("its capture goes on", "ok")
+        task.wait(timeout_ms=TIMEOUT_MS)
+        driver.free(seen)
+        driver.close()

@@ -153,7 +153,10 @@ int kvn_task_begin(kvn_task *task)
 
 /* ---- poll, wait, abort ---- */
 
-static bool is_in_use(const kvn_task *task) { return task->driven || task->aborting > 0; }
+static bool is_in_use(const kvn_task *task)
+{
+    return task->driven || task->aborting > 0 || task->ordering > 0;
+}
 
 /* A thread is done with the request: the last one out looks at it for all. With the mutex held. */
 static void let_go(kvn_task *task)
@@ -218,6 +221,33 @@ int kvn_task_abort(kvn_task *task, int why)
     while (!task->settled && is_in_use(task))
         kvn_cond_wait(&task->changed, &task->mutex, KVN_FOREVER);
     return leave(task);
+}
+
+int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
+{
+    int status = KVN_OK;
+
+    if (!calls(task)->block_stream)
+        return kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
+                                 "no stream can wait for it, as the bytes are not moved by work on a device's "
+                                 "streams; wait for it on the host");
+    pthread_mutex_lock(&task->mutex);
+    if (!task->settled && !task->begun)
+        status = kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
+                                   "no stream can wait for it yet, as the event that it comes after has not come, "
+                                   "and it is given to the device then; wait for it on the host");
+    if (task->settled || status != KVN_OK) {
+        pthread_mutex_unlock(&task->mutex);
+        return status;
+    }
+    task->ordering++;
+    pthread_mutex_unlock(&task->mutex);
+    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, report);
+    pthread_mutex_lock(&task->mutex);
+    task->ordering--;
+    let_go(task);
+    pthread_mutex_unlock(&task->mutex);
+    return status;
 }
 
 void kvn_task_withdraw(kvn_task *task)

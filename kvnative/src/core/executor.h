@@ -18,9 +18,10 @@ typedef struct kvn_task {
     uint64_t bytes_done;    /* when last looked at */
     kvn_request *request;   /* NULL before it is submitted and after the outcome */
     pthread_mutex_t mutex;
-    pthread_cond_t changed; /* `driven` or `aborting` ended, or there is an outcome */
+    pthread_cond_t changed; /* a thread has left a call of the backend's, or there is an outcome */
     bool driven;            /* a thread is in backend->wait */
     uint32_t aborting;      /* threads in backend->abort */
+    uint32_t ordering;      /* threads in backend->block_stream */
     bool settled;
     kvn_report outcome;
 } kvn_task;
@@ -39,6 +40,10 @@ int kvn_task_poll(kvn_task *task);
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
 /* Stops promptly; on return no byte is touched any more. `why` is KVN_TIMEOUT, KVN_CANCELLED or KVN_REVOKED. */
 int kvn_task_abort(kvn_task *task, int why);
+/* Lets what comes onto the program's stream from here on come after the task, as the backend's block_stream: nothing
+ * is to be ordered where the task has an outcome. KVN_UNSUPPORTED where the backend cannot, or the task stands at a
+ * gate that has not opened. */
+int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report);
 /* Gives it up, as KVN_CANCELLED, if it stands at a gate that has not opened; never waits. */
 void kvn_task_withdraw(kvn_task *task);
 /* Whether it stands at a gate that has not opened: nothing was submitted. */

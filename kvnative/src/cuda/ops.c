@@ -25,6 +25,11 @@
 
 /* ---- contexts ---- */
 
+static bool is_own(const kvn_device *device)
+{
+    return ((const kvn_cuda_library *)device->runtime)->own_context;
+}
+
 static void *get_context(const kvn_device *device)
 {
     CUcontext context = NULL;
@@ -36,6 +41,24 @@ static void *get_context(const kvn_device *device)
 static int set_context(const kvn_device *device, void *context, kvn_failure *failure)
 {
     return CALL(device, failure, cuCtxSetCurrent, context);
+}
+
+/* A stream says it itself, but for the special ones (NULL, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD): they are of the
+ * primary context, as all that a framework has; with a context of our own, of the one that is current. */
+static int context_of(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure)
+{
+    const bool is_special = (uintptr_t)stream <= 2;
+    void *theirs = NULL;
+
+    if (is_special && !is_own(device))
+        return KVN_OK;
+    if (is_special && !(theirs = get_context(device)))
+        return kvn_fail(failure, KVN_INVALID, KVN_CUDA_INVALID_CONTEXT, "the default stream is that of a context, "
+                        "and this thread has none");
+    if (!is_special && CALL(device, failure, cuStreamGetCtx, stream, &theirs) != KVN_OK)
+        return failure->code == KVN_CUDA_NOT_SUPPORTED ? KVN_OK : failure->status; /* a part of the primary one */
+    *context = theirs;
+    return KVN_OK;
 }
 
 /* How many times this thread has begun calls, and the mode that it had before. */
@@ -57,11 +80,6 @@ static void end_calls(const kvn_device *device)
 {
     if (--num_begun == 0)
         kvn_cuda_of(device)->cuThreadExchangeStreamCaptureMode(&capture_mode);
-}
-
-static bool is_own(const kvn_device *device)
-{
-    return ((const kvn_cuda_library *)device->runtime)->own_context;
 }
 
 /* The primary one is where a framework in the same process allocates, and memory of one context is out of
@@ -286,14 +304,38 @@ static int destroy_event(const kvn_device *device, void *event, kvn_failure *fai
     return CALL(device, failure, cuEventDestroy_v2, event);
 }
 
+/* What is ordered with a stream that is captured becomes a part of the graph, or an error that spoils it. Asking
+ * whether it is captured spoils nothing. */
+static int check_capture(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    int state = 0;
+    const int status = CALL(device, failure, cuStreamIsCapturing, stream, &state);
+
+    if (status != KVN_OK && failure->code != KVN_CUDA_CAPTURE_IMPLICIT)
+        return status;
+    return status == KVN_OK && state == 0
+               ? KVN_OK
+               : kvn_fail(failure, KVN_INVALID, KVN_CUDA_CAPTURE_UNSUPPORTED,
+                          "the stream is captured into a CUDA graph, whose work runs later");
+}
+
 static int record_event(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure)
 {
+    if (check_capture(device, stream, failure) != KVN_OK)
+        return failure->status;
     return CALL(device, failure, cuEventRecord, event, stream);
 }
 
-/* An event of another context, or device, is fine. */
+/* An event of another context, or device, is fine; not one that a graph has: the stream would become a part of its
+ * capture. That is spoilt by the question, too, but says so. */
 static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
 {
+    if (check_capture(device, stream, failure) != KVN_OK)
+        return failure->status;
+    if (kvn_cuda_of(device)->cuEventQuery(event) == KVN_CUDA_CAPTURED_EVENT)
+        return kvn_fail(failure, KVN_INVALID, KVN_CUDA_CAPTURED_EVENT,
+                        "the event was recorded on a stream that is captured into a CUDA graph, whose work runs "
+                        "later");
     return kvn_cuda_copies_wait(device, stream, event, failure);
 }
 
@@ -401,6 +443,7 @@ const kvn_device_ops kvn_cuda_ops = {
     .close_context = close_context,
     .get_context = get_context,
     .set_context = set_context,
+    .context_of = context_of,
     .begin_calls = begin_calls,
     .end_calls = end_calls,
     .allocate = kvn_cuda_allocate,

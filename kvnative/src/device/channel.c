@@ -7,6 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/clock.h"
+
 /* What an abort waits for at most, before it stops the stream. */
 #define SLICE_MS 10
 
@@ -16,8 +18,10 @@ struct kvn_channel {
     pid_t pid;
     pthread_mutex_t mutex; /* guards what follows, and the jobs' links */
     pthread_cond_t changed;
+    pthread_cond_t progressed; /* a job has given all its work to the stream, or is over: for who awaits that */
     kvn_stream stream; /* written by the thread alone; NULL where it has to be made again */
     kvn_channel_job *running;
+    bool issued;      /* all work of the running job */
     bool interrupted; /* the running job, by another thread */
     kvn_stream other; /* another stream that the running job waits for; NULL for none */
     kvn_channel_job *head;
@@ -161,12 +165,14 @@ static void *channel_main(void *argument)
             break;
         kvn_channel_job *job = take(channel);
         channel->running = job;
+        channel->issued = false;
         channel->interrupted = false;
         channel->other = NULL;
         pthread_mutex_unlock(&channel->mutex);
         job->run(job, channel);
         pthread_mutex_lock(&channel->mutex);
         channel->running = NULL;
+        pthread_cond_broadcast(&channel->progressed);
         channel->load--;
     }
     pthread_mutex_unlock(&channel->mutex);
@@ -197,6 +203,7 @@ static int start_thread(kvn_channel *channel)
 
 static void release(kvn_channel *channel)
 {
+    pthread_cond_destroy(&channel->progressed);
     pthread_cond_destroy(&channel->changed);
     pthread_mutex_destroy(&channel->mutex);
     free(channel);
@@ -218,6 +225,7 @@ int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failu
     channel->pid = getpid();
     pthread_mutex_init(&channel->mutex, NULL);
     pthread_cond_init(&channel->changed, NULL);
+    kvn_cond_init(&channel->progressed);
     error = start_thread(channel);
     if (error) {
         release(channel);
@@ -288,6 +296,7 @@ bool kvn_channel_dequeue(kvn_channel *channel, kvn_channel_job *job)
             channel->tail = before;
         job->queued = false;
         channel->load--;
+        pthread_cond_broadcast(&channel->progressed);
     }
     pthread_mutex_unlock(&channel->mutex);
     return queued;
@@ -336,8 +345,44 @@ bool kvn_channel_settle(kvn_channel *channel)
     pthread_mutex_lock(&channel->mutex);
     interrupted = channel->interrupted;
     channel->running = NULL;
+    pthread_cond_broadcast(&channel->progressed);
     pthread_mutex_unlock(&channel->mutex);
     return interrupted;
+}
+
+/* ---- what comes after a job ---- */
+
+void kvn_channel_note_issued(kvn_channel *channel)
+{
+    pthread_mutex_lock(&channel->mutex);
+    channel->issued = true;
+    pthread_cond_broadcast(&channel->progressed);
+    pthread_mutex_unlock(&channel->mutex);
+}
+
+bool kvn_channel_await_issued(kvn_channel *channel, const kvn_channel_job *job, int64_t deadline_ns)
+{
+    bool in_time = true;
+
+    pthread_mutex_lock(&channel->mutex);
+    while (in_time && (job->queued || (channel->running == job && !channel->issued)))
+        in_time = kvn_cond_wait(&channel->progressed, &channel->mutex, deadline_ns);
+    pthread_mutex_unlock(&channel->mutex);
+    return in_time;
+}
+
+/* The mutex keeps the stream from being given up meanwhile. */
+int kvn_channel_record(kvn_channel *channel, const kvn_channel_job *job, void *event, kvn_failure *failure)
+{
+    int status = KVN_OK;
+
+    pthread_mutex_lock(&channel->mutex);
+    if (channel->running == job && channel->issued && channel->stream) {
+        status = channel->device->ops->record_event(channel->device, event, channel->stream, failure);
+        status = status == KVN_OK ? KVN_PENDING : status;
+    }
+    pthread_mutex_unlock(&channel->mutex);
+    return status;
 }
 
 unsigned kvn_channel_load(kvn_channel *channel)

@@ -49,6 +49,11 @@ bool kvn_channel_dequeue(kvn_channel *channel, kvn_channel_job *job);
  * pageable memory wait, full streams do) and so cannot look whether it is to stop. It may enter such
  * a call after this: then another interrupt is due. */
 void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job);
+/* Waits until the job has given all its work to the stream, or is over. False: the deadline passed before. */
+bool kvn_channel_await_issued(kvn_channel *channel, const kvn_channel_job *job, int64_t deadline_ns);
+/* Records `event` behind the work of a job that has given all of it to the stream: KVN_PENDING. KVN_OK: it is
+ * over, and there is nothing to be behind. With the device's context current. */
+int kvn_channel_record(kvn_channel *channel, const kvn_channel_job *job, void *event, kvn_failure *failure);
 /* Jobs queued and running: a hint of where the next is served first. */
 unsigned kvn_channel_load(kvn_channel *channel);
 
@@ -60,6 +65,8 @@ kvn_stream kvn_channel_stream(const kvn_channel *channel);
 /* The job uses this stream too, from here on: an interrupt aborts both. NULL before it is destroyed or
  * given to others. Whether the job was interrupted. */
 bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream);
+/* All that the job will ever do is on the stream, or done: for kvn_channel_await_issued. */
+void kvn_channel_note_issued(kvn_channel *channel);
 /* Waits for all that was issued, and looks every 10 ms whether *stop is set: then the stream is
  * aborted and replaced, and KVN_CANCELLED returned. An error of the stream, or one that only shows
  * here: its status, with `fault` filled in and the stream replaced. On return nothing that was

@@ -319,8 +319,10 @@ static int move(kvn_stream_backend *self, kvn_channel *channel, const kvn_column
 
     while (t.at < shard->count && status == KVN_OK)
         status = issue(&t);
-    if (status == KVN_OK)
+    if (status == KVN_OK) {
+        kvn_channel_note_issued(channel);
         return t.is_held && ops_of(&t)->copy_held ? await(&t) : drain(&t, fault);
+    }
     /* What was issued before it may still arrive, unless it is held: then it is given up. If nothing is on the
      * stream, it was waited for, maybe in vain: then what that wait has confirmed stands. */
     if (t.issued > 0 && !t.is_held)

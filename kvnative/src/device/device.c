@@ -89,6 +89,35 @@ void kvn_device_leave(const kvn_device *device, void *previous)
     kvn_device_end_calls(device);
 }
 
+int kvn_device_enter_stream(const kvn_device *device, kvn_stream stream, void **previous, kvn_failure *failure)
+{
+    void *theirs = device->primary ? device->primary : device->context;
+    int status = kvn_device_check_process(device, failure);
+
+    if (status != KVN_OK)
+        return status;
+    kvn_device_begin_calls(device);
+    *previous = device->ops->get_context(device);
+    if (device->ops->context_of)
+        status = device->ops->context_of(device, stream, &theirs, failure);
+    if (status == KVN_OK && *previous != theirs)
+        status = device->ops->set_context(device, theirs, failure);
+    if (status != KVN_OK)
+        kvn_device_end_calls(device);
+    return status;
+}
+
+void kvn_device_leave_stream(const kvn_device *device, void *previous)
+{
+    kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
+
+    if (!previous)
+        previous = device->primary;
+    if (previous != device->ops->get_context(device))
+        device->ops->set_context(device, previous, &ignored);
+    kvn_device_end_calls(device);
+}
+
 /* A call of the table by a thread of others; returns from the function that it stands in. */
 #define RETURN_CALL(device, failure, op, ...)                                                     \
     do {                                                                                          \

@@ -51,6 +51,9 @@ int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *fai
 /* Puts back the context that was current, or the primary one if there was none; of a kind that has no such
  * one, none. */
 void kvn_device_leave(const kvn_device *device, void *previous);
+/* The same for calls on a stream of the program: in its context. */
+int kvn_device_enter_stream(const kvn_device *device, kvn_stream stream, void **previous, kvn_failure *failure);
+void kvn_device_leave_stream(const kvn_device *device, void *previous);
 
 /* ---- from any thread; each enters and leaves. As the rows of kvn_device_ops ---- */
 

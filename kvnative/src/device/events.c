@@ -22,6 +22,7 @@
 typedef struct kvn_event_unit {
     struct kvn_event_unit *next;
     void *event;
+    void *context;     /* that it was made in: it is recorded on streams of that alone */
     kvn_stream stream; /* of our own, which waits for an event of the program's; NULL: not needed */
 } kvn_event_unit;
 
@@ -47,13 +48,13 @@ static bool is_reached(const kvn_events *events, const kvn_event_unit *unit)
     return events->device->ops->query_event(events->device, unit->event, &ignored) == KVN_OK;
 }
 
-/* One that was given back and is reached; NULL where there is none. */
-static kvn_event_unit *find_unit(kvn_events *events, bool streams)
+/* One of the context that was given back and is reached; NULL where there is none. */
+static kvn_event_unit *find_unit(kvn_events *events, bool streams, const void *context)
 {
     kvn_event_unit **link = &events->units[streams], *unit;
 
     pthread_mutex_lock(&events->mutex);
-    while ((unit = *link) && !is_reached(events, unit))
+    while ((unit = *link) && (unit->context != context || !is_reached(events, unit)))
         link = &unit->next;
     if (unit) {
         *link = unit->next;
@@ -75,10 +76,12 @@ static void destroy_unit(kvn_events *events, kvn_event_unit *unit)
     free(unit);
 }
 
+/* In the context that is current. */
 static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn_failure *failure)
 {
     const kvn_device *device = events->device;
-    kvn_event_unit *unit = find_unit(events, streams);
+    void *context = device->ops->get_context(device);
+    kvn_event_unit *unit = find_unit(events, streams, context);
     int status;
 
     *out = unit;
@@ -87,6 +90,7 @@ static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn
     unit = calloc(1, sizeof *unit);
     if (!unit)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an event");
+    unit->context = context;
     status = device->ops->create_event(device, &unit->event, failure);
     if (status == KVN_OK && streams)
         status = device->ops->create_stream(device, &unit->stream, failure);
@@ -304,29 +308,18 @@ static void leave(kvn_gate *gate, kvn_gate_waiter *waiter)
 
 /* ---- taking points ---- */
 
-/* In the primary context, which the program's streams are in. */
 static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, kvn_failure *failure)
 {
     const kvn_device *device = events->device;
-    void *previous = device->ops->get_context(device);
-    void *theirs = device->primary ? device->primary : device->context;
-    int status = KVN_OK;
+    void *previous = NULL;
+    int status = kvn_device_enter_stream(device, stream, &previous, failure);
 
-    kvn_device_begin_calls(device);
-    if (previous != theirs)
-        status = device->ops->set_context(device, theirs, failure);
-    if (status == KVN_OK) {
-        status = make_unit(events, false, unit, failure);
-        if (status == KVN_OK)
-            status = device->ops->record_event(device, (*unit)->event, stream, failure);
-        if (!previous)
-            previous = device->primary;
-        if (previous != theirs) {
-            kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
-            device->ops->set_context(device, previous, &ignored);
-        }
-    }
-    kvn_device_end_calls(device);
+    if (status != KVN_OK)
+        return status;
+    status = make_unit(events, false, unit, failure);
+    if (status == KVN_OK)
+        status = device->ops->record_event(device, (*unit)->event, stream, failure);
+    kvn_device_leave_stream(device, previous);
     return status;
 }
 
@@ -360,10 +353,8 @@ static int take(kvn_events *events, int status, kvn_event_unit *unit, kvn_event 
 int kvn_event_take_stream(kvn_events *events, kvn_stream stream, kvn_event *out, kvn_failure *failure)
 {
     kvn_event_unit *unit = NULL;
-    int status = kvn_device_check_process(events->device, failure);
+    const int status = record(events, stream, &unit, failure);
 
-    if (status == KVN_OK)
-        status = record(events, stream, &unit, failure);
     return take(events, status, unit, out);
 }
 

@@ -7,7 +7,8 @@
  * expected cost little more than that: `failure` is never NULL, but often ignored.
  *
  * Calls are made by any thread on which the device's context is current, unless they say otherwise; of one
- * stream by one thread at a time, but for abort_stream. Sizes are bytes, and not 0. */
+ * stream by one thread at a time, but for abort_stream, and record_event where it cannot abort (`can_abort`).
+ * Sizes are bytes, and not 0. */
 #ifndef KVN_DEVICE_OPS_H
 #define KVN_DEVICE_OPS_H
 
@@ -73,6 +74,9 @@ typedef struct kvn_device_ops {
     void *(*get_context)(const kvn_device *device);
     /* NULL where get_context has said so, of a kind that leaves *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
+    /* The context that a stream of the program is in; *context is preset to the primary one, or else to that we
+     * work in. NULL: always that. */
+    int (*context_of)(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure);
     /* Around calls on a thread of the program's, and at the beginning of one of ours: what a thread has to say
      * first, where others of the program restrict what it may call. They nest. NULL: nothing. */
     void (*begin_calls)(const kvn_device *device);
@@ -121,10 +125,12 @@ typedef struct kvn_device_ops {
     int (*create_event)(const kvn_device *device, void **out, kvn_failure *failure);
     /* Whatever it was recorded for; a wait that was ordered stays. */
     int (*destroy_event)(const kvn_device *device, void *event, kvn_failure *failure);
-    /* Behind the work on the stream, which is one of the current context; NULL: its default stream. */
+    /* Behind the work on the stream, which is one of the current context; NULL: its default stream. A stream
+     * whose work is not run now, but captured to be run later, is refused, and the capture not disturbed. */
     int (*record_event)(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure);
-    /* What comes onto our stream from here on waits for what the event, anybody's, was last recorded for. That
-     * is settled when this returns: the event may be recorded again, or destroyed. */
+    /* What comes onto the stream from here on waits for what the event, anybody's, was last recorded for. That
+     * is settled when this returns: the event may be recorded again, or destroyed. The stream, and what is
+     * refused, as of record_event. */
     int (*wait_event)(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
     /* KVN_OK: what it was last recorded for is done. KVN_PENDING. Never waits. */
     int (*query_event)(const kvn_device *device, void *event, kvn_failure *failure);

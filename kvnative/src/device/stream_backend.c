@@ -305,6 +305,65 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
     settle(it, status, &fault);
 }
 
+/* ---- a stream of the program that comes after a request ---- */
+
+static int make_current(const kvn_device *device, void *context, kvn_failure *failure)
+{
+    return device->ops->get_context(device) == context ? KVN_OK
+                                                       : device->ops->set_context(device, context, failure);
+}
+
+/* Behind each shard by one event of our context, as a wait keeps what it has met; the stream is one of `theirs`. */
+static int order_stream(kvn_request *request, kvn_stream stream, void *theirs, kvn_failure *failure)
+{
+    const kvn_device *device = kvn_channel_device(request->shards[0].channel);
+    void *event = NULL;
+    kvn_failure ignored;
+    int status = make_current(device, device->context, failure);
+
+    if (status == KVN_OK)
+        status = device->ops->create_event(device, &event, failure);
+    for (unsigned i = 0; i < request->num_shards && status == KVN_OK; i++) {
+        status = make_current(device, device->context, failure);
+        if (status == KVN_OK)
+            status = kvn_channel_record(request->shards[i].channel, &request->shards[i].job, event, failure);
+        if (status != KVN_PENDING)
+            continue;
+        status = make_current(device, theirs, failure);
+        if (status == KVN_OK)
+            status = device->ops->wait_event(device, stream, event, failure);
+    }
+    if (event && make_current(device, device->context, &ignored) == KVN_OK)
+        device->ops->destroy_event(device, event, &ignored);
+    return status;
+}
+
+static int block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
+                        kvn_report *report)
+{
+    const kvn_device *device = kvn_channel_device(stream_backend(base)->channels[0]);
+    void *previous = NULL;
+    kvn_failure failure;
+    int status;
+
+    if (device->ops->can_abort) /* who waits for an event on a stream that was aborted may wait for ever */
+        return kvn_report_refuse(report, request->count, KVN_UNSUPPORTED, 0,
+                                 "no stream of %s can wait for a transfer, which may be given up; wait for it on "
+                                 "the host", device->ops->runtime);
+    for (unsigned i = 0; i < request->num_shards; i++)
+        if (!kvn_channel_await_issued(request->shards[i].channel, &request->shards[i].job, deadline_ns))
+            return KVN_PENDING;
+    if (request->num_shards == 0)
+        return KVN_OK;
+    status = kvn_device_enter_stream(device, stream, &previous, &failure);
+    if (status == KVN_OK) {
+        status = order_stream(request, stream, device->ops->get_context(device), &failure);
+        kvn_device_leave_stream(device, previous);
+    }
+    return status == KVN_OK ? status
+                            : kvn_report_refuse(report, request->count, status, failure.code, "%s", failure.message);
+}
+
 /* ---- the request ---- */
 
 /* For at most `shards` shards; NULL without memory. */
@@ -519,6 +578,7 @@ int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
         .wait = wait_request,
         .abort = abort_request,
         .withdraw = withdraw_request,
+        .block_stream = block_stream,
         .release = release_request,
         .destroy = destroy,
     };

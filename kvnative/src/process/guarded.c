@@ -7,7 +7,7 @@
 
 typedef struct guarded {
     kvn_backend base;          /* its vtable is the next */
-    kvn_backend_vtable vtable; /* `orders` as the inner one */
+    kvn_backend_vtable vtable; /* `orders` and block_stream as the inner one has them */
     kvn_backend *inner;
     kvn_guard *guard;
 } guarded;
@@ -125,6 +125,14 @@ static void guarded_withdraw(kvn_backend *base, kvn_request *handle)
         inner->vtable->withdraw(inner, ((guarded_request *)handle)->inner);
 }
 
+static int guarded_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
+                                kvn_report *report)
+{
+    kvn_backend *inner = inner_of(base);
+
+    return inner->vtable->block_stream(inner, ((guarded_request *)handle)->inner, stream, deadline_ns, report);
+}
+
 static void guarded_release(kvn_backend *base, kvn_request *handle)
 {
     guarded_request *request = (guarded_request *)handle;
@@ -146,6 +154,7 @@ static const kvn_backend_vtable GUARDED_VTABLE = {
     .wait = guarded_wait,
     .abort = guarded_abort,
     .withdraw = guarded_withdraw,
+    .block_stream = guarded_block_stream,
     .release = guarded_release,
     .destroy = guarded_destroy,
 };
@@ -161,5 +170,7 @@ kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard)
     *self = (guarded){.vtable = GUARDED_VTABLE, .inner = inner, .guard = guard};
     self->vtable.orders = inner->vtable->orders;
     self->base.vtable = &self->vtable;
+    if (!inner->vtable->block_stream)
+        self->vtable.block_stream = NULL;
     return &self->base;
 }

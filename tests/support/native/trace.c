@@ -14,6 +14,7 @@
 
 typedef struct trace {
     kvn_wrapper wrapper;
+    kvn_backend_vtable vtable; /* its calls are those that the inner one has */
     int fd;
     atomic_uint_fast64_t requests; /* numbered so far */
 } trace;
@@ -93,6 +94,16 @@ static int trace_abort(kvn_backend *base, kvn_request *handle, int why, kvn_repo
     return status;
 }
 
+static int trace_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
+                              kvn_report *report)
+{
+    trace_request *request = (trace_request *)handle;
+    int status = kvn_inner(base)->vtable->block_stream(kvn_inner(base), request->inner, stream, deadline_ns, report);
+
+    write_line((trace *)base, "block_stream", request, status);
+    return status;
+}
+
 static void trace_release(kvn_backend *base, kvn_request *handle)
 {
     trace_request *request = (trace_request *)handle;
@@ -108,6 +119,7 @@ static const kvn_backend_vtable TRACE_VTABLE = {
     .poll = trace_poll,
     .wait = trace_wait,
     .abort = trace_abort,
+    .block_stream = trace_block_stream,
     .release = trace_release,
     .destroy = kvn_wrapper_destroy,
 };
@@ -123,6 +135,10 @@ kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
     self = kvn_wrapper_alloc(sizeof *self, &TRACE_VTABLE, inner);
     if (!self)
         return NULL;
+    self->vtable = TRACE_VTABLE;
+    if (!inner->vtable->block_stream)
+        self->vtable.block_stream = NULL;
+    self->wrapper.base.vtable = &self->vtable;
     self->fd = fd;
     return &self->wrapper.base;
 }

@@ -32,6 +32,10 @@ kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch);
  * belongs; both have as many bytes. It is reported as moved. */
 kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor);
 
+/* Lets streams wait for batches, in words alone: block_stream says KVN_PENDING `pending` times (< 0: until the
+ * batch is over) and then `status`, with code 7 and a message that names the stream. */
+kvn_backend *kvn_streams_create(kvn_backend *inner, int pending, int status);
+
 /* Writes one JSON object a line to `fd` when a call of the vtable returns: call, request (a number
  * of its own for each batch), first, count, nbytes, status, us (CLOCK_MONOTONIC, microseconds). */
 kvn_backend *kvn_trace_create(kvn_backend *inner, int fd);

@@ -1,0 +1,468 @@
+"""A model's stream that comes after transfers, by the GPU's own order: no host thread waits.
+
+What is copied hangs, where a fault says so, until `end_hangs`: so a stream is seen to wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvnative._cuda import CudaError, CudaLibrary, Device
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_OK,
+    KVN_PENDING,
+    KVN_TIMEOUT,
+    KVN_UNSUPPORTED,
+    Executor,
+    NativeError,
+    Report,
+    Task,
+)
+from tests.ascend.acl_cases import FOREVER, UNTOUCHED, Case, between
+from tests.ascend.simulator import Log
+from tests.cuda_sim.cuda_library import Cuda, in_thread
+from tests.cuda_sim.simulator import CudaControls
+from tests.device.compute import CudaCompute, handle_of
+
+KERNEL, BATCH, SINGLE = "cuLaunchKernel", "cuMemcpyBatchAsync_v2", "cuMemcpyAsync"
+SIZES = [100, 4096, 1, 30_000]
+WAYS = [
+    ("device_to_device", True, KERNEL, SIZES),
+    ("device_to_device", True, SINGLE, [9 << 20]),
+    ("host_to_device", True, KERNEL, SIZES),
+    ("host_to_device", True, BATCH, [200_000, 300_000]),
+    ("host_to_device", False, SINGLE, [4096]),  # the driver waits with a second one
+    ("device_to_host", True, KERNEL, SIZES),
+]
+
+
+@pytest.fixture
+def compute(cuda_simulator: CudaControls, device: Device) -> Iterator[CudaCompute]:
+    made = CudaCompute(cuda_simulator)
+    yield made
+    cuda_simulator.end_hangs()
+    made.close()
+
+
+def held(
+    device: Device,
+    simulator: CudaControls,
+    direction: str = "device_to_device",
+    *,
+    pinned: bool = True,
+    call: str = KERNEL,
+    sizes: list[int] = SIZES,
+) -> tuple[Task, Case]:
+    """A transfer whose first call was made, and hangs."""
+    case = between(device, simulator, direction, sizes, pinned=pinned)
+    simulator.add_fault(f"{call}:1=hang")
+    task = Executor(device.backend(direction)).submit(case.descriptors)
+    while simulator.faults_left():
+        task.wait(1, give_up=False)
+    return task, case
+
+
+def assert_moves(device: Device, simulator: CudaControls, case: Case) -> None:
+    """The next transfer moves, and gives back what launches that were given up have left."""
+    executor = Executor(device.backend("device_to_device"))
+    is_first = True
+    while is_first or "events" in simulator.left():
+        case.target[:] = UNTOUCHED
+        assert executor.submit(case.descriptors).wait(FOREVER).status == KVN_OK
+        case.assert_moved()
+        is_first = False
+
+
+def block(task: Task, stream: int) -> None:
+    assert task.block_stream(stream) is None
+
+
+def refusal(task: Task, stream: int) -> Report:
+    report = task.block_stream(stream)
+    assert report is not None
+    return report
+
+
+def assert_still(compute: CudaCompute, task: Task) -> None:
+    assert task.wait(20, give_up=False).status == KVN_PENDING
+    assert not compute.is_done
+
+
+@pytest.mark.parametrize(("direction", "pinned", "call", "sizes"), WAYS)
+def test_what_the_stream_reads_next_has_arrived(
+    device: Device,
+    cuda_simulator: CudaControls,
+    compute: CudaCompute,
+    direction: str,
+    pinned: bool,
+    call: str,
+    sizes: list[int],
+) -> None:
+    task, case = held(device, cuda_simulator, direction, pinned=pinned, call=call, sizes=sizes)
+    block(task, compute.handle)
+    target = case.sides[1].address
+    seen = compute.read(target, case.target.nbytes)
+    assert_still(compute, task)
+    cuda_simulator.end_hangs()
+    expected = case.expected(set(range(len(sizes))))
+    assert compute.seen(seen, case.target.nbytes) == expected.tobytes()
+    assert task.wait(FOREVER).status == KVN_OK
+
+
+def test_what_the_stream_writes_next_was_read_before(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    task, case = held(device, cuda_simulator)
+    given = case.source.copy()
+    block(task, compute.handle)
+    compute.fill(case.sides[0].address, case.source.nbytes, 0)
+    cuda_simulator.end_hangs()
+    compute.wait()
+    assert not case.source.any()
+    case.source[:] = given
+    case.assert_moved()
+    assert task.wait(FOREVER).status == KVN_OK
+
+
+def test_pageable_memory_is_copied_before_it_returns(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    case = between(device, cuda_simulator, "device_to_host", SIZES, pinned=False)
+    task = Executor(device.backend("device_to_host")).submit(case.descriptors)
+    block(task, compute.handle)
+    compute.wait()
+    case.assert_moved()
+    assert task.wait(FOREVER).status == KVN_OK
+
+
+def test_one_that_stands_behind_others_is_waited_for_until_it_is_issued(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    first = [held(device, cuda_simulator, "host_to_device") for _ in range(2)]  # on each channel
+    case = between(device, cuda_simulator, "host_to_device", SIZES)
+    task = Executor(device.backend("host_to_device")).submit(case.descriptors)
+    waiting = threading.Thread(target=block, args=(task, compute.handle))
+    waiting.start()
+    assert task.wait(20, give_up=False).status == KVN_PENDING
+    assert waiting.is_alive()
+    cuda_simulator.end_hangs()
+    waiting.join()
+    seen = compute.read(case.sides[1].address, case.target.nbytes)
+    expected = case.expected(set(range(len(SIZES))))
+    assert compute.seen(seen, case.target.nbytes) == expected.tobytes()
+    for it in (task, *(it for it, _ in first)):
+        assert it.wait(FOREVER).status == KVN_OK
+
+
+def test_nor_longer_than_it_is_there(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    first = [held(device, cuda_simulator, "host_to_device") for _ in range(2)]
+    case = between(device, cuda_simulator, "host_to_device", SIZES)
+    task = Executor(device.backend("host_to_device")).submit(case.descriptors)
+    waiting = threading.Thread(target=block, args=(task, compute.handle))
+    waiting.start()
+    assert task.cancel().status == KVN_CANCELLED
+    waiting.join()
+    compute.wait()
+    assert (case.target == UNTOUCHED).all()
+    cuda_simulator.end_hangs()
+    assert {it.wait(FOREVER).status for it, _ in first} == {KVN_OK}
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "timed out"])
+def test_one_that_is_given_up_lets_the_stream_go_on(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute, ends: str
+) -> None:
+    task, case = held(device, cuda_simulator)
+    block(task, compute.handle)
+    report = task.cancel() if ends == "cancelled" else task.wait(1)
+    assert report.status == (KVN_CANCELLED if ends == "cancelled" else KVN_TIMEOUT)
+    block(task, compute.handle)  # nothing to come after
+    cuda_simulator.end_hangs()  # the launch begins, and touches nothing
+    compute.wait()
+    assert (case.target == UNTOUCHED).all()
+    assert_moves(device, cuda_simulator, case)
+
+
+def test_one_that_failed_holds_no_stream(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", SIZES)
+    cuda_simulator.add_fault(f"{KERNEL}:1=400")
+    task = Executor(device.backend("device_to_device")).submit(case.descriptors)
+    block(task, compute.handle)
+    compute.wait()
+    assert task.wait(FOREVER).status == KVN_INVALID
+    block(task, compute.handle)
+
+
+def test_the_end_of_its_executor(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", SIZES)
+    executor = Executor(device.backend("device_to_device"))
+    cuda_simulator.add_fault(f"{KERNEL}:1=hang")
+    task = executor.submit(case.descriptors)
+    block(task, compute.handle)
+    executor.close(cancel=True)
+    cuda_simulator.end_hangs()
+    compute.wait()
+    assert (case.target == UNTOUCHED).all()
+    assert_moves(device, cuda_simulator, case)
+
+
+def test_several_transfers_and_several_streams(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    other = CudaCompute(cuda_simulator)
+    tasks = [held(device, cuda_simulator) for _ in range(3)]
+    for task, _ in tasks:
+        for stream in (compute, other, compute):
+            block(task, stream.handle)
+    assert not compute.is_done
+    assert not other.is_done
+    cuda_simulator.end_hangs()
+    compute.wait()
+    other.wait()
+    for task, case in tasks:
+        case.assert_moved()
+        assert task.wait(FOREVER).status == KVN_OK
+    other.close()
+
+
+def test_the_default_stream(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    task, case = held(device, cuda_simulator)
+    block(task, 0)
+    program = Cuda()
+    seen = program.made("cuMemAlloc_v2", 100)
+    program.ok("cuMemcpyAsync", seen, case.sides[1].address, 100, None)
+    assert program.cuStreamQuery(None) != 0
+    cuda_simulator.end_hangs()
+    program.ok("cuStreamSynchronize", None)
+    assert bytes(program.view(seen, 100)) == case.expected({0, 1, 2, 3})[:100].tobytes()
+    program.ok("cuMemFree_v2", seen)
+    assert task.wait(FOREVER).status == KVN_OK
+
+
+def test_threads_keep_the_context_that_they_have(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    def current() -> int | None:
+        out = ctypes.c_void_p()
+        program.ok("cuCtxGetCurrent", ctypes.byref(out))
+        return out.value
+
+    def ask() -> list[int | None]:
+        before = current()
+        block(task, compute.handle)
+        return [before, current()]
+
+    program = Cuda()
+    task, _ = held(device, cuda_simulator)
+    assert in_thread(ask) == [None, None]
+    cuda_simulator.end_hangs()
+    compute.wait()
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "status"),
+    [
+        ("cuEventCreate", 2, KVN_NO_DEVICE_MEMORY),
+        ("cuEventRecord", 400, KVN_INVALID),
+        ("cuStreamWaitEvent", 999, KVN_FAILED),
+        ("cuStreamIsCapturing", 1, KVN_INVALID),
+        ("cuStreamGetCtx", 400, KVN_INVALID),
+    ],
+)
+def test_calls_that_fail(
+    device: Device,
+    cuda_simulator: CudaControls,
+    compute: CudaCompute,
+    call: str,
+    code: int,
+    status: int,
+) -> None:
+    """The transfer is not touched by that, and the stream not held."""
+    task, case = held(device, cuda_simulator)
+    cuda_simulator.add_fault(f"{call}:1={code}")
+    report = refusal(task, compute.handle)
+    assert (report.status, report.code) == (status, code)
+    assert report.message.startswith(f"{call}: {code} (")
+    compute.wait()
+    block(task, compute.handle)
+    assert not compute.is_done
+    cuda_simulator.end_hangs()
+    compute.wait()
+    case.assert_moved()
+
+
+def test_one_that_waits_for_its_own_event_in_a_thread(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    case = between(device, cuda_simulator, "device_to_device", SIZES)
+    executor = Executor(device.backend("device_to_device"))
+    compute.hold()
+    point = device.take_event(handle_of(compute.event()))
+    tasks = [executor.submit(case.descriptors, after=point)]
+    while not tasks[-1].held:  # more than the device has streams for
+        case = between(device, cuda_simulator, "device_to_device", SIZES)
+        tasks.append(executor.submit(case.descriptors, after=point))
+    report = refusal(tasks[-1], compute.handle)
+    assert report.status == KVN_UNSUPPORTED
+    assert "the event that it comes after has not come" in report.message
+    compute.release()
+    compute.wait()
+    for it in tasks:
+        assert it.wait(FOREVER).status == KVN_OK
+    block(tasks[-1], compute.handle)
+
+
+# ---- streams that are captured into graphs ----
+
+
+def test_a_captured_stream_is_refused_and_not_spoilt(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    task, _ = held(device, cuda_simulator)
+    with compute.capture():
+        report = refusal(task, compute.handle)
+        with pytest.raises(CudaError, match="is captured into a CUDA graph") as caught:
+            device.take_stream(compute.handle)
+    assert (report.status, report.code) == (KVN_INVALID, 900)
+    assert "is captured into a CUDA graph" in report.message
+    assert (caught.value.status, caught.value.code) == (KVN_INVALID, 900)
+    cuda_simulator.end_hangs()
+    block(task, compute.handle)
+    compute.wait()
+
+
+def test_nor_is_the_default_stream_beside_one(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    program = Cuda()
+    blocking = program.made("cuStreamCreate", 0)
+    task, _ = held(device, cuda_simulator)
+    with program.capturing(blocking):
+        assert refusal(task, 0).code == 900
+        with pytest.raises(CudaError, match="is captured into a CUDA graph"):
+            device.take_stream(0)
+        block(task, compute.handle)  # another stream
+    program.ok("cuStreamDestroy_v2", blocking)
+    cuda_simulator.end_hangs()
+    compute.wait()
+
+
+def test_an_event_of_a_graph_is_refused(device: Device, compute: CudaCompute) -> None:
+    program = Cuda()
+    event = handle_of(compute.event())
+    program.ok("cuStreamBeginCapture_v2", compute.handle, 0)
+    compute.record(event)
+    with pytest.raises(CudaError, match="recorded on a stream that is captured") as caught:
+        device.take_event(event)
+    assert (caught.value.status, caught.value.code) == (KVN_INVALID, 907)
+    graph = ctypes.c_void_p()
+    assert (
+        program.cuStreamEndCapture(compute.handle, ctypes.byref(graph)) == 901
+    )  # it cannot be had otherwise
+    compute.record(event)
+    device.take_event(event)
+
+
+# ---- a context of kvplan's own ----
+
+
+def test_with_a_context_of_its_own(cuda_simulator: CudaControls, compute: CudaCompute) -> None:
+    """The program's streams are in another: they say so, the default one by its thread."""
+    own = CudaLibrary.load(context="own").device(3)
+    case = between(own, cuda_simulator, "device_to_device", SIZES)
+    executor = Executor(own.backend("device_to_device"))
+    for stream in (compute.handle, 0):
+        case.target[:] = UNTOUCHED
+        cuda_simulator.add_fault(f"{KERNEL}:1=hang")
+        task = executor.submit(case.descriptors)
+        block(task, stream)
+        assert Cuda().cuStreamQuery(stream) != 0
+        cuda_simulator.end_hangs()
+        Cuda().ok("cuStreamSynchronize", stream)
+        case.assert_moved()
+        assert task.wait(FOREVER).status == KVN_OK
+    compute.hold()
+    task = executor.submit(case.descriptors, after=own.take_stream(compute.handle))
+    assert task.wait(20, give_up=False).status == KVN_PENDING
+    compute.release()
+    assert task.wait(FOREVER).status == KVN_OK
+
+    def without_context() -> Any:
+        with pytest.raises(CudaError, match="this thread has none"):
+            own.take_stream(0)
+
+    in_thread(without_context)
+
+
+# ---- many at once ----
+
+
+def test_a_forked_child_has_no_part_in_it(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    task, _ = held(device, cuda_simulator)
+    child = os.fork()
+    if child == 0:
+        try:
+            task.block_stream(compute.handle)
+        except NativeError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    cuda_simulator.end_hangs()
+    assert task.wait(FOREVER).status == KVN_OK
+
+
+def test_many_threads_and_ends(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute, sim_log: Log
+) -> None:
+    """Whatever meets whatever: the stream goes on, and what was not given up has arrived."""
+    executor = Executor(device.backend("device_to_device"))
+    cases = [
+        between(device, cuda_simulator, "device_to_device", [9000] * 20, seed=it) for it in range(8)
+    ]
+    for seed in range(20):
+        choose = random.Random(seed)
+        tasks = [executor.submit(it.descriptors) for it in cases]
+        calls: list[Any] = [
+            *[(Task.block_stream, it, compute.handle) for it in tasks for _ in range(2)],
+            *[(Task.cancel, it) for it in choose.sample(tasks, 2)],
+            *[(Task.wait, it, FOREVER) for it in tasks],
+        ]
+        choose.shuffle(calls)
+        threads = [
+            threading.Thread(
+                target=lambda part: [call(*it) for call, *it in part], args=(calls[i::3],)
+            )
+            for i in range(3)
+        ]
+        for it in threads:
+            it.start()
+        for it in threads:
+            it.join()
+        compute.wait()
+        for task, case in zip(tasks, cases, strict=True):
+            if task.report.status == KVN_OK:
+                case.assert_moved()
+            case.target[:] = UNTOUCHED
+    assert_moves(device, cuda_simulator, cases[0])

@@ -1,0 +1,290 @@
+"""Engines whose program goes on at once: its stream comes after transfers, where the device can."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    DataType,
+    GatherTask,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    Options,
+    Placement,
+    PoolConfig,
+    Shard,
+    TransferTask,
+)
+from tests.ascend.device import OnDeviceOverTcp
+from tests.ascend.simulator import Controls
+from tests.cuda.device import OnCudaOverTcp
+from tests.cuda_sim.simulator import CudaControls
+from tests.device.compute import CudaCompute, compute_on
+from tests.device.engines import DEVICE, HOST, contents, engine_on
+from tests.device.test_compute_events import FOREVER, ROW_NBYTES, Pair, linked, row
+from tests.support.refusals import refused
+
+__all__ = ["linked"]
+
+POOLS = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
+only_cuda = pytest.mark.parametrize("simulator", ["cuda"], indirect=True)
+between_gpus = pytest.mark.parametrize(("simulator", "linked"), [("cuda", "tcp")], indirect=True)
+
+
+@pytest.fixture
+def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
+    with engine_on(simulator, sync_kv_cache_wait_time=30, **POOLS) as made:
+        yield made
+        del made
+
+
+@pytest.fixture
+def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Any]:
+    made = compute_on(simulator)
+    yield made
+    made.close()
+
+
+class TestOffloading:
+    """Blocks that come back from the host just before they are read."""
+
+    @only_cuda
+    @pytest.mark.parametrize("waits", ["wait", "await"])
+    def test_the_model_reads_what_was_swapped_in(
+        self, simulator: CudaControls, datadist: LlmDataDist, compute: CudaCompute, waits: str
+    ) -> None:
+        gpu = datadist.allocate_blocks_cache(DEVICE)
+        host = datadist.allocate_blocks_cache(HOST)
+        given = contents(1, HOST)
+        datadist.write_cache(host, given)
+        simulator.add_fault("cuLaunchKernel:1=hang")
+        task = datadist.submit_swap_blocks(host, gpu, {3: 0, 6: 5})
+        task.block_stream(compute)
+        seen = [compute.read(it, 6 * ROW_NBYTES) for it in gpu.tensor_addrs]
+        assert not task.wait_done(20)
+        assert not compute.is_done
+        simulator.end_hangs()
+        for at, expected in zip(seen, given, strict=True):
+            rows = np.frombuffer(compute.seen(at, 6 * ROW_NBYTES), np.uint16).reshape(6, -1)
+            assert (rows[[0, 5]] == expected[[3, 6]]).all()
+        if waits == "wait":
+            task.wait(FOREVER)
+        else:
+            asyncio.run(awaited(task))
+        task.block_stream(compute)  # nothing is left to come after
+
+    @only_cuda
+    def test_blocks_are_computed_into_only_when_they_were_swapped_out(
+        self, simulator: CudaControls, datadist: LlmDataDist, compute: CudaCompute
+    ) -> None:
+        """Behind the model's own work, and before its next: no host thread waits for either."""
+        gpu = datadist.allocate_blocks_cache(DEVICE)
+        host = datadist.allocate_blocks_cache(HOST)
+        for address in gpu.tensor_addrs:
+            compute.fill(address, ROW_NBYTES, 3)
+        compute.wait()
+        task = datadist.submit_swap_blocks(gpu, host, {0: 7})
+        task.block_stream(compute)
+        for address in gpu.tensor_addrs:
+            compute.fill(address, ROW_NBYTES, 4)
+        compute.wait()
+        assert all((it[7] == row(3)).all() for it in datadist.arrays(host))
+        assert all((it[0] == row(4)).all() for it in datadist.read_cache(gpu))
+        task.wait(FOREVER)
+
+    @only_cuda
+    @pytest.mark.parametrize("ends", ["timeout", "cancel"])
+    def test_the_model_goes_on_when_the_transfer_is_given_up(
+        self, simulator: CudaControls, datadist: LlmDataDist, compute: CudaCompute, ends: str
+    ) -> None:
+        gpu = datadist.allocate_blocks_cache(DEVICE)
+        host = datadist.allocate_blocks_cache(HOST)
+        simulator.add_fault("cuLaunchKernel:1=hang")
+        task = datadist.submit_swap_blocks(host, gpu, {3: 0})
+        task.block_stream(compute)
+        if ends == "cancel":
+            task.cancel()
+        with refused("LLM_FAILED" if ends == "cancel" else "LLM_TIMEOUT"):
+            task.wait(20)
+        simulator.end_hangs()
+        compute.wait()
+
+    @only_cuda
+    def test_the_model_goes_on_when_the_engine_ends(self, simulator: CudaControls) -> None:
+        with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:
+            compute = compute_on(simulator)
+            gpu = datadist.allocate_blocks_cache(DEVICE)
+            host = datadist.allocate_blocks_cache(HOST)
+            simulator.add_fault("cuLaunchKernel:1=hang")
+            task = datadist.submit_swap_blocks(host, gpu, {3: 0})
+            task.block_stream(compute)
+            finalizing = threading.Thread(target=datadist.finalize)  # it frees, behind all work
+            finalizing.start()
+            with pytest.raises(LLMException, match=r"cancel|finalize"):
+                task.wait(FOREVER)
+            simulator.end_hangs()
+            finalizing.join()
+            compute.wait()
+            task.block_stream(compute)
+            compute.settle()
+            compute.close()
+            del task, finalizing
+
+    @only_cuda
+    def test_a_captured_stream(
+        self, datadist: LlmDataDist, compute: CudaCompute, simulator: CudaControls
+    ) -> None:
+        gpu = datadist.allocate_blocks_cache(DEVICE)
+        simulator.add_fault("cuLaunchKernel:1=hang")
+        task = datadist.submit_copy_blocks(gpu, {0: [5]})
+        with compute.capture():
+            with refused("LLM_PARAM_INVALID", "stream=.* is captured into a CUDA graph"):
+                task.block_stream(compute)
+            with refused("LLM_PARAM_INVALID", "after=.* is captured into a CUDA graph"):
+                datadist.submit_copy_blocks(gpu, {0: [5]}, after=compute)
+        simulator.end_hangs()
+        task.wait(FOREVER)
+
+    def test_of_host_memory_alone(self, datadist: LlmDataDist, compute: Any) -> None:
+        task = datadist.submit_copy_blocks(datadist.allocate_blocks_cache(HOST), {0: [5]})
+        with refused("LLM_FEATURE_NOT_ENABLED", "not moved by work on a device's streams"):
+            task.block_stream(compute)
+        task.wait(FOREVER)
+
+    @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)
+    def test_ascend(self, datadist: LlmDataDist, compute: Any) -> None:
+        """A stream there that is aborted would leave its followers waiting."""
+        gpu = datadist.allocate_blocks_cache(DEVICE)
+        compute.hold()
+        task = datadist.submit_copy_blocks(gpu, {0: [5]}, after=compute)
+        with refused("LLM_FEATURE_NOT_ENABLED", "no stream of the Ascend runtime can wait"):
+            task.block_stream(compute)
+        compute.release()
+        task.wait(FOREVER)
+
+    def test_no_stream(self, simulator: Controls, datadist: LlmDataDist, compute: Any) -> None:
+        task = datadist.submit_copy_blocks(datadist.allocate_blocks_cache(DEVICE), {0: [5]})
+        with pytest.raises(TypeError, match=r"stream=.* must be a stream of the model's compute"):
+            task.block_stream(compute.event())
+        other = "cuda" if simulator.accelerator == "ascend" else "npu"
+        with refused("LLM_PARAM_INVALID", f"stream=.*another accelerator: it has {other}_event"):
+            task.block_stream(SimpleNamespace(**{f"{other}_stream": 16}))
+        task.wait(FOREVER)
+
+
+async def awaited(task: TransferTask) -> None:
+    await task
+
+
+class TestBetween:
+    """Transfers between two engines of one process."""
+
+    @between_gpus
+    def test_what_was_pulled_from_a_peers_gpu(self, simulator: CudaControls, linked: Pair) -> None:
+        given = contents(5)
+        prefill, decode = linked.prefill, linked.decode
+        source = prefill.allocate_blocks_cache(DEVICE, BlocksCacheKey(3))
+        prefill.write_cache(source, given)
+        simulator.add_fault("cuLaunchKernel:1=hang")
+        compute = compute_on(simulator, 4)
+        task = decode.submit_pull_blocks(BlocksCacheKey(3), linked.theirs, [2, 1], [0, 4])
+        task.block_stream(compute)
+        seen = [compute.read(it, 5 * ROW_NBYTES) for it in linked.theirs.tensor_addrs]
+        assert not compute.is_done
+        simulator.end_hangs()
+        for at, expected in zip(seen, given, strict=True):
+            rows = np.frombuffer(compute.seen(at, 5 * ROW_NBYTES), np.uint16).reshape(5, -1)
+            assert (rows[[0, 4]] == expected[[2, 1]]).all()
+        task.wait(FOREVER)
+        compute.close()
+
+    @between_gpus
+    def test_what_was_gathered_from_several_caches(
+        self, simulator: CudaControls, linked: Pair
+    ) -> None:
+        of = "block token head dim"
+        layers, heads = range(1), (range(1), range(1, 2), range(2))
+        one, other, both = (
+            CacheDesc(2, (4, 2, len(it), 8), DataType.DT_UINT16, Placement.DEVICE,
+                      kv_tensor_format=of, shard=Shard(layers, it, 1, 2))
+            for it in heads
+        )  # fmt: skip
+        for index, desc in enumerate((one, other)):
+            key = BlocksCacheKey(3, index)
+            cache = linked.prefill.allocate_blocks_cache(desc, key)
+            linked.prefill.write_cache(
+                cache, [np.full(desc.shape, index + 1, np.uint16) for _ in range(2)]
+            )
+        target = linked.decode.allocate_blocks_cache(both)
+        simulator.add_fault("cuLaunchKernel:1=hang", "cuLaunchKernel:2=hang")
+        compute = compute_on(simulator, 4)
+        keys = [BlocksCacheKey(3, index) for index in range(2)]
+        task: GatherTask = linked.decode.submit_gather_blocks(keys, target, [[3], [1]], [0])
+        task.block_stream(compute)
+        nbytes = both.stride
+        seen = [compute.read(it, nbytes) for it in target.tensor_addrs]
+        assert not compute.is_done
+        simulator.end_hangs()
+        for it in seen:
+            tokens = np.frombuffer(compute.seen(it, nbytes), np.uint16).reshape(2, 2, 8)
+            assert (tokens[:, 0] == 1).all()
+            assert (tokens[:, 1] == 2).all()
+        task.wait(FOREVER)
+        compute.close()
+
+    @between_gpus
+    def test_rows_are_computed_into_only_when_they_were_pushed(
+        self, simulator: CudaControls, linked: Pair
+    ) -> None:
+        """A push announces itself to the owner of what it writes."""
+        for address in linked.mine.tensor_addrs:
+            linked.compute.fill(address, ROW_NBYTES, 3)
+        linked.compute.wait()
+        simulator.add_fault("cuLaunchKernel:1=hang")
+        task = linked.prefill.submit_push_blocks(linked.mine, BlocksCacheKey(4), [0], [6])
+        task.block_stream(linked.compute)
+        for address in linked.mine.tensor_addrs:
+            linked.compute.fill(address, ROW_NBYTES, 4)
+        assert not linked.compute.is_done
+        simulator.end_hangs()
+        linked.compute.wait()
+        task.wait(FOREVER)
+        assert all((it[6] == row(3)).all() for it in linked.arrived())
+
+    def test_over_tcp(self, simulator: Controls) -> None:
+        engine = OnCudaOverTcp if simulator.accelerator == "cuda" else OnDeviceOverTcp
+        pair = Pair(simulator, engine)
+        task = pair.prefill.submit_push_blocks(pair.mine, BlocksCacheKey(4), [0], [6])
+        with refused("LLM_FEATURE_NOT_ENABLED", "not moved by work on a device's streams"):
+            task.block_stream(pair.compute)
+        task.wait(FOREVER)
+        pair.close()
+
+    def test_layers(self, linked: Pair) -> None:
+        task = linked.prefill.push_layers(
+            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        )
+        for layer in task.layers:
+            task.ready(layer)
+        with refused("LLM_FEATURE_NOT_ENABLED", "layers that move when they are ready"):
+            task.block_stream(linked.compute)
+        task.wait(FOREVER)
+
+
+def test_without_an_accelerator() -> None:
+    with LlmDataDist(2, LlmRole.MIX) as datadist:
+        datadist.initialize(Options(accelerator="none"))
+        task = datadist.submit_copy_blocks(datadist.allocate_blocks_cache(HOST), {0: [5]})
+        with refused("LLM_FEATURE_NOT_ENABLED", r"stream=.*no accelerator.*kvplan.accelerator"):
+            task.block_stream(SimpleNamespace(cuda_stream=16))
+        task.wait(FOREVER)

@@ -1,0 +1,75 @@
+/* streams: a backend whose requests a stream can wait for, or which says why not. */
+#include <stdatomic.h>
+
+#include "core/report.h"
+#include "wrappers.h"
+
+typedef struct streams {
+    kvn_wrapper wrapper;
+    atomic_int pending; /* answers that it takes longer, still to be given; < 0: until the request is over */
+    int status;
+} streams;
+
+static int streams_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    return kvn_inner(base)->vtable->submit(kvn_inner(base), batch, out, report);
+}
+
+static int streams_poll(kvn_backend *base, kvn_request *request, kvn_report *report)
+{
+    return kvn_inner(base)->vtable->poll(kvn_inner(base), request, report);
+}
+
+static int streams_wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+{
+    return kvn_inner(base)->vtable->wait(kvn_inner(base), request, deadline_ns, report);
+}
+
+static int streams_abort(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+{
+    return kvn_inner(base)->vtable->abort(kvn_inner(base), request, why, report);
+}
+
+static int streams_block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
+                                kvn_report *report)
+{
+    streams *self = (streams *)base;
+    const int pending = atomic_load(&self->pending);
+    kvn_report outcome;
+
+    if (pending < 0)
+        return streams_wait(base, request, deadline_ns, &outcome) == KVN_PENDING ? KVN_PENDING : KVN_OK;
+    if (pending > 0) {
+        atomic_store(&self->pending, pending - 1);
+        return KVN_PENDING;
+    }
+    return self->status == KVN_OK ? KVN_OK
+                                  : kvn_report_refuse(report, 0, self->status, 7, "no stream %p", stream);
+}
+
+static void streams_release(kvn_backend *base, kvn_request *request)
+{
+    kvn_inner(base)->vtable->release(kvn_inner(base), request);
+}
+
+static const kvn_backend_vtable STREAMS_VTABLE = {
+    .name = "streams",
+    .submit = streams_submit,
+    .poll = streams_poll,
+    .wait = streams_wait,
+    .abort = streams_abort,
+    .block_stream = streams_block_stream,
+    .release = streams_release,
+    .destroy = kvn_wrapper_destroy,
+};
+
+kvn_backend *kvn_streams_create(kvn_backend *inner, int pending, int status)
+{
+    streams *self = kvn_wrapper_alloc(sizeof *self, &STREAMS_VTABLE, inner);
+
+    if (!self)
+        return NULL;
+    atomic_init(&self->pending, pending);
+    self->status = status;
+    return &self->wrapper.base;
+}
