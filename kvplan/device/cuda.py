@@ -15,6 +15,7 @@ from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
+    from kvplan.inspection.copy_ways import CopyTable
 
 _LOG = Log("kvplan")
 
@@ -83,12 +84,18 @@ class CudaDevice(Device):
         uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
         return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
 
+    @property
+    def copies(self) -> CopyTable:
+        """Which way it copies what, now."""
+        from kvplan.device import cuda_copies
+
+        return cuda_copies.table_of(self)
+
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
-        from kvplan.device import cuda_copies
-
+        table = self.copies
         return {
             **super().describe(),
             "uuid": library.uuid(self.id),
@@ -96,5 +103,5 @@ class CudaDevice(Device):
             "capability": f"{major}.{minor}",
             "context": library.context,
             "driver": driver_version(),
-            "copies": cuda_copies.describe(self),
+            "copies": {it: table.words(it) for it in table.limits},
         }
