@@ -69,7 +69,9 @@ def command(
         cost = costs.of(transport)
         over, source = cost.outline(plan), costs.source(transport)
     if as_json:
-        write_json(_document(plan, rows) | {"over": over, "source": source})
+        table = None if cost is None else cost.copies
+        copies = None if table is None else table.document(plan)
+        write_json(_document(plan, rows) | {"over": over, "source": source, "copies": copies})
         return ExitCode.OK
     write_lines(plan.explain_lines(form, rows, transport=cost))
     if source is not None:

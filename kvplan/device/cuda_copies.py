@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -17,28 +17,33 @@ from kvnative._cuda import (
     CopyTuning,
     builtin_copy_tuning,
     copy_tuning,
-    far_copy_tuning,
     tune_copies,
 )
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
-from kvplan.machine_file import cache_path, read_machines, unreadable, write_machines
+from kvplan.inspection.copy_ways import (
+    FILE_VERSION,
+    NO_LIMIT,
+    CopyDirection,
+    CopyLimits,
+    CopyTable,
+    Way,
+    stored_table,
+    tables_path,
+)
+from kvplan.machine_file import read_machines, write_machines
 from kvplan.status import LLMException
-from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
-    from kvplan.device.device import CopyDirection, Device
+    from kvplan.device.device import Device
 
-FILE_VERSION: Final = 1
 SIZES: Final = tuple(4096 << (2 * step) for step in range(7))
 """Of a descriptor: 4 KiB to 16 MiB."""
-NO_LIMIT: Final = 2**63
 
-Way = Literal["kernel", "batch", "single"]
-Tunings = Mapping["CopyDirection", CopyTuning]
-Timer = Callable[["CopyDirection", Way, int], float]
+Tunings = Mapping[CopyDirection, CopyTuning]
+Timer = Callable[[CopyDirection, Way, int], float]
 
 _SPAN_NBYTES: Final = 64 << 20
 _MAX_COUNT: Final = 4096
@@ -66,7 +71,8 @@ class Found(NamedTuple):
 
     def words(self, device: Device) -> dict[CopyDirection, str]:
         """How bytes then go on that device."""
-        return {direction: _words(device, it) for direction, it in self.tunings.items()}
+        table = _table(device, self.tunings, "measured")
+        return {direction: table.words(it) for direction, it in table.limits.items()}
 
 
 def scattered(dst: int, src: int, nbytes: int, span_nbytes: int) -> Descriptors:
@@ -224,13 +230,14 @@ def save(device: Device, tunings: Tunings) -> None:
         OSError: it cannot be written.
         LLMException: LLM_PARAM_INVALID: what is wrong with the file that is there.
     """
-    path = cache_path("cuda.json")
+    path = tables_path()
     try:
         machines = read_machines(path, FILE_VERSION)
     except FileNotFoundError:
         machines = {}
     machines[key_of(device)] = {
         "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "has_batches": _has_batches(device),
         "tunings": {direction: tuning._asdict() for direction, tuning in tunings.items()},
     }
     write_machines(path, FILE_VERSION, machines)
@@ -243,7 +250,7 @@ def load(device: Device) -> Tunings | None:
         OSError: there is a file, and it cannot be read.
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
     """
-    path = cache_path("cuda.json")
+    path = tables_path()
     try:
         machines = read_machines(path, FILE_VERSION)
     except FileNotFoundError:
@@ -251,21 +258,8 @@ def load(device: Device) -> Tunings | None:
     key = key_of(device)
     if key not in machines:
         return None
-    try:
-        found = check_type("tunings", check_type("machine", machines[key], dict)["tunings"], dict)
-        return {direction: _tuning_of(found[direction]) for direction in COPY_DIRECTIONS}
-    except (TypeError, ValueError, KeyError) as error:
-        raise unreadable(path, f"machines[{shown(key)}]: {error}") from None
-
-
-def _tuning_of(document: object) -> CopyTuning:
-    fields = check_type("tuning", document, dict)
-    values = [check_type(name, fields[name], int) for name in CopyTuning._fields]
-    for name, value in zip(CopyTuning._fields, values, strict=True):
-        most = 2**31 - 1 if name == "blocks" else NO_LIMIT
-        if not 0 <= value <= most:
-            raise ValueError(f"{name}={value} must be 0 to {most}")
-    return CopyTuning(*values)
+    limits = stored_table(path, machines, key).limits
+    return {direction: CopyTuning(*it) for direction, it in limits.items()}
 
 
 def apply(device: Device, tunings: Tunings) -> None:
@@ -274,26 +268,18 @@ def apply(device: Device, tunings: Tunings) -> None:
         tune_copies(device.native, direction, tuning)
 
 
-def describe(device: Device) -> dict[str, str]:
-    """How bytes go in each direction, and between two GPUs, in words."""
-    known: dict[str, CopyTuning] = {it: copy_tuning(device.native, it) for it in COPY_DIRECTIONS}
-    known["between_gpus"] = far_copy_tuning()
-    return {name: _words(device, it) for name, it in known.items()}
+def table_of(device: Device) -> CopyTable:
+    """How a device copies now."""
+    tunings = {it: copy_tuning(device.native, it) for it in COPY_DIRECTIONS}
+    builtin = all(it == builtin_copy_tuning(direction) for direction, it in tunings.items())
+    return _table(device, tunings, "built in" if builtin else "measured")
 
 
-def _words(device: Device, tuning: CopyTuning) -> str:
+def _table(device: Device, tunings: Tunings, source: str) -> CopyTable:
+    limits = {direction: CopyLimits(*it) for direction, it in tunings.items()}
+    return CopyTable(limits, source, device.name, _has_batches(device))
+
+
+def _has_batches(device: Device) -> bool:
     lacks = cast("CudaLibrary", device.native.library).missing
-    has_batch = not {"cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"} <= set(lacks)
-    kernel, batch = tuning.kernel_below, tuning.batch_below if has_batch else 0
-    parts = [
-        *([f"one launch{_limit(kernel)}"] if kernel else []),
-        *([f"a batch call{_limit(batch)}"] if batch > kernel else []),
-        *(["a copy each"] if max(kernel, batch) < NO_LIMIT else []),
-    ]
-    return ", then ".join(parts)
-
-
-def _limit(nbytes: int) -> str:
-    if nbytes >= NO_LIMIT:
-        return ""
-    return f" below {nbytes >> 20} MiB" if nbytes >= 1 << 20 else f" below {nbytes / 1024:g} KiB"
+    return not {"cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"} <= set(lacks)

@@ -22,7 +22,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.runner import AnyPrepared
-    from kvplan.execution import TensorMemory
+    from kvplan.execution import ComputeEvent, TensorMemory
     from kvplan.links import PeerLink
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning import Coalesce, Plan, Side
@@ -148,8 +148,13 @@ class GatherOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> GatherTask:
         """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot.
+
+        Args:
+            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte from any
+                source moves before that work is done. None: nothing to come after.
 
         Raises:
             TypeError: an argument of another type.
@@ -158,7 +163,7 @@ class GatherOperations(OperationRunner):
             GatherError: a source was lost when others had begun.
         """
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
-        return self._submit_gather({"": group}, rank, coalesce, notify, notify_failure, tag)
+        return self._submit_gather({"": group}, rank, coalesce, notify, notify_failure, tag, after)
 
     def gather_groups(
         self,
@@ -213,15 +218,19 @@ class GatherOperations(OperationRunner):
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> GatherTask:
         """Begin `gather_groups` and return its task; nothing moves if a source cannot.
+
+        Args:
+            after: as of `submit_gather_blocks`.
 
         Raises:
             TypeError, LLMException, GatherError: as `submit_gather_blocks`, and
                 `gather_groups`.
         """
         check_groups(groups, GatherGroup)
-        return self._submit_gather(groups, rank, coalesce, notify, notify_failure, tag)
+        return self._submit_gather(groups, rank, coalesce, notify, notify_failure, tag, after)
 
     def _gather(
         self,
@@ -251,12 +260,13 @@ class GatherOperations(OperationRunner):
         notify: bytes | None,
         notify_failure: bytes | None,
         tag: str,
+        after: ComputeEvent | None,
     ) -> GatherTask:
         engine, name = self._running(), _name_of(groups)
         task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
         try:
             report = engine.prompt.report()
-            self._begin(task, groups, rank, coalesce, tag)
+            self._begin(task, groups, rank, coalesce, tag, after)
             if report is not None or task.notices.any:
                 engine.prompt.track(task, report=report, aside=task.notices.any)
         except BaseException:
@@ -271,9 +281,10 @@ class GatherOperations(OperationRunner):
         rank: int | None,
         coalesce: Coalesce | bool,
         tag: str,
+        after: ComputeEvent | None = None,
     ) -> None:
         """Submit the pulls of a gather; if it raises, `task` has those that have begun."""
-        sources = _Sources(self._running(), groups, task.notices, tag)
+        sources = _Sources(self._running(), groups, task.notices, tag, after)
         try:
             with ExitStack() as stack:
                 for operation in sources.operations:
@@ -301,6 +312,7 @@ class _Sources:
         groups: Mapping[str, GatherGroup],
         notices: GatherNotices | None = None,
         tag: str = "",
+        after: ComputeEvent | None = None,
     ) -> None:
         self._groups = groups
         self._notices = notices
@@ -312,6 +324,10 @@ class _Sources:
             )
         number = next(iter(numbers.values()))
         self.operations = [GroupOperation(engine, _name_of(groups), tag=tag) for _ in range(number)]
+        if after is not None:
+            gate = engine.gate("after", after)  # once: all of them come after the same point
+            for operation in self.operations:
+                operation.after = gate
         self._found: list[dict[str, tuple[Side, PeerCache]]] = []
         self._links: list[PeerLink] = []
         self._own: dict[str, tuple[Side, TensorMemory]] = {}

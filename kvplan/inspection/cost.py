@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvplan.inspection.copy_ways import BUILTIN, CopyTable
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type, shown
@@ -135,6 +136,8 @@ class TransportCost:
         call_nbytes, call_descriptors: the most that one of them takes; None: no such bound.
         lines: by ascending `upto_nbytes`, the last one without; empty: not measured.
         source: where the lines come from, or why there are none.
+        copies: how a GPU copies: which way and how many calls then follow from the plan, and not
+            from what stands above; None: it is not one.
     """
 
     name: str
@@ -144,8 +147,11 @@ class TransportCost:
     call_descriptors: int | None = None
     lines: tuple[CostLine, ...] = ()
     source: str = ""
+    copies: CopyTable | None = None
 
     def __post_init__(self) -> None:
+        if self.copies is not None:
+            check_type("copies", self.copies, CopyTable)
         for name in ("name", "way", "call", "source"):
             check_type(name, getattr(self, name), str)
         for name in ("call_nbytes", "call_descriptors"):
@@ -176,17 +182,21 @@ class TransportCost:
         """
         nbytes, descriptors = plan.nbytes, plan.num_descriptors
         line = self._line(nbytes)
-        calls = self.calls(descriptors, nbytes)
+        way, call, calls = self._cut(plan)
         amounts = (1, calls, descriptors, nbytes / MIB)
         parts = [
             getattr(line, name) * amount / 1000
             for name, amount in zip(COEFFICIENTS, amounts, strict=True)
         ]
-        head = (plan.operation, self.name, self.way, self.call, calls, descriptors, nbytes)
+        head = (plan.operation, self.name, way, call, calls, descriptors, nbytes)
         return Estimate(*head, *parts)
 
     def outline(self, plan: AnyPlan) -> str:
         """How `plan` would move, in one line: way, calls, bytes, and the time where it is known."""
+        if self.copies is not None:
+            time = f"about {ms_text(self.estimate(plan).ms)}" if self.lines else "time not known"
+            moved = self.copies.outline(plan)
+            return f"over {self.name}: {moved} | {nbytes_text(plan.nbytes)} | {time}"
         if self.lines:
             return self.estimate(plan).outline()
         calls = plural(self.calls(plan.num_descriptors, plan.nbytes), self.call)
@@ -276,8 +286,21 @@ class TransportCost:
     def _row(self, plan: AnyPlan, ms: float) -> tuple[float, float, float, float, float]:
         """The amounts that a line has coefficients for, and the time in microseconds."""
         us = 1000.0 * _checked_ms(plan, ms)
-        nbytes, descriptors = plan.nbytes, plan.num_descriptors
-        return 1, self.calls(descriptors, nbytes), descriptors, nbytes / MIB, us
+        return 1, self._cut(plan)[2], plan.num_descriptors, plan.nbytes / MIB, us
+
+    def _cut(self, plan: AnyPlan) -> tuple[str, str, int]:
+        """How a plan moves, the word for a call, and how many there are.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a GPU has no part in it.
+        """
+        if self.copies is None:
+            return self.way, self.call, self.calls(plan.num_descriptors, plan.nbytes)
+        moved = self.copies.moved(plan)
+        if not moved:
+            raise invalid(f"transport={self.name!r}: {self.copies.outline(plan)}")
+        call = moved[0].call if len(moved) == 1 else "call"
+        return " and ".join(it.way for it in moved), call, sum(it.calls for it in moved)
 
     def _line(self, nbytes: int) -> CostLine:
         for line in self.lines:
@@ -319,6 +342,12 @@ def _non_negative_fit(rows: NDArray[np.float64]) -> Sequence[float]:
                     values[column] = float(value)
                 best = error, values
     return best[1]
+
+
+def cuda_cost(table: CopyTable) -> TransportCost:
+    """Copies of a GPU: in a process, and over `local` from and to peers of the same host."""
+    source = f"{table.source}; no time was measured on a GPU"
+    return TransportCost(name="cuda", way="copies of a GPU", copies=table, source=source)
 
 
 TRANSPORT_COSTS: Final = MappingProxyType(
@@ -368,6 +397,7 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 source=_NO_HARDWARE,
             ),
             TransportCost(name="acl", way="batch copies of ACL", source=_NO_HARDWARE),
+            cuda_cost(BUILTIN),
         )
     }
 )

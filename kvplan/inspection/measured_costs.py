@@ -96,10 +96,16 @@ def save_costs(
     found = MeasuredCosts(this_machine(), measured, kept | dict(costs))
     machines[found.machine] = {
         "measured": found.measured,
-        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
+        "costs": {name: _stored(cost) for name, cost in found.costs.items()},
     }
     write_machines(path, FILE_VERSION, machines)
     return found
+
+
+def _stored(cost: TransportCost) -> dict[str, Any]:
+    fields = asdict(cost)
+    del fields["copies"]  # those of a GPU are stored by its kind, see copy_ways
+    return fields
 
 
 def _measured_of(machine: str, document: Any) -> MeasuredCosts:

@@ -43,8 +43,14 @@ def place(rows: tuple[int, int], offset: int, stride: int) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """`1 block`, `3 blocks`."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+    """`1 block`, `3 blocks`, `3 launches`, `3 copies`."""
+    if count != 1:
+        word = (
+            f"{word[:-1]}ies"
+            if word.endswith("py")
+            else word + ("es" if word[-2:] == "ch" else "s")
+        )
+    return f"{count:,} {word}"
 
 
 def shown_rows(total: int, limit: int | None) -> tuple[int, int]:

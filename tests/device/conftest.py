@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
+from tests.ascend.device import OnDevice, OnDeviceOverTcp
 from tests.ascend.fixtures import sim_folder, sim_log
 from tests.ascend.fixtures import simulator as ascend
 from tests.ascend.simulator import Controls
+from tests.cuda.device import OnCuda
 from tests.cuda_sim.simulator import cuda_simulator as cuda
+from tests.device.pair import Pair
 
 __all__ = ["ascend", "cuda", "sim_folder", "sim_log"]
 
 
 @pytest.fixture(params=["ascend", "cuda"])
-def simulator(request: pytest.FixtureRequest) -> Controls:
+def simulator(request: pytest.FixtureRequest) -> Iterator[Controls]:
     """The simulated driver and runtime that this process, and those that it starts, find."""
     found: Controls = request.getfixturevalue(request.param)
-    return found
+    yield found
+    # Both have one core, which knows one current context of a thread: what is let go of one kind
+    # would change it under a test of the other.
+    gc.collect()
+
+
+@pytest.fixture(params=["hccl", "tcp"])
+def linked(simulator: Controls, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two engines, linked over HCCL, over TCP, or (of CUDA) over what is preferred."""
+    if simulator.accelerator == "cuda" and request.param == "hccl":
+        pytest.skip("HCCL is between Ascend devices")
+    over_tcp = OnCuda if simulator.accelerator == "cuda" else OnDeviceOverTcp
+    made = Pair(simulator, OnDevice if request.param == "hccl" else over_tcp)
+    yield made
+    made.close()

@@ -13,23 +13,20 @@ import pytest
 from kvplan import (
     BlocksCacheKey,
     Cache,
-    ClusterInfo,
+    CacheIndex,
     LlmDataDist,
     LLMException,
     LlmRole,
     Options,
     PoolConfig,
 )
-from tests.ascend.device import OnDevice, OnDeviceOverTcp
 from tests.ascend.simulator import Controls
-from tests.cuda.device import OnCuda
 from tests.device.compute import Compute, compute_on, handle_of
 from tests.device.engines import DEVICE, HOST, NUM_TENSORS, engine_on
+from tests.device.pair import A_WHILE, FOREVER, Pair, row, still
 from tests.support.refusals import refused
 
 ROW_NBYTES = DEVICE.stride
-A_WHILE = 20.0  # milliseconds
-FOREVER = 60_000.0
 
 
 @pytest.fixture
@@ -45,15 +42,6 @@ def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
     made = compute_on(simulator)
     yield made
     made.close()
-
-
-def row(value: int) -> int:
-    """What two bytes of that value are as one number."""
-    return value * 0x0101
-
-
-def still(task: Any) -> bool:
-    return not task.wait_done(A_WHILE)
 
 
 class TestInside:
@@ -136,38 +124,6 @@ class TestInside:
         assert still(task)
         compute.release()
         task.wait(FOREVER)
-
-
-class Pair:
-    """A prefill that computes on device 3, and a decode on device 4, in one process."""
-
-    def __init__(self, simulator: Controls, engine: type[LlmDataDist]) -> None:
-        self.decode, self.prefill = engine(4, LlmRole.DECODER), engine(3, LlmRole.PROMPT)
-        for it in (self.decode, self.prefill):
-            it.initialize(Options(listen_ip_info="127.0.0.1:0"))
-        self.theirs = self.decode.allocate_blocks_cache(DEVICE, BlocksCacheKey(4))
-        self.mine = self.prefill.allocate_blocks_cache(DEVICE)
-        address = self.decode.listen_address
-        self.prefill.link_clusters([ClusterInfo(4, address)]).raise_for_status()
-        self.compute = compute_on(simulator)
-
-    def arrived(self) -> list[Any]:
-        return self.decode.read_cache(self.theirs)
-
-    def close(self) -> None:
-        self.compute.close()
-        for it in (self.prefill, self.decode):
-            it.finalize()
-
-
-@pytest.fixture(params=["hccl", "tcp"])
-def linked(simulator: Controls, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    if simulator.accelerator == "cuda" and request.param == "hccl":
-        pytest.skip("HCCL is between Ascend devices")
-    over_tcp = OnCuda if simulator.accelerator == "cuda" else OnDeviceOverTcp
-    made = Pair(simulator, OnDevice if request.param == "hccl" else over_tcp)
-    yield made
-    made.close()
 
 
 class TestBetween:
@@ -330,3 +286,5 @@ class TestWhatIsRefused:
             cache: Cache = datadist.allocate_blocks_cache(HOST)
             with refused("LLM_FEATURE_NOT_ENABLED", r"after=16: .* no accelerator.*accelerator"):
                 datadist.submit_copy_blocks(cache, {0: [5]}, after=16)
+            with refused("LLM_FEATURE_NOT_ENABLED", r"after=16: .* no accelerator.*accelerator"):
+                datadist.submit_gather_blocks([CacheIndex(4, 1)], cache, [[0]], [5], after=16)

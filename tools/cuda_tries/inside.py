@@ -19,7 +19,7 @@ from kvnative._lower import Descriptors
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement, TransferTask
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
-from kvplan.device.cuda_copies import NO_LIMIT
+from kvplan.inspection.copy_ways import NO_LIMIT
 from tools.cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
 
 TIMEOUT_MS = 60_000

@@ -1,0 +1,171 @@
+"""What `explain` says of how a GPU copies a plan is what the driver is called for."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_way, tune_copies
+from kvnative._device import COPY_DIRECTIONS
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan.device.cuda import CudaDevice
+from kvplan.device.device import Device
+from kvplan.inspection.copy_ways import BUILTIN, NO_LIMIT, CopyDirection, CopyTable
+from tests.ascend.simulator import Log
+from tests.cuda_sim.simulator import CudaControls
+from tests.device.engines import engine_on
+
+CALLS = {
+    "kernel": "cuLaunchKernel",
+    "batch": "cuMemcpyBatchAsync_v2",
+    "single": "cuMemcpyAsync",
+}
+BLOCKS, BLOCK = 96, 1024
+ENDS: dict[CopyDirection, tuple[Placement, Placement]] = {
+    "host_to_device": (Placement.HOST, Placement.DEVICE),
+    "device_to_host": (Placement.DEVICE, Placement.HOST),
+    "device_to_device": (Placement.DEVICE, Placement.DEVICE),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where nothing is stored yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvplan"
+
+
+@pytest.fixture
+def datadist(cuda_simulator: CudaControls) -> Iterator[LlmDataDist]:
+    with engine_on(cuda_simulator) as made:
+        yield made
+        del made
+
+
+def device_of(datadist: LlmDataDist) -> Device:
+    device = datadist._running().device
+    assert device is not None
+    return device
+
+
+def table_of(datadist: LlmDataDist) -> CopyTable:
+    table = device_of(datadist).copies
+    assert table is not None
+    return table
+
+
+def paged(datadist: LlmDataDist, placement: Placement, tensors: int, blocks: int = BLOCKS) -> Cache:
+    return datadist.allocate_blocks_cache(
+        CacheDesc(tensors, (blocks, BLOCK), DataType.DT_UINT8, placement)
+    )
+
+
+def called(log: Log) -> dict[str, int]:
+    counts = log.counts(*CALLS.values())
+    return {way: counts[call] for way, call in CALLS.items() if counts[call]}
+
+
+def random_blocks(rng: np.random.Generator) -> dict[int, int]:
+    """Blocks of the first half, in pieces that lie together, to the second half in any order."""
+    half = BLOCKS // 2
+    cuts = sorted(rng.choice(range(1, half), int(rng.integers(0, 24)), replace=False).tolist())
+    pieces = [range(*it) for it in itertools.pairwise([0, *cuts, half])]
+    order = rng.permutation(len(pieces))[: int(rng.integers(1, len(pieces) + 1))]
+    chosen = [block for it in order for block in pieces[it]]
+    return dict(zip(chosen, range(half, half + len(chosen)), strict=True))
+
+
+@pytest.mark.parametrize("direction", COPY_DIRECTIONS)
+def test_what_is_explained_is_what_is_called(
+    datadist: LlmDataDist, sim_log: Log, direction: CopyDirection
+) -> None:
+    native = device_of(datadist).native
+    rng = np.random.default_rng(COPY_DIRECTIONS.index(direction))
+    seen: Counter[str] = Counter()
+    for number in range(40):
+        tensors = int(rng.integers(1, 6))
+        src, dst = (paged(datadist, it, tensors) for it in ENDS[direction])
+        limits = [int(it) for it in rng.choice([0, 1, 1024, 1500, 2048, 4000, NO_LIMIT], 2)]
+        tune_copies(native, direction, CopyTuning(*limits, 0))
+        blocks = random_blocks(rng)
+        inside = {block: [to] for block, to in blocks.items()}
+        is_inside = direction == "device_to_device"
+        plan = (
+            datadist.plan_copy_blocks(src, inside)
+            if is_inside
+            else datadist.plan_swap_blocks(src, dst, blocks)
+        )
+        assert plan.num_descriptors <= 128  # of more the kernel has a copy made of where they are
+        said = {it.way: it.calls for it in table_of(datadist).moved(plan)}
+        sim_log.restart()
+        if is_inside:
+            datadist.copy_blocks(src, inside)
+        else:
+            datadist.swap_blocks(src, dst, blocks)
+        assert called(sim_log) == said, (number, limits, plan.explain())
+        seen.update(said.keys())
+        for it in (src, dst):
+            datadist.deallocate_cache(it)
+    assert seen.keys() == {"kernel", "batch", "single"}
+
+
+def test_more_than_a_call_takes(datadist: LlmDataDist, sim_log: Log) -> None:
+    """What is left after each call is looked at again; after single copies, after 64 of them."""
+    blocks = 20_000
+    src, dst = (
+        datadist.allocate_blocks_cache(CacheDesc(1, (blocks, 32), DataType.DT_UINT8, placement))
+        for placement in ENDS["host_to_device"]
+    )
+    last = [
+        *range(0, 18_000, 2),
+        *range(18_000, blocks),
+    ]  # one of 2,000 blocks, behind 9,000 of one
+    first = [*range(2_000), *range(2_001, blocks, 2)]  # and before 9,000
+    native = device_of(datadist).native
+    for some, tuning, expected in (
+        (last, CopyTuning(NO_LIMIT, NO_LIMIT, 0), {"kernel": 2}),
+        (last, CopyTuning(0, NO_LIMIT, 0), {"batch": 2}),
+        (last, CopyTuning(0, 0, 0), {"single": 9001}),
+        (last, CopyTuning(33, NO_LIMIT, 0), {"kernel": 1, "batch": 1}),
+        (last, CopyTuning(33, 34, 0), {"kernel": 1, "single": 809}),
+        (first, CopyTuning(33, 0, 0), {"kernel": 2, "single": 64}),
+        (first, CopyTuning(0, 33, 0), {"batch": 2, "single": 64}),
+    ):
+        tune_copies(native, "host_to_device", tuning)
+        pairs = dict(zip(some, some, strict=True))
+        plan = datadist.plan_swap_blocks(src, dst, pairs)
+        assert plan.num_descriptors == 9001
+        said = {it.way: it.calls for it in table_of(datadist).moved(plan)}
+        assert said == expected
+        sim_log.restart()
+        datadist.swap_blocks(src, dst, pairs)
+        columns = said.get("kernel", 0)  # a copy before each launch of more than 128
+        found = Counter(called(sim_log)) - Counter({"single": columns})
+        assert found == said
+
+
+def test_the_same_table_as_in_c(cuda_simulator: CudaControls) -> None:
+    assert {it: tuple(limits) for it, limits in BUILTIN.limits.items()} == {
+        it: builtin_copy_tuning(it) for it in COPY_DIRECTIONS
+    }
+    device = CudaDevice(2)
+    try:
+        assert dict(device.copies.limits) == dict(BUILTIN.limits)
+        rng = np.random.default_rng(1)
+        for direction in COPY_DIRECTIONS:
+            for _ in range(200):
+                first, second, mean = (int(it) for it in 2 ** rng.uniform(0, 24, 3))
+                count = int(rng.integers(1, 4))
+                tune_copies(device.native, direction, CopyTuning(first, second, 0))
+                assert device.copies.way(direction, mean, count) == copy_way(
+                    device.native, direction, mean, count
+                )
+    finally:
+        for direction in COPY_DIRECTIONS:
+            tune_copies(device.native, direction, builtin_copy_tuning(direction))
+        device.close()

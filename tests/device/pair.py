@@ -1,0 +1,44 @@
+"""Two engines on devices in one process, of which one computes; and what is waited for there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole, Options
+from tests.ascend.simulator import Controls
+from tests.device.compute import compute_on
+from tests.device.engines import DEVICE
+
+A_WHILE = 20.0  # milliseconds
+FOREVER = 60_000.0
+
+
+def row(value: int) -> int:
+    """What two bytes of that value are as one number."""
+    return value * 0x0101
+
+
+def still(task: Any) -> bool:
+    return not task.wait_done(A_WHILE)
+
+
+class Pair:
+    """A prefill that computes on device 3, and a decode on device 4, in one process."""
+
+    def __init__(self, simulator: Controls, engine: type[LlmDataDist]) -> None:
+        self.decode, self.prefill = engine(4, LlmRole.DECODER), engine(3, LlmRole.PROMPT)
+        for it in (self.decode, self.prefill):
+            it.initialize(Options(listen_ip_info="127.0.0.1:0"))
+        self.theirs = self.decode.allocate_blocks_cache(DEVICE, BlocksCacheKey(4))
+        self.mine = self.prefill.allocate_blocks_cache(DEVICE)
+        address = self.decode.listen_address
+        self.prefill.link_clusters([ClusterInfo(4, address)]).raise_for_status()
+        self.compute = compute_on(simulator)
+
+    def arrived(self) -> list[Any]:
+        return self.decode.read_cache(self.theirs)
+
+    def close(self) -> None:
+        self.compute.close()
+        for it in (self.prefill, self.decode):
+            it.finalize()

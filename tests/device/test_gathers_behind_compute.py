@@ -1,0 +1,175 @@
+"""Gathers that come after a model's compute: from several caches of another engine, one event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    GatherError,
+    GatherGroup,
+    GatherTask,
+    LLMStatusCode,
+    Placement,
+    Shard,
+)
+from tests.device.compute import handle_of
+from tests.device.engines import NUM_TENSORS
+from tests.device.pair import A_WHILE, FOREVER, Pair, row, still
+from tests.support.refusals import refused
+
+WHOLE = CacheDesc(
+    NUM_TENSORS,
+    (8, 4, 2, 12),
+    DataType.DT_UINT16,
+    Placement.DEVICE,
+    kv_tensor_format="block token head dim",
+    shard=Shard(num_layers=NUM_TENSORS),
+)
+"""Of a model whose gathered parts are layers of it."""
+ARRIVED = [[it + 1] for it in range(NUM_TENSORS)]
+COMPUTED = [[row(9)]] * NUM_TENSORS
+
+
+class Gathered:
+    """Gathers by the prefill, whose blocks 5 and 6 its compute still works on.
+
+    Each layer is a source: a cache of its own at the decode.
+    """
+
+    def __init__(self, linked: Pair) -> None:
+        self.pair = linked
+        self.mine = linked.prefill.allocate_blocks_cache(WHOLE)
+        self.caches = []
+        for layer in range(NUM_TENSORS):
+            shard = Shard(range(layer, layer + 1), num_layers=NUM_TENSORS)
+            cache = linked.decode.allocate_blocks_cache(replace(WHOLE, num_tensors=1, shard=shard))
+            linked.decode.write_cache(cache, [np.full(WHOLE.shape, layer + 1, np.uint16)])
+            self.caches.append(cache)
+        self.sources = [CacheIndex(4, it.cache_id) for it in self.caches]
+        linked.compute.hold()
+        for address in self.mine.tensor_addrs:
+            linked.compute.fill(address + 5 * WHOLE.stride, 2 * WHOLE.stride, 9)
+
+    def submit(self, dst: Cache | None = None, **more: Any) -> GatherTask:
+        tables = [[0, 3]] * len(self.sources)
+        return self.pair.prefill.submit_gather_blocks(
+            self.sources, dst or self.mine, tables, [6, 5], **more
+        )
+
+    def found(self, cache: Cache | None = None) -> list[list[int]]:
+        """What blocks 5 and 6 hold, by tensor."""
+        tensors = self.pair.prefill.read_cache(cache or self.mine)
+        return [np.unique(it[[5, 6]]).tolist() for it in tensors]
+
+    def release(self) -> None:
+        self.pair.compute.release()
+        self.pair.compute.wait()
+
+
+def test_each_source_comes_after_it(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    event = linked.compute.event()
+    task = gathered.submit(after=event)
+    linked.compute.destroy(handle_of(event))
+    assert len(task.tasks) == NUM_TENSORS
+    assert all(still(it) for it in task.tasks.values())
+    assert gathered.found() == [[0]] * NUM_TENSORS
+    linked.compute.release()
+    task.wait(FOREVER)
+    assert gathered.found() == ARRIVED  # none came before what was computed there
+
+
+def test_groups_come_after_it(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    other = linked.prefill.allocate_blocks_cache(WHOLE)
+    groups = {
+        name: GatherGroup(gathered.sources, cache, [[0, 3]] * NUM_TENSORS, [6, 5])
+        for name, cache in (("one", gathered.mine), ("two", other))
+    }
+    task = linked.prefill.submit_gather_groups(groups, after=linked.compute)
+    assert still(task)
+    assert gathered.found(other) == [[0]] * NUM_TENSORS
+    linked.compute.release()
+    task.wait(FOREVER)
+    assert gathered.found() == gathered.found(other) == ARRIVED
+
+
+def test_more_sources_than_streams_that_wait(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    caches = [linked.prefill.allocate_blocks_cache(WHOLE) for _ in range(3)]
+    tasks = [gathered.submit(dst=it, after=linked.compute) for it in caches]
+    assert all(still(it) for it in tasks)
+    linked.compute.release()
+    for it in tasks:
+        it.wait(FOREVER)
+    assert [gathered.found(it) for it in caches] == [ARRIVED] * 3
+
+
+def test_the_deadline_of_what_never_comes(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    task = gathered.submit(after=linked.compute)
+    with pytest.raises(GatherError, match="3 of 3 sources failed") as caught:
+        task.wait(A_WHILE)
+    assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+    assert [*caught.value.failed] == [0, 1, 2]
+    gathered.release()
+    assert gathered.found() == COMPUTED
+    gathered.submit(after=linked.compute).wait(FOREVER)
+    assert gathered.found() == ARRIVED
+
+
+def test_it_is_cancelled(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    task = gathered.submit(after=linked.compute)
+    assert still(task)
+    task.cancel()
+    assert task.done
+    with pytest.raises(GatherError, match="3 of 3 sources failed"):
+        task.wait(FOREVER)
+    gathered.release()
+    assert gathered.found() == COMPUTED
+
+
+def test_a_source_that_was_freed_meanwhile(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    task = gathered.submit(after=linked.compute)
+    linked.decode.deallocate_cache(gathered.caches[1])
+    assert still(task)
+    gathered.release()
+    with pytest.raises(GatherError, match=r"sources\[1\] ") as caught:
+        task.wait(FOREVER)
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert [*caught.value.failed] == [1]
+    # Each other one came whole, or was stopped for that.
+    for index, found in enumerate(gathered.found()):
+        assert found == ARRIVED[index] or index in {1, *caught.value.stopped}
+
+
+def test_a_source_that_is_refused(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    linked.decode.deallocate_cache(gathered.caches.pop())
+    with pytest.raises(GatherError, match=r"sources\[2\] ") as caught:
+        gathered.submit(after=linked.compute)
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert linked.prefill.metrics()["in_flight"] == 0
+    gathered.release()
+    assert gathered.found() == COMPUTED
+
+
+def test_what_is_no_event(linked: Pair) -> None:
+    gathered = Gathered(linked)
+    with pytest.raises(TypeError, match="after='now' must be an event or a stream"):
+        gathered.submit(after="now")
+    with refused("LLM_PARAM_INVALID", "after=0: the handle of an event must be"):
+        gathered.submit(after=0)
+    assert linked.prefill.metrics()["in_flight"] == 0
+    gathered.release()
+    assert gathered.found() == COMPUTED
