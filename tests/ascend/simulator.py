@@ -56,7 +56,13 @@ class Log:
         with self._path.open("rb") as file:
             file.seek(self._from)
             text = file.read()
-        lines = [json.loads(line) for line in _whole(text).splitlines()]
+        # Threads that wait ask many times: what nobody wants to know is not worth reading.
+        wanted = tuple(f'"call":"{it}"'.encode() for it in names)
+        lines = [
+            json.loads(line)
+            for line in _whole(text).splitlines()
+            if not names or any(it in line for it in wanted)
+        ]
         return [
             Call(it["call"], it.get("code", 0), it.get("pid", 0), it)
             for it in lines
