@@ -395,14 +395,16 @@ cdef class Task(AnyTask):
         return kvn_task_is_held(&self.task)
 
     def block_stream(self, uint64_t stream) -> Report | None:
-        """Let what is issued to a stream from here on come after this transfer; its bytes are not waited for.
+        """Let what is issued to a stream from here on come after this transfer.
+
+        Its bytes are not waited for, but that all of it was given to the device.
 
         Args:
             stream: its handle, of the device that moves the bytes.
 
         Returns:
-            None; or, where the stream goes on as if nothing had been asked for, a report that says why. A transfer
-            that is over holds no stream.
+            None, also where the transfer is over, which holds no stream; or a report that says why
+            not.
 
         Raises:
             NativeError: this process was forked from the one that submitted the task.

@@ -22,7 +22,7 @@
 typedef struct kvn_event_unit {
     struct kvn_event_unit *next;
     void *event;
-    void *context;     /* that it was made in: it is recorded on streams of that alone */
+    void *context;     /* that it was made in, and is recorded in */
     kvn_stream stream; /* of our own, which waits for an event of the program's; NULL: not needed */
 } kvn_event_unit;
 
@@ -118,16 +118,18 @@ static void destroy_units(kvn_events *events, kvn_event_unit *unit)
 
 static void keep_unit(kvn_events *events, kvn_event_unit *unit)
 {
+    const kvn_device *device = events->device;
     kvn_event_unit **units = &events->units[unit->stream != NULL];
-    bool closed;
+    bool is_kept;
 
     pthread_mutex_lock(&events->mutex);
-    closed = events->closed;
-    unit->next = closed ? NULL : *units;
-    if (!closed)
+    /* Not in another context of the program's, which may go at any time. */
+    is_kept = !events->closed && (unit->context == device->context || unit->context == device->primary);
+    unit->next = is_kept ? *units : NULL;
+    if (is_kept)
         *units = unit;
     pthread_mutex_unlock(&events->mutex);
-    if (closed)
+    if (!is_kept)
         destroy_units(events, unit);
 }
 
