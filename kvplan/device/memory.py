@@ -48,6 +48,7 @@ class DeviceMemory(Revocable):
         parts: memory that this is made of; what revokes one of these revokes this.
     """
 
+    __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "writable")
     in_process = True
     on_device = True
 

@@ -110,6 +110,8 @@ class HostMemory(Revocable):
         held: whether something vouches that the memory stays where it is.
     """
 
+    # Slots: to look other attributes up takes longer where a class has a native base.
+    __slots__ = ("__weakref__", "_owner", "addresses", "held", "nbytes", "writable")
     in_process = True
     on_device = False
 

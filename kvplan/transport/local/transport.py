@@ -248,7 +248,8 @@ class LocalTransport(BaseTransport):
         if late:
             raise LLMException(
                 f"{_processes(late)} was writing to this one's memory and has not moved for "
-                f"{PATIENCE_S:g} s (is it stopped?): use the blocks again when it goes on or ends",
+                f"{PATIENCE_S:g} s (is it stopped, or does its GPU copy that much?): use the "
+                "blocks again when it goes on or ends",
                 status_code=LLMStatusCode.LLM_TIMEOUT,
             )
 
@@ -357,12 +358,15 @@ def _warn(late: Sequence[Ticket], memory: LocalRegistration) -> None:
     what = "the memory is not used again"
     if memory.range.announces_reads:
         what = "do not free the memory, which is not kvplan's,"
+    on_device = memory.range.allocation is not None
+    why = "is it stopped, or does its GPU copy that much?" if on_device else "is it stopped?"
     _LOG.warning(
-        "%s is deregistered, but %s was using this one's memory and has not moved for %g s (is it "
-        "stopped?): %s before that goes on or ends",
+        "%s is deregistered, but %s was using this one's memory and has not moved for %g s (%s): "
+        "%s before that goes on or ends",
         memory.range,
         _processes(late),
         PATIENCE_S,
+        why,
         what,
     )
 
