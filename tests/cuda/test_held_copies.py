@@ -1,4 +1,4 @@
-"""A GPU keeps copies behind an event in order, and what it holds can be given up.
+"""Copies behind an event on a CUDA device: the GPU keeps the order, and lets go of what it holds.
 
 They are launches of the kernel, put on a stream behind the event when they are submitted; what only
 the driver's own copies move waits on the host. Over the stand-in for the driver.
@@ -7,6 +7,7 @@ the driver's own copies move waits on the host. Over the stand-in for the driver
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,11 +118,8 @@ class TestOnTheStream:
         compute.wait()
         compute.settle()  # the launches have begun, and ended
         assert all((it.target == UNTOUCHED).all() for it in cases)
-        case = cases[0]
-        assert (
-            executor.submit(case.descriptors, after=taken(device, compute)).wait(FOREVER).status
-            == KVN_OK
-        )
+        task = executor.submit(case.descriptors, after=taken(device, compute))
+        assert task.wait(FOREVER).status == KVN_OK
         case.assert_moved()
 
 
@@ -158,9 +156,8 @@ class TestWhatWaitsOnTheHost:
         assert task.wait(FOREVER).status == KVN_OK
         for it in parts:
             it.assert_moved()
-        assert (
-            len(sim_log.calls(SINGLE)) >= 3
-        )  # where memory is pinned is asked for 2 MiB at a time
+        # More where it is asked whether memory is pinned for 2 MiB at a time.
+        assert len(sim_log.calls(SINGLE)) >= 3
 
     def test_more_than_a_stream_takes(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
@@ -379,10 +376,74 @@ class TestEnds:
 
         In a process of its own, which loses that memory.
         """
-        done = subprocess.run(
-            [sys.executable, "-c", CLOSED_BEFORE, context], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        run_alone(CLOSED_BEFORE, context)
+
+    def test_an_engine_goes_before_the_event_comes(self, cuda_simulator: CudaControls) -> None:
+        run_alone(FINALIZED_BEFORE)
+
+    def test_launches_that_wait_for_their_end(self, cuda_simulator: CudaControls) -> None:
+        """So none is made behind an event: nothing would stop the thread that makes it."""
+        run_alone(BLOCKING_LAUNCHES, CUDA_LAUNCH_BLOCKING="1")
+
+
+def run_alone(program: str, *arguments: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+FINALIZED_BEFORE = """
+from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole, Placement
+from tests.cuda_sim.simulator import controls
+from tests.device.compute import compute_on
+
+datadist = LlmDataDist(1, LlmRole.MIX)
+datadist.initialize({"kvplan.accelerator": "cuda", "kvplan.cuda_context": "own"})
+compute = compute_on(controls(), 0)
+cache = datadist.allocate_blocks_cache(
+    CacheDesc(4, (8, 4096), DataType.DT_UINT8, Placement.DEVICE)
+)
+compute.hold()
+tasks = [datadist.submit_copy_blocks(cache, {0: [1]}, after=compute.event()) for _ in range(6)]
+tasks[0].wait_done(100)
+datadist.finalize()
+for task in tasks:
+    try:
+        task.wait(60_000)
+    except LLMException:
+        continue
+    raise AssertionError("it has moved")
+compute.release()
+compute.wait()
+assert controls().violations() == 0, controls().last_violation()
+"""
+
+
+BLOCKING_LAUNCHES = """
+from kvnative._cuda import CudaLibrary
+from kvnative._executor import KVN_CANCELLED, KVN_OK, KVN_PENDING, Executor
+from tests.ascend.acl_cases import between
+from tests.cuda_sim.simulator import controls
+from tests.device.compute import compute_on, handle_of
+
+simulator = controls()  # loads the stand-in
+device = CudaLibrary.load().device(0)
+compute = compute_on(simulator, 0)
+executor = Executor(device.backend("device_to_device"))
+case = between(device, simulator, "device_to_device", [100] * 20)
+compute.hold()
+point = device.take_event(handle_of(compute.event()))
+tasks = [executor.submit(case.descriptors, after=point) for _ in "ab"]
+assert all(it.wait(50, give_up=False).status == KVN_PENDING for it in tasks)
+assert tasks[0].cancel().status == KVN_CANCELLED
+compute.release()
+assert tasks[1].wait(60_000).status == KVN_OK
+case.assert_moved()
+"""
 
 
 CLOSED_BEFORE = """

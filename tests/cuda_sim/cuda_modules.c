@@ -379,6 +379,11 @@ static int find_function(const void *handle, const cuda_context *context, functi
     return 0;
 }
 
+static int is_blocking(void) {
+    const char *value = getenv("CUDA_LAUNCH_BLOCKING");
+    return value && !strcmp(value, "1");
+}
+
 CUDA cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                     unsigned block_y, unsigned block_z, unsigned shared_nbytes, void *stream_handle,
                     void **parameters, void **extra) {
@@ -410,6 +415,7 @@ CUDA cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned gri
                 work->num_blocks /= 2;
             }
             code = sim_stream_enqueue(stream, &call.fault, run, dispose, work, 1);
+            code = code || !is_blocking() ? code : sim_stream_wait(stream, -1);
         }
     }
     if (stream) {

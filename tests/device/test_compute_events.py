@@ -117,6 +117,23 @@ class TestInside:
             compute.close()  # the last that uses the context
             del task, finalizing
 
+    def test_a_cache_that_is_freed_meanwhile(
+        self, simulator: Controls, datadist: LlmDataDist, compute: Compute
+    ) -> None:
+        """Its memory is not another's before the transfer has ended."""
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        compute.hold()
+        for address in cache.tensor_addrs:
+            compute.fill(address, ROW_NBYTES, 7)
+        task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+        datadist.deallocate_cache(cache)
+        other = datadist.allocate_blocks_cache(DEVICE)
+        datadist.write_cache(other, [np.zeros(DEVICE.shape, np.uint16)] * NUM_TENSORS)
+        assert still(task)
+        compute.release()
+        task.wait(FOREVER)
+        assert not any(it.any() for it in datadist.read_cache(other))
+
     def test_with_prepared_blocks(self, datadist: LlmDataDist, compute: Compute) -> None:
         prepared = datadist.prepare_copy_blocks(datadist.allocate_blocks_cache(DEVICE))
         compute.hold()

@@ -29,6 +29,7 @@ from kvnative._executor import (
 from tests.ascend.acl_cases import FOREVER, UNTOUCHED, Case, between
 from tests.ascend.simulator import Controls, Log
 from tests.cuda.conftest import besides_launches
+from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, compute_on, handle_of
 from tests.native.scatter import scatter
 from tests.support.wrappers import fail_at
@@ -186,6 +187,32 @@ class TestEachWay:
         executor.close(cancel=True)
         other.close()
         compute.release()  # before memory is freed: CUDA waits for all work of the context
+
+
+ISSUES = {
+    "ascend": ("aclrtMemcpyAsync", "aclrtMemcpyBatchAsync"),
+    "cuda": ("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"),
+}
+
+
+@pytest.mark.parametrize("way", ["device_to_device", "device_to_host", "host_to_device"])
+def test_the_device_keeps_the_order(
+    device: Device, simulator: Controls, compute: Compute, sim_log: Log, way: str
+) -> None:
+    """The copies are on a stream before the event comes, and nothing is issued after it."""
+    backend, case = case_of(device, simulator, way, pinned=True)
+    issues = ISSUES[simulator.accelerator]
+    compute.hold()
+    point = taken(device, compute)
+    sim_log.restart()
+    task = Executor(backend).submit(case.descriptors, after=point)
+    wait_until(lambda: bool(sim_log.calls(*issues)))
+    assert_waits(task, case)
+    before = sim_log.counts(*issues)
+    compute.release()
+    assert task.wait(FOREVER).status == KVN_OK
+    case.assert_moved()
+    assert sim_log.counts(*issues) == before
 
 
 class TestPoints:

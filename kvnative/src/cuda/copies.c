@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "cuda/launch.h"
 #include "cuda/reach.h"
@@ -31,6 +32,7 @@ typedef struct copies {
     uint32_t num_blocks; /* of the kernel that the device runs at one time */
     atomic_bool no_kernel;
     atomic_bool no_batch;
+    bool launches_wait; /* each for its end, as CUDA_LAUNCH_BLOCKING asks for */
     pthread_mutex_t mutex;     /* guards what follows */
     kvn_cuda_tuning tuning[3]; /* by direction */
 } copies;
@@ -269,6 +271,8 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64
 {
     sides known = {{.device = device}, {.device = device}};
 
+    if (copies_of(device)->launches_wait)
+        return KVN_PENDING;
     /* Should it be refused, the copies that come after the event find that, too, and do without. */
     if (kvn_cuda_launcher_load(copies_of(device)->launcher, failure) != KVN_OK)
         return KVN_PENDING;
@@ -336,6 +340,14 @@ static uint32_t ask_blocks(const kvn_device *device)
     return BLOCKS_EACH * (uint32_t)(multiprocessors > 0 ? multiprocessors : 1);
 }
 
+/* The driver looks at it when it is initialized: for those who look for a failing kernel. */
+static bool does_launch_block(void)
+{
+    const char *value = getenv("CUDA_LAUNCH_BLOCKING");
+
+    return value && *value && strcmp(value, "0") != 0;
+}
+
 int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
@@ -350,6 +362,7 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the copies of device %d", (int)device->id);
     }
     self->num_blocks = ask_blocks(device);
+    self->launches_wait = does_launch_block();
     atomic_init(&self->no_batch, !cuda->cuMemcpyBatchAsync && !cuda->cuMemcpyBatchAsync_v2);
     for (int it = KVN_HOST_TO_DEVICE; it <= KVN_DEVICE_TO_DEVICE; it++)
         self->tuning[row_of((kvn_direction)it)] = kvn_cuda_tuning_builtin((kvn_direction)it);
