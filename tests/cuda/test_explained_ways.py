@@ -29,9 +29,11 @@ from kvplan import (
     plan_copy_blocks,
     plan_pull_blocks,
 )
+from kvplan.cli import main
+from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.device import Device
-from kvplan.inspection.copy_ways import BUILTIN, NO_LIMIT, CopyDirection, CopyTable
+from kvplan.inspection.copy_ways import BUILTIN, NO_LIMIT, CopyDirection, CopyTable, stored_tables
 from tests.ascend.simulator import Log
 from tests.cuda_sim.simulator import CudaControls
 from tests.device.engines import engine_on
