@@ -18,6 +18,7 @@ from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
+    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.transport.protocol import Transport
 
 
@@ -35,6 +36,7 @@ class CacheEntry:
         metadata: what a peer needs to reach it, by the name of the transport; empty where that
             does not reach such memory.
         created: seconds since the epoch.
+        copies: how the engine's device copies; None: there is none, or it has but one way.
         side: as a plan sees it; None: `paged` is not known.
     """
 
@@ -46,10 +48,13 @@ class CacheEntry:
     owned: bool
     metadata: Mapping[str, bytes] = field(repr=False)
     created: float
+    copies: CopyTable | None = field(default=None, repr=False)
     side: Side | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
+        if known is not None and self.copies is not None:
+            known = replace(known, copies=self.copies)
         object.__setattr__(self, "side", known)
 
 

@@ -7,9 +7,8 @@ The decision is made in C, for each part of a batch when that is issued
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -88,7 +87,7 @@ class CopyTable:
         has_batches: whether its driver has `cuMemcpyBatchAsync`, as of CUDA 12.8.
     """
 
-    limits: Mapping[CopyDirection, CopyLimits]
+    limits: Mapping[CopyDirection, CopyLimits] = field(hash=False)
     source: str = "built in"
     device: str = ""
     has_batches: bool = True
@@ -166,15 +165,21 @@ class CopyTable:
 
 
 BUILTIN: Final = CopyTable(
-    MappingProxyType(
-        {
-            "host_to_device": CopyLimits(128 << 10, 4 << 20, 32),
-            "device_to_host": CopyLimits(128 << 10, 4 << 20, 32),
-            "device_to_device": CopyLimits(8 << 20, 0),
-        }
-    )
+    {
+        "host_to_device": CopyLimits(128 << 10, 4 << 20, 32),
+        "device_to_host": CopyLimits(128 << 10, 4 << 20, 32),
+        "device_to_device": CopyLimits(8 << 20, 0),
+    }
 )
 """As in copies.c: thought out, and measured on no GPU."""
+
+
+def copied_lines(plan: AnyPlan) -> list[str]:
+    """How the GPU of the engine that gave `plan` copies it; [] where none does."""
+    tables = [table for it in _plans(plan) for table in (it.src.copies, it.dst.copies)]
+    if direction_of(plan) is None or tables[0] is None or None in tables:
+        return []
+    return [f"on {tables[0].device}: {tables[0].outline(plan)}"]
 
 
 def direction_of(plan: AnyPlan) -> CopyDirection | None:

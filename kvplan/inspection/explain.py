@@ -15,6 +15,7 @@ from kvplan.inspection.contents import (
     to_text,
     tokens_moved,
 )
+from kvplan.inspection.copy_ways import copied_lines
 from kvplan.inspection.summary import summary
 from kvplan.inspection.table import table_lines
 from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
@@ -56,11 +57,14 @@ def explain_lines(
     limit: int | None,
     cost: TransportCost | None = None,
     same_as: str = "",
+    *,
+    is_part: bool = False,
 ) -> Iterator[str]:
     """Return `plan` as lines of text; of each list at most `limit` rows (None: all).
 
     With `cost` a line more: under the head of a tree, or as the last one of a table. With `same_as`
-    a tree does not list the segments: that names what has the same.
+    a tree does not list the segments: that names what has the same. How a GPU copies is not said of
+    a part, which does not go alone.
 
     Raises, before the first line:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
@@ -70,7 +74,8 @@ def explain_lines(
     moved = [] if cost is None else [cost.outline(plan)]
     match format:
         case "tree":
-            head = [*_header(plan), *(f"  {line}" for line in moved)]
+            copied = [] if is_part else copied_lines(plan)
+            head = [*_header(plan), *(f"  {line}" for line in [*copied, *moved])]
             return chain(chain.from_iterable(map(fit, head)), _tree(plan, limit, same_as))
         case "table":
             return chain(table_lines(plan, limit), moved)

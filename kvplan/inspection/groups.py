@@ -37,7 +37,9 @@ def explain_groups(
     for index, (plan, of) in enumerate(seen):
         like = next((names for it, names in seen[:index] if _same_rows(it, plan)), None)
         same_as = "" if like is None else f"group {like[0]}"
-        parts.append((_named(of), explain_lines(plan, format, limit, same_as=same_as)))
+        parts.append(
+            (_named(of), explain_lines(plan, format, limit, same_as=same_as, is_part=True))
+        )
 
     def lines() -> Iterator[str]:
         for named, text in parts:

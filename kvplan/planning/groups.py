@@ -135,6 +135,7 @@ class GroupPlan:
         Arguments and errors as for `Plan.explain_lines`.
         """
         # As in Plan, not at the top: text for people.
+        from kvplan.inspection.copy_ways import copied_lines
         from kvplan.inspection.cost import cost_of
         from kvplan.inspection.groups import explain_groups
 
@@ -142,6 +143,7 @@ class GroupPlan:
             f"{self.operation}  {self.kind}   {plural(len(self.groups), 'group')}   "
             f"plan {self.fingerprint[:6]}",
             f"  {plural(self.num_descriptors, 'descriptor')} | {nbytes_text(self.nbytes)}",
+            *(f"  {line}" for line in copied_lines(self)),
         ]
         if transport is not None:
             head.append(f"  {cost_of(transport).outline(self)}")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
+    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.lease import BlockLease, LeaseWord
     from kvplan.transport.protocol import Registrable, Renewable
 
@@ -218,6 +219,10 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     def mapped(self) -> list[Arena]:
         """See `TransportLink.mapped`."""
         return []
+
+    def copies(self, metadata: bytes, *, on_device: bool) -> CopyTable | None:
+        """See `TransportLink.copies`."""
+        return None
 
     def memory(
         self,

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import itertools
+import json
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_way, tune_copies
 from kvnative._device import COPY_DIRECTIONS
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    Group,
+    LlmDataDist,
+    LlmRole,
+    Options,
+    Placement,
+    plan_copy_blocks,
+    plan_pull_blocks,
+)
+from kvplan.cli import main
+from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.device import Device
-from kvplan.inspection.copy_ways import BUILTIN, NO_LIMIT, CopyDirection, CopyTable
+from kvplan.inspection.copy_ways import BUILTIN, NO_LIMIT, CopyDirection, CopyTable, stored_tables
 from tests.ascend.simulator import Log
 from tests.cuda_sim.simulator import CudaControls
 from tests.device.engines import engine_on
@@ -169,3 +187,98 @@ def test_the_same_table_as_in_c(cuda_simulator: CudaControls) -> None:
         for direction in COPY_DIRECTIONS:
             tune_copies(device.native, direction, builtin_copy_tuning(direction))
         device.close()
+
+
+class TestPlansOfAnEngine:
+    """They say by themselves how its GPU copies."""
+
+    def test_inside(self, datadist: LlmDataDist) -> None:
+        gpu, host = (paged(datadist, it, 3) for it in ENDS["device_to_host"])
+        name = device_of(datadist).name
+        blocks = {0: 5, 1: 7}
+        plans = datadist.plan_swap_blocks(gpu, host, blocks), plan_copy_blocks(gpu, {0: [5]})
+        said = plans[0].explain().splitlines()
+        line = (
+            f"  on {name}: device to host: kernel, 1 launch (mean 1 KiB: one launch below 128 KiB, "
+            "then a batch call below 4 MiB, then a copy each; built in)"
+        )
+        assert " ".join(it.strip() for it in said[4:6]) == line.strip()
+        assert not any(" on " in it for it in plans[1].explain().splitlines())  # not an engine's
+        again = type(plans[0]).from_dict(json.loads(json.dumps(plans[0].to_dict())))
+        assert again == plans[0]
+        assert pickle.loads(pickle.dumps(plans[0])) == plans[0]
+
+    def test_within_host_memory(self, datadist: LlmDataDist) -> None:
+        host = paged(datadist, Placement.HOST, 3)
+        assert name_of(datadist) not in datadist.plan_copy_blocks(host, {0: [5]}).explain()
+
+    @pytest.mark.parametrize("accelerator", ["cuda", "none"], ids=["gpu", "no gpu"])
+    def test_between_processes(self, datadist: LlmDataDist, sim_log: Log, accelerator: str) -> None:
+        """Over local this side's GPU copies, if the peer's memory is where it says."""
+        with LlmDataDist(7, LlmRole.PROMPT) as other:
+            other.initialize(
+                Options(
+                    accelerator=accelerator,
+                    device_id=4 if accelerator == "cuda" else 0,
+                    transport="local",
+                    listen_ip_info="127.0.0.1:0",
+                )
+            )
+            desc = CacheDesc(4, (BLOCKS, BLOCK), DataType.DT_UINT8)
+            for it in (1, 2):
+                other.allocate_blocks_cache(desc, BlocksCacheKey(7, it))
+            datadist.link_clusters([ClusterInfo(7, other.listen_address)]).raise_for_status()
+            mine = [datadist.allocate_blocks_cache(desc) for _ in range(2)]
+            some = range(0, BLOCKS, 2)
+            plan = datadist.plan_pull_blocks(BlocksCacheKey(7, 1), mine[0], some, some)
+            groups = {
+                str(it): Group(BlocksCacheKey(7, it + 1), mine[it], some, some) for it in (0, 1)
+            }
+            both = datadist.plan_pull_groups(groups)
+            line = f"on {name_of(datadist)}: device to device: kernel, 1 launch"
+            assert (
+                plan.explain().count(line) == both.explain().count(line) == (accelerator == "cuda")
+            )
+            sim_log.restart()
+            datadist.pull_blocks(BlocksCacheKey(7, 1), mine[0], some, some)
+            datadist.pull_groups(groups)
+            expected = 2 if accelerator == "cuda" else 0
+            assert sim_log.counts("cuLaunchKernel")["cuLaunchKernel"] == expected or not expected
+            datadist.unlink_clusters([7]).raise_for_status()
+
+
+def name_of(datadist: LlmDataDist) -> str:
+    return device_of(datadist).name
+
+
+def test_the_command_explains_by_what_was_stored(
+    cuda_simulator: CudaControls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu, host = (CacheDesc(2, (8, BLOCK), DataType.DT_UINT8, it) for it in ENDS["device_to_host"])
+    plan = plan_pull_blocks(gpu, host, [0, 2, 4], [0, 2, 4])
+    path = tmp_path / "plan.json"
+    plan.save(path)
+
+    def explained(*more: str) -> Any:
+        assert main(["explain", str(path), "-t", "cuda", "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    builtin = explained()
+    assert builtin["source"].startswith("built in")
+    assert builtin["copies"]["ways"] == [
+        {"way": "kernel", "calls": 1, "descriptors": 6, "nbytes": 6 * BLOCK}
+    ]
+    device = CudaDevice(2)
+    try:
+        cuda_copies.save(device, {it: CopyTuning(0, 0, 0) for it in COPY_DIRECTIONS})
+        kind = cuda_copies.key_of(device)
+    finally:
+        device.close()
+    assert [*stored_tables()] == [kind]
+    found = explained()
+    assert found["copies"]["device"] == kind
+    assert [it["way"] for it in found["copies"]["ways"]] == ["single"]
+    assert "single, 6 copies (mean 1 KiB: a copy each; measured by kvplan tune" in found["over"]
+    assert explained("--builtin") == builtin
+    assert main(["estimate", str(path), "-t", "cuda"]) == 2
+    assert "no time was measured on a GPU" in capsys.readouterr().err
