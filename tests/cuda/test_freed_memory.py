@@ -1,4 +1,4 @@
-"""Memory that a program frees under its registration: refused, and never taken for what is there then."""
+"""Memory that a program frees under its registration: refused, also where other memory is then."""
 
 from __future__ import annotations
 
