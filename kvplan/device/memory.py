@@ -163,7 +163,11 @@ class DeviceMemory(Revocable):
         self.check_tensors(range(len(self.addresses)))
 
     def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`."""
+        """See `TensorMemory`.
+
+        Raises:
+            LLMException: as `check`.
+        """
         if self._owner is None:
             self.check_located(tensors)
         elif any(it.is_replaced for it in self.watches):

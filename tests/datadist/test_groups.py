@@ -30,6 +30,8 @@ from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 
+pytestmark = pytest.mark.over_cuda
+
 INVALID = "LLM_PARAM_INVALID"
 DESCS = {
     "latent": CacheDesc(3, (8, 4, 24), DataType.DT_INT16, kv_tensor_format="block token dim"),

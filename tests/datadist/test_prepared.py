@@ -24,6 +24,8 @@ from kvplan import (
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 
+pytestmark = pytest.mark.over_cuda
+
 PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 SLOTS = CacheDesc(4, (8, 16), DataType.DT_INT32)
 ONE_LAYER = KvCacheExtParam(range(1, 2), range(1, 2), 2)

@@ -24,6 +24,8 @@ from tests.datadist.layers import ready, there, wait_until
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 
+pytestmark = pytest.mark.over_cuda
+
 FP16 = CacheDesc(4, (8, 4, 2, 8), DataType.DT_FLOAT16)
 OFFER_BF16 = """
 cache = datadist.allocate_blocks_cache(CacheDesc(4, (8, 4, 2, 8), DataType.DT_BF16))

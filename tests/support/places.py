@@ -2,7 +2,7 @@
 
 By default engines are on this host, linked over local; tests marked `over_tcp` run over TCP too,
 and those marked `over_tcp(only=True)` over TCP alone; those marked `over_ucx` over UCX as
-well, and those marked `over_hccl` on simulated devices.
+well, those marked `over_hccl` on simulated Ascend devices, and those marked `over_cuda` on CUDA's.
 Suites whose engines another network namespace has are run by tests/across/.
 
 KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
@@ -53,11 +53,11 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     over_tcp = ["tcp", *(["ascend_tcp"] if "ascend" in usual else [])]
     others = [
         name
-        for name, marker in (("ucx", "over_ucx"), ("ascend", "over_hccl"))
+        for name, marker in (("ucx", "over_ucx"), ("ascend", "over_hccl"), ("cuda", "over_cuda"))
         if metafunc.definition.get_closest_marker(marker)
     ]
     fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp, *others]
-    if "ascend" in fit:
+    if "ascend" in fit and "cuda" not in fit:
         fit.append("cuda")  # where it is asked for
     names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
     known = [it for it in names if it in fit]
