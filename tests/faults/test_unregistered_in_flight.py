@@ -136,6 +136,7 @@ SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
 
 
 @pytest.mark.over_tcp
+@pytest.mark.over_ucx
 @pytest.mark.parametrize("name", SUBMIT)
 def test_what_was_submitted_is_stopped(
     make_engine: MakeEngine, peer: Peer, slowly: Transfers, name: str
