@@ -226,15 +226,15 @@ cdef class AnyTask:
         """Keep the outcome and let go of the memory. Only when there is one."""
         cdef Report outcome = self.look()
         cdef bint is_first = False
-        cdef object kept = None
+        cdef object keep = None
         with cython.critical_section(self):
             if self.outcome is None:  # of several threads that waited, the first comes here
                 is_first = True
                 self.descriptors.release()  # whoever sees the outcome can lower into them
                 self.outcome = outcome
-                kept, self.keep = self.keep, None  # let go of with this frame
+                keep, self.keep = self.keep, None
         if is_first:
-            self.descriptors = None
+            self.descriptors = keep = None  # which may run anything, so outside
             self.siblings.pop(self, None)
             in_flight.pop(self, None)
         return self.settled()

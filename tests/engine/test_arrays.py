@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kvplan import CacheDesc, DataType, LLMException
-from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.arrays import read_tensors, tensor_arrays, write_tensors
 from kvplan.execution.memory import HostMemory
 from kvplan.tensor_forms import numpy_dtype
+from tests.support.refusals import refused
 
 from .caches import SLOTS, free_nbytes
 from .conftest import POOL
@@ -84,3 +85,15 @@ def test_a_row_of_packed_elements_is_flat():
     desc = CacheDesc(1, (1, 2, 3, 8), DataType.DT_INT4, batch_dim_index=1)
     (array,) = tensor_arrays(desc, HostMemory.from_arrays([bytearray(desc.nbytes)]))
     assert array.shape == (1, 2, 12)
+
+
+def test_what_was_unregistered_meanwhile_is_neither_read_nor_written(registry):
+    """By a call that had found the cache before."""
+    given = [np.zeros(SLOTS.shape, numpy_dtype(SLOTS.data_type)) for _ in range(SLOTS.num_tensors)]
+    entry = registry.register(SLOTS, given, paged=False)
+    registry.unregister(1)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has unregistered cache 1 meanwhile"):
+        write_tensors(SLOTS, entry.memory, [it + 1 for it in given])
+    with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has unregistered cache 1 meanwhile"):
+        read_tensors(SLOTS, entry.memory)
+    assert not any(it.any() for it in given)

@@ -29,6 +29,7 @@ from kvplan import (
     TransferTask,
 )
 from tests.faults.conftest import Attempt, MakeEngine
+from tests.faults.contents import own
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.peer import Peer
 from tests.faults.transfers import LONG_MS, link
@@ -85,11 +86,15 @@ def slowly() -> Iterator[Transfers]:
     made.close(cancel=True)
 
 
-def scene_of(user: LlmDataDist, peer: Peer, of: str = "arrays", desc: CacheDesc = DESC) -> Scene:
+def scene_of(user: LlmDataDist, peer: Peer, of: str = "host", desc: CacheDesc = DESC) -> Scene:
     there, addresses = peer.run(OFFER, desc=desc)
     link(user, peer)
     arrays = [np.zeros(desc.shape, np.int32) for _ in range(desc.num_tensors)]
-    given = arrays if of == "arrays" else [it.ctypes.data for it in arrays]
+    given: list[Any]
+    if of == "addresses":
+        given = [it.ctypes.data for it in arrays]
+    else:
+        arrays, given = own(of, user.cluster_id, arrays)
     cache = user.register_blocks_cache(desc, given)
     return Scene(user, cache, arrays, CacheIndex(1, there), addresses)
 
@@ -136,11 +141,13 @@ SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
 
 
 @pytest.mark.over_tcp
+@pytest.mark.over_hccl
+@pytest.mark.over_ucx
 @pytest.mark.parametrize("name", SUBMIT)
 def test_what_was_submitted_is_stopped(
-    make_engine: MakeEngine, peer: Peer, slowly: Transfers, name: str
+    make_engine: MakeEngine, peer: Peer, slowly: Transfers, machine: str, name: str
 ) -> None:
-    scene = scene_of(make_engine(2, transfers=slowly), peer)
+    scene = scene_of(make_engine(2, transfers=slowly), peer, machine)
     task = SUBMIT[name](scene)
     assert not task.done
     scene.unregister()
