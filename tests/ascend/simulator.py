@@ -56,7 +56,7 @@ class Log:
         with self._path.open("rb") as file:
             file.seek(self._from)
             text = file.read()
-        # Threads that wait ask many times: what nobody wants to know is not worth reading.
+        # Threads that wait ask many times: lines of other calls are not worth reading.
         wanted = tuple(f'"call":"{it}"'.encode() for it in names)
         lines = [
             json.loads(line)

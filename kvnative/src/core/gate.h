@@ -17,8 +17,8 @@ typedef struct kvn_gate_waiter {
     kvn_gate *gate;
     /* Once, by a thread of the gate's, without a lock of its own: KVN_OK, or why it never opens. */
     void (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
-    /* Now and then until it opens, by the same thread: whether it waits no more, as somebody else keeps the order
-     * from now on. NULL: nobody would. */
+    /* Now and then until it opens, by the same thread: whether it waits no more, as a backend keeps the order
+     * from now on. NULL: none would. */
     bool (*pass)(struct kvn_gate_waiter *waiter);
 } kvn_gate_waiter;
 

@@ -40,7 +40,7 @@ typedef struct busy {
     bool has_others; /* work that cannot be stopped */
     bool was_told;   /* to stop: nothing is launched on it until it is idle */
     bool is_void;    /* none of its launches had begun when it was told: they will touch nothing */
-    bool is_dropped; /* and nobody else has the stream any more: it goes when it is idle */
+    bool is_dropped; /* and the stream is no channel's any more: it goes when it is idle */
 } busy;
 
 struct kvn_cuda_launcher {

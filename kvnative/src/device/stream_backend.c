@@ -292,7 +292,7 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
                 status = KVN_CANCELLED;
             }
         }
-        /* Without its outcome nobody waits for an event that may never come. */
+        /* A failure that is known is not kept back for an event that may never come. */
         if (status != KVN_OK && atomic_load(&request->is_held))
             atomic_store(&request->stop, 1);
         if (status != KVN_OK)
