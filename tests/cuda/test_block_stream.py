@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvnative._cuda import CudaError, CudaLibrary, Device
@@ -317,10 +318,10 @@ def test_one_that_waits_for_its_own_event_in_a_thread(
     executor = Executor(device.backend("device_to_device"))
     compute.hold()
     point = device.take_event(handle_of(compute.event()))
-    tasks = [executor.submit(case.descriptors, after=point)]
+    tasks, cases = [executor.submit(case.descriptors, after=point)], [case]
     while not tasks[-1].held:  # more than the device has streams for
-        case = between(device, cuda_simulator, "device_to_device", SIZES)
-        tasks.append(executor.submit(case.descriptors, after=point))
+        cases.append(between(device, cuda_simulator, "device_to_device", SIZES))
+        tasks.append(executor.submit(cases[-1].descriptors, after=point))
     report = refusal(tasks[-1], compute.handle)
     assert report.status == KVN_UNSUPPORTED
     assert "the event that it comes after has not come" in report.message
@@ -329,6 +330,34 @@ def test_one_that_waits_for_its_own_event_in_a_thread(
     for it in tasks:
         assert it.wait(FOREVER).status == KVN_OK
     block(tasks[-1], compute.handle)
+
+
+@pytest.mark.parametrize("ends", ["moved", "cancelled"])
+def test_between_two_parts_of_a_streams_own_work(
+    device: Device, cuda_simulator: CudaControls, compute: CudaCompute, ends: str
+) -> None:
+    """Behind what it computes, and before what it computes next: no host thread waits."""
+    case = between(device, cuda_simulator, "device_to_device", SIZES)
+    compute.hold()
+    compute.fill(case.sides[0].address, case.source.nbytes, 7)
+    executor = Executor(device.backend("device_to_device"))
+    task = executor.submit(case.descriptors, after=device.take_stream(compute.handle))
+    block(task, compute.handle)
+    compute.fill(case.sides[0].address, case.source.nbytes, 9)
+    assert_still(compute, task)
+    if ends == "cancelled":
+        assert task.cancel().status == KVN_CANCELLED
+        assert not compute.is_done  # its own event has not come
+    compute.release()
+    compute.wait()
+    assert (case.source == 9).all()
+    if ends == "moved":
+        assert task.wait(FOREVER).status == KVN_OK
+        assert (case.target[case.target != UNTOUCHED] == 7).all()
+        assert np.count_nonzero(case.target != UNTOUCHED) == case.total
+    else:
+        assert (case.target == UNTOUCHED).all()
+        assert_moves(device, cuda_simulator, case)
 
 
 # ---- streams that are captured into graphs ----
