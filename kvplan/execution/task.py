@@ -155,7 +155,8 @@ class TransferTask:
         Issue what reads the destination, or writes the source, after this.
 
         A transfer that is over, or that ends early, does not hold the stream: what comes after it
-        then runs with what has arrived. So `wait` before you use what was computed.
+        then runs with what has arrived. So `wait` before you use what was computed. The event that
+        a transfer comes `after` is waited for by the stream, too, once the device keeps that order.
 
         Args:
             stream: of the model's compute, on the engine's device, see `ComputeStream`. It must not

@@ -326,16 +326,21 @@ static int record_event(const kvn_device *device, void *event, kvn_stream stream
     return CALL(device, failure, cuEventRecord, event, stream);
 }
 
-/* An event of another context, or device, is fine; not one that a graph has: the stream would become a part of its
- * capture. That is spoilt by the question, too, but says so. */
+/* A stream that waited for an event that a graph has would become a part of its capture. That is spoilt by the
+ * question, too, but says so. */
+static int check_event(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    if (kvn_cuda_of(device)->cuEventQuery(event) != KVN_CUDA_CAPTURED_EVENT)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_INVALID, KVN_CUDA_CAPTURED_EVENT,
+                    "the event was recorded on a stream that is captured into a CUDA graph, whose work runs later");
+}
+
+/* An event of another context, or device, is fine. */
 static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
 {
     if (check_capture(device, stream, failure) != KVN_OK)
         return failure->status;
-    if (kvn_cuda_of(device)->cuEventQuery(event) == KVN_CUDA_CAPTURED_EVENT)
-        return kvn_fail(failure, KVN_INVALID, KVN_CUDA_CAPTURED_EVENT,
-                        "the event was recorded on a stream that is captured into a CUDA graph, whose work runs "
-                        "later");
     return kvn_cuda_copies_wait(device, stream, event, failure);
 }
 
@@ -464,6 +469,7 @@ const kvn_device_ops kvn_cuda_ops = {
     .create_event = create_event,
     .destroy_event = destroy_event,
     .record_event = record_event,
+    .check_event = check_event,
     .wait_event = wait_event,
     .query_event = query_event,
     .copy_async = kvn_cuda_copy_async,

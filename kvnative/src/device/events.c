@@ -334,7 +334,10 @@ static int follow(kvn_events *events, void *event, kvn_event_unit **unit, kvn_fa
 
     if (status != KVN_OK)
         return status;
-    status = make_unit(events, true, unit, failure);
+    if (device->ops->check_event)
+        status = device->ops->check_event(device, event, failure);
+    if (status == KVN_OK)
+        status = make_unit(events, true, unit, failure);
     if (status == KVN_OK)
         status = device->ops->wait_event(device, (*unit)->stream, event, failure);
     if (status == KVN_OK)
