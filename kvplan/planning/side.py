@@ -249,6 +249,7 @@ def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
         name=name,
         way="",
         cache_id=cache_id,
+        copies=None,
     )
     return found
 
