@@ -48,7 +48,7 @@ class DeviceMemory(Revocable):
         parts: memory that this is made of; what revokes one of these revokes this.
     """
 
-    __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "writable")
+    __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "watches", "writable")
     in_process = True
     on_device = True
 
