@@ -374,6 +374,7 @@ def test_a_captured_stream_is_refused_and_not_spoilt(
     cuda_simulator.end_hangs()
     block(task, compute.handle)
     compute.wait()
+    assert task.wait(FOREVER).status == KVN_OK
 
 
 def test_nor_is_the_default_stream_beside_one(
@@ -390,6 +391,7 @@ def test_nor_is_the_default_stream_beside_one(
     program.ok("cuStreamDestroy_v2", blocking)
     cuda_simulator.end_hangs()
     compute.wait()
+    assert task.wait(FOREVER).status == KVN_OK
 
 
 def test_an_event_of_a_graph_is_refused(device: Device, compute: CudaCompute) -> None:

@@ -19,10 +19,10 @@ import pytest
 from kvnative._cuda import CudaLibrary, Device
 from kvnative._executor import (
     KVN_CANCELLED,
-    KVN_INVALID,
     KVN_OK,
     KVN_PENDING,
     KVN_TIMEOUT,
+    KVN_UNMAPPED,
     Executor,
     Gate,
     Task,
@@ -337,7 +337,7 @@ class TestFailures:
         wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2)
         task.open(3)
         report = task.wait(FOREVER)
-        assert (report.status, report.failed) == (KVN_INVALID, 3)
+        assert (report.status, report.failed) == (KVN_UNMAPPED, 3)
         compute.release()
         compute.settle()
         assert (case.target == UNTOUCHED).all()

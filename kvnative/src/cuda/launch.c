@@ -78,16 +78,17 @@ static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
     void *values[] = {log, (void *)(uintptr_t)sizeof log};
     kvn_failure refusal;
 
-    if (CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK &&
+    if ((self->module ||
+         CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK) &&
         CALL(device, failure, cuModuleGetFunction, &self->few, self->module, "kvn_copy_few_kernel") == KVN_OK &&
         CALL(device, failure, cuModuleGetFunction, &self->many, self->module, "kvn_copy_many_kernel") == KVN_OK)
         return KVN_OK;
     refusal = *failure;
+    if (will_pass(&refusal))
+        return refusal.status; /* a module that was loaded is for the next call */
     if (self->module)
         kvn_cuda_of(device)->cuModuleUnload(self->module);
     self->module = NULL;
-    if (will_pass(&refusal))
-        return refusal.status;
     log[strcspn(log, "\n")] = '\0';
     return kvn_fail(failure, KVN_UNSUPPORTED, refusal.code, "the driver does not take the copy kernel: %.130s%s%.60s",
                     refusal.message, *log ? "; " : "", log);
