@@ -31,10 +31,9 @@ from tests.cuda.device import OnCudaOverTcp
 from tests.cuda_sim.simulator import CudaControls
 from tests.device.compute import CudaCompute, compute_on
 from tests.device.engines import DEVICE, HOST, contents, engine_on
-from tests.device.test_compute_events import FOREVER, ROW_NBYTES, Pair, linked, row
+from tests.device.pair import FOREVER, Pair, row
+from tests.device.test_compute_events import ROW_NBYTES
 from tests.support.refusals import refused
-
-__all__ = ["linked"]
 
 POOLS = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
 only_cuda = pytest.mark.parametrize("simulator", ["cuda"], indirect=True)
