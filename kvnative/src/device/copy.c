@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "device/stream_backend.h"
+#include "device/stream_request.h"
 
 /* Bytes of one call that an abort cannot stop: at 5 GB/s some 13 ms. */
 #define BLOCKING_NBYTES (64u << 20)
@@ -111,7 +112,7 @@ static int await(transfer *t)
 
     if (!t->is_held)
         return KVN_OK;
-    status = kvn_stream_backend_await(t->channel, t->shard, t->stop, t->fault);
+    status = kvn_stream_request_await(t->channel, t->shard, t->stop, t->fault);
     if (status != KVN_OK)
         return status;
     t->is_held = false;

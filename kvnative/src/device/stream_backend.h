@@ -42,17 +42,12 @@ struct kvn_stream_backend {
 
 /* Fills in what is shared: shards of 1 MiB or more. 0, or an errno. `name` outlives it. A batch that comes
  * after something is given to it when that has come; it can set `vtable.orders` instead if all that `move` does
- * is on the channel's stream, where abort_stream stops it, or waits with kvn_stream_backend_await. Then it takes
+ * is on the channel's stream, where abort_stream stops it, or waits with kvn_stream_request_await. Then it takes
  * as many as it has channels for, and further ones when what they come after has come. */
 int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
                             void (*destroy)(kvn_backend *self), kvn_channel **channels,
                             unsigned num_channels, kvn_stream_move move);
 /* No request is left. */
 void kvn_stream_backend_end(kvn_stream_backend *self);
-/* In `move`, before what could not be stopped on the stream: waits for what the shard, which is the one that it was
- * given, comes after, and then for all that was issued. KVN_CANCELLED when *stop was set, or why it never comes,
- * or must not be waited for any more. */
-int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
-                             kvn_channel_fault *fault);
 
 #endif
