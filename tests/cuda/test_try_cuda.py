@@ -102,7 +102,7 @@ def test_what_fails_ends_nothing_else(environment: dict[str, str]) -> None:
 
 
 def test_what_is_wrong_is_told(environment: dict[str, str], tmp_path: Path) -> None:
-    environment["KVSIM_FAULTS"] = "cuMemHostAlloc:3=2;cuMemcpyBatchAsync_v2:1=partial:1"
+    environment["KVSIM_FAULTS"] = "cuMemHostAlloc:3=2;cuMemcpyBatchAsync_v2:1=1"
     report = tmp_path / "report"
     code, said, _ = outcome(environment, "--quick", "--json", str(report), *only("copies"))
     assert code == 1, said

@@ -98,7 +98,9 @@ def try_copies(notes: Notes) -> None:
                     notes.expect(
                         f"{direction.replace('_', ' ')}: {way} {kind}".rstrip(),
                         not wrong,
-                        "; ".join(wrong) or f"blocks of {sizes} bytes",
+                        f"{len(wrong)} of {len(sizes)} sizes: {wrong[0]}"
+                        if wrong
+                        else f"blocks of {sizes} bytes",
                     )
                 if copy_way(device.native, direction, 4096, 64) != way:
                     notes.add(f"{direction}: {way}", "says", device.native.fallback_reason)
