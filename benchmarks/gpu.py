@@ -338,10 +338,13 @@ def between_processes(run: Run, name: str, case: Scattered, target: float) -> Ro
     device, driver = device_of(run), driver_of(run)
     bare_source, bare_target = (Pool(device, case.nbytes, on_device=True) for _ in range(2))
     with linked(case) as datadist, Transfers() as transfers:
+        run.note("linked")
         desc = cache_of(TENSORS, case.pool, case.block)
         given, cache = (datadist.allocate_blocks_cache(desc) for _ in range(2))
-        content = words(desc.nbytes, 2)
-        datadist.write_cache(given, list(content.reshape(TENSORS, *desc.shape)))
+        starts = range(0, desc.nbytes, desc.tensor_nbytes)
+        content = [words(desc.tensor_nbytes, 2, it).reshape(desc.shape) for it in starts]
+        run.note("made bytes")
+        datadist.write_cache(given, content)
         run.note("filled a cache")
         everything = list(range(case.pool))
         datadist.push_blocks(given, KEY, everything, everything, timeout_ms=60_000)
