@@ -123,6 +123,30 @@ class TestOnTheStream:
         case.assert_moved()
 
 
+def test_nothing_is_allocated_or_loaded_behind_a_wait(
+    device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+) -> None:
+    """Those calls may wait for all work of the context, and so for the event."""
+    executor = Executor(device.backend("device_to_device"))
+    allocations = ("cuMemAlloc_v2", "cuMemHostAlloc")
+    compute.hold()
+    cases = [
+        between(device, cuda_simulator, "device_to_device", [100] * 300) for _ in range(ORDERED)
+    ]
+    gates = [taken(device, compute) for _ in cases]
+    done = sim_log.counts(*allocations, MODULE, "cuFuncLoad")
+    assert done[MODULE] == 1
+    assert done["cuFuncLoad"] == 2
+    tasks = []
+    for case, gate in zip(cases, gates, strict=True):
+        tasks.append(begin(executor, case, gate, sim_log))
+        assert sum(sim_log.counts(*allocations, MODULE, "cuFuncLoad").values()) == 0
+    compute.release()
+    for task, case in zip(tasks, cases, strict=True):
+        assert task.wait(FOREVER).status == KVN_OK
+        case.assert_moved()
+
+
 class TestWhatWaitsOnTheHost:
     def test_of_one_transfer_what_the_kernel_reaches_goes_first(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log

@@ -9,6 +9,8 @@
 /* A page of control words at a time. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
 #define MAX_PIECES (1u << 30)
+/* Launches of many descriptors that are to be ready before a stream waits: so many streams of a direction may. */
+#define RESERVED 4
 #define LOG_NBYTES 4096 /* of the driver's compiler */
 
 /* CUjit_option */
@@ -55,6 +57,7 @@ struct kvn_cuda_launcher {
     busy *streams;
     launch **pages; /* of control words: each the array of its launches */
     size_t num_pages;
+    size_t num_columns; /* that launches have, idle or not */
 };
 
 #define CALL KVN_CUDA_CALL
@@ -69,6 +72,17 @@ static bool will_pass(const kvn_failure *failure)
            (failure->code >= KVN_CUDA_CAPTURE_UNSUPPORTED && failure->code <= KVN_CUDA_CAPTURE_WRONG_THREAD);
 }
 
+/* With lazy loading, which drivers have on since 12.2, a kernel may be loaded by its first launch, which then waits
+ * for all work of the context: better now. */
+static int get_function(const kvn_cuda_launcher *self, const char *name, CUfunction *out, kvn_failure *failure)
+{
+    const kvn_device *device = self->device;
+
+    if (CALL(device, failure, cuModuleGetFunction, out, self->module, name) != KVN_OK)
+        return failure->status;
+    return kvn_cuda_of(device)->cuFuncLoad ? CALL(device, failure, cuFuncLoad, *out) : KVN_OK;
+}
+
 /* The driver compiles it for its GPU, and keeps what it has made in its own cache on disk. */
 static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
 {
@@ -80,8 +94,8 @@ static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
 
     if ((self->module ||
          CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK) &&
-        CALL(device, failure, cuModuleGetFunction, &self->few, self->module, "kvn_copy_few_kernel") == KVN_OK &&
-        CALL(device, failure, cuModuleGetFunction, &self->many, self->module, "kvn_copy_many_kernel") == KVN_OK)
+        get_function(self, "kvn_copy_few_kernel", &self->few, failure) == KVN_OK &&
+        get_function(self, "kvn_copy_many_kernel", &self->many, failure) == KVN_OK)
         return KVN_OK;
     refusal = *failure;
     if (will_pass(&refusal))
@@ -143,6 +157,7 @@ static int add_columns(kvn_cuda_launcher *self, columns *out, kvn_failure *failu
         return failure->status;
     if (CALL(self->device, failure, cuMemHostAlloc, &host, nbytes, KVN_CUDA_HOST_PORTABLE) == KVN_OK) {
         out->host = host;
+        self->num_columns++;
         return KVN_OK;
     }
     kvn_cuda_of(self->device)->cuMemFree_v2(out->device);
@@ -230,6 +245,20 @@ static launch *take(kvn_cuda_launcher *self, bool with_columns, kvn_failure *fai
     it->next = NULL;
     memset(it->control, 0, sizeof *it->control);
     return it;
+}
+
+void kvn_cuda_launcher_reserve(kvn_cuda_launcher *self)
+{
+    kvn_failure ignored; /* a launch that needs it says so */
+    launch *it;
+
+    pthread_mutex_lock(&self->mutex);
+    if (!self->idle)
+        add_page(self, &ignored);
+    for (it = self->idle; it && self->num_columns < RESERVED; it = it->next)
+        if (!it->columns.host && add_columns(self, &it->columns, &ignored) != KVN_OK)
+            break;
+    pthread_mutex_unlock(&self->mutex);
 }
 
 static int fail_told(kvn_failure *failure)
