@@ -305,14 +305,12 @@ unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
 
 /* ---- streams ---- */
 
-/* To load the kernel, and to allocate, may wait for all work of the context, and so for what this stream would wait
- * for. */
+/* To load the kernel may wait for all work of the context, and so for what this stream would wait for. */
 int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
 {
     kvn_failure ignored; /* who needs it asks again */
 
-    if (kvn_cuda_launcher_load(copies_of(device)->launcher, &ignored) == KVN_OK)
-        kvn_cuda_launcher_reserve(copies_of(device)->launcher);
+    kvn_cuda_launcher_load(copies_of(device)->launcher, &ignored);
     return KVN_CUDA_CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
 }
 

@@ -9,8 +9,6 @@
 /* A page of control words at a time. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
 #define MAX_PIECES (1u << 30)
-/* Launches of many descriptors that are to be ready before a stream waits: so many streams of a direction may. */
-#define RESERVED 4
 #define LOG_NBYTES 4096 /* of the driver's compiler */
 
 /* CUjit_option */
@@ -57,7 +55,6 @@ struct kvn_cuda_launcher {
     busy *streams;
     launch **pages; /* of control words: each the array of its launches */
     size_t num_pages;
-    size_t num_columns; /* that launches have, idle or not */
 };
 
 #define CALL KVN_CUDA_CALL
@@ -157,7 +154,6 @@ static int add_columns(kvn_cuda_launcher *self, columns *out, kvn_failure *failu
         return failure->status;
     if (CALL(self->device, failure, cuMemHostAlloc, &host, nbytes, KVN_CUDA_HOST_PORTABLE) == KVN_OK) {
         out->host = host;
-        self->num_columns++;
         return KVN_OK;
     }
     kvn_cuda_of(self->device)->cuMemFree_v2(out->device);
@@ -245,20 +241,6 @@ static launch *take(kvn_cuda_launcher *self, bool with_columns, kvn_failure *fai
     it->next = NULL;
     memset(it->control, 0, sizeof *it->control);
     return it;
-}
-
-void kvn_cuda_launcher_reserve(kvn_cuda_launcher *self)
-{
-    kvn_failure ignored; /* a launch that needs it says so */
-    launch *it;
-
-    pthread_mutex_lock(&self->mutex);
-    if (!self->idle)
-        add_page(self, &ignored);
-    for (it = self->idle; it && self->num_columns < RESERVED; it = it->next)
-        if (!it->columns.host && add_columns(self, &it->columns, &ignored) != KVN_OK)
-            break;
-    pthread_mutex_unlock(&self->mutex);
 }
 
 static int fail_told(kvn_failure *failure)

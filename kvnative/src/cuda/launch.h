@@ -24,9 +24,6 @@ bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self);
 /* Compiles the kernel, once; later calls have the first one's outcome. KVN_UNSUPPORTED: this driver does not
  * take it, and `failure` says why. Other failures, for want of memory say, are not for ever. */
 int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure);
-/* Before a stream waits for an event: makes what its launches will need. To allocate may wait for all work of the
- * device, as NVIDIA's guide says (implicit synchronization), and so for that event. */
-void kvn_cuda_launcher_reserve(kvn_cuda_launcher *self);
 /* Launches a copy of 1 to KVN_CUDA_LAUNCH_COUNT descriptors, none empty, all of memory that the device reaches;
  * by at most `blocks` blocks. The columns may go when it returns. */
 int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
