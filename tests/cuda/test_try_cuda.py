@@ -67,7 +67,12 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
         "its capture goes on",
     )
     assert {outcomes[it] for it in (*steps, "as arrays", "a child maps exported memory")} == {"ok"}
-    *_, last = lines_of(report)
+    *lines, last = lines_of(report)
+    details = {it["step"]: it["detail"] for it in lines if "step" in it}
+    assert details["cuMemHostAlloc"].startswith(
+        "type 1, context True, device 0, managed 0, number "
+    )
+    assert "bytes 2097152" in details["cuMemCreate, to be exported"]
     assert last["end"]["failed"] == last["end"]["not run"] == []
     assert not last["counts"]
 
