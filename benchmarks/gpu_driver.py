@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: what a program beside kvplan does, and bare copies to compare with."""
+"""The CUDA driver by ctypes: what a program beside kvplan does, bare copies, and bytes compared."""
 
 from __future__ import annotations
 
@@ -85,6 +85,28 @@ _FAULT = b"""
 }
 """
 _SPIN_NS, _THREADS, _BLOCKS = 10_000, 256, 8  # 2,048 threads fill a multiprocessor
+
+
+_SHOWN = 8
+
+
+def difference(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> str:
+    """What is wrong and where, so that bytes that are missing, late or misplaced can be told."""
+    import numpy as np
+
+    if found.shape != expected.shape:
+        return f"of shape {found.shape}, and not {expected.shape}"
+    if np.array_equal(found, expected):
+        return ""
+    wrong = np.flatnonzero(found.reshape(-1) != expected.reshape(-1))
+    first, last = int(wrong[0]), int(wrong[-1])
+    here, there = (it.reshape(-1)[first : first + _SHOWN].tobytes() for it in (found, expected))
+    index = tuple(int(it) for it in np.unravel_index(first, found.shape))
+    zeros = int((found.reshape(-1)[wrong] == 0).sum())
+    return (
+        f"{len(wrong)} of {found.size} bytes are wrong, from {first} {index} to {last}, {zeros} of "
+        f"them 0: first {here.hex()} and not {there.hex()}"
+    )
 
 
 class DriverError(Exception):

@@ -92,6 +92,9 @@ class Run:
             self.shared[key] = make()
         return self.shared[key]
 
+    def note(self, step: str) -> None:
+        """What was just done, of a row that takes long: for those who watch."""
+
     def medians(
         self, *candidates: Callable[[], float], rounds: int, settle: int = 0
     ) -> list[float]:
@@ -110,7 +113,10 @@ class Run:
         for candidate in candidates:
             candidate()
         rounds = max(3, rounds // 4) if self.quick else rounds
-        turns = [[turn(candidate) for candidate in candidates] for _ in range(rounds)]
+        turns = []
+        for number in range(1, rounds + 1):
+            turns.append([turn(candidate) for candidate in candidates])
+            self.note(f"timed {number} of {rounds} times")
         return [statistics.median(times) for times in zip(*turns, strict=True)]
 
 

@@ -85,6 +85,8 @@ FRAMEWORKS = 2
 """And one that imports torch, for the first time."""
 
 QUICK_NBYTES = 1 << 20
+NOTE_S = 3.0
+"""So often a row says how far it is, at most."""
 LEAST_S = 5.0
 """With less time left no other try begins."""
 FAILED, NO_GPU, BELOW, CUT = 1, 2, 3, 4
@@ -163,9 +165,12 @@ def run_here(name: str, notes: Notes) -> None:
     from benchmarks.table import Run, Unmeasured
 
     class NotedRun(Run):
-        def medians(self, *candidates: Any, **options: Any) -> list[float]:
-            notes.add("prepared", "says")
-            return super().medians(*candidates, **options)
+        said_at = 0.0
+
+        def note(self, step: str) -> None:
+            if time.monotonic() - self.said_at > NOTE_S:
+                notes.add(step, "says")
+                self.said_at = time.monotonic()
 
     try:
         if name in TRIES:

@@ -68,6 +68,19 @@ def test_one_launch_moves_all(
     assert device.fallback_reason == ""
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_of_its_own_memory_the_driver_is_not_asked(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
+) -> None:
+    """One block takes a launch, and questions to the stream whether it is done."""
+    executor = Executor(device.backend(direction))
+    case = between(device, cuda_simulator, direction, [4096])
+    run(executor, case)
+    sim_log.restart()
+    assert executor.run(case.descriptors).status == KVN_OK
+    assert set(sim_log.counts()) == {LAUNCH, "cuStreamQuery"}
+
+
 def test_a_launch_takes_8192_descriptors(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:

@@ -123,6 +123,21 @@ class TestOnTheStream:
         case.assert_moved()
 
 
+def test_nothing_is_loaded_behind_a_wait(
+    device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+) -> None:
+    """To load may wait for all work of the context, and so for the event."""
+    compute.hold()
+    case = between(device, cuda_simulator, "device_to_device", [100] * 300)
+    gate = taken(device, compute)
+    assert sim_log.counts(MODULE, "cuFuncLoad") == {MODULE: 1, "cuFuncLoad": 2}
+    task = begin(Executor(device.backend("device_to_device")), case, gate, sim_log)
+    assert sim_log.counts(MODULE, "cuFuncLoad") == {MODULE: 0, "cuFuncLoad": 0}
+    compute.release()
+    assert task.wait(FOREVER).status == KVN_OK
+    case.assert_moved()
+
+
 class TestWhatWaitsOnTheHost:
     def test_of_one_transfer_what_the_kernel_reaches_goes_first(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.gpu import TENSORS, Scattered, check_scattered, words
 from tests.cuda_sim.simulator import CudaControls
 
 ROOT = Path(__file__).parents[2]
@@ -49,12 +51,13 @@ def outcomes_of(path: Path) -> dict[str, str]:
 
 
 def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -> None:
-    names = ("device", "copies", "offloading", "registering", "streams")
+    names = ("device", "copies", "tuning", "events", "offloading", "registering", "streams")
     report = tmp_path / "report.json"
     code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
     assert (code, errors) == (0, ""), said
     assert "This is the stand-in of the tests, and no GPU" in said
     outcomes = outcomes_of(report)
+    assert outcomes.pop("the kernel that computes") == "skipped"  # the stand-in has none
     assert set(outcomes.values()) == {"ok", "says"}
     steps = (
         "device to device: kernel",
@@ -64,7 +67,12 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
         "its capture goes on",
     )
     assert {outcomes[it] for it in (*steps, "as arrays", "a child maps exported memory")} == {"ok"}
-    *_, last = lines_of(report)
+    *lines, last = lines_of(report)
+    details = {it["step"]: it["detail"] for it in lines if "step" in it}
+    assert details["cuMemHostAlloc"].startswith(
+        "type 1, context True, device 0, managed 0, number "
+    )
+    assert "bytes 2097152" in details["cuMemCreate, to be exported"]
     assert last["end"]["failed"] == last["end"]["not run"] == []
     assert not last["counts"]
 
@@ -96,6 +104,30 @@ def test_what_fails_ends_nothing_else(environment: dict[str, str]) -> None:
     assert "failed: copies" in said
     assert "[2/2] registering" in said
     assert "skipped" not in said
+
+
+def test_what_is_wrong_is_told(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["KVSIM_FAULTS"] = "cuMemHostAlloc:3=2;cuMemcpyBatchAsync_v2:1=1"
+    report = tmp_path / "report"
+    code, said, _ = outcome(environment, "--quick", "--json", str(report), *only("copies"))
+    assert code == 1, said
+    outcomes = outcomes_of(report)
+    assert outcomes["host to device: batch pinned"] == "FAILED"
+    assert outcomes["device to device: single"] == "ok"
+    assert "cuMemHostAlloc: 2 (CUDA_ERROR_OUT_OF_MEMORY)" in said
+    assert "code 1: cuMemcpyBatchAsync_v2: 1" in said
+
+
+def test_bytes_of_another_place_are_seen() -> None:
+    case = Scattered(blocks=2, pool=4, block=64)
+    there, here = case.tables()
+    tensors = [np.zeros((case.pool, case.block), np.uint8) for _ in range(TENSORS)]
+    for number, it in enumerate(tensors):
+        it[here] = words(it.nbytes, 1, number * it.nbytes).reshape(it.shape)[there]
+    check_scattered(case, 1, tensors)
+    tensors[5][here] = tensors[5][here[::-1]]
+    with pytest.raises(AssertionError, match=r"tensor 5 of 64, .* of 256 bytes are wrong, from "):
+        check_scattered(case, 1, tensors)
 
 
 def test_without_a_gpu_it_says_so(environment: dict[str, str]) -> None:

@@ -120,6 +120,7 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
     "cuModuleLoadDataEx": [_out, ctypes.c_char_p, _uint, _out, _out],
     "cuModuleUnload": [_pointer],
     "cuModuleGetFunction": [_out, _pointer, ctypes.c_char_p],
+    "cuFuncLoad": [_pointer],
     "cuLaunchKernel": [_pointer, *[_uint] * 7, _pointer, _out, _out],
     "cuMemGetAllocationGranularity": [_out, _out, _int],
     "cuMemCreate": [_out, _size, _out, _long],

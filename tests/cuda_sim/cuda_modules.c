@@ -12,6 +12,7 @@
 CUDA cuModuleLoadDataEx(void **module, const void *image, unsigned count, int *options, void **values);
 CUDA cuModuleUnload(void *module);
 CUDA cuModuleGetFunction(void **function, void *module, const char *name);
+CUDA cuFuncLoad(void *function);
 CUDA cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                     unsigned block_y, unsigned block_z, unsigned shared_nbytes, void *stream,
                     void **parameters, void **extra);
@@ -33,6 +34,7 @@ typedef struct function {
     cuda_context *context;
     const cuda_kernel *kernel;
     unsigned max_threads; /* of a block: .maxntid or .reqntid, 0 where it says nothing */
+    int is_loaded;
     struct function *next;
 } function;
 
@@ -283,12 +285,37 @@ CUDA cuModuleGetFunction(void **out, void *handle, const char *name) {
         if (!made) {
             abort();
         }
-        *made = (function){sim_handle_new(), handle, it->context, kernel, find_max_threads(entry), functions};
+        *made = (function){sim_handle_new(), handle, it->context, kernel, find_max_threads(entry), 0, functions};
         functions = made;
         *out = made->handle;
     }
     pthread_mutex_unlock(&mutex);
     return cuda_leave(&call, code, "\"function\":%llu", code ? 0 : ID(*out));
+}
+
+/* With the mutex. */
+static function *function_of(const void *handle) {
+    function *it = functions;
+    while (it && it->handle != handle) {
+        it = it->next;
+    }
+    return it;
+}
+
+/* Lazy loading is on, as it is by default: what is not loaded so is by its first launch. */
+CUDA cuFuncLoad(void *handle) {
+    sim_call call;
+    cuda_context *context;
+    int code = cuda_enter_context(&call, __func__, &context);
+    pthread_mutex_lock(&mutex);
+    function *it = code ? NULL : function_of(handle);
+    if (it) {
+        it->is_loaded = 1;
+    } else if (!code) {
+        code = sim_error(INVALID_HANDLE, "%p is no function", handle);
+    }
+    pthread_mutex_unlock(&mutex);
+    return cuda_leave(&call, code, "\"function\":%llu", ID(handle));
 }
 
 /* ---- launches ---- */
@@ -364,14 +391,16 @@ static int check_threads(const function *called, const unsigned grid[3], const u
 
 static int find_function(const void *handle, const cuda_context *context, function *found) {
     pthread_mutex_lock(&mutex);
-    const function *it = functions;
-    while (it && it->handle != handle) {
-        it = it->next;
-    }
+    function *it = function_of(handle);
     if (it) {
         *found = *it;
+        it->is_loaded = 1;
     }
     pthread_mutex_unlock(&mutex);
+    if (it && !found->is_loaded && !sim_streams_are_idle(context->handle)) {
+        sim_violation("%s is first launched while the context has work: to load it may wait for that: cuFuncLoad",
+                      found->kernel->name);
+    }
     if (!it || it->context != context) {
         sim_violation("%p is launched, but is no function of the context", handle);
         return sim_error(INVALID_HANDLE, "%p is no function of the context", handle);

@@ -131,6 +131,20 @@ def test_shapes(loaded: Loaded) -> None:
     assert loaded.cuda.cuLaunchKernel(*no_parameters) == INVALID_VALUE
 
 
+def test_a_first_launch_may_wait_for_all_work(loaded: Loaded) -> None:
+    cuda = loaded.cuda
+    cuda.core.kvsim_fault_add(b"cuMemsetD8Async:1=hang")
+    cuda.ok("cuMemsetD8Async", loaded.memory, 1, N, loaded.stream)
+    with cuda.violating("first launched while the context has work"):
+        assert loaded.launch(loaded.memory, 1) == 0
+    assert loaded.launch(loaded.memory, 1) == 0, "it is loaded now"
+    function = cuda.made("cuModuleGetFunction", loaded.module, b"kvsim_example")
+    cuda.ok("cuFuncLoad", function)
+    assert loaded._replace(function=function).launch(loaded.memory, 1) == 0
+    assert cuda.cuFuncLoad(loaded.module) == INVALID_HANDLE
+    cuda.core.kvsim_hangs_end()
+
+
 def test_what_is_not_there_loses_the_context(loaded: Loaded) -> None:
     with loaded.cuda.violating("a kernel touches memory that is not mapped"):
         assert loaded.launch(loaded.memory + N - EACH + 1, 1) == 0

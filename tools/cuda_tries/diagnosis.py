@@ -282,22 +282,57 @@ def free_memory(driver: Driver) -> str:
     return f"{free.value / 2**30:.1f} of {total.value / 2**30:.1f} GiB are free"
 
 
+POINTER = {
+    "type": 2,
+    "context": 1,
+    "device": 9,
+    "managed": 8,
+    "number": 7,
+    "at": 3,
+    "from": 11,
+    "bytes": 12,
+    "IPC handle": 10,
+    "pool": 17,
+}
+"""Of an address, with its number for `cuPointerGetAttributes`: kvplan relies on these."""
+
+
+def said_of(driver: Driver, address: int) -> str:
+    """What the driver answers of memory, relative to the address where it is one."""
+    values = [_address() for _ in POINTER]
+    asked = (_int * len(values))(*POINTER.values())
+    places = (_pointer * len(values))(*map(ctypes.addressof, values))
+    driver.call("cuPointerGetAttributes", len(values), asked, places, _address(address))
+    found = {name: it.value for name, it in zip(POINTER, values, strict=True)}
+    found["context"], found["pool"] = bool(found["context"]), bool(found["pool"])
+    found["at"], found["from"] = found["at"] - address, found["from"] - address
+    start, nbytes = _address(), _size()
+    code = driver.code(
+        "cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(nbytes), _address(address)
+    )
+    range_ = driver.name_of(code) if code else f"{start.value - address:+} {nbytes.value}"
+    return ", ".join(f"{name} {it}" for name, it in found.items()) + f"; address range {range_}"
+
+
 def allocated(driver: Driver) -> str:
     address = driver.out(_address, "cuMemAlloc_v2", _size(_MIB))
+    said = said_of(driver, address)
     driver.call("cuMemFree_v2", _address(address))
-    return ""
+    return said
 
 
 def virtual(driver: Driver) -> str:
     memory = VirtualMemory(driver)
+    said = said_of(driver, memory.address)
     memory.close()
-    return f"in pieces of {memory.nbytes} bytes"
+    return f"in pieces of {memory.nbytes} bytes; {said}"
 
 
 def pinned(driver: Driver) -> str:
-    memory = driver.out(_pointer, "cuMemHostAlloc", _size(_MIB), 1)  # portable
+    memory = driver.out(_pointer, "cuMemHostAlloc", _size(_MIB), 3)  # portable, mapped
+    said = said_of(driver, memory)
     driver.call("cuMemFreeHost", _pointer(memory))
-    return ""
+    return said
 
 
 def registered(driver: Driver) -> str:
@@ -305,11 +340,12 @@ def registered(driver: Driver) -> str:
         start = ctypes.c_ubyte.from_buffer(memory)
         at = _pointer(ctypes.addressof(start))
         try:
-            driver.call("cuMemHostRegister_v2", at, _size(_MIB), 1)
+            driver.call("cuMemHostRegister_v2", at, _size(_MIB), 3)
+            said = said_of(driver, ctypes.addressof(start))
             driver.call("cuMemHostUnregister", at)
         finally:
             del start
-    return ""
+    return said
 
 
 MEMORY: dict[str, Callable[[Driver], str]] = {
@@ -452,9 +488,9 @@ def child(what: str, *arguments: str) -> str:
             return found.decode()
         handle = IpcHandle((ctypes.c_ubyte * 64)(*bytes.fromhex(arguments[0])))
         address = driver.out(_address, "cuIpcOpenMemHandle_v2", handle, 1)
-        found = read_device(driver, address)
+        found, said = read_device(driver, address), said_of(driver, address)
         driver.call("cuIpcCloseMemHandle", _address(address))
-        return found.decode()
+        return f"{found.decode().strip()} {said}"
     finally:
         driver.leave()
 

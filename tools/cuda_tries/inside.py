@@ -11,12 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_driver import Driver
+from benchmarks.gpu_driver import Driver, difference
+from kvnative._backend import NativeError
 from kvnative._cuda import CopyTuning, copy_tuning, copy_way, tune_copies
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement, TransferTask
+from kvplan import (
+    Cache,
+    CacheDesc,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    Placement,
+    TransferTask,
+)
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.inspection.copy_ways import NO_LIMIT
@@ -81,12 +91,16 @@ def try_copies(notes: Notes) -> None:
                     continue
                 for kind in ("",) if direction == "device_to_device" else ("pinned", "pageable"):
                     wrong = [
-                        it for it in sizes if not copied(device, direction, kind, it, notes.quick)
+                        f"blocks of {it} bytes: {problem}"
+                        for it in sizes
+                        if (problem := tried(device, direction, kind, it, notes.quick))
                     ]
                     notes.expect(
                         f"{direction.replace('_', ' ')}: {way} {kind}".rstrip(),
                         not wrong,
-                        f"wrong: blocks of {wrong} bytes" if wrong else f"blocks of {sizes} bytes",
+                        f"{len(wrong)} of {len(sizes)} sizes: {wrong[0]}"
+                        if wrong
+                        else f"blocks of {sizes} bytes",
                     )
                 if copy_way(device.native, direction, 4096, 64) != way:
                     notes.add(f"{direction}: {way}", "says", device.native.fallback_reason)
@@ -97,8 +111,9 @@ def try_tuning(notes: Notes) -> None:
     """Which way is best on this GPU is measured; the tries and figures after this copy so."""
     with the_device() as device:
         spans = {"span_nbytes": 1 << 16} if notes.quick else {}
-        for direction, words in cuda_copies.describe(device).items():
-            notes.add(f"{direction}: before", "says", words)
+        table = device.copies
+        for direction, limits in table.limits.items():
+            notes.add(f"{direction}: before", "says", table.words(limits))
         began = time.monotonic()
         times: list[str] = []
 
@@ -118,8 +133,16 @@ def try_tuning(notes: Notes) -> None:
         cuda_copies.save(device, found.tunings)
 
 
-def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> bool:
-    """Whether random blocks arrive, and nothing else has changed."""
+def tried(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> str:
+    """As `copied`, which other ways do not end with."""
+    try:
+        return copied(device, direction, kind, block, quick)
+    except (NativeError, LLMException) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> str:
+    """What is wrong after random blocks were copied; empty: all of them arrived, and no more."""
     count = min(64 if quick else 2048, max(4, (8 << 20) // block))
     apart = block + 7  # no two blocks are aligned alike
     nbytes = 2 * count * apart + 64
@@ -138,10 +161,14 @@ def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: boo
             report = executor.run(
                 Descriptors.from_columns(*(it.astype(np.uint64) for it in columns)), TIMEOUT_MS
             )
+        found = get_target()
         expected = before
         for at, to in zip(there.tolist(), here.tolist(), strict=True):
             expected[to : to + block] = given[at : at + block]
-        return report.status == 0 and np.array_equal(get_target(), expected)
+    where = f"{count} blocks from 0x{source:x} to 0x{target:x}"
+    if report.status != 0:
+        return f"status {report.status}, code {report.code}: {report.message}; {where}"
+    return (wrong := difference(found, expected)) and f"{wrong}; {where}"
 
 
 def end(device: CudaDevice, nbytes: int, on_device: bool, kind: str, held: ExitStack) -> Any:
@@ -332,8 +359,14 @@ def try_streams(notes: Notes) -> None:
 
         task = datadist.submit_swap_blocks(on_host, on_device, blocks)
         with driver.capture():  # raises where it was spoilt
-            with notes.refusal("a stream that is captured", "LLM_PARAM_INVALID"):
+            try:
                 task.block_stream(stream)
+            except LLMException as error:
+                good = error.status_code.name == "LLM_PARAM_INVALID"
+                notes.expect("a stream that is captured", good, str(error.args[0]))
+            else:  # of one that is done nothing is to be waited for, and the stream not looked at
+                detail = "the transfer was done before"
+                notes.expect("a stream that is captured", task.done, detail)
             with notes.refusal("a point of it", "LLM_PARAM_INVALID"):
                 datadist.submit_copy_blocks(on_device, {0: [1]}, after=stream)
         notes.add("its capture goes on", "ok")

@@ -42,16 +42,10 @@ class Notes:
 
     def same(self, step: str, found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
         """Compare every byte."""
-        import numpy as np
+        from benchmarks.gpu_driver import difference
 
-        if found.shape == expected.shape and np.array_equal(found, expected):
-            self.add(step, "ok")
-            return
-        if found.shape != expected.shape:
-            self.add(step, "FAILED", f"of shape {found.shape}, and not {expected.shape}")
-            return
-        wrong = np.flatnonzero(found.reshape(-1) != expected.reshape(-1))
-        self.add(step, "FAILED", f"{len(wrong)} of {found.size} bytes are wrong, first {wrong[0]}")
+        wrong = difference(found, expected)
+        self.expect(step, not wrong, wrong)
 
     @contextmanager
     def refusal(self, step: str, *statuses: str) -> Iterator[None]:

@@ -22,6 +22,7 @@ typedef struct kvn_cuda_device {
     kvn_cuda_allocation allocation; /* what cuMemCreate is asked for */
     size_t granularity;             /* of it; 0: memory comes from cuMemAlloc, and cannot be exported */
     bool can_export;                /* memory of `allocate`, as file descriptors */
+    bool maps_registered;           /* memory of cuMemHostRegister is at the host's addresses for kernels, too */
     void *copies;                   /* of cuda/copies.c, which alone touches it */
     pthread_mutex_t mutex;          /* guards what follows */
     kvn_cuda_allocated *allocated;  /* by address, ascending */

@@ -69,6 +69,17 @@ static bool will_pass(const kvn_failure *failure)
            (failure->code >= KVN_CUDA_CAPTURE_UNSUPPORTED && failure->code <= KVN_CUDA_CAPTURE_WRONG_THREAD);
 }
 
+/* With lazy loading, which drivers have on since 12.2, a kernel may be loaded by its first launch, which then waits
+ * for all work of the context: better now. */
+static int get_function(const kvn_cuda_launcher *self, const char *name, CUfunction *out, kvn_failure *failure)
+{
+    const kvn_device *device = self->device;
+
+    if (CALL(device, failure, cuModuleGetFunction, out, self->module, name) != KVN_OK)
+        return failure->status;
+    return kvn_cuda_of(device)->cuFuncLoad ? CALL(device, failure, cuFuncLoad, *out) : KVN_OK;
+}
+
 /* The driver compiles it for its GPU, and keeps what it has made in its own cache on disk. */
 static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
 {
@@ -80,8 +91,8 @@ static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
 
     if ((self->module ||
          CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK) &&
-        CALL(device, failure, cuModuleGetFunction, &self->few, self->module, "kvn_copy_few_kernel") == KVN_OK &&
-        CALL(device, failure, cuModuleGetFunction, &self->many, self->module, "kvn_copy_many_kernel") == KVN_OK)
+        get_function(self, "kvn_copy_few_kernel", &self->few, failure) == KVN_OK &&
+        get_function(self, "kvn_copy_many_kernel", &self->many, failure) == KVN_OK)
         return KVN_OK;
     refusal = *failure;
     if (will_pass(&refusal))

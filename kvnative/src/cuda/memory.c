@@ -17,6 +17,7 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
 
+    state->maps_registered = ask(device, KVN_CUDA_HOST_POINTER_OF_REGISTERED) != 0;
     state->can_export = ask(device, KVN_CUDA_FILE_DESCRIPTORS) != 0;
     state->allocation = (kvn_cuda_allocation){
         .type = KVN_CUDA_ALLOCATION_PINNED,

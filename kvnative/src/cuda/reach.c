@@ -173,7 +173,6 @@ static kvn_cuda_range ask_mapping(const kvn_device *device, uint64_t address, in
 static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const answers *found)
 {
     kvn_cuda_range range = {found->start, found->start + found->nbytes, KVN_CUDA_UNMAPPED, false, 0};
-    kvn_cuda_allocated ours;
 
     if (found->type == 0)
         return range;
@@ -183,12 +182,6 @@ static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const an
         /* Kernels reach registered memory at another address, or at none, on systems where
          * CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0. */
         range.reach = found->on_device == address ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
-    } else if (find_mapped(device, address, &range)) {
-        return range;
-    } else if (kvn_cuda_allocated_at(device, address, &ours)) {
-        range.first = ours.address;
-        range.last = ours.address + ours.nbytes;
-        range.reach = KVN_CUDA_REACHED;
     } else if (!found->context) {
         range = ask_mapping(device, address, found->number);
         range.id = found->id;
@@ -202,7 +195,27 @@ static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const an
     return range;
 }
 
-/* What the driver knows of the range that holds the address. */
+/* Memory of a peer that is mapped here, or that was allocated or pinned here: nobody else unmaps it, and to ask the
+ * driver takes as long as copying a block. */
+static bool find_ours(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
+{
+    kvn_cuda_allocated allocated;
+    kvn_pinned pinned;
+
+    if (find_mapped(device, address, out))
+        return true;
+    if (kvn_cuda_allocated_at(device, address, &allocated)) {
+        *out = (kvn_cuda_range){allocated.address, allocated.address + allocated.nbytes, KVN_CUDA_REACHED, false, 0};
+        return true;
+    }
+    if (!kvn_device_pinned_at((kvn_device *)device, address, &pinned) ||
+        !(pinned.is_allocated || kvn_cuda_state(device)->maps_registered))
+        return false;
+    *out = (kvn_cuda_range){pinned.first, pinned.last, KVN_CUDA_REACHED, false, 0};
+    return true;
+}
+
+/* What is known of the range that holds the address. */
 static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
 {
     int asked[] = {KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_DEVICE,
@@ -213,6 +226,8 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
                       &found.on_device, &found.start,      &found.nbytes,  &found.id};
     kvn_cuda_range range = {0};
 
+    if (find_ours(device, address, &range))
+        return range;
     if (kvn_cuda_of(device)->cuPointerGetAttributes(sizeof asked / sizeof *asked, asked, values, address) !=
         KVN_CUDA_OK)
         return range;

@@ -8,6 +8,8 @@
 #include "core/report.h"
 #include "device/events.h"
 
+/* How long a wait looks before it sleeps: a few blocks are there by then, and to wake a thread takes as long. */
+#define SPIN_NS 20000
 /* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
 #define PATIENCE_NS 25000000
 /* How often a batch that is held is asked about: so long it keeps its owner from what it has announced. */
@@ -221,9 +223,18 @@ int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, kvn_report 
     return report->status;
 }
 
+static void spin_until_finished(const kvn_request *request, int64_t deadline_ns)
+{
+    const int64_t spun = kvn_now_ns() + SPIN_NS, until = deadline_ns < spun ? deadline_ns : spun;
+
+    while (!atomic_load_explicit(&request->finished, memory_order_acquire) && kvn_now_ns() < until)
+        ;
+}
+
 int kvn_stream_request_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns,
                         kvn_report *report)
 {
+    spin_until_finished(request, deadline_ns);
     pthread_mutex_lock(&request->mutex);
     while (!atomic_load_explicit(&request->finished, memory_order_relaxed))
         if (!kvn_cond_wait(&request->changed, &request->mutex, deadline_ns))
