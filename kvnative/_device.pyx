@@ -546,7 +546,8 @@ cdef class DeviceEvent(Gate):
 
     def __dealloc__(self):
         if self.taken and self.device.library.pid == getpid():
-            kvn_event_give_back(&self.event)
+            with nogil:  # what is not kept is given back to the device
+                kvn_event_give_back(&self.event)
 
     def __repr__(self):
         return f"<DeviceEvent of device {self.device.id}>"

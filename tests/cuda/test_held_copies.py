@@ -275,6 +275,36 @@ class TestTheWay:
             assert task.wait(FOREVER).status == KVN_OK
             case.assert_moved()
 
+    def test_one_direction_that_is_full_keeps_no_other_from_streams(
+        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+    ) -> None:
+        """Those of another that wait behind it at the gate are put on a stream when one is free."""
+        other = compute_on(cuda_simulator)
+        tasks = []
+
+        def submit(stream: Compute, direction: str, count: int) -> None:
+            stream.hold()
+            point = taken(device, stream)
+            executor, case = ways[direction]
+            tasks.extend(executor.submit(case.descriptors, after=point) for _ in range(count))
+
+        ways = {
+            it: (Executor(device.backend(it)), between(device, cuda_simulator, it, [64] * 3))
+            for it in ("host_to_device", "device_to_device")
+        }
+        sim_log.restart()
+        submit(compute, "host_to_device", ORDERED + 1)
+        submit(other, "device_to_device", ORDERED)
+        submit(other, "device_to_device", 1)
+        wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2 * ORDERED)
+        assert tasks[-1].held
+        other.release()
+        wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2 * ORDERED + 1)
+        assert not tasks[-1].held
+        other.close()
+        compute.release()
+        assert all(it.wait(FOREVER).status == KVN_OK for it in tasks)
+
     def test_many_at_once(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute
     ) -> None:

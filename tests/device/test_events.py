@@ -60,6 +60,7 @@ CALLS = {
     },
 }
 A_WHILE = 20  # milliseconds in which a transfer would be through that comes after nothing
+KEPT = 64  # events that a device has ready, of each kind
 
 
 @pytest.fixture
@@ -297,6 +298,24 @@ class TestPoints:
             assert task.wait(FOREVER).status == KVN_OK
         assert not sim_log.calls("aclrtCreateStream", "cuStreamCreate")
         assert len(sim_log.calls("aclrtCreateEventExWithFlag", "cuEventCreate")) <= 2
+
+    def test_as_many_as_were_given_up_at_once_are_not_kept(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        """Each is an event on the device, and a stream, which would be there until the end."""
+        event = handle_of(compute.event())
+        compute.hold()
+        compute.record(event)
+        before = simulator.left()
+        points = [device.take_event(event) for _ in range(200)]
+        points += [device.take_stream(compute.handle) for _ in range(200)]
+        points.clear()
+        compute.release()
+        compute.wait()
+        compute.settle()
+        kept = simulator.left()
+        assert kept["events"] - before["events"] <= 2 * KEPT
+        assert kept["streams"] - before["streams"] <= KEPT
 
     def test_many_at_once(self, device: Device, simulator: Controls, compute: Compute) -> None:
         """None takes part in the order of the others."""

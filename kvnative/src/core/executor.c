@@ -125,8 +125,10 @@ static void wait_at_gate(kvn_task *task)
     kvn_failure failure;
 
     task->waiter = (kvn_gate_waiter){.gate = gate, .open = open_gate};
-    if (calls(task)->orders)
+    if (calls(task)->orders) {
         task->waiter.pass = pass_on;
+        task->waiter.room = task->backend;
+    }
     if (gate->enter(gate, &task->waiter, &failure) == KVN_OK)
         return;
     task->waiter.gate = NULL;

@@ -20,6 +20,7 @@ typedef struct kvn_gate_waiter {
     /* Now and then until it opens, by the same thread: whether it waits no more, as a backend keeps the order
      * from now on. NULL: none would. */
     bool (*pass)(struct kvn_gate_waiter *waiter);
+    const void *room; /* the backend, with `pass`: where one finds no room, others of it would not */
 } kvn_gate_waiter;
 
 struct kvn_gate {

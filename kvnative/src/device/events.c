@@ -15,6 +15,8 @@
 #define SOONEST_NS 20000
 #define LATEST_NS 250000
 #define PART 16
+#define MAX_UNITS 64 /* of each kind that are kept: others are the device's, which may still wait for them */
+#define MAX_FULL 8 /* backends that are asked for room at one look, and have none */
 #define TIMER_SLACK_NS 1000 /* of the thread's sleep; the system's own is 50 us */
 
 /* An event of our own, which is recorded once for each point that is taken; used again when that was
@@ -37,6 +39,7 @@ struct kvn_events {
     kvn_list waiting;
     const kvn_gate_waiter *looked_at; /* by the thread, without the mutex */
     kvn_event_unit *units[2];         /* given back, reached or not: without a stream, and with one */
+    size_t num_units[2];
 };
 
 /* ---- units ---- */
@@ -59,6 +62,7 @@ static kvn_event_unit *find_unit(kvn_events *events, bool streams, const void *c
     if (unit) {
         *link = unit->next;
         unit->next = NULL;
+        events->num_units[streams]--;
     }
     pthread_mutex_unlock(&events->mutex);
     return unit;
@@ -119,15 +123,19 @@ static void destroy_units(kvn_events *events, kvn_event_unit *unit)
 static void keep_unit(kvn_events *events, kvn_event_unit *unit)
 {
     const kvn_device *device = events->device;
-    kvn_event_unit **units = &events->units[unit->stream != NULL];
+    const bool streams = unit->stream != NULL;
+    kvn_event_unit **units = &events->units[streams];
     bool is_kept;
 
     pthread_mutex_lock(&events->mutex);
     /* Not in another context of the program's, which may go at any time. */
-    is_kept = !events->closed && (unit->context == device->context || unit->context == device->primary);
+    is_kept = !events->closed && events->num_units[streams] < MAX_UNITS &&
+              (unit->context == device->context || unit->context == device->primary);
     unit->next = is_kept ? *units : NULL;
-    if (is_kept)
+    if (is_kept) {
         *units = unit;
+        events->num_units[streams]++;
+    }
     pthread_mutex_unlock(&events->mutex);
     if (!is_kept)
         destroy_units(events, unit);
@@ -190,29 +198,48 @@ static bool look(kvn_events *events, kvn_gate_waiter *waiter)
     return status != KVN_PENDING;
 }
 
-/* With the mutex held, which it gives up: those that others can keep the order of leave, up to the first that finds no
- * room. */
+/* With the mutex held, which it gives up: whether the waiter has left the list, as others keep its order. */
+static bool pass(kvn_events *events, kvn_gate_waiter *waiter)
+{
+    bool has_passed;
+
+    events->looked_at = waiter;
+    pthread_mutex_unlock(&events->mutex);
+    has_passed = waiter->pass(waiter);
+    pthread_mutex_lock(&events->mutex);
+    if (has_passed)
+        kvn_list_remove(&waiter->node);
+    events->looked_at = NULL;
+    pthread_cond_broadcast(&events->changed);
+    return has_passed;
+}
+
+static bool is_among(const void *const *full, size_t count, const void *room)
+{
+    while (count > 0 && full[count - 1] != room)
+        count--;
+    return count > 0;
+}
+
+/* With the mutex held, which it gives up: of each backend the waiters pass, up to the first that finds no room
+ * there: those behind it come after it. Again from the first when one has, as others may have come and gone. */
 static void pass_on(kvn_events *events)
 {
+    const void *full[MAX_FULL];
+    size_t num_full = 0;
     kvn_node *node = kvn_list_first(&events->waiting);
 
-    while (node && !events->stopping) {
+    while (node && num_full < MAX_FULL && !events->stopping) {
         kvn_gate_waiter *waiter = waiter_of(node);
-        bool has_passed;
 
-        if (!waiter->pass) {
-            node = kvn_list_after(&events->waiting, node);
-            continue;
+        if (waiter->pass && !is_among(full, num_full, waiter->room)) {
+            if (pass(events, waiter)) {
+                node = kvn_list_first(&events->waiting);
+                continue;
+            }
+            full[num_full++] = waiter->room;
         }
-        events->looked_at = waiter;
-        pthread_mutex_unlock(&events->mutex);
-        has_passed = waiter->pass(waiter);
-        pthread_mutex_lock(&events->mutex);
-        if (has_passed)
-            kvn_list_remove(&waiter->node);
-        events->looked_at = NULL;
-        pthread_cond_broadcast(&events->changed);
-        node = has_passed ? kvn_list_first(&events->waiting) : NULL;
+        node = kvn_list_after(&events->waiting, node);
     }
 }
 
@@ -417,6 +444,7 @@ void kvn_events_close(kvn_events *events)
     events->closed = true;
     memcpy(units, events->units, sizeof units);
     memset(events->units, 0, sizeof events->units);
+    memset(events->num_units, 0, sizeof events->num_units);
     pthread_mutex_unlock(&events->mutex);
     destroy_units(events, units[0]);
     destroy_units(events, units[1]);
