@@ -87,6 +87,18 @@ def test_pageable_memory_is_the_drivers_matter(
     assert counts(sim_log) == (0, 0, 20)
 
 
+def test_what_nothing_could_stop_goes_in_slices(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    """64 MiB between host and device: a descriptor of more, and a batch of the driver's."""
+    run(
+        Executor(device.backend("host_to_device")),
+        between(device, cuda_simulator, "host_to_device", [MIB, 65 * MIB, *[3 * MIB] * 22]),
+    )
+    # Of the batch 21 fit; the other one is left alone.
+    assert counts(sim_log) == ((0, 1, 4) if HAS_BATCH else (0, 0, 25))
+
+
 def test_what_is_large_goes_by_the_drivers_copies(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:

@@ -13,8 +13,9 @@
 #define SHARD_COST (1u << 20)
 /* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
 #define PATIENCE_NS 25000000
-/* How often a batch that is held is asked about: so long it keeps its owner from what it has announced. */
-#define LOOK_NS 5000000
+/* How often a batch's end is asked: so long it keeps its owner from what it has announced. */
+#define LOOK_MS 5
+#define LOOK_NS (LOOK_MS * 1000000)
 
 /* What one channel moves of a request. */
 typedef struct shard {
@@ -37,6 +38,7 @@ struct kvn_request {
     uint64_t count;
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
+    atomic_int_fast64_t looked_ns; /* when it was asked last; changed with the mutex */
     int why;       /* why it was given up; KVN_OK while it was not */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* shards without an outcome */
@@ -216,22 +218,72 @@ static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
     return status;
 }
 
+static kvn_request *request_of(const kvn_columns *columns)
+{
+    return ((const shard *)((const char *)columns - offsetof(shard, columns)))->request;
+}
+
+/* Whether its end is asked while it is on its way. */
+static bool has_look(const kvn_request *request) { return request->end && request->end->look; }
+
+int kvn_stream_backend_look(const kvn_columns *columns, kvn_failure *why)
+{
+    kvn_request *request = request_of(columns);
+    int status = KVN_OK;
+    int64_t now_ns;
+
+    if (!has_look(request))
+        return KVN_OK;
+    now_ns = kvn_now_ns();
+    if (now_ns - atomic_load_explicit(&request->looked_ns, memory_order_relaxed) < LOOK_NS)
+        return KVN_OK;
+    pthread_mutex_lock(&request->mutex);
+    /* Another shard's thread may have asked meanwhile. */
+    if (now_ns - atomic_load_explicit(&request->looked_ns, memory_order_relaxed) >= LOOK_NS) {
+        atomic_store_explicit(&request->looked_ns, now_ns, memory_order_relaxed);
+        status = request->end->look(request->end, why);
+    }
+    pthread_mutex_unlock(&request->mutex);
+    if (status != KVN_OK)
+        atomic_store(&request->stop, 1);
+    return status;
+}
+
+int kvn_stream_backend_synchronize(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
+                                   kvn_channel_fault *fault)
+{
+    const bool is_asked = has_look(request_of(columns));
+    int gone = KVN_OK, status = KVN_PENDING;
+    kvn_failure why;
+
+    while (is_asked && status == KVN_PENDING && gone == KVN_OK && !atomic_load(stop)) {
+        status = kvn_channel_poll(channel, LOOK_MS, fault);
+        if (status == KVN_PENDING)
+            gone = kvn_stream_backend_look(columns, &why);
+    }
+    if (status == KVN_PENDING)
+        status = kvn_channel_synchronize(channel, stop, fault);
+    if (gone == KVN_OK)
+        return status;
+    fault->why = why;
+    return gone;
+}
+
 int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                              kvn_channel_fault *fault)
 {
-    kvn_request *request = ((const shard *)((const char *)columns - offsetof(shard, columns)))->request;
-    const bool is_asked = request->end && request->end->look;
+    kvn_request *request = request_of(columns);
     kvn_failure why;
     int gone = KVN_OK, status;
 
     if (!atomic_load(&request->is_held))
         return KVN_OK;
     /* A runtime that can abort can wait, too, without asking again and again. */
-    if (is_asked || !kvn_channel_device(channel)->ops->can_abort)
+    if (has_look(request) || !kvn_channel_device(channel)->ops->can_abort)
         gone = wait_at_gate(request, columns->after, &why);
     if (gone != KVN_OK)
         atomic_store(&request->stop, 1);
-    status = kvn_channel_synchronize(channel, stop, fault);
+    status = kvn_stream_backend_synchronize(channel, columns, stop, fault);
     if (status == KVN_OK)
         atomic_store(&request->is_held, false);
     if (status == KVN_CANCELLED)
@@ -379,6 +431,7 @@ static kvn_request *create_request(kvn_stream_backend *self, const kvn_columns *
     request->count = batch->count;
     request->total = total;
     request->end = batch->end;
+    atomic_init(&request->looked_ns, has_look(request) ? kvn_now_ns() : 0);
     atomic_init(&request->is_held, batch->after != NULL);
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->changed);

@@ -16,7 +16,8 @@
 
 typedef struct kvn_stream_backend kvn_stream_backend;
 
-/* Moves one shard, on the channel's thread: issues all of it, then waits with kvn_channel_synchronize.
+/* Moves one shard, on the channel's thread: issues all of it, then waits with kvn_channel_synchronize, or, to be
+ * told of what the batch's end finds meanwhile, with kvn_stream_backend_synchronize.
  * Returns KVN_OK when every byte has arrived; KVN_CANCELLED when it stopped because *stop was set (look at
  * it between calls that may take long; the fault's message, if any, is reported with it); or a failure with
  * `fault` filled in. Should it leave work on the stream when it fails, that is waited for before anything is
@@ -54,5 +55,11 @@ void kvn_stream_backend_end(kvn_stream_backend *self);
  * or must not be waited for any more. */
 int kvn_stream_backend_await(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
                              kvn_channel_fault *fault);
+/* As kvn_channel_synchronize, in `move`; or why no byte of the batch may be touched any more. */
+int kvn_stream_backend_synchronize(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
+                                   kvn_channel_fault *fault);
+/* In `move`, between calls that issue its work: KVN_OK, or why no byte of the batch may be touched any more. It
+ * is cheap: the batch's end is asked now and then. */
+int kvn_stream_backend_look(const kvn_columns *shard, kvn_failure *why);
 
 #endif
