@@ -15,9 +15,12 @@ from kvnative._cuda_share import export, import_descriptor
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_OK,
+    KVN_REVOKED,
     KVN_UNMAPPED,
     Executor,
     Report,
+    Revocable,
+    revoke,
 )
 from kvnative._lower import Descriptors
 from tests.ascend.acl_cases import DIRECTIONS, UNTOUCHED, Case, between, mixed_sizes
@@ -30,6 +33,7 @@ BATCH = "cuMemcpyBatchAsync" if VARIANT == "12.8" else "cuMemcpyBatchAsync_v2"
 MODULE = "cuModuleLoadDataEx"
 HOST = [it for it in DIRECTIONS if it != "device_to_device"]
 MIB = 1 << 20
+CHANNELS = 2  # between host and device
 
 
 def counts(log: Log) -> tuple[int, int, int]:
@@ -66,6 +70,29 @@ def test_one_launch_moves_all(
     run(executor, many)
     assert counts(sim_log) == (1, 0, 1), "and one copy of the descriptors"
     assert device.fallback_reason == ""
+
+
+@pytest.mark.parametrize("how", ["revoked", "closed"])
+def test_of_many_transfers_that_are_given_up_none_begins(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, how: str
+) -> None:
+    """Each would be waited for, 10 ms, if it began when the one before it ends."""
+    executor, memory = Executor(device.backend("host_to_device")), Revocable()
+    cases = [between(device, cuda_simulator, "host_to_device", [100] * 4) for _ in range(12)]
+    cuda_simulator.add_fault(*(f"{LAUNCH}:{number}=hang" for number in range(1, 13)))
+    tasks = [executor.submit(it.descriptors, (memory,)) for it in cases]
+    while not sim_log.calls(LAUNCH):
+        tasks[0].wait(1, give_up=False)
+    if how == "revoked":
+        revoke(memory, "it goes")
+    else:
+        executor.close(cancel=True)
+    assert {it.report.status for it in tasks} == {
+        KVN_REVOKED if how == "revoked" else KVN_CANCELLED
+    }
+    assert len(sim_log.calls(LAUNCH)) <= CHANNELS
+    cuda_simulator.clear_faults()
+    cuda_simulator.end_hangs()
 
 
 def test_a_launch_takes_8192_descriptors(

@@ -329,7 +329,9 @@ class TestInFlight:
         tune_copies(side.device.native, way, SINGLE)
         with side.transport.connect(other.call("metadata")) as link:
             memory = link.memory([there], each)
-            executor = Executor(memory.backend(ThreadPool(1), "get", memory_here))
+            backend = memory.backend(ThreadPool(1), "get", memory_here)
+            assert backend is not None
+            executor = Executor(backend)
             none = np.zeros(count, np.uint64)
             descriptors = lower(
                 none, none, none + np.uint64(each), memory.addresses, memory_here.addresses
@@ -346,7 +348,7 @@ class TestInFlight:
             assert report.status == KVN_UNMAPPED
             assert "has deregistered the memory" in report.message
             assert report.bytes_done < count * each // 2
-            del memory, task, executor
+            del memory, task, executor, backend
         gc.collect()
 
     def test_a_push_that_is_over_holds_up_no_owner(self, side: Side, other: Other) -> None:
