@@ -154,7 +154,7 @@ def revoke(memory: Revocable, why: str) -> None:
             it.why = why
     with moving_to_the_end:
         tasks = list(in_flight)
-    # What has not begun first, or it would begin when what is before it ends. Executors keep the order.
+    # What has not begun first, or it would begin when what is before it ends.
     executors = {id(task.siblings): task.siblings for task in tasks}
     for siblings in executors.values():
         for task in reversed(list(siblings)):
