@@ -138,7 +138,8 @@ cdef class Executor:
         self.closed = True
         if self._backend.pid != getpid():
             return
-        for task in list(self.tasks):
+        # To be given up: what has not begun first, or it would begin when what is before it ends.
+        for task in reversed(list(self.tasks)) if cancel else list(self.tasks):
             if cancel or not task.will_end():
                 task.cancel()
             else:

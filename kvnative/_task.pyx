@@ -154,9 +154,12 @@ def revoke(memory: Revocable, why: str) -> None:
             it.why = why
     with moving_to_the_end:
         tasks = list(in_flight)
-    for task in tasks:
-        if task.backend.pid == getpid() and task.uses(it):
-            task.revoke()
+    # What has not begun first, or it would begin when what is before it ends.
+    executors = {id(task.siblings): task.siblings for task in tasks}
+    for siblings in executors.values():
+        for task in reversed(list(siblings)):
+            if task.backend.pid == getpid() and task.uses(it):
+                task.revoke()
 
 
 @cython.auto_pickle(False)

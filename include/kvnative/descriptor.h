@@ -23,8 +23,8 @@ struct kvn_failure;
 typedef struct kvn_batch_end {
     /* Once, from any thread, when no byte of the batch is touched any more, and before there is an outcome. */
     void (*call)(struct kvn_batch_end *self);
-    /* Every few milliseconds while the batch waits for its `after`, never blocking: KVN_OK, or why no byte of it
-     * may be touched any more. NULL: nothing of it changes. */
+    /* Every few milliseconds while the batch is on its way, by one thread at a time and not after `call`, never
+     * blocking: KVN_OK, or why no byte of it may be touched any more. NULL: nothing of it changes. */
     int (*look)(struct kvn_batch_end *self, struct kvn_failure *why);
 } kvn_batch_end;
 

@@ -6,6 +6,7 @@ The decision is made in C, for each part of a batch when that is issued
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -34,6 +35,12 @@ _MOST: Final = 8192
 """Descriptors that are looked at, and that a launch or a batch takes: KVN_CUDA_LAUNCH_COUNT."""
 _SINGLES: Final = 64
 """Single copies, before those that follow are looked at: SINGLES of copies.c."""
+_UNSTOPPABLE: Final[Mapping[CopyDirection, int]] = {
+    "host_to_device": 64 << 20,
+    "device_to_host": 64 << 20,
+    "device_to_device": 256 << 20,
+}
+"""Bytes of a call of the driver's; a larger descriptor goes in slices: kvn_most_unstoppable."""
 _CALLS: Final[Mapping[Way, str]] = {"kernel": "launch", "batch": "batch", "single": "copy"}
 _MIB: Final = 1 << 20
 
@@ -115,12 +122,23 @@ class CopyTable:
 
     def _steps(self, direction: CopyDirection, sizes: _Sizes) -> Iterator[Moved]:
         """Each call of a row of the device's table, which looks at what it is given."""
-        at = 0
+        at, most = 0, _UNSTOPPABLE[direction]
         while at < sizes.count:
-            count = min(_MOST, sizes.count - at)
             begin = sizes.before(at)
+            count = sizes.count_below(at, min(_MOST, sizes.count - at), most)
+            if count == 0:
+                nbytes = sizes.before(at + 1) - begin
+                slices = [*[most] * (nbytes // most), nbytes % most]
+                for number, size in enumerate(filter(None, slices)):
+                    yield Moved(self.way(direction, size, 1), 1, number == 0, size)
+                at += 1
+                continue
             way = self.way(direction, (sizes.before(at + count) - begin) // count, count)
-            taken = min(count, _SINGLES) if way == "single" else count
+            taken = count
+            if way != "kernel":
+                taken = sizes.count_within(at, count, most)
+            if way == "single":
+                taken = min(taken, _SINGLES)
             calls = taken if way == "single" else 1
             yield Moved(way, calls, taken, sizes.before(at + taken) - begin)
             at += taken
@@ -229,6 +247,19 @@ class _Sizes:
             self._parts.append((self.count, self._nbytes, sizes, ends, nbytes))
             self.count += it.num_descriptors
             self._nbytes += it.nbytes
+        self._largest = max((int(it[2].max(initial=0)) for it in self._parts), default=0)
+
+    def count_below(self, at: int, count: int, most: int) -> int:
+        """How many of so many from `at` on come before the first of more than `most` bytes."""
+        if self._largest <= most:
+            return count
+        sizes = (self.before(at + it + 1) - self.before(at + it) for it in range(count))
+        return next((number for number, nbytes in enumerate(sizes) if nbytes > most), count)
+
+    def count_within(self, at: int, count: int, most: int) -> int:
+        """How many of so many from `at` on have at most so many bytes together."""
+        begin = self.before(at)
+        return bisect_right(range(count), most, key=lambda it: self.before(at + it + 1) - begin)
 
     def before(self, index: int) -> int:
         """Bytes of the descriptors before that one."""

@@ -15,9 +15,12 @@ from kvnative._cuda_share import export, import_descriptor
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_OK,
+    KVN_REVOKED,
     KVN_UNMAPPED,
     Executor,
     Report,
+    Revocable,
+    revoke,
 )
 from kvnative._lower import Descriptors
 from tests.ascend.acl_cases import DIRECTIONS, UNTOUCHED, Case, between, mixed_sizes
@@ -30,6 +33,7 @@ BATCH = "cuMemcpyBatchAsync" if VARIANT == "12.8" else "cuMemcpyBatchAsync_v2"
 MODULE = "cuModuleLoadDataEx"
 HOST = [it for it in DIRECTIONS if it != "device_to_device"]
 MIB = 1 << 20
+CHANNELS = 2  # between host and device
 
 
 def counts(log: Log) -> tuple[int, int, int]:
@@ -81,6 +85,29 @@ def test_of_its_own_memory_the_driver_is_not_asked(
     assert set(sim_log.counts()) == {LAUNCH, "cuStreamQuery"}
 
 
+@pytest.mark.parametrize("how", ["revoked", "closed"])
+def test_of_many_transfers_that_are_given_up_none_begins(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, how: str
+) -> None:
+    """Each would be waited for, 10 ms, if it began when the one before it ends."""
+    executor, memory = Executor(device.backend("host_to_device")), Revocable()
+    cases = [between(device, cuda_simulator, "host_to_device", [100] * 4) for _ in range(12)]
+    cuda_simulator.add_fault(*(f"{LAUNCH}:{number}=hang" for number in range(1, 13)))
+    tasks = [executor.submit(it.descriptors, (memory,)) for it in cases]
+    while not sim_log.calls(LAUNCH):
+        tasks[0].wait(1, give_up=False)
+    if how == "revoked":
+        revoke(memory, "it goes")
+    else:
+        executor.close(cancel=True)
+    assert {it.report.status for it in tasks} == {
+        KVN_REVOKED if how == "revoked" else KVN_CANCELLED
+    }
+    assert len(sim_log.calls(LAUNCH)) <= CHANNELS
+    cuda_simulator.clear_faults()
+    cuda_simulator.end_hangs()
+
+
 def test_a_launch_takes_8192_descriptors(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
@@ -98,6 +125,18 @@ def test_pageable_memory_is_the_drivers_matter(
     case = between(device, cuda_simulator, direction, [100] * 20, pinned=False)
     run(Executor(device.backend(direction)), case)
     assert counts(sim_log) == (0, 0, 20)
+
+
+def test_what_nothing_could_stop_goes_in_slices(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    """64 MiB between host and device: a descriptor of more, and a batch of the driver's."""
+    run(
+        Executor(device.backend("host_to_device")),
+        between(device, cuda_simulator, "host_to_device", [MIB, 65 * MIB, *[3 * MIB] * 22]),
+    )
+    # Of the batch 21 fit; the other one is left alone.
+    assert counts(sim_log) == ((0, 1, 4) if HAS_BATCH else (0, 0, 25))
 
 
 def test_what_is_large_goes_by_the_drivers_copies(

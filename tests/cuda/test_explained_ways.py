@@ -167,6 +167,28 @@ def test_more_than_a_call_takes(datadist: LlmDataDist, sim_log: Log) -> None:
         assert found == said
 
 
+@pytest.mark.parametrize(
+    ("blocks", "nbytes", "expected"),
+    [(2, 65 << 20, {"single": 4}), (22, 3 << 20, {"batch": 1, "single": 1})],
+)
+def test_what_nothing_stops_goes_in_slices(
+    datadist: LlmDataDist, sim_log: Log, blocks: int, nbytes: int, expected: dict[str, int]
+) -> None:
+    src, dst = (
+        datadist.allocate_blocks_cache(CacheDesc(1, (2 * blocks, nbytes), DataType.DT_UINT8, it))
+        for it in ENDS["host_to_device"]
+    )
+    pairs = {2 * it: 2 * it for it in range(blocks)}
+    plan = datadist.plan_swap_blocks(src, dst, pairs)
+    moved = table_of(datadist).moved(plan)
+    assert {it.way: it.calls for it in moved} == expected
+    assert sum(it.descriptors for it in moved) == plan.num_descriptors == blocks
+    assert sum(it.nbytes for it in moved) == plan.nbytes
+    sim_log.restart()
+    datadist.swap_blocks(src, dst, pairs)
+    assert called(sim_log) == expected
+
+
 def test_the_same_table_as_in_c(cuda_simulator: CudaControls) -> None:
     assert {it: tuple(limits) for it, limits in BUILTIN.limits.items()} == {
         it: builtin_copy_tuning(it) for it in COPY_DIRECTIONS

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._cuda import CopyTuning, tune_copies
+from kvnative._executor import KVN_UNMAPPED, Executor, ThreadPool
+from kvnative._lower import lower
 from kvplan import LLMException, LLMStatusCode, Placement, Transfers
+from kvplan.execution import HostMemory
+from kvplan.inspection.copy_ways import CopyDirection
 from kvplan.transport.local import LocalTransport
 from tests.ascend.simulator import Log
 from tests.cuda.side import (
@@ -34,6 +39,7 @@ from tests.support.refusals import refused
 
 PULL = kvplan.plan_pull_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
 PUSH = kvplan.plan_push_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
+SINGLE = CopyTuning(0, 0, 0)
 COPIES = ("cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", "cuLaunchKernel")
 WHOSE = pytest.mark.parametrize("whose", ["kvplan", "program"])
 
@@ -277,6 +283,7 @@ class TestInFlight:
     ) -> None:
         """It is announced; else the owner would free it under the copy, which is a violation."""
         lasts_ns = 50_000_000
+        tune_copies(side.device.native, "device_to_device", SINGLE)  # nothing stops the driver's
         there = other.call("offer", whose, 1, NBYTES, writable=not pulls)
         here = side.local(zeros(side))
         with ThreadPoolExecutor() as thread, side.transport.connect(other.call("metadata")) as link:
@@ -304,6 +311,46 @@ class TestInFlight:
             finally:
                 cuda_simulator.set("latency_us", 0)
 
+    @pytest.mark.parametrize("inside", [True, False], ids=["device", "pageable memory"])
+    def test_an_owner_waits_for_what_is_on_the_stream_alone(
+        self,
+        side: Side,
+        other: Other,
+        inside: bool,
+        cuda_simulator: CudaControls,
+        sim_log: Log,
+    ) -> None:
+        """Not for two seconds of the driver's copies: it would say so after one."""
+        each, count, per_second = 16 << 20, 256, 2 << 30
+        there = other.call("offer", "program", 1, each)
+        here = side.local(side.allocate("program", 2, each)) if inside else None
+        memory_here = here or HostMemory.from_arrays([np.zeros(each, np.uint8)])
+        way: CopyDirection = "device_to_device" if inside else "device_to_host"
+        tune_copies(side.device.native, way, SINGLE)
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], each)
+            backend = memory.backend(ThreadPool(1), "get", memory_here)
+            assert backend is not None
+            executor = Executor(backend)
+            none = np.zeros(count, np.uint64)
+            descriptors = lower(
+                none, none, none + np.uint64(each), memory.addresses, memory_here.addresses
+            )
+            sim_log.restart()
+            cuda_simulator.set("bandwidth", per_second)
+            try:
+                task = executor.submit(descriptors, (memory, memory_here))
+                wait_until(lambda: bool(sim_log.calls(*COPIES)))
+                assert other.call("deregister", there) == []
+            finally:
+                cuda_simulator.set("bandwidth", 0)
+            report = task.wait()
+            assert report.status == KVN_UNMAPPED
+            assert "has deregistered the memory" in report.message
+            assert report.bytes_done < count * each // 2
+            del memory, task, executor, backend
+        gc.collect()
+
     def test_a_push_that_is_over_holds_up_no_owner(self, side: Side, other: Other) -> None:
         """Though its outcome was not asked for."""
         there = other.call("offer", "kvplan", 1)
@@ -315,11 +362,29 @@ class TestInFlight:
             with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
                 task.wait()
 
+    def test_an_owner_that_frees_it_stops_a_launch(
+        self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
+    ) -> None:
+        """Which hangs here, and would else be waited for in vain."""
+        there = other.call("offer", "program", 1)
+        here = side.local(zeros(side))
+        with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
+            memory = link.memory([there], NBYTES)
+            task = self.begin(cuda_simulator, transfers, sim_log, PULL, memory, here)
+            assert sim_log.calls("cuLaunchKernel")
+            assert other.call("deregister", there) == []
+            with refused("LLM_KV_CACHE_NOT_EXIST", f"peer {other.pid} has deregistered"):
+                task.wait(60_000)
+            cuda_simulator.end_hangs()
+            del memory, task
+        gc.collect()
+
     def test_an_owner_that_waits_too_long_says_so(
         self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
     ) -> None:
         there = other.call("offer", "program", 1)
         here = side.local(zeros(side))
+        tune_copies(side.device.native, "device_to_device", SINGLE)
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
             memory = link.memory([there], NBYTES)
             task = self.begin(cuda_simulator, transfers, sim_log, PULL, memory, here)

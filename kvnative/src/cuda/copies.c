@@ -220,6 +220,17 @@ static uint64_t mean(const uint64_t *nbytes, size_t count)
     return total / count;
 }
 
+/* How many go in calls of the driver's, which nothing stops. */
+static size_t count_unstoppable(kvn_direction direction, const uint64_t *nbytes, size_t count)
+{
+    uint64_t left = kvn_most_unstoppable(direction);
+    size_t taken = 0;
+
+    while (taken < count && nbytes[taken] <= left)
+        left -= nbytes[taken++];
+    return taken ? taken : 1;
+}
+
 int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
                         const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
                         kvn_failure *failure)
@@ -242,6 +253,8 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
         way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
     if (way == KVN_CUDA_SINGLE && *count > SINGLES)
         *count = SINGLES;
+    if (way != KVN_CUDA_KERNEL)
+        *count = count_unstoppable(direction, nbytes, *count);
     if (count_reached(&known, direction, way, dst, src, nbytes, count, failed, failure) != KVN_OK)
         return failure->status;
     if (*count == 0) {
@@ -312,6 +325,11 @@ int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *even
 
     kvn_cuda_launcher_load(copies_of(device)->launcher, &ignored);
     return KVN_CUDA_CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
+}
+
+bool kvn_cuda_copies_can_stop(const kvn_device *device, kvn_stream stream)
+{
+    return kvn_cuda_launcher_can_stop(copies_of(device)->launcher, stream);
 }
 
 int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)

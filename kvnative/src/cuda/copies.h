@@ -42,7 +42,8 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64
                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
                        kvn_failure *failure);
 int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
-/* As kvn_cuda_launcher_query, _abort and _drop. */
+/* As kvn_cuda_launcher_can_stop, _query, _abort and _drop. */
+bool kvn_cuda_copies_can_stop(const kvn_device *device, kvn_stream stream);
 int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 int kvn_cuda_copies_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 int kvn_cuda_copies_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure);

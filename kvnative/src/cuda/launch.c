@@ -396,6 +396,18 @@ int kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream, kvn_failu
 
 /* ---- stopping ---- */
 
+bool kvn_cuda_launcher_can_stop(kvn_cuda_launcher *self, kvn_stream stream)
+{
+    const busy *it;
+    bool can_stop;
+
+    pthread_mutex_lock(&self->mutex);
+    it = find(self, stream);
+    can_stop = !it || !it->has_others;
+    pthread_mutex_unlock(&self->mutex);
+    return can_stop;
+}
+
 /* The host's half of the protocol that copy.cu describes. */
 static void fence_system(void)
 {

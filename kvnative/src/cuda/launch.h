@@ -31,6 +31,9 @@ int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks,
 /* Before something else that moves bytes is given to the stream, which is not to be aborted from then on. */
 int kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
 
+/* Whether the stream has nothing but launches, which can be stopped. */
+bool kvn_cuda_launcher_can_stop(kvn_cuda_launcher *self, kvn_stream stream);
+
 /* KVN_PENDING while the stream has work, else its outcome; KVN_CUDA_ABORTED where it was told to stop, once. */
 int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure);
 /* Stops what can be stopped. KVN_OK: no work of the stream touches memory any more, though launches may still

@@ -476,4 +476,5 @@ const kvn_device_ops kvn_cuda_ops = {
     .batch_copies = kvn_cuda_batch_copies,
     .copy_batch = kvn_cuda_copy_batch,
     .copy_held = kvn_cuda_copy_held,
+    .can_stop = kvn_cuda_copies_can_stop,
 };

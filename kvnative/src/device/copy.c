@@ -8,8 +8,6 @@
 #include "device/stream_backend.h"
 #include "device/stream_request.h"
 
-/* Bytes of one call that an abort cannot stop: at 5 GB/s some 13 ms. */
-#define BLOCKING_NBYTES (64u << 20)
 /* Calls of a shard that are on the stream at one time: a stream holds a few thousand, and who issues
  * more blocks until the device gets on, where no abort reaches him. */
 #define MAX_ISSUED 1024
@@ -40,6 +38,7 @@ typedef struct transfer {
     kvn_channel_fault *fault;
     uint64_t at;     /* the first descriptor that is not issued */
     unsigned issued; /* calls since the stream was last waited for */
+    uint64_t unstoppable; /* bytes of these that abort_stream would not stop */
     bool is_held;    /* what the shard comes after was not waited for */
     host_memory host;
 } transfer;
@@ -68,11 +67,38 @@ static int drain(transfer *t, kvn_channel_fault *fault)
     int status = KVN_OK;
 
     if (t->issued > 0)
-        status = kvn_channel_synchronize(t->channel, t->stop, fault);
+        status = kvn_stream_request_synchronize(t->channel, t->shard, t->stop, fault);
     t->issued = 0;
+    t->unstoppable = 0;
     if (status == KVN_OK)
         t->fault->confirmed = t->at;
     return status;
+}
+
+/* Between two calls: KVN_OK, or why there is to be no other. */
+static int look(transfer *t)
+{
+    return atomic_load(t->stop) ? KVN_CANCELLED : kvn_stream_request_look(t->shard, &t->fault->why);
+}
+
+/* ---- what is on the stream ---- */
+
+static uint64_t most_unstoppable(const transfer *t) { return kvn_most_unstoppable(t->self->direction); }
+
+/* For one call more, where `most` may be on it; 0: any number. */
+static int make_room(transfer *t, unsigned most)
+{
+    return (most && t->issued >= most) || t->unstoppable >= most_unstoppable(t) ? drain(t, t->fault) : KVN_OK;
+}
+
+static void note_issued(transfer *t, const uint64_t *nbytes, size_t count)
+{
+    const kvn_device_ops *ops = ops_of(t);
+
+    t->issued++;
+    if (ops->can_stop && !ops->can_stop(t->self->device, kvn_channel_stream(t->channel)))
+        for (size_t i = 0; i < count; i++)
+            t->unstoppable += nbytes[i];
 }
 
 /* ---- where host memory lies ---- */
@@ -117,6 +143,7 @@ static int await(transfer *t)
         return status;
     t->is_held = false;
     t->issued = 0;
+    t->unstoppable = 0;
     t->fault->confirmed = t->at;
     return KVN_OK;
 }
@@ -126,6 +153,7 @@ static int await(transfer *t)
 typedef struct chunk {
     size_t count;
     bool blocking; /* pageable memory, or there is no other way */
+    bool sliced;   /* a descriptor that alone has more than may be unstoppable */
 } chunk;
 
 /* The descriptors from `at` that go in one call: not empty, no more than it takes, of one kind of memory. */
@@ -141,32 +169,60 @@ static chunk next_chunk(transfer *t, unsigned copies)
 
     if (look)
         chunk.blocking = is_pageable(t, t->at);
-    while (chunk.count < most && nbytes[chunk.count] > 0) {
+    chunk.sliced = (chunk.blocking || ops_of(t)->can_stop) && taken > most_unstoppable(t);
+    while (chunk.count < most && nbytes[chunk.count] > 0 && !chunk.sliced) {
         if (look && is_pageable(t, t->at + chunk.count) != chunk.blocking)
             break;
-        if (chunk.blocking && (taken >= BLOCKING_NBYTES ||
-                               nbytes[chunk.count] > BLOCKING_NBYTES - taken))
+        if (ops_of(t)->can_stop && nbytes[chunk.count] > most_unstoppable(t))
+            break;
+        if (chunk.blocking && nbytes[chunk.count] > most_unstoppable(t) - taken)
             break;
         taken += nbytes[chunk.count++];
     }
     return chunk;
 }
 
-/* A descriptor that would block for too long: slice by slice. */
-static int copy_sliced(transfer *t, size_t *failed, kvn_failure *failure)
+/* What a slice or a chunk says of the `count` descriptors from `at`: KVN_PENDING where they are to be copied again,
+ * one by one. */
+static int fail_batch(transfer *t, int status, size_t count, size_t failed, const kvn_failure *failure)
+{
+    if (status != KVN_UNSUPPORTED)
+        return fail(t, failed < count ? t->at + failed : KVN_NO_DESCRIPTOR, failure);
+    kvn_device_fall_back(t->self->device, failure->message);
+    return KVN_PENDING;
+}
+
+/* On the stream, or before it returns. *count is then what was copied. */
+static int copy_some(transfer *t, bool blocking, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
+                     size_t *count)
 {
     const copy_backend *self = t->self;
+    size_t failed = SIZE_MAX;
+    kvn_failure failure;
+    int status = blocking ? KVN_OK : make_room(t, ops_of(t)->max_batches);
+
+    if (status != KVN_OK)
+        return status;
+    status = ops_of(t)->copy_batch(self->device, self->direction, dst, src, nbytes, count,
+                                   blocking ? NULL : kvn_channel_stream(t->channel), &failed, &failure);
+    if (!blocking)
+        note_issued(t, nbytes, *count);
+    return status == KVN_OK ? KVN_OK : fail_batch(t, status, *count, failed, &failure);
+}
+
+/* A descriptor of more bytes than may be unstoppable: slice by slice. */
+static int copy_sliced(transfer *t, bool blocking)
+{
     uint64_t dst = t->shard->dst[t->at], src = t->shard->src[t->at], left = t->shard->nbytes[t->at];
     int status = KVN_OK;
 
     while (left && status == KVN_OK) {
-        const uint64_t nbytes = left < BLOCKING_NBYTES ? left : BLOCKING_NBYTES;
+        const uint64_t nbytes = left < most_unstoppable(t) ? left : most_unstoppable(t);
         size_t count = 1;
 
-        if (atomic_load(t->stop))
-            return KVN_CANCELLED;
-        status = ops_of(t)->copy_batch(self->device, self->direction, &dst, &src, &nbytes, &count, NULL,
-                                       failed, failure);
+        status = look(t);
+        if (status == KVN_OK)
+            status = copy_some(t, blocking, &dst, &src, &nbytes, &count);
         dst += nbytes;
         src += nbytes;
         left -= nbytes;
@@ -174,43 +230,23 @@ static int copy_sliced(transfer *t, size_t *failed, kvn_failure *failure)
     return status;
 }
 
-/* chunk->count is then what was copied. */
-static int copy_chunk(transfer *t, chunk *chunk, size_t *failed, kvn_failure *failure)
-{
-    const copy_backend *self = t->self;
-    const kvn_columns *shard = t->shard;
-
-    if (chunk->blocking && shard->nbytes[t->at] > BLOCKING_NBYTES)
-        return copy_sliced(t, failed, failure);
-    if (!chunk->blocking)
-        t->issued++;
-    return ops_of(t)->copy_batch(self->device, self->direction, shard->dst + t->at,
-                                 shard->src + t->at, shard->nbytes + t->at, &chunk->count,
-                                 chunk->blocking ? NULL : kvn_channel_stream(t->channel), failed,
-                                 failure);
-}
-
 static int copy_batch(transfer *t, unsigned copies)
 {
-    const unsigned max_batches = ops_of(t)->max_batches;
+    const kvn_columns *shard = t->shard;
     chunk chunk = next_chunk(t, copies);
-    kvn_failure failure;
-    size_t failed = SIZE_MAX;
-    int status = max_batches && t->issued >= max_batches ? drain(t, t->fault) : KVN_OK;
+    int status = chunk.blocking ? await(t) : KVN_OK;
 
-    if (status == KVN_OK && chunk.blocking)
-        status = await(t);
     if (status != KVN_OK)
         return status;
-    status = copy_chunk(t, &chunk, &failed, &failure);
-    if (status == KVN_CANCELLED)
-        return status;
-    if (status == KVN_UNSUPPORTED) {
-        kvn_device_fall_back(t->self->device, failure.message);
-        return KVN_OK; /* the same descriptors again, one by one */
-    }
+    if (chunk.sliced)
+        status = copy_sliced(t, chunk.blocking);
+    else
+        status = copy_some(t, chunk.blocking, shard->dst + t->at, shard->src + t->at, shard->nbytes + t->at,
+                           &chunk.count);
+    if (status == KVN_PENDING)
+        return KVN_OK;
     if (status != KVN_OK)
-        return fail(t, failed < chunk.count ? t->at + failed : KVN_NO_DESCRIPTOR, &failure);
+        return status;
     t->at += chunk.count;
     if (chunk.blocking && t->issued == 0)
         t->fault->confirmed = t->at;
@@ -251,7 +287,8 @@ static int copy_single(transfer *t)
 {
     const copy_backend *self = t->self;
     const kvn_columns *shard = t->shard;
-    const uint64_t most = self->direction == KVN_DEVICE_TO_DEVICE ? UINT64_MAX : BLOCKING_NBYTES;
+    const bool is_whole = self->direction == KVN_DEVICE_TO_DEVICE && !ops_of(t)->can_stop;
+    const uint64_t most = is_whole ? UINT64_MAX : most_unstoppable(t);
     uint64_t dst = shard->dst[t->at], src = shard->src[t->at], left = shard->nbytes[t->at];
 
     while (left) {
@@ -261,17 +298,17 @@ static int copy_single(transfer *t)
 
         if (t->is_held && t->self->direction != KVN_DEVICE_TO_DEVICE && is_pageable(t, t->at))
             status = await(t);
-        if (status == KVN_OK && t->issued >= MAX_ISSUED)
-            status = drain(t, t->fault);
+        if (status == KVN_OK)
+            status = make_room(t, MAX_ISSUED);
+        if (status == KVN_OK)
+            status = look(t);
         if (status != KVN_OK)
             return status;
-        if (atomic_load(t->stop))
-            return KVN_CANCELLED;
         status = ops_of(t)->copy_async(self->device, self->direction, dst, src, nbytes,
                                        kvn_channel_stream(t->channel), &failure);
         if (status != KVN_OK)
             return fail(t, t->at, &failure);
-        t->issued++;
+        note_issued(t, &nbytes, 1);
         dst += nbytes;
         src += nbytes;
         left -= nbytes;
@@ -296,10 +333,11 @@ static unsigned batches_for(transfer *t)
 
 static int issue(transfer *t)
 {
+    const int status = look(t);
     unsigned copies;
 
-    if (atomic_load(t->stop))
-        return KVN_CANCELLED;
+    if (status != KVN_OK)
+        return status;
     if (t->shard->nbytes[t->at] == 0) {
         t->at++; /* batch calls refuse them */
         return KVN_OK;

@@ -16,7 +16,8 @@
 
 typedef struct kvn_stream_backend kvn_stream_backend;
 
-/* Moves one shard, on the channel's thread: issues all of it, then waits with kvn_channel_synchronize.
+/* Moves one shard, on the channel's thread: issues all of it, then waits with kvn_channel_synchronize, or, to be
+ * told of what the batch's end finds meanwhile, with kvn_stream_request_synchronize.
  * Returns KVN_OK when every byte has arrived; KVN_CANCELLED when it stopped because *stop was set (look at
  * it between calls that may take long; the fault's message, if any, is reported with it); or a failure with
  * `fault` filled in. Should it leave work on the stream when it fails, that is waited for before anything is

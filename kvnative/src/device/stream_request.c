@@ -12,8 +12,9 @@
 #define SPIN_NS 20000
 /* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
 #define PATIENCE_NS 25000000
-/* How often a batch that is held is asked about: so long it keeps its owner from what it has announced. */
-#define LOOK_NS 5000000
+/* How often a batch's end is asked: so long it keeps its owner from what it has announced. */
+#define LOOK_MS 5
+#define LOOK_NS (LOOK_MS * 1000000)
 
 /* ---- outcomes; with the request's mutex ---- */
 
@@ -162,23 +163,74 @@ static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
     return status;
 }
 
+static kvn_request *request_of(const kvn_columns *columns)
+{
+    const char *shard = (const char *)columns - offsetof(kvn_stream_shard, columns);
+
+    return ((const kvn_stream_shard *)shard)->request;
+}
+
+/* Whether its end is asked while it is on its way. */
+static bool has_look(const kvn_request *request) { return request->end && request->end->look; }
+
+int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why)
+{
+    kvn_request *request = request_of(columns);
+    int status = KVN_OK;
+    int64_t now_ns;
+
+    if (!has_look(request))
+        return KVN_OK;
+    now_ns = kvn_now_ns();
+    if (now_ns - atomic_load_explicit(&request->looked_ns, memory_order_relaxed) < LOOK_NS)
+        return KVN_OK;
+    pthread_mutex_lock(&request->mutex);
+    /* Another shard's thread may have asked meanwhile. */
+    if (now_ns - atomic_load_explicit(&request->looked_ns, memory_order_relaxed) >= LOOK_NS) {
+        atomic_store_explicit(&request->looked_ns, now_ns, memory_order_relaxed);
+        status = request->end->look(request->end, why);
+    }
+    pthread_mutex_unlock(&request->mutex);
+    if (status != KVN_OK)
+        atomic_store(&request->stop, 1);
+    return status;
+}
+
+int kvn_stream_request_synchronize(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
+                                   kvn_channel_fault *fault)
+{
+    const bool is_asked = has_look(request_of(columns));
+    int gone = KVN_OK, status = KVN_PENDING;
+    kvn_failure why;
+
+    while (is_asked && status == KVN_PENDING && gone == KVN_OK && !atomic_load(stop)) {
+        status = kvn_channel_poll(channel, LOOK_MS, fault);
+        if (status == KVN_PENDING)
+            gone = kvn_stream_request_look(columns, &why);
+    }
+    if (status == KVN_PENDING)
+        status = kvn_channel_synchronize(channel, stop, fault);
+    if (gone == KVN_OK)
+        return status;
+    fault->why = why;
+    return gone;
+}
+
 int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                              kvn_channel_fault *fault)
 {
-    const char *shard = (const char *)columns - offsetof(kvn_stream_shard, columns);
-    kvn_request *request = ((const kvn_stream_shard *)shard)->request;
-    const bool is_asked = request->end && request->end->look;
+    kvn_request *request = request_of(columns);
     kvn_failure why;
     int gone = KVN_OK, status;
 
     if (!atomic_load(&request->is_held))
         return KVN_OK;
     /* A runtime that can abort can wait, too, without asking again and again. */
-    if (is_asked || !kvn_channel_device(channel)->ops->can_abort)
+    if (has_look(request) || !kvn_channel_device(channel)->ops->can_abort)
         gone = wait_at_gate(request, columns->after, &why);
     if (gone != KVN_OK)
         atomic_store(&request->stop, 1);
-    status = kvn_channel_synchronize(channel, stop, fault);
+    status = kvn_stream_request_synchronize(channel, columns, stop, fault);
     if (status == KVN_OK)
         atomic_store(&request->is_held, false);
     if (status == KVN_CANCELLED)
@@ -203,6 +255,7 @@ kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kv
     request->count = batch->count;
     request->total = total;
     request->end = batch->end;
+    atomic_init(&request->looked_ns, has_look(request) ? kvn_now_ns() : 0);
     atomic_init(&request->is_held, batch->after != NULL);
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->changed);

@@ -28,6 +28,7 @@ struct kvn_request {
     uint64_t count;
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
+    atomic_int_fast64_t looked_ns; /* when it was asked last; changed with the mutex */
     int why;       /* why it was given up; KVN_OK while it was not */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* shards without an outcome */
@@ -54,6 +55,12 @@ void kvn_stream_request_fail_others(kvn_request *request);
  * never comes, or must not be waited for any more. */
 int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                              kvn_channel_fault *fault);
+/* As kvn_channel_synchronize, in `move`; or why no byte of the batch may be touched any more. */
+int kvn_stream_request_synchronize(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
+                                   kvn_channel_fault *fault);
+/* In `move`, between calls that issue its work: KVN_OK, or why no byte of the batch may be touched any more. It
+ * is cheap: the batch's end is asked now and then. */
+int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why);
 
 /* Calls of the vtable. */
 int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, kvn_report *report);

@@ -32,8 +32,7 @@ static void leave(guarded_request *request)
 /* By the inner backend, if it has threads that know: the owner need not wait until someone polls. */
 static void leave_at_once(kvn_batch_end *end) { leave((guarded_request *)end); }
 
-/* By the inner backend, whose thread waits for what the batch comes after, and alone touches the announcement
- * until that wait is over. */
+/* By the inner backend, on one thread at a time: it alone touches the announcement until the batch is over. */
 static int look(kvn_batch_end *end, kvn_failure *why)
 {
     guarded_request *request = (guarded_request *)end;
