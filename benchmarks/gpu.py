@@ -359,7 +359,7 @@ def between_processes(run: Run, name: str, case: Scattered, target: float) -> Ro
         run.note("compared every byte")
         ours, whole, bare = run.medians(
             timed(move),
-            timed(partial(datadist.pull_blocks, KEY, cache, there, here)),
+            timed(partial(datadist.pull_blocks, KEY, cache, there, here, timeout_ms=60_000)),
             timed(partial(driver.copy, bare_target.address, bare_source.address, case.nbytes)),
             rounds=ROUNDS,
         )
@@ -398,7 +398,7 @@ def request(run: Run, name: str) -> Row:
     with linked(case) as datadist:
         cache = datadist.allocate_blocks_cache(cache_of(TENSORS, case.pool, case.block))
         there, here = (it.tolist() for it in case.tables())
-        pull = partial(datadist.pull_blocks, KEY, cache, there, here)
+        pull = partial(datadist.pull_blocks, KEY, cache, there, here, timeout_ms=60_000)
         (ours,) = run.medians(timed(pull), rounds=ROUNDS)
         said = f"{TENSORS} x {case.blocks} blocks of 32 KiB in {1e6 * ours:.0f} us"
         try:
@@ -441,7 +441,7 @@ class LayerPush:
             self._driver.compute(self._layer_us)
         self._driver.synchronize()
         start = time.perf_counter()
-        self._datadist.push_blocks(self._cache, KEY, self._blocks, self._blocks)
+        self._datadist.push_blocks(self._cache, KEY, self._blocks, self._blocks, timeout_ms=60_000)
         return time.perf_counter() - start
 
     def meanwhile(self) -> float:
