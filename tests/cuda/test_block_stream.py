@@ -274,6 +274,7 @@ def test_threads_keep_the_context_that_they_have(
     assert in_thread(ask) == [None, None]
     cuda_simulator.end_hangs()
     compute.wait()
+    assert task.wait(FOREVER).status == KVN_OK
 
 
 @pytest.mark.parametrize(
@@ -306,6 +307,7 @@ def test_calls_that_fail(
     cuda_simulator.end_hangs()
     compute.wait()
     case.assert_moved()
+    assert task.wait(FOREVER).status == KVN_OK
 
 
 def test_one_that_waits_for_its_own_event_in_a_thread(

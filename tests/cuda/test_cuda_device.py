@@ -219,6 +219,21 @@ def test_where_it_cannot_be(
     assert cuda_simulator.left() == {}
 
 
+def test_where_network_cards_may_not_reach_it(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    """The GPU could let them, and the machine does not: asked for without, it is given."""
+    cuda_simulator.add_fault("cuMemGetAllocationGranularity:1=801")
+    assert CudaLibrary.load().device(5).allocate(100).nbytes == 100
+    sim_log.restart()
+    cuda_simulator.add_fault("cuMemCreate:1=1")
+    assert device.allocate(100).nbytes == 100
+    assert len(sim_log.calls("cuMemCreate")) == 2
+    cuda_simulator.add_fault("cuMemCreate:1=1", "cuMemCreate:2=1")
+    with pytest.raises(CudaError, match=r"^cuMemCreate: 1 "):
+        device.allocate(100)
+
+
 def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
     with pytest.raises(
         CudaError, match=r"^cuMemCreate: 2 \(CUDA_ERROR_OUT_OF_MEMORY\): out of memory$"

@@ -256,7 +256,7 @@ CUDA cuDeviceGetAttribute(int *value, int attribute, int device) {
         {91, 1},                                   /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
         {102, settings.cuda_virtual != 0},         /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
         {103, settings.cuda_virtual == 1},         /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
-        {110, 0},                                  /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
+        {110, 1},                                  /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
         {116, 0},                                  /* GPU_DIRECT_RDMA_SUPPORTED */
         {124, 0},                                  /* DMA_BUF_SUPPORTED */
         {128, 0},                                  /* HANDLE_TYPE_FABRIC_SUPPORTED */

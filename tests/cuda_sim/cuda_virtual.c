@@ -107,8 +107,8 @@ static int check_properties(const allocation *wanted, int *device) {
         return sim_error(INVALID_VALUE, "memory of type %d at a location of type %d", wanted->type,
                          wanted->where.type);
     }
-    if (wanted->rdma) {
-        return sim_error(NOT_SUPPORTED, "gpuDirectRDMACapable=1: attribute 110 of the device is 0");
+    if (wanted->rdma > 1) {
+        return sim_error(INVALID_VALUE, "gpuDirectRDMACapable=%d", wanted->rdma);
     }
     if (wanted->handle_types & ~DESCRIPTOR ||
         (wanted->handle_types && sim_settings_now().cuda_virtual != 1)) {

@@ -13,6 +13,14 @@ static int ask(const kvn_device *device, int attribute)
     return value;
 }
 
+static int ask_granularity(const kvn_device *device, kvn_failure *failure)
+{
+    kvn_cuda_device *state = kvn_cuda_state(device);
+
+    return KVN_CUDA_CALL(device, failure, cuMemGetAllocationGranularity, &state->granularity, &state->allocation,
+                         KVN_CUDA_GRANULARITY_MINIMUM);
+}
+
 int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
@@ -25,10 +33,11 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
         .location = {.type = KVN_CUDA_LOCATION_DEVICE, .id = state->number},
         .gpu_direct_rdma = ask(device, KVN_CUDA_GPU_DIRECT_RDMA) != 0,
     };
-    if (!ask(device, KVN_CUDA_VIRTUAL_MEMORY))
+    if (!ask(device, KVN_CUDA_VIRTUAL_MEMORY) || ask_granularity(device, failure) == KVN_OK)
         return KVN_OK;
-    return KVN_CUDA_CALL(device, failure, cuMemGetAllocationGranularity, &state->granularity,
-                         &state->allocation, KVN_CUDA_GRANULARITY_MINIMUM);
+    /* Where network cards shall reach it, a machine may refuse that, though its GPU can. */
+    state->allocation.gpu_direct_rdma = 0;
+    return ask_granularity(device, failure);
 }
 
 /* ---- what is allocated; with the mutex ---- */
@@ -146,6 +155,18 @@ static int allocate_plain(const kvn_device *device, uint64_t nbytes, void **out,
     return status;
 }
 
+/* Without network cards where the machine refuses that only here. */
+static int create(const kvn_device *device, kvn_cuda_allocated *it, kvn_failure *failure)
+{
+    kvn_cuda_allocation wanted = kvn_cuda_state(device)->allocation;
+    const int status = KVN_CUDA_CALL(device, failure, cuMemCreate, &it->handle, it->nbytes, &wanted, 0);
+
+    if (status != KVN_INVALID || !wanted.gpu_direct_rdma)
+        return status;
+    wanted.gpu_direct_rdma = 0;
+    return KVN_CUDA_CALL(device, failure, cuMemCreate, &it->handle, it->nbytes, &wanted, 0);
+}
+
 int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
@@ -159,7 +180,7 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
     if (it.nbytes < nbytes)
         return kvn_fail(failure, KVN_NO_DEVICE_MEMORY, 0, "%" PRIu64 " bytes are more than any device has",
                         nbytes);
-    status = KVN_CUDA_CALL(device, failure, cuMemCreate, &it.handle, it.nbytes, &state->allocation, 0);
+    status = create(device, &it, failure);
     if (status == KVN_UNSUPPORTED || status == KVN_DENIED) /* on virtual GPUs, say */
         return allocate_plain(device, nbytes, out, failure);
     if (status != KVN_OK)

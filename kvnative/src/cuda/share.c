@@ -25,8 +25,12 @@ static int look_up(const kvn_device *device, uint64_t address, allocation *out, 
     void *values[] = {&out->kind, &out->is_managed, &out->has_legacy_handle, &out->start, &out->nbytes};
 
     *out = (allocation){0};
-    return KVN_CUDA_CALL(device, failure, cuPointerGetAttributes, sizeof attributes / sizeof *attributes,
-                attributes, values, address);
+    if (KVN_CUDA_CALL(device, failure, cuPointerGetAttributes, sizeof attributes / sizeof *attributes, attributes,
+                      values, address) != KVN_OK)
+        return failure->status;
+    if (out->nbytes == 0 && out->kind == KVN_CUDA_MEMORY_DEVICE) /* a driver that does not say it there */
+        kvn_cuda_of(device)->cuMemGetAddressRange_v2(&out->start, &out->nbytes, address);
+    return KVN_OK;
 }
 
 static bool holds(uint64_t start, uint64_t size, uint64_t address, uint64_t nbytes)
