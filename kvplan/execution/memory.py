@@ -268,6 +268,7 @@ class _Uses:
 
 
 _USES: Final = _Uses()
+_LOOK_S: Final = 0.1
 
 
 @contextmanager
@@ -279,13 +280,12 @@ def using(*memories: TensorMemory) -> Iterator[None]:
     """
     use = _Use(get_ident(), memories)
     try:
-        with _USES.changed:
-            _USES.now.add(use)
+        _USES.now.add(use)
         check_lent(*memories)  # after it was put in: `take_back` finds it, or this finds that out
         yield
     finally:
+        _USES.now.discard(use)  # first, and one call: an interrupt comes before it or after it
         with _USES.changed:
-            _USES.now.discard(use)
             _USES.changed.notify_all()
 
 
@@ -300,11 +300,12 @@ def take_back(memory: Revocable, why: str) -> None:
         why: what they raise.
     """
     revoke(memory, why)
+    mine = get_ident()
+    others = {it for it in list(_USES.now) if it.thread != mine and revocation(it.memories)}
     with _USES.changed:
-        others = [
-            it for it in list(_USES.now) if it.thread != get_ident() and revocation(it.memories)
-        ]
-        _USES.changed.wait_for(lambda: _USES.now.isdisjoint(others))
+        # Now and then unasked: an interrupt may have come before a thread that has ended says so.
+        while not _USES.changed.wait_for(lambda: others.isdisjoint(list(_USES.now)), _LOOK_S):
+            pass
 
 
 def check_lent(*memories: TensorMemory) -> None:
