@@ -29,7 +29,7 @@ from kvplan import (
 )
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
-from kvplan.inspection.copy_ways import NO_LIMIT
+from kvplan.inspection.copy_ways import NO_LIMIT, Way
 from tools.cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
 
 TIMEOUT_MS = 60_000
@@ -70,7 +70,7 @@ def try_device(notes: Notes) -> None:
 
 
 BLOCKS = (1, 3, 4, 15, 16, 31, 512, 4096, 4099, 32 << 10, (256 << 10) + 1)
-WAYS: dict[cuda_copies.Way, tuple[int, int]] = {
+WAYS: dict[Way, tuple[int, int]] = {
     "kernel": (NO_LIMIT, NO_LIMIT),
     "batch": (0, NO_LIMIT),
     "single": (0, 0),
@@ -117,7 +117,7 @@ def try_tuning(notes: Notes) -> None:
         began = time.monotonic()
         times: list[str] = []
 
-        def timed(direction: Any, way: cuda_copies.Way, nbytes: int) -> float:
+        def timed(direction: Any, way: Way, nbytes: int) -> float:
             seconds = cuda_copies.time_copies(device, direction, way, nbytes, **spans)
             times.append(f"{way} {1e6 * seconds:.0f}")
             if len(times) == len(WAYS):
@@ -329,7 +329,9 @@ def try_streams(notes: Notes) -> None:
         driver = Driver(device.native.library.path)
         stream = SimpleNamespace(cuda_stream=driver.stream)
         on_device = datadist.allocate_blocks_cache(desc)
-        on_host = datadist.allocate_blocks_cache(paged(4, *desc.shape, Placement.HOST))
+        on_host = datadist.allocate_blocks_cache(
+            paged(4, desc.shape[0], desc.shape[1], Placement.HOST)
+        )
         given = random_bytes(1, 4, *desc.shape)
         datadist.write_cache(on_host, list(given))
         seen, found = driver.allocate(desc.nbytes), np.empty(desc.nbytes, np.uint8)
