@@ -18,8 +18,7 @@ FEW = 100
 MANY = 400
 GROWTH_KIB = 4096
 """What is kept of the last 1,024 pairs of memories (1.5 KiB each, `execution/rows.py`), and what
-malloc's arenas take until they have settled: 2.7 to 3.2 MiB were measured in the first 400 rounds, 6
-MiB in 3,300, of which Python had allocated as much after 1,600 as after 1,150."""
+malloc's arenas take until they have settled: 2.7 to 3.2 MiB were measured in the first 400."""
 
 ROUNDS = {
     "link, pull, push and unlink": """
