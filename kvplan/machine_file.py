@@ -68,12 +68,17 @@ def model_of(said: dict[str, str]) -> str:
 def read_machines(path: Path, version: int) -> dict[str, Any]:
     """Return what is stored, by machine; only what is this machine's is to be looked into.
 
+    Nothing where there is no such file.
+
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: there is a file, and it cannot be read.
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
     """
     # Not to wait for the writer of a FIFO that somebody has put there.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return {}
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()):
         os.close(descriptor)

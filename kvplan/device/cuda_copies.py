@@ -231,10 +231,7 @@ def save(device: Device, tunings: Tunings) -> None:
         LLMException: LLM_PARAM_INVALID: what is wrong with the file that is there.
     """
     path = tables_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        machines = {}
+    machines = read_machines(path, FILE_VERSION)
     machines[key_of(device)] = {
         "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "has_batches": _has_batches(device),
@@ -251,10 +248,7 @@ def load(device: Device) -> Tunings | None:
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
     """
     path = tables_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        return None
+    machines = read_machines(path, FILE_VERSION)
     key = key_of(device)
     if key not in machines:
         return None

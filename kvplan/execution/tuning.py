@@ -150,12 +150,8 @@ def load_tuning() -> Finding | None:
         LLMException: LLM_PARAM_INVALID: what is wrong with it, or this processor lacks for it.
     """
     path = tuning_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        return None
-    machine = this_processor()
-    if machine not in machines:
+    machines = read_machines(path, FILE_VERSION)
+    if not machines or (machine := this_processor()) not in machines:
         return None
     try:
         return _finding_of(machines[machine])
@@ -190,10 +186,7 @@ def save_tuning(found: Finding) -> Finding:
     """
     assert found.sure, "what others have disturbed says nothing of the machine"
     path = tuning_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        machines = {}
+    machines = read_machines(path, FILE_VERSION)
     found = found._replace(measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     machines[this_processor()] = {
         "measured": found.measured,

@@ -299,10 +299,7 @@ def stored_tables() -> dict[str, CopyTable]:
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
     """
     path = tables_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        return {}
+    machines = read_machines(path, FILE_VERSION)
     tables = {kind: stored_table(path, machines, kind) for kind in machines}
     latest = sorted(tables, key=lambda it: str(machines[it]["measured"]), reverse=True)
     return {kind: tables[kind] for kind in latest}

@@ -63,12 +63,8 @@ def load_costs(path: str | os.PathLike[str] | None = None) -> MeasuredCosts | No
             wrong), or there is no place for one.
     """
     path = Path(path) if path is not None else costs_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        return None
-    machine = this_machine()
-    if machine not in machines:
+    machines = read_machines(path, FILE_VERSION)
+    if not machines or (machine := this_machine()) not in machines:
         return None
     try:
         return _measured_of(machine, machines[machine])
@@ -86,10 +82,7 @@ def save_costs(
         LLMException: as `load_costs`.
     """
     path = Path(path) if path is not None else costs_path()
-    try:
-        machines = read_machines(path, FILE_VERSION)
-    except FileNotFoundError:
-        machines = {}
+    machines = read_machines(path, FILE_VERSION)
     before = load_costs(path)
     kept = {} if before is None else dict(before.costs)
     measured = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
