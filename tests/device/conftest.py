@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvplan import LlmDataDist, PoolConfig
 from tests.ascend.device import OnDevice, OnDeviceOverTcp
 from tests.ascend.fixtures import sim_folder, sim_log
 from tests.ascend.fixtures import simulator as ascend
 from tests.ascend.simulator import Controls
 from tests.cuda.device import OnCuda
 from tests.cuda_sim.simulator import cuda_simulator as cuda
+from tests.device.compute import Compute, compute_on
+from tests.device.engines import engine_on
 from tests.device.pair import Pair
 
 __all__ = ["ascend", "cuda", "sim_folder", "sim_log"]
@@ -26,6 +29,23 @@ def simulator(request: pytest.FixtureRequest) -> Iterator[Controls]:
     # Both have one core, which knows one current context of a thread: what is let go of one kind
     # would change it under a test of the other.
     gc.collect()
+
+
+@pytest.fixture
+def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
+    """An engine on a device, with pools on both sides."""
+    pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
+    with engine_on(simulator, sync_kv_cache_wait_time=30, **pools) as made:
+        yield made
+        del made
+
+
+@pytest.fixture
+def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
+    """A program that computes on the device of the engine."""
+    made = compute_on(simulator)
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["hccl", "tcp"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
-    PoolConfig,
     Shard,
     TransferTask,
 )
@@ -35,23 +33,8 @@ from tests.device.pair import FOREVER, Pair, row
 from tests.device.test_compute_events import ROW_NBYTES
 from tests.support.refusals import refused
 
-POOLS = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
 only_cuda = pytest.mark.parametrize("simulator", ["cuda"], indirect=True)
 between_gpus = pytest.mark.parametrize(("simulator", "linked"), [("cuda", "tcp")], indirect=True)
-
-
-@pytest.fixture
-def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
-    with engine_on(simulator, sync_kv_cache_wait_time=30, **POOLS) as made:
-        yield made
-        del made
-
-
-@pytest.fixture
-def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Any]:
-    made = compute_on(simulator)
-    yield made
-    made.close()
 
 
 class TestOffloading:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from kvplan import (
     LLMException,
     LlmRole,
     Options,
-    PoolConfig,
 )
 from tests.ascend.simulator import Controls
 from tests.device.compute import Compute, compute_on, handle_of
@@ -27,21 +25,6 @@ from tests.device.pair import A_WHILE, FOREVER, Pair, row, still
 from tests.support.refusals import refused
 
 ROW_NBYTES = DEVICE.stride
-
-
-@pytest.fixture
-def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
-    pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
-    with engine_on(simulator, sync_kv_cache_wait_time=30, **pools) as made:
-        yield made
-        del made
-
-
-@pytest.fixture
-def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
-    made = compute_on(simulator)
-    yield made
-    made.close()
 
 
 class TestInside:

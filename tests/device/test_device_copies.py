@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
-    PoolConfig,
 )
 from kvplan.planning import reference
 from tests.ascend.simulator import Controls
@@ -26,14 +23,6 @@ from tests.support.refusals import refused
 
 STRIDE = DEVICE.stride
 PLACEMENTS = [(src, dst) for src in Placement for dst in Placement]
-
-
-@pytest.fixture
-def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
-    pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
-    with engine_on(simulator, **pools) as made:
-        yield made
-        del made
 
 
 @pytest.mark.parametrize(("src", "dst"), PLACEMENTS)
