@@ -79,7 +79,7 @@ typedef struct kvn_backend_vtable {
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
     /* Of a batch with an `after`: cancels it if that has not come, and does not wait for the outcome. NULL where
      * no batch with one is taken, or it is left to `abort`. */
-    void (*withdraw)(kvn_backend *self, kvn_request *request);
+    void (*cancel_held)(kvn_backend *self, kvn_request *request);
     /* Lets what comes onto `stream`, the program's, from here on come after the request, by the device's own
      * order: no thread waits for the bytes. Waits, until the deadline, for the request to be given to the device
      * whole. KVN_OK, also where the request is over; KVN_PENDING: the deadline passed, and nothing was ordered;

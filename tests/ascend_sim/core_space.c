@@ -1,4 +1,4 @@
-/* Address space that nobody can read: of device memory and of handles. Given out twice only where it was given
+/* Address space that no process can read: of device memory and of handles. Given out twice only where it was given
  * back for that. */
 #include <pthread.h>
 #include <sys/mman.h>

@@ -252,14 +252,14 @@ int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn
     return status;
 }
 
-void kvn_task_withdraw(kvn_task *task)
+void kvn_task_cancel_held(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
     if (task->waiter.gate && !task->begun && !task->settled) {
         settle(task, KVN_CANCELLED);
         pthread_cond_broadcast(&task->changed);
-    } else if (task->columns.after && task->begun && !task->settled && calls(task)->withdraw) {
-        calls(task)->withdraw(task->backend, task->request);
+    } else if (task->columns.after && task->begun && !task->settled && calls(task)->cancel_held) {
+        calls(task)->cancel_held(task->backend, task->request);
     }
     pthread_mutex_unlock(&task->mutex);
 }

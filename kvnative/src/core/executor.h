@@ -45,7 +45,7 @@ int kvn_task_abort(kvn_task *task, int why);
  * gate that has not opened. */
 int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report);
 /* Gives it up, as KVN_CANCELLED, if it stands at a gate that has not opened; never waits. */
-void kvn_task_withdraw(kvn_task *task);
+void kvn_task_cancel_held(kvn_task *task);
 /* Whether it stands at a gate that has not opened: nothing was submitted. */
 bool kvn_task_is_held(kvn_task *task);
 /* Bytes moved so far, and the outcome if there is one. */

@@ -100,11 +100,11 @@ static void settle_if_over(kvn_layered *layered)
 }
 
 /* After a failure: layers of which nothing was submitted will not be. What they come after may never come. */
-static void withdraw_held(kvn_layered *layered)
+static void cancel_held(kvn_layered *layered)
 {
     for (kvn_opened *it = first_opened(layered); it; it = opened_after(layered, it))
         if (it->submitted)
-            kvn_task_withdraw(&it->task);
+            kvn_task_cancel_held(&it->task);
 }
 
 /* The first failure is the outcome's; what was given up is not a failure. */
@@ -122,7 +122,7 @@ static void note_failure(kvn_layered *layered, uint64_t layer, const kvn_report 
     if (report->failed != KVN_NO_DESCRIPTOR)
         outcome->failed = report->failed + layer * layered->layer_size;
     memcpy(outcome->message, report->message, sizeof outcome->message);
-    withdraw_held(layered);
+    cancel_held(layered);
 }
 
 /* The layer is through, and no other thread is in a call on it. */
@@ -264,7 +264,7 @@ int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int 
         pthread_mutex_lock(&layered->mutex);
         it->submitted = true;
         if (layered->outcome.status != KVN_PENDING) /* another layer has failed meanwhile */
-            kvn_task_withdraw(&it->task);
+            kvn_task_cancel_held(&it->task);
         if (status == KVN_PENDING)
             pthread_cond_broadcast(&layered->changed); /* who waits may help, who aborts must stop it */
         let_go(layered, it, status);

@@ -195,7 +195,7 @@ static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const an
     return range;
 }
 
-/* Memory of a peer that is mapped here, or that was allocated or pinned here: nobody else unmaps it, and to ask the
+/* Memory of a peer that is mapped here, or that was allocated or pinned here: no other code unmaps it, and to ask the
  * driver takes as long as copying a block. */
 static bool find_ours(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
 {

@@ -78,16 +78,19 @@ int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *fai
     return failure->status;
 }
 
-void kvn_device_leave(const kvn_device *device, void *previous)
+/* Makes `previous` current again, where `now` is. */
+static void leave(const kvn_device *device, void *previous, const void *now)
 {
     kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
 
     if (!previous)
         previous = device->primary;
-    if (previous != device->context)
+    if (previous != now)
         device->ops->set_context(device, previous, &ignored);
     kvn_device_end_calls(device);
 }
+
+void kvn_device_leave(const kvn_device *device, void *previous) { leave(device, previous, device->context); }
 
 int kvn_device_enter_stream(const kvn_device *device, kvn_stream stream, void **previous, kvn_failure *failure)
 {
@@ -109,13 +112,7 @@ int kvn_device_enter_stream(const kvn_device *device, kvn_stream stream, void **
 
 void kvn_device_leave_stream(const kvn_device *device, void *previous)
 {
-    kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
-
-    if (!previous)
-        previous = device->primary;
-    if (previous != device->ops->get_context(device))
-        device->ops->set_context(device, previous, &ignored);
-    kvn_device_end_calls(device);
+    leave(device, previous, device->ops->get_context(device));
 }
 
 /* A call of the table by a thread of others; returns from the function that it stands in. */

@@ -141,7 +141,7 @@ typedef struct kvn_device_ops {
     int (*record_event)(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure);
     /* Refuses an event of the program that was recorded on such a stream. NULL: there are none. */
     int (*check_event)(const kvn_device *device, void *event, kvn_failure *failure);
-    /* What comes onto the stream from here on waits for what the event, anybody's, was last recorded for. That
+    /* What comes onto the stream from here on waits for what the event, ours or the program's, was last recorded for. That
      * is settled when this returns: the event may be recorded again, or destroyed. The stream, and what is
      * refused, as of record_event. */
     int (*wait_event)(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);

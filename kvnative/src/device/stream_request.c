@@ -314,7 +314,7 @@ int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, k
     return kvn_stream_request_poll(self, request, report);
 }
 
-void kvn_stream_request_withdraw(kvn_backend *self, kvn_request *request)
+void kvn_stream_request_cancel_held(kvn_backend *self, kvn_request *request)
 {
     (void)self;
     pthread_mutex_lock(&request->mutex);
@@ -329,7 +329,7 @@ void kvn_stream_request_withdraw(kvn_backend *self, kvn_request *request)
 void kvn_stream_request_release(kvn_backend *self, kvn_request *request)
 {
     (void)self;
-    /* Who finished the request may still hold the mutex; after this nobody looks at it. */
+    /* The thread that finished the request may still hold the mutex; after this none looks at it. */
     pthread_mutex_lock(&request->mutex);
     pthread_mutex_unlock(&request->mutex);
     pthread_cond_destroy(&request->changed);

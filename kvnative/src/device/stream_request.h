@@ -66,7 +66,7 @@ int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why);
 int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, kvn_report *report);
 int kvn_stream_request_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report);
 int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
-void kvn_stream_request_withdraw(kvn_backend *self, kvn_request *request);
+void kvn_stream_request_cancel_held(kvn_backend *self, kvn_request *request);
 void kvn_stream_request_release(kvn_backend *self, kvn_request *request);
 
 #endif

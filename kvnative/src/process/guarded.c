@@ -116,12 +116,12 @@ static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_re
     return leave_at_end(request, inner->vtable->abort(inner, request->inner, why, report));
 }
 
-static void guarded_withdraw(kvn_backend *base, kvn_request *handle)
+static void guarded_cancel_held(kvn_backend *base, kvn_request *handle)
 {
     kvn_backend *inner = inner_of(base);
 
-    if (inner->vtable->withdraw)
-        inner->vtable->withdraw(inner, ((guarded_request *)handle)->inner);
+    if (inner->vtable->cancel_held)
+        inner->vtable->cancel_held(inner, ((guarded_request *)handle)->inner);
 }
 
 static int guarded_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
@@ -152,7 +152,7 @@ static const kvn_backend_vtable GUARDED_VTABLE = {
     .poll = guarded_poll,
     .wait = guarded_wait,
     .abort = guarded_abort,
-    .withdraw = guarded_withdraw,
+    .cancel_held = guarded_cancel_held,
     .block_stream = guarded_block_stream,
     .release = guarded_release,
     .destroy = guarded_destroy,

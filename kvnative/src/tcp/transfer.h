@@ -46,7 +46,7 @@ struct kvn_request {
 
 /* A request on the wire. */
 typedef struct kvn_tcp_asked {
-    kvn_request *transfer; /* NULL: nobody's any more; its bytes are dropped */
+    kvn_request *transfer; /* NULL: it has ended; the bytes are dropped */
     kvn_cursor from, to;
     uint64_t nbytes;
     uint64_t id;
