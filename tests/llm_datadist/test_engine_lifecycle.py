@@ -96,10 +96,10 @@ def test_a_manager_of_before_is_of_no_use(new: LLMDataDist) -> None:
     new.init(options())
     old = new.cache_manager
     new.finalize()
-    with refused("LLM_PARAM_INVALID"):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         old.unregister_cache(1)
     new.init(options())
-    with refused("LLM_PARAM_INVALID"):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         old.unregister_cache(1)
     new.cache_manager.unregister_cache(1)
 

@@ -433,9 +433,9 @@ def test_after_finalize_nothing_is_taken(decoder: LLMDataDist, dst: KvCacheManag
     assert dst.is_initialized()
     decoder.finalize()
     assert not dst.is_initialized()
-    with refused(INVALID):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         dst.allocate_cache(SLOTS)
-    with refused(INVALID):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         dst.deallocate_cache(cache)
     with pytest.raises(RuntimeError):
         _ = decoder.kv_cache_manager
