@@ -146,7 +146,11 @@ def _check_resources(name: str, value: object) -> None:
 
 
 def check_resource_file(name: str, resources: str) -> None:
-    """Refuse a local_comm_res_path of the global resource config that is not a small file."""
+    """Refuse a local_comm_res_path of the global resource config that is not a small file.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
     given = _json_object(name, resources) if resources else {}
     if _RESOURCE_FILE not in given:
         return

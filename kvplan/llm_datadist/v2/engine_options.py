@@ -72,7 +72,8 @@ def engine_options(options: dict[str, str]) -> Options:
     """Return what the engine is initialized with.
 
     What it does not know is logged and ignored, unless it is a misspelled LISTEN; so are numbers
-    for RDMA that no adapter takes, and the global resource config without the backend "hixl". A SyncKvCacheWaitTime of "0" is the default.
+    for RDMA that no adapter takes, and the global resource config without the backend "hixl". A
+    SyncKvCacheWaitTime of "0" is the default.
 
     Raises:
         TypeError: a key or value that is not a text.
