@@ -466,7 +466,8 @@ class KvCacheExtParam:
         src_layer_range: layers of the source; a `LayerRange`.
         dst_layer_range: layers of the destination, as many.
         tensor_num_per_layer: consecutive tensors that are one layer. None: as many as the
-            layout of the caches says, or 2, as in the reference, where they have none.
+            layout of the caches says, or 2, as in the reference, where they have none. Only a
+            range needs 2 to divide the tensors; otherwise any number of tensors moves.
     """
 
     src_layer_range: LayerRange = None

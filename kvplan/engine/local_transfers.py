@@ -12,7 +12,6 @@ from kvplan.planning.planner import (
     plan_copy_blocks,
     plan_copy_cache,
     plan_swap_blocks,
-    ungrouped,
 )
 from kvplan.planning.segments import DEFAULT_COALESCE
 
@@ -321,7 +320,7 @@ def _copy_cache(
     if operation.moves and size == -1 and type(size) is int and are_whole(None, coalesce, offset):
         bound = operation.engine.transfers.rows.bind(
             "copy_cache", "C2C", source, target, src_memory, dst_memory, (src_batch_index,),
-            (dst_batch_index,), ungrouped(source),
+            (dst_batch_index,),
         )  # fmt: skip
         if bound is not None:
             return bound[0], src_memory, dst_memory, bound[1]
@@ -351,7 +350,7 @@ def _copy_blocks(
         if {*map(type, to)} <= {list, tuple}:
             read = [it for it, written in blocks.items() for _ in written]
             bound = operation.engine.transfers.rows.bind(
-                "copy_blocks", "B2B", own, own, memory, memory, read, [*chain(*to)], ungrouped(own)
+                "copy_blocks", "B2B", own, own, memory, memory, read, [*chain(*to)]
             )
             if bound is not None:
                 return bound[0], memory, memory, bound[1]

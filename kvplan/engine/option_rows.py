@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Final
 
 from kvplan.device.choice import ACCELERATORS, CUDA_CONTEXTS
@@ -38,14 +40,20 @@ _INT32_MAX = 2**31 - 1
 _PORT_MAX = 65535
 _INT32 = (-(2**31), _INT32_MAX)
 _UINT32 = (0, UINT32_MAX)
-_RESOURCES = {  # of the global resource config: the largest value; the smallest is 1
-    "comm_resource_config.listen_port": _PORT_MAX,
-    "comm_resource_config.max_active_channels": UINT32_MAX,
-    "connect_pool.task_queue_capacity": 65535,
-    "connect_pool.thread_num": 64,
-    "fabric_memory.max_capacity": 1024,
-    "fabric_memory.task_stream_num": 8,
+_RESOURCES = {  # of the global resource config: the smallest and the largest value
+    "channel_pool.max_channel": (1, 512),
+    "comm_resource_config.listen_port": (1, _PORT_MAX),
+    "comm_resource_config.max_active_channels": (1, 8192),
+    "comm_resource_config.qos": (0, 7),
+    "connect_pool.task_queue_capacity": (1, 65535),
+    "connect_pool.thread_num": (1, 64),
+    "fabric_memory.max_capacity": (1, 1024),
+    "fabric_memory.start_address": (0, 1024),
+    "fabric_memory.task_stream_num": (1, 8),
+    "transfer_config.max_transfer_count_per_batch": (1, 32766),
 }
+_RESOURCE_FILE = "local_comm_res_path"
+_MAX_RESOURCE_FILE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +138,34 @@ def _check_resources(name: str, value: object) -> None:
     text = check_type(name, value, str)
     given = _json_object(name, text) if text else {}
     for key in given.keys() & _RESOURCES.keys():
-        number, high = given[key], _RESOURCES[key]
+        number, (low, high) = given[key], _RESOURCES[key]
         if isinstance(number, str):  # a number or its digits
             number = _whole(key, number)
-        if type(number) is not int or not 1 <= number <= high:
-            raise invalid(f"{key}={shown(number)} of {name} is out of range [1, {high}]")
+        if type(number) is not int or not low <= number <= high:
+            raise invalid(f"{key}={shown(number)} of {name} is out of range [{low}, {high}]")
+
+
+def check_resource_file(name: str, resources: str) -> None:
+    """Refuse a local_comm_res_path of the global resource config that is not a small file.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    given = _json_object(name, resources) if resources else {}
+    if _RESOURCE_FILE not in given:
+        return
+    name, path = f"{_RESOURCE_FILE} of {name}", given[_RESOURCE_FILE]
+    if not isinstance(path, str) or not path:
+        raise invalid(f"{name}={shown(path)} must be the path of a file")
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError) as error:
+        raise invalid(f"{name}={shown(path)} cannot be read: {error}") from None
+    if not S_ISREG(status.st_mode) or not 1 <= status.st_size <= _MAX_RESOURCE_FILE_NBYTES:
+        raise invalid(
+            f"{name}={shown(path)} must be a regular file of [1, {_MAX_RESOURCE_FILE_NBYTES}] "
+            f"bytes; it has {status.st_size}"
+        )
 
 
 def _boolean(name: str, key: str) -> Row:

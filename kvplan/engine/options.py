@@ -14,6 +14,7 @@ from kvplan.engine.option_rows import (
     ROWS,
     SPELLINGS,
     WITHOUT_MEANING,
+    check_resource_file,
 )
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
@@ -162,6 +163,8 @@ class Options:
                 f"heartbeat_timeout_ms={self.heartbeat_timeout_ms} must be more than "
                 f"heartbeat_interval_ms={self.heartbeat_interval_ms}"
             )
+        if not self.local_comm_res:  # it is used in place of the file
+            check_resource_file("global_resource_config", self.global_resource_config)
         check_mapping("other", self.other)
         object.__setattr__(self, "other", dict(self.other))  # the caller's may change
 

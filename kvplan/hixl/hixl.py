@@ -53,7 +53,8 @@ _REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
 _INT32_MAX = 2**31 - 1
 _AUTO_CONNECT_MS = 1000  # of a transfer that has no time of its own
 
-_PLACES = {MemType.MEM_DEVICE: Placement.DEVICE, MemType.MEM_HOST: Placement.HOST}
+_Region = tuple[int, int, bool]
+"""Registered memory: address, bytes, and whether it is local only."""
 
 
 class _Running:
@@ -68,9 +69,28 @@ class _Running:
             settings.threads, settings.capacity, f"kvplan-hixl-{settings.name}"
         )
         self.requests = Requests()
-        self.registered: dict[int, tuple[int, int]] = {}  # address, bytes; by handle
-        self.handles: dict[tuple[int, int], int] = {}  # the other way round
+        self.registered: dict[int, _Region] = {}  # by handle
+        self.handles: dict[_Region, int] = {}  # the other way round
         self.mutex = RLock()  # of registering
+
+    def place_of(self, mem_type: MemType) -> Placement:
+        """Return where memory of this type lies.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: MEM_DEVICE, and there is no device.
+        """
+        if mem_type is MemType.MEM_HOST:
+            return Placement.HOST
+        if self.datadist.device is not None:
+            return Placement.DEVICE
+        if self.settings.device_is_host:
+            return Placement.HOST
+        raise LLMException(
+            "there is no device: no library of an accelerator was found, or "
+            "kvplan.accelerator=none; `kvplan info` says why. Where MEM_DEVICE is to be memory of "
+            "this host, give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
 
     def close(self) -> None:
         self.connector.stop()
@@ -142,11 +162,13 @@ class Hixl:
         """Let transfers of this engine, and of those connected with it, use memory.
 
         It must stay mapped until it is deregistered. The same memory again has the same handle.
+        Remote engines do not reach memory whose `local_only` is True.
 
         Returns:
             The status, and the handle (0 unless SUCCESS). PARAM_INVALID: no bytes, address 0,
             memory that is not mapped, or not where `mem_type` says; UNSUPPORTED: MEM_DEVICE where
-            there is no device.
+            there is no device, unless option kvplan.mem_device (environment variable
+            KVPLAN_MEM_DEVICE) is "host": then it is memory of this host.
 
         Raises:
             TypeError: an argument of another type.
@@ -164,19 +186,16 @@ class Hixl:
                     f"addr={address:#x}, len={nbytes}: memory has at least 1 byte, does not begin "
                     "at 0, and ends by 2**64"
                 )
-            if mem_type is MemType.MEM_DEVICE and running.datadist.device is None:
-                raise LLMException(
-                    "there is no device: no library of an accelerator was found, or "
-                    "kvplan.accelerator=none; `kvplan info` says why",
-                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-                )
+            region = address, nbytes, mem_desc.local_only
+            desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, running.place_of(mem_type))
             with running.mutex:
-                if (known := running.handles.get((address, nbytes))) is not None:
+                if (known := running.handles.get(region)) is not None:
                     return SUCCESS, known
-                desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, _PLACES[mem_type])
-                handle = running.datadist.register_cache(desc, [address]).cache_id
-                running.registered[handle] = address, nbytes
-                running.handles[address, nbytes] = handle
+                handle = running.datadist.register_cache(
+                    desc, [address], remote_accessible=not mem_desc.local_only
+                ).cache_id
+                running.registered[handle] = region
+                running.handles[region] = handle
         except _REFUSALS as error:
             return _failed(what, error), 0
         return SUCCESS, handle

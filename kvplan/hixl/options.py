@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -25,9 +26,17 @@ from kvplan.hixl.values import (
 from kvplan.hixl.values import OPTION_GLOBAL_RESOURCE_CONFIG as OPTION_RESOURCES
 from kvplan.logs import Log
 from kvplan.status import invalid
-from kvplan.validation import shown
+from kvplan.validation import check_one_of, shown
 
 _log = Log("kvplan.hixl")
+
+OPTION_MEM_DEVICE: Final = "kvplan.mem_device"
+"""Option: what MEM_DEVICE means where there is no device: "refuse" (the default) or "host"."""
+
+ENVIRONMENT_MEM_DEVICE: Final = "KVPLAN_MEM_DEVICE"
+"""Environment variable with that value, for engines that do not give the option."""
+
+MEM_DEVICE_VALUES: Final = ("refuse", "host")
 
 _THREADS: Final = 2
 _CAPACITY: Final = 128
@@ -50,6 +59,7 @@ class Settings:
         cluster_id: of the engine below: all who know the name of one that listens know it.
         engine: options of the engine below.
         auto_connect: whether a transfer connects.
+        device_is_host: True if MEM_DEVICE is host memory where there is no device.
         threads: of asynchronous connects.
         capacity: how many of them may wait.
     """
@@ -58,6 +68,7 @@ class Settings:
     cluster_id: int
     engine: Options
     auto_connect: bool
+    device_is_host: bool
     threads: int
     capacity: int
 
@@ -79,11 +90,15 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
                 raise invalid(f'{key}={shown(text)} must be "0" or "1"')
         elif bare == OPTION_BUFFER_POOL:
             _check_buffer_pool(key, text)
+        elif key == OPTION_MEM_DEVICE:
+            check_one_of(key, text, MEM_DEVICE_VALUES)
         elif key in SPELLINGS:
             texts[key] = text
         else:
             _log.warning("option %s=%s is not known, and ignored", shown(key), shown(text))
-    if options.get(OPTION_ENABLE_USE_FABRIC_MEM) == "1":
+    if _given(options, OPTION_ENABLE_USE_FABRIC_MEM) == "1":
+        if (pool := _given(options, OPTION_BUFFER_POOL)) not in (None, "", "0:0"):
+            raise invalid(f'BufferPool={shown(pool)} must be "0:0" with EnableUseFabricMem=1')
         _log.warning(
             "option EnableUseFabricMem=1 is ignored: there is no fabric memory here; bytes move as "
             "they would without it"
@@ -99,10 +114,24 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
         name=local_engine,
         cluster_id=secrets.randbits(64) if listen is None else cluster_id_of(listen),
         engine=engine,
-        auto_connect=options.get(OPTION_AUTO_CONNECT) == "1",
+        auto_connect=_given(options, OPTION_AUTO_CONNECT) == "1",
+        device_is_host=_mem_device(options) == "host",
         threads=_number(resources, "connect_pool.thread_num", _THREADS),
         capacity=_number(resources, "connect_pool.task_queue_capacity", _CAPACITY),
     )
+
+
+def _given(options: Mapping[str, str], name: str) -> str | None:
+    """Return the text of an option by either of its keys, None where it is not given."""
+    return options.get(name, options.get(f"adxl.{name}"))
+
+
+def _mem_device(options: Mapping[str, str]) -> str:
+    text = options.get(OPTION_MEM_DEVICE)
+    if text is None:
+        text = os.environ.get(ENVIRONMENT_MEM_DEVICE) or MEM_DEVICE_VALUES[0]
+        check_one_of(ENVIRONMENT_MEM_DEVICE, text, MEM_DEVICE_VALUES)
+    return text
 
 
 def own_endpoint(local_engine: str) -> Endpoint | None:

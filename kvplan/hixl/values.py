@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
 
 from kvplan.status import LLMException, LLMStatusCode
@@ -67,21 +67,31 @@ def status_of(error: BaseException) -> int:
     return _CODES.get(error.status_code, FAILED)
 
 
-class MemType(IntEnum):
+class _Exported(IntEnum):
+    """Prints as enums of pybind11 do: with the class, and without the number."""
+
+    __str__ = Enum.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        """Return the same text."""
+        return format(str(self), format_spec)
+
+
+class MemType(_Exported):
     """Where memory is."""
 
     MEM_DEVICE = 0
     MEM_HOST = 1
 
 
-class TransferOp(IntEnum):
+class TransferOp(_Exported):
     """Which way a transfer goes, as its caller sees it."""
 
     READ = 0
     WRITE = 1
 
 
-class AsyncConnectStatus(IntEnum):
+class AsyncConnectStatus(_Exported):
     """How far the last `connect_async` or `disconnect_async` of a remote engine is."""
 
     NOT_CONNECT = 0
@@ -93,14 +103,14 @@ class AsyncConnectStatus(IntEnum):
     DISCONNECTING = 6
 
 
-class FeatureType(IntEnum):
+class FeatureType(_Exported):
     """What can be asked of `get_capability`."""
 
     AUTO_CONNECT = 0
     CLIENT_SERVER_COMM = 1
 
 
-class TransferStatus(IntEnum):
+class TransferStatus(_Exported):
     """How far an asynchronous transfer is."""
 
     WAITING = 0
@@ -142,21 +152,31 @@ class MemDesc(_Checked):
     """Memory that is registered.
 
     Args:
-        addr: of its first byte.
-        len: how many bytes.
+        addr: address of its first byte.
+        len: number of bytes.
+        local_only: True if only transfers of this engine may use it, and no remote engine.
 
     Raises:
-        TypeError: one of them, here or when it is set, is no int in [0, 2**64).
+        TypeError: addr or len is not an int in [0, 2**64), or local_only is not a bool, here or
+            when it is set.
     """
 
-    __slots__ = ("addr", "len")
+    __slots__ = ("addr", "len", "local_only")
     _NUMBERS: ClassVar[dict[str, int]] = {"addr": UINT64_MAX, "len": UINT64_MAX}
+    _TYPES: ClassVar[dict[str, type]] = {"local_only": bool}
     addr: int
     len: int
+    local_only: bool
 
-    def __init__(self, addr: int, len: int) -> None:  # noqa: A002 - the name of the original
+    def __init__(
+        self,
+        addr: int,
+        len: int,  # noqa: A002 - the name of the original
+        local_only: bool = False,
+    ) -> None:
         self.addr = addr
         self.len = len
+        self.local_only = local_only
 
 
 class TransferArgs(_Checked):

@@ -126,14 +126,8 @@ def _part_of(name: str, cache: Side) -> _Part:
         )
     layers = cache.shard.layers if cache.shard is not None else None
     if layers is None:
-        per_layer = cache.usual_tensors_per_layer
-        if per_layer is None:
-            raise invalid(
-                f"{name} has {cache.num_tensors} tensors, which are no layers of keys and values: "
-                f"{cache}; give its CacheDesc a shard, or a kv_tensor_format that says what they "
-                "are"
-            )
-        layers = range(cache.num_tensors * cache.extent("layer") // per_layer)
+        views = cache.num_tensors * cache.extent("layer")
+        layers = range(views // cache.usual_tensors_per_layer)
     return _Part(layers, heads_of(cache)[0])
 
 

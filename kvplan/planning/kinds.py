@@ -342,7 +342,6 @@ def _plan(
     if (
         ext_param is ALL_LAYERS
         and not split
-        and per_layer is not None
         and source.num_tensors == target.num_tensors
         and source.meaning == target.meaning
     ):  # almost always: all layers of two caches that are alike

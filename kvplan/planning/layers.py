@@ -28,7 +28,8 @@ def pair_views(
     A view is a tensor, or a part of one; see `Side.locate`, for `split` too.
 
     Layer range i..j selects the views i*t up to (j+1)*t, t views a layer: what the layouts say,
-    `tensor_num_per_layer`, or 2. With no range, all layers that both sides have are taken: by their
+    `tensor_num_per_layer`, or 2. Without a range the default only groups tensors: it is 1 where 2
+    do not divide them. With no range, all layers that both sides have are taken: by their
     number in the model where there are shards, otherwise both must have as many. A range on one
     side goes with all layers of the other, if their numbers agree.
 
@@ -105,9 +106,11 @@ def _views_per_layer(
         per_layer = next(iter(said.values()))
     elif given is not None:
         per_layer = given
+    elif ranged:
+        # A cache of one tensor has one layer, which a range can name.
+        per_layer = min(DEFAULT_TENSORS_PER_LAYER, max(src.num_tensors, dst.num_tensors))
     else:
-        # The default passes on a cache of one tensor: it was not asked for.
-        per_layer = min(DEFAULT_TENSORS_PER_LAYER, src.num_tensors, dst.num_tensors)
+        per_layer = min(src.usual_tensors_per_layer, dst.usual_tensors_per_layer)
     for name, it in (("src", src), ("dst", dst)):
         most = it.num_views(split) if split else it.num_tensors
         if not 1 <= per_layer <= min(most, MAX_TENSORS_PER_LAYER):

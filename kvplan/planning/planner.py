@@ -17,12 +17,10 @@ from kvplan.planning.kinds import plan_block_to_block, plan_slot_to_slot, plan_t
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
-from kvplan.planning.side import Described, Side, is_same_cache, side
+from kvplan.planning.side import Described, is_same_cache, side
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam, Placement
 from kvplan.validation import check_mapping, shown
-
-_TENSOR_BY_TENSOR = KvCacheExtParam(tensor_num_per_layer=1)
 
 _BLOCK_LISTS = (Sequence, np.ndarray)
 
@@ -118,7 +116,7 @@ def plan_copy_cache(
     """
     return plan_slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
-        None, ungrouped(src), coalesce, reinterpret, False,
+        None, ALL_LAYERS, coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -236,7 +234,7 @@ def plan_copy_blocks(
                 "the result would depend on the order: copy in two steps"
             )
     return plan_block_to_block(
-        "copy_blocks", source, target, BlockTables(src_table, dst_table), ungrouped(source),
+        "copy_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS,
         coalesce, reinterpret, False,
     )  # fmt: skip
 
@@ -271,12 +269,6 @@ def plan_swap_blocks(
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return plan_block_to_block(
-        "swap_blocks", source, target, BlockTables(src_table, dst_table), ungrouped(source),
+        "swap_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS,
         coalesce, reinterpret, False,
     )  # fmt: skip
-
-
-def ungrouped(cache: Described) -> KvCacheExtParam:
-    """All layers of a copy, which knows none: tensor by tensor where 2 do not make a layer."""
-    own = cache if isinstance(cache, Side) else side("src", cache, paged=False)
-    return ALL_LAYERS if own.usual_tensors_per_layer is not None else _TENSOR_BY_TENSOR

@@ -137,11 +137,15 @@ class Side:
         return said
 
     @cached_property
-    def usual_tensors_per_layer(self) -> int | None:
-        """Tensors of one layer where nobody says how many; None: they are not layers of so many."""
+    def usual_tensors_per_layer(self) -> int:
+        """Tensors of one layer where the caller gives no number and no layer range.
+
+        They only group the tensors then: 1 where 2 do not divide them.
+        """
         said = self.said_tensors_per_layer("", None)
-        usual = min(DEFAULT_TENSORS_PER_LAYER, self.num_tensors) if said is None else said
-        return None if self.num_tensors % usual else usual
+        if said is not None:
+            return said
+        return 1 if self.num_tensors % DEFAULT_TENSORS_PER_LAYER else DEFAULT_TENSORS_PER_LAYER
 
     @cached_property
     def is_plain(self) -> bool:

@@ -120,6 +120,28 @@ def test_blocks_are_pulled(
         assert not mine[3:].any()
 
 
+@pytest.mark.parametrize("count", [1, 3, 5, 27])
+def test_caches_of_any_number_of_tensors_are_pulled_and_pushed(
+    user: LlmDataDist, peer: Peer, count: int
+) -> None:
+    """No layer range is given, so it does not matter which tensors are one layer."""
+    slots, blocks = (CacheDesc(count, (4, 8), DataType.DT_INT32) for _ in range(2))
+    own, own_blocks = user.allocate_cache(slots), user.allocate_blocks_cache(blocks)
+    for number, array in enumerate(user.arrays(own) + user.arrays(own_blocks)):
+        array[0] = number + 1
+    there = peer.run(
+        "some = datadist.allocate_cache(slots), datadist.allocate_blocks_cache(slots)\n"
+        "result = [it.cache_id for it in some]",
+        slots=slots,
+    )
+    user.push_cache(own, CacheIndex(1, there[0], 2))
+    user.push_blocks(own_blocks, CacheIndex(1, there[1]), [0], [1])
+    user.pull_cache(CacheIndex(1, there[0], 2), own, 1)
+    user.pull_blocks(CacheIndex(1, there[1]), own_blocks, [1], [2])
+    assert [int(it[1, 7]) for it in user.arrays(own)] == [*range(1, count + 1)]
+    assert [int(it[2, 7]) for it in user.arrays(own_blocks)] == [*range(count + 1, 2 * count + 1)]
+
+
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("key", [CacheIndex(1, CACHE, 2), CacheKey(1, 72)], ids=["id", "key"])
 def test_a_slot_is_pulled_into_blocks(

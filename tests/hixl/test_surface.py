@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from kvplan import hixl
-from tests.hixl.places import Memory, free_name
+from tests.hixl.conftest import MakeEngine
+from tests.hixl.peer import Peer
+from tests.hixl.places import Memory, Place, free_name, registered
 
 NUMBERS = {
     "SUCCESS": 0,
@@ -63,6 +66,8 @@ def test_enums_and_which_are_exported() -> None:
         if name != "TransferStatus":
             exported |= set(members.split())
             assert all(getattr(hixl, it.name) is it for it in kind)
+        assert [str(it) for it in kind] == [f"{name}.{it}" for it in members.split()]
+        assert [f"{it}" for it in kind] == [str(it) for it in kind]
     assert not hasattr(hixl, "WAITING")
     assert (hixl.TIMEOUT, hixl.FAILED) == (103901, 503900)  # not those of TransferStatus
     assert set(hixl.__all__) == exported | set(ENUMS) | set(NUMBERS) | VALUES
@@ -79,6 +84,7 @@ def test_values_can_be_set_and_are_checked() -> None:
     settings: list[tuple[Any, str, Any, Any]] = [
         (hixl.MemDesc(addr=1, len=2), "addr", 2**64 - 1, -1),
         (hixl.MemDesc(1, 2), "len", np.uint64(7), 1.5),
+        (hixl.MemDesc(1, 2), "local_only", True, 1),
         (hixl.TransferOpDesc(local_addr=1, remote_addr=2, len=3), "local_addr", 9, "9"),
         (hixl.TransferOpDesc(1, 2, 3), "remote_addr", 9, 2**64),
         (hixl.TransferOpDesc(1, 2, 3), "len", 9, None),
@@ -186,6 +192,10 @@ def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
         ({"AutoConnect": "yes"}, hixl.PARAM_INVALID),
         ({"BufferPool": "4"}, hixl.PARAM_INVALID),
         ({"GlobalResourceConfig": '{"connect_pool.thread_num": 0}'}, hixl.PARAM_INVALID),
+        ({"EnableUseFabricMem": "1", "BufferPool": "0:0"}, 0),
+        ({"EnableUseFabricMem": "1", "BufferPool": "4:8"}, hixl.PARAM_INVALID),
+        ({"EnableUseFabricMem": "1", "adxl.BufferPool": "4:8"}, hixl.PARAM_INVALID),
+        ({"kvplan.mem_device": "device"}, hixl.PARAM_INVALID),
         ({"kvplan.transport": "nothing"}, hixl.PARAM_INVALID),
     ],
 )
@@ -193,6 +203,35 @@ def test_options(options: dict[str, str], status: int) -> None:
     engine = hixl.Hixl()
     assert engine.initialize("127.0.0.1", options) == status
     engine.finalize()
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed", "refused"),
+    [
+        ("comm_resource_config.max_active_channels", [1, "8192"], [0, 8193]),
+        ("comm_resource_config.qos", [0, 7], [-1, 8]),
+        ("transfer_config.max_transfer_count_per_batch", [1, "32766"], [0, 32767, "many"]),
+        ("fabric_memory.start_address", [0, 1024], [1025]),
+        ("channel_pool.max_channel", [512], [0, 513]),
+        ("local_comm_res_path", [__file__], ["", "/nowhere/at.json", "/dev/null", "/tmp", 1]),
+    ],
+)
+def test_resources_that_the_documents_refuse(
+    key: str, allowed: list[object], refused: list[object]
+) -> None:
+    for value in allowed + refused:
+        engine = hixl.Hixl()
+        expected = hixl.SUCCESS if value in allowed else hixl.PARAM_INVALID
+        resources = {"GlobalResourceConfig": json.dumps({key: value})}
+        assert engine.initialize("127.0.0.1", resources) == expected
+        engine.finalize()
+
+
+def test_a_file_of_resources_does_not_matter_where_they_are_given(engine: hixl.Hixl) -> None:
+    engine.finalize()
+    resources = '{"local_comm_res_path": "/nowhere/at.json"}'
+    given = {"GlobalResourceConfig": resources, "LocalCommRes": '{"version": "1.3"}'}
+    assert engine.initialize("127.0.0.1", given) == hixl.SUCCESS
 
 
 def test_initialize_again(memory: Memory, engine: hixl.Hixl) -> None:
@@ -209,11 +248,82 @@ def test_initialize_again(memory: Memory, engine: hixl.Hixl) -> None:
     assert engine.datadist.caches() == []
 
 
-def test_memory_that_cannot_be_registered(engine: hixl.Hixl, memory: Memory) -> None:
+def test_memory_that_cannot_be_registered(
+    engine: hixl.Hixl, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
     for address, nbytes in ((0, 8), (memory.address, 0), (4096, 4096), (2**64 - 8, 16)):
         desc = hixl.MemDesc(address, nbytes)
         assert engine.register_mem(desc, hixl.MEM_HOST) == (hixl.PARAM_INVALID, 0)
     there = hixl.MemDesc(memory.address, 8)
     assert engine.register_mem(there, hixl.MEM_DEVICE) == (hixl.UNSUPPORTED, 0)  # no device here
+    assert "KVPLAN_MEM_DEVICE=host" in caplog.text
     assert engine.deregister_mem(0) == hixl.PARAM_INVALID
     assert engine.deregister_mem(4711) == hixl.SUCCESS
+
+
+DEVICE_MEMORY = """
+import os
+os.environ["KVPLAN_MEM_DEVICE"] = "host"
+engine.finalize()
+assert engine.initialize(name) == hixl.SUCCESS
+array = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
+status, _ = engine.register_mem(hixl.MemDesc(array.ctypes.data, 4096), hixl.MEM_DEVICE)
+result = status, array.ctypes.data
+"""
+
+
+def test_device_memory_of_a_host_without_devices(make_engine: MakeEngine, peer: Peer) -> None:
+    """By the option here, and by the environment variable there."""
+    engine = make_engine(**{"kvplan.mem_device": "host"})
+    own = registered(engine, Place("host", 2))
+    array, address = Place("host", 2).zeros(4096)
+    assert engine.register_mem(hixl.MemDesc(address, 4096), hixl.MEM_DEVICE)[0] == hixl.SUCCESS
+    status, theirs = peer.run(DEVICE_MEMORY, name=peer.name)
+    assert status == hixl.SUCCESS
+    assert engine.connect(peer.name, 10_000) == hixl.SUCCESS
+    array[:] = 7
+    written = [hixl.TransferOpDesc(address, theirs, 4096)]
+    assert engine.transfer_sync(peer.name, hixl.WRITE, written, 10_000) == hixl.SUCCESS
+    both = [
+        hixl.TransferOpDesc(own.address, theirs, 64),
+        hixl.TransferOpDesc(address + 64, theirs + 64, 64),
+    ]
+    assert engine.transfer_sync(peer.name, hixl.READ, both, 10_000) == hixl.SUCCESS
+    assert own.array[:65].tolist() == [7] * 64 + [0]
+
+
+def test_the_option_comes_before_the_environment(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, address = Place("host", 2).zeros(4096)
+    monkeypatch.setenv("KVPLAN_MEM_DEVICE", "host")
+    engine = make_engine(**{"kvplan.mem_device": "refuse"})
+    there = hixl.MemDesc(address, array.nbytes)
+    assert engine.register_mem(there, hixl.MEM_DEVICE) == (hixl.UNSUPPORTED, 0)
+    monkeypatch.setenv("KVPLAN_MEM_DEVICE", "HOST")
+    assert hixl.Hixl().initialize("127.0.0.1") == hixl.PARAM_INVALID
+
+
+def test_memory_that_is_only_local(engine: hixl.Hixl, peer: Peer) -> None:
+    """Transfers of its own engine use it, and those of remote engines do not."""
+    register = """
+    array = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
+    desc = hixl.MemDesc(array.ctypes.data, 4096, local_only=True)
+    assert engine.register_mem(desc, hixl.MEM_HOST)[0] == hixl.SUCCESS
+    result = array.ctypes.data
+    """
+    theirs = peer.run(register)
+    array, address = Place("host", 2).zeros(4096)
+    own = hixl.MemDesc(address, 4096, local_only=True)
+    assert engine.register_mem(own, hixl.MEM_HOST)[0] == hixl.SUCCESS
+    peer.fill(1)
+    assert engine.connect(peer.name, 10_000) == hixl.SUCCESS
+    allowed = [hixl.TransferOpDesc(address, peer.address, 4096)]
+    assert engine.transfer_sync(peer.name, hixl.READ, allowed, 10_000) == hixl.SUCCESS
+    assert array.tobytes() == peer.bytes()[:4096]
+    for op in hixl.TransferOp:
+        refused = [hixl.TransferOpDesc(address, theirs, 64)]
+        assert engine.transfer_sync(peer.name, op, refused, 10_000) == hixl.PARAM_INVALID
+    # Registered again for all, it is another registration.
+    peer.run("desc.local_only = False\nassert engine.register_mem(desc, hixl.MEM_HOST)[0] == 0")
+    assert engine.transfer_sync(peer.name, hixl.READ, refused, 10_000) == hixl.SUCCESS

@@ -228,7 +228,8 @@ def test_only_slots_are_copied_as_slots(manager: CacheManager) -> None:
         manager.copy_cache(blocks, slots)
     with refused("LLM_PARAM_INVALID"):
         manager.copy_blocks(slots, {0: [1]})
-    manager.copy_cache(slots, slots, True, False)  # type: ignore[arg-type]  # bool is int there
+    with pytest.raises(TypeError):
+        manager.copy_cache(slots, slots, True)  # a bool is not a slot
 
 
 def test_copy_blocks(manager: CacheManager) -> None:

@@ -276,7 +276,6 @@ def test_a_destination_that_cannot_be_reached_is_reported_and_others_go_on(
             TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(9, 1), layers, layers),
             TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, 77), layers, layers),
             TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, 1), layers, range(1, 5)),
-            TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, 1), layers, layers, 4),
             TransferWithCacheKeyConfig(BlocksCacheKey(1), layers, layers),
             TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(2, 1), layers, layers),
         ]
@@ -285,7 +284,6 @@ def test_a_destination_that_cannot_be_reached_is_reported_and_others_go_on(
         wrong = [
             TransferConfig(9, nowhere),
             TransferConfig(1, nowhere),
-            TransferConfig(1, there.slot().dst_addrs, src_batch_index=4),
             TransferConfig(2, nowhere),
         ]
     expected = [NOT_YET_LINK, NOT_EXIST] + [PARAM_INVALID] * (len(wrong) - 2)
@@ -340,6 +338,12 @@ def test_arguments_that_cannot_be(
         start(blocks, model, [there.blocks(row=1 if not remote else 0)], [0], [])
     with refused("LLM_PARAM_INVALID"):
         start(slots, model, [there.slot(range(2, LAYERS + 1), range(3))])
+    beyond = there.slot()
+    beyond.src_batch_index = 4
+    with refused("LLM_PARAM_INVALID", "src_batch_index=4 is out of range"):
+        start(slots, model, [*good, beyond])
+    with refused("LLM_PARAM_INVALID", "src_block_indices holds 99"):
+        start(blocks, model, [there.blocks()], [0, 99], [0, 1])
     wrong: Any
     for wrong in (
         (None, model, good),

@@ -26,6 +26,9 @@ MANAGED = {"llm.EnableCacheManager": "1"}
 LOCAL = {"llm.LocalCommRes": ""}
 LISTEN = "llm.listenIpInfo"
 HIXL = {"llm.TransferBackend": "hixl"}
+RESOURCES = (
+    '{"comm_resource_config.listen_port": 26666, "comm_resource_config.max_active_channels": 128}'
+)
 
 
 @pytest.fixture
@@ -96,10 +99,10 @@ def test_a_manager_of_before_is_of_no_use(new: LLMDataDist) -> None:
     new.init(options())
     old = new.cache_manager
     new.finalize()
-    with refused("LLM_PARAM_INVALID"):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         old.unregister_cache(1)
     new.init(options())
-    with refused("LLM_PARAM_INVALID"):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         old.unregister_cache(1)
     new.cache_manager.unregister_cache(1)
 
@@ -216,6 +219,17 @@ def test_options_are_the_callers(new: LLMDataDist) -> None:
         (MANAGED | {"llm.RdmaTrafficClass": "101", "llm.RdmaServiceLevel": "100"}, {}),
         (MANAGED | {"llm.Unknown": "x", "ge.anything": "y", "no prefix": ""}, {}),
         (MANAGED | {"kvplan.heartbeat_interval_ms": "500"}, {}),
+        # Without the backend "hixl" it is not read.
+        (MANAGED | {"llm.GlobalResourceConfig": "{bad"}, {}),
+        (MANAGED | {"GlobalResourceConfig": '{"comm_resource_config.qos": 9}'}, {}),
+        (
+            MANAGED | HIXL | {LISTEN: "127.0.0.1:0", "llm.GlobalResourceConfig": RESOURCES},
+            {
+                "llm.EnableRemoteCacheAccessible": "1",
+                "llm.ListenIp": "127.0.0.1",
+                "llm.ListenPort": "0",
+            },
+        ),
         (MANAGED | {"ge.flowGraphMemMaxSize": "1000000"}, {}),
         (MANAGED | {"ge.exec.deviceId": "3", "ge.session_device_id": "3"}, {}),
     ],
@@ -235,6 +249,10 @@ def test_options_that_can_be(
         MANAGED | HIXL,
         MANAGED | HIXL | {LISTEN: "127.0.0.1:0", "llm.EnableRemoteCacheAccessible": "0"},
         MANAGED | {"llm.TransferBackend": "bogus", LISTEN: "127.0.0.1:0"},
+        MANAGED | HIXL | {LISTEN: "127.0.0.1:0", "llm.GlobalResourceConfig": "{bad"},
+        MANAGED
+        | HIXL
+        | {LISTEN: "127.0.0.1:0", "llm.GlobalResourceConfig": '{"comm_resource_config.qos": 9}'},
         MANAGED | {LISTEN: "x"},
         MANAGED | {LISTEN: "127.0.0.1:abc"},
         MANAGED | {LISTEN: "127.0.0.1:65536"},

@@ -225,7 +225,7 @@ def test_pull_blocks(pair: tuple[Peer, CacheManager]) -> None:
     manager.pull_blocks(
         src_cache_key=key,
         dst_cache=cache,
-        src_blocks=[True],
+        src_blocks=[1],
         dst_blocks=[0],
         src_layer_range=one,
         dst_layer_range=one,

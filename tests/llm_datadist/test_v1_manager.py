@@ -169,6 +169,18 @@ def test_layers_and_offsets_of_a_slot_are_pulled(src: KvCacheManager, dst: KvCac
         dst.pull_cache(key, mine, tensor_num_per_layer=0)
 
 
+@pytest.mark.parametrize("count", [1, 3, 5, 27])
+def test_any_number_of_tensors_is_pulled(
+    src: KvCacheManager, dst: KvCacheManager, count: int
+) -> None:
+    desc = CacheDesc(count, [4, 16], DataType.DT_INT32)
+    cache, mine = src.allocate_cache(desc), dst.allocate_cache(desc)
+    theirs = filled(src, cache)
+    dst.pull_cache(CacheKeyByIdAndIndex(PROMPT, cache.cache_id, 3), mine)
+    for there, here in zip(theirs, arrays(dst, mine), strict=True):
+        assert (here[0] == there[3]).all()
+
+
 def test_blocks_are_pulled(src: KvCacheManager, dst: KvCacheManager) -> None:
     cache = src.allocate_blocks_cache(BLOCKS, BlocksCacheKey(prompt_cluster_id=0, model_id=3))
     theirs = filled(src, cache)
@@ -433,9 +445,9 @@ def test_after_finalize_nothing_is_taken(decoder: LLMDataDist, dst: KvCacheManag
     assert dst.is_initialized()
     decoder.finalize()
     assert not dst.is_initialized()
-    with refused(INVALID):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         dst.allocate_cache(SLOTS)
-    with refused(INVALID):
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         dst.deallocate_cache(cache)
     with pytest.raises(RuntimeError):
         _ = decoder.kv_cache_manager

@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvplan.llm_datadist import (
     DataType,
     KvCache,
     LayerSynchronizer,
+    LLMConfig,
     LLMException,
     LLMStatusCode,
     MemInfo,
@@ -162,10 +164,22 @@ def test_the_first_rule_that_is_broken_refuses(message: str) -> None:
         assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
 
-def test_bool_is_an_int() -> None:
-    assert CacheKey(True, False).req_id is False
-    assert CacheDesc(True, [True], INT8).size == 1
-    assert TransferConfig(True, [True]).dst_addrs == [True]
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CacheKey(True, 1),
+        lambda: BlocksCacheKey(True),
+        lambda: CacheKeyByIdAndIndex(1, 1, False),
+        lambda: CacheDesc(True, [1], INT8),
+        lambda: CacheDesc(1, [True], INT8),
+        lambda: TransferConfig(1, [True]),
+        lambda: MemInfo(Memtype.MEM_TYPE_DEVICE, True, 1),
+        lambda: setattr(LLMConfig(), "device_id", [0, True]),
+    ],
+)
+def test_a_bool_is_not_an_int(make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match="supports"):
+        make()
 
 
 @pytest.mark.parametrize(

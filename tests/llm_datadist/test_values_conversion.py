@@ -72,13 +72,6 @@ def test_the_first_dimension_counts_rows_whichever_is_named() -> None:
     assert desc_of(CacheDesc(1, [4, 5], DataType.DT_INT8, batch_dim_index=1)).batch_size == 4
 
 
-def test_bools_become_integers() -> None:
-    ours = desc_of(CacheDesc(True, [True, 8], DataType.DT_INT8))
-    assert (ours.num_tensors, ours.shape) == (1, (1, 8))
-    assert type(ours.num_tensors) is type(ours.shape[0]) is int
-    assert type(key_of(CacheKey(True, 1)).cluster_id) is int
-
-
 @pytest.mark.parametrize(
     "official",
     [

@@ -205,11 +205,17 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     ),
     (
         lambda: plan_pull_blocks(BLOCKS, THREE, [0], [1]),
-        ["tensor_num_per_layer=2 (the default)", "divide", "3 tensors of the dst cache"],
+        ["src num_tensors=4", "dst num_tensors=3", "equal"],
     ),
     (
-        lambda: plan_pull_blocks(THREE, THREE, [0], [1]),
+        lambda: layers(range(1), range(1), None, THREE),
         ["tensor_num_per_layer=2 (the default)", "divide", "3 tensors of the src cache"],
+    ),
+    (
+        lambda: plan_pull_blocks(
+            ONE, BLOCKS, [0], [1], ext_param=KvCacheExtParam(range(1), range(1))
+        ),
+        ["tensor_num_per_layer=2", "[1, 1]", "src cache"],
     ),
     (
         lambda: plan_pull_blocks(BLOCKS, SIX, [0], [1]),

@@ -178,9 +178,10 @@ class TestLayers:
         assert tensor_pairs(plan) == [(4, 0), (5, 1), (6, 2), (7, 3)]
 
     @pytest.mark.parametrize(
-        ("num_tensors", "layers"), [(1, [1]), (2, [2]), (4, [2, 2]), (6, [2, 2, 2])]
+        ("num_tensors", "layers"),
+        [(1, [1]), (2, [2]), (3, [1] * 3), (5, [1] * 5), (6, [2, 2, 2]), (27, [1] * 27)],
     )
-    def test_without_a_range_a_layer_is_two_tensors(
+    def test_without_a_range_a_layer_is_two_tensors_where_they_divide(
         self, num_tensors: int, layers: list[int]
     ) -> None:
         plan = layered(num_tensors, KvCacheExtParam())
@@ -188,11 +189,10 @@ class TestLayers:
         assert [len(layer.tensors) for layer in plan.layers] == layers
 
     @pytest.mark.parametrize("num_tensors", [3, 5])
-    def test_a_number_of_tensors_that_are_no_layers_of_two_is_refused(
-        self, num_tensors: int
-    ) -> None:
-        with pytest.raises(LLMException, match=rf"must divide the {num_tensors} tensors"):
-            layered(num_tensors, KvCacheExtParam())
+    def test_with_a_range_two_must_divide_the_tensors(self, num_tensors: int) -> None:
+        for ranges in ((range(1), range(1)), (range(1), None), (None, (0, 0))):
+            with pytest.raises(LLMException, match=rf"must divide the {num_tensors} tensors"):
+                layered(num_tensors, KvCacheExtParam(*ranges))
         assert len(layered(num_tensors, KvCacheExtParam(None, None, 1)).layers) == num_tensors
         assert len(layered(num_tensors, KvCacheExtParam(None, None, num_tensors)).layers) == 1
 

@@ -153,10 +153,9 @@ def test_tensors_of_a_layer_follow_from_the_layers_of_a_shard() -> None:
     assert plan_pull_blocks(one, one, [1], [2]).tensors_per_layer == 1
 
 
-def test_without_a_layout_a_number_that_does_not_divide_is_refused() -> None:
+def test_a_number_that_is_given_must_divide_the_tensors_and_the_default_need_not() -> None:
     desc = CacheDesc(5, ROWS, FP16)
-    with refused("LLM_PARAM_INVALID", r"tensor_num_per_layer=2 \(the default\) must divide the 5"):
-        plan_pull_blocks(desc, desc, [1], [2])
+    assert plan_pull_blocks(desc, desc, [1], [2]).num_tensor_pairs == 5
     with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=3 must divide the 5"):
         plan_pull_blocks(desc, desc, [1], [2], ext_param=KvCacheExtParam(tensor_num_per_layer=3))
     one = KvCacheExtParam(tensor_num_per_layer=1)

@@ -13,6 +13,15 @@ def test_it_is_kvplans(folder: Folder) -> None:
     assert folder.run(same) == "True kvplan.hixl\n"
 
 
+def test_its_extension_module_has_the_same_names(folder: Folder) -> None:
+    program = (
+        "from hixl.hixl import MEM_HOST, OPTION_AUTO_CONNECT, Hixl\n"
+        "import hixl, hixl.hixl, kvplan.hixl\n"
+        "print(Hixl is hixl.Hixl is kvplan.hixl.Hixl is hixl.hixl.Hixl, MEM_HOST)"
+    )
+    assert folder.run(program) == "True MemType.MEM_HOST\n"
+
+
 def test_also_in_processes_that_the_program_starts(folder: Folder) -> None:
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WHO!r}], check=True)"
     assert folder.run(program) == f"{ROOT / 'kvplan/hixl/__init__.py'} True\n"

@@ -1,4 +1,4 @@
-"""Checks of arguments, as strict as those of the original: bool is an int, None is often fine."""
+"""Checks of arguments, as strict as those of the original: bool is no int, None is often fine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_isinstance(
     if allow_none and arg_value is None:
         return arg_value
     kinds = classes if isinstance(classes, list) else [classes]
-    if not isinstance(arg_value, tuple(kinds)):
+    if not _is_of(arg_value, kinds):
         raise TypeError(
             f"{extra_fmt}{arg_name}={shown(arg_value)}: {arg_name} only supports "
             f"{mismatch(arg_value, *kinds)}"
@@ -45,6 +45,11 @@ def check_isinstance(
     return arg_value
 
 
+def _is_of(value: object, kinds: list[type]) -> bool:
+    """Return whether `value` is of one of `kinds`. A bool is of bool only."""
+    return isinstance(value, tuple(kinds)) and (not isinstance(value, bool) or bool in kinds)
+
+
 def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -> None:
     """Refuse an element that is not an `inner_class`.
 
@@ -52,7 +57,7 @@ def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -
         TypeError: naming it.
     """
     for element in arg_value:
-        if not isinstance(element, inner_class):
+        if not _is_of(element, [inner_class]):
             raise TypeError(
                 f"{arg_name} holds {shown(element)}: its inner type only supports "
                 f"{mismatch(element, inner_class)}"

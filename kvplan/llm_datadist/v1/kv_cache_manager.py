@@ -69,9 +69,8 @@ class KvCacheManager:
     """
 
     def __init__(self, datadist: LlmDataDist, role: LLMRole, options: dict[str, str]) -> None:
-        self._datadist = datadist
+        self._engine = datadist
         self._role = role
-        self._initialized = True
         self._wait_time_ms = wait_time_ms(options)
         pool = options.get(_POOL)
         self._pool_nbytes = None if pool is None else int(pool)
@@ -79,7 +78,7 @@ class KvCacheManager:
 
     def is_initialized(self) -> bool:
         """Whether calls are taken: the LLMDataDist is not finalized."""
-        return self._initialized and self._datadist.initialized
+        return self._engine.initialized
 
     check_cache_key = staticmethod(CacheManager.check_cache_key)
 
@@ -99,7 +98,7 @@ class KvCacheManager:
             ValueError: an integer outside its width.
             LLMException: LLM_DEVICE_OUT_OF_MEMORY: no memory, or more than ge.flowGraphMemMaxSize;
                 LLM_PARAM_INVALID: keys of another role, more keys than slots, one that is taken,
-                Placement.HOST, or the LLMDataDist is finalized.
+                Placement.HOST; LLM_ENGINE_FINALIZED.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
         check_isinstance("cache_keys", cache_keys, [list, tuple], CacheKey, allow_none=False)
@@ -142,8 +141,7 @@ class KvCacheManager:
         Raises:
             TypeError: no KvCache.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, or the LLMDataDist is
-                finalized.
+            LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST; LLM_ENGINE_FINALIZED.
         """
         self._engine.deallocate_cache(device_cache_of("cache", cache))
         cache._per_device_tensor_addrs = []
@@ -154,7 +152,7 @@ class KvCacheManager:
 
         Raises:
             TypeError: no CacheKey.
-            LLMException: LLM_PARAM_INVALID: another role, or the LLMDataDist is finalized.
+            LLMException: LLM_PARAM_INVALID: another role; LLM_ENGINE_FINALIZED.
         """
         self._check_role("remove_cache_key", LLMRole.PROMPT)
         check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
@@ -168,7 +166,7 @@ class KvCacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: no such tensor, or the LLMDataDist is finalized;
+            LLMException: LLM_PARAM_INVALID: no such tensor; LLM_ENGINE_FINALIZED;
                 LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         check_isinstance("cache", cache, KvCache, allow_none=False)
@@ -203,10 +201,10 @@ class KvCacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: another role, a slot, size, offset or layer out of
-                range, a paged cache, a key that names neither a request nor a prefix, or the
-                LLMDataDist is finalized; LLM_NOT_YET_LINK: no link to that cluster;
-                LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no
-                such cache, slot or key there; LLM_TIMEOUT: sync_kv_timeout has passed.
+                range, a paged cache, a key that names neither a request nor a prefix;
+                LLM_ENGINE_FINALIZED; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it
+                is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
+                there; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         self._check_role("pull_cache", LLMRole.DECODER)
         kinds = [CacheKey, CacheKeyByIdAndIndex]
@@ -247,10 +245,10 @@ class KvCacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: another role, a block or layer out of range, block
-                tables of unequal length or none, a contiguous cache, or the LLMDataDist is
-                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
-                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
-                there; LLM_TIMEOUT: sync_kv_timeout has passed.
+                tables of unequal length or none, a contiguous cache; LLM_ENGINE_FINALIZED;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
+                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
+                sync_kv_timeout has passed.
         """
         self._check_role("pull_blocks", LLMRole.DECODER)
         check_isinstance("prompt_cache_key", prompt_cache_key, BlocksCacheKey, allow_none=False)
@@ -286,9 +284,8 @@ class KvCacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache,
-                one of Placement.HOST, or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST:
-                no such cache.
+            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache, one
+                of Placement.HOST; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         target, source = device_cache_of("dst", dst), device_cache_of("src", src)
         check_uint32("dst_batch_index", dst_batch_index)
@@ -310,7 +307,7 @@ class KvCacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
-                contiguous cache, one of Placement.HOST, or the LLMDataDist is finalized;
+                contiguous cache, one of Placement.HOST; LLM_ENGINE_FINALIZED;
                 LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         target = device_cache_of("cache", cache)
@@ -329,9 +326,8 @@ class KvCacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of
-                one placement, or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST: no such
-                cache.
+            LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of one
+                placement; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         source, target = kv_cache_of("src", src), kv_cache_of("dst", dst)
         check_isinstance("src_to_dst", src_to_dst, dict, int, allow_none=False)
@@ -383,12 +379,6 @@ class KvCacheManager:
             remote_mode=False,
             running_status=LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
         )
-
-    @property
-    def _engine(self) -> LlmDataDist:
-        if not self._initialized:
-            raise invalid("the LLMDataDist of this cache manager is finalized")
-        return self._datadist
 
     def _made(
         self,

@@ -64,8 +64,7 @@ class CacheManager:
     """
 
     def __init__(self, llm_datadist: LlmDataDist, options: dict[str, str]) -> None:
-        self._llm_datadist = llm_datadist
-        self._initialized = True
+        self._engine = llm_datadist
         self._is_call_linked = False
         self._pools = {Placement.DEVICE: options.get(POOL), Placement.HOST: options.get(HOST_POOL)}
         self._enable_remote_cache_accessible = options.get(REMOTE_ACCESS) == "1"
@@ -97,7 +96,7 @@ class CacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more
-                keys than slots, a key that is taken, or the LLMDataDist is finalized.
+                keys than slots, a key that is taken; LLM_ENGINE_FINALIZED.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
         check_isinstance("cache_keys", cache_keys, [list, tuple], CacheKey, allow_none=False)
@@ -132,8 +131,7 @@ class CacheManager:
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it is paged, or was registered, or the LLMDataDist is
-                finalized.
+            LLMException: LLM_PARAM_INVALID: it is paged, or was registered; LLM_ENGINE_FINALIZED.
         """
         self._deallocate(cache, is_blocks=False)
 
@@ -142,8 +140,8 @@ class CacheManager:
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered, or the LLMDataDist
-                is finalized.
+            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered;
+                LLM_ENGINE_FINALIZED.
         """
         self._deallocate(cache, is_blocks=True)
 
@@ -152,7 +150,7 @@ class CacheManager:
 
         Raises:
             TypeError: no CacheKey.
-            LLMException: LLM_PARAM_INVALID: the LLMDataDist is finalized.
+            LLMException: LLM_ENGINE_FINALIZED.
         """
         check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         self._engine.remove_cache_key(key_of(cache_key))
@@ -177,8 +175,8 @@ class CacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: addresses that do not fit the description, or are not
-                mapped; a key that is taken; remote_accessible=True after `LLMDataDist.link`; or the
-                LLMDataDist is finalized.
+                mapped; a key that is taken; remote_accessible=True after `LLMDataDist.link`;
+                LLM_ENGINE_FINALIZED.
         """
         check_isinstance("cache_keys", cache_keys, [tuple, list], CacheKey, allow_none=False)
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
@@ -217,7 +215,7 @@ class CacheManager:
 
         Raises:
             TypeError, ValueError: cache_id is not an int64.
-            LLMException: LLM_PARAM_INVALID: it was allocated, or the LLMDataDist is finalized.
+            LLMException: LLM_PARAM_INVALID: it was allocated; LLM_ENGINE_FINALIZED.
         """
         check_int64("cache_id", cache_id)
         self._engine.unregister_cache(int(cache_id))
@@ -231,8 +229,8 @@ class CacheManager:
             mem_infos: of Memtype.MEM_TYPE_DEVICE, inside of registered caches.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another
-                type, or the LLMDataDist is finalized.
+            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another type;
+                LLM_ENGINE_FINALIZED.
         """
         infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
         for position, it in enumerate(infos):
@@ -269,11 +267,11 @@ class CacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache,
-                a key that names neither a request nor a prefix, or the LLMDataDist is
-                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
-                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
-                there; LLM_TIMEOUT: sync_kv_timeout has passed.
+            LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache, a
+                key that names neither a request nor a prefix; LLM_ENGINE_FINALIZED;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
+                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
+                sync_kv_timeout has passed.
         """
         kinds: list[type] = [CacheKeyByIdAndIndex]
         if not self._enable_remote_cache_accessible:
@@ -311,11 +309,11 @@ class CacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a block or layer out of range, block tables of
-                unequal length or none, a contiguous local cache, or the LLMDataDist is
-                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
-                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
-                there, or a CacheKey in remote mode; LLM_TIMEOUT: sync_kv_timeout has passed.
+            LLMException: LLM_PARAM_INVALID: a block or layer out of range, block tables of unequal
+                length or none, a contiguous local cache; LLM_ENGINE_FINALIZED; LLM_NOT_YET_LINK: no
+                link to that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
+                LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there, or a CacheKey in remote
+                mode; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
         kinds: list[type] = [CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
         check_isinstance("src_cache_key", src_cache_key, kinds, allow_none=False)
@@ -366,8 +364,8 @@ class CacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: request mode, a slot or layer out of range, a size
-                other than -1, a paged cache, or the LLMDataDist is finalized; LLM_NOT_YET_LINK:
-                no link to that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
+                other than -1, a paged cache; LLM_ENGINE_FINALIZED; LLM_NOT_YET_LINK: no link to
+                that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
                 LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
                 sync_kv_timeout has passed.
         """
@@ -411,10 +409,10 @@ class CacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: request mode, a block or layer out of range, block
-                tables of unequal length or none, a contiguous cache, or the LLMDataDist is
-                finalized; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is
-                broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key
-                there; LLM_TIMEOUT: sync_kv_timeout has passed.
+                tables of unequal length or none, a contiguous cache; LLM_ENGINE_FINALIZED;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
+                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
+                sync_kv_timeout has passed.
         """
         self._check_may_push("push_blocks")
         check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
@@ -460,9 +458,9 @@ class CacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit
-                the cache or each other, no destination, or the LLMDataDist is finalized. What
-                fails at one destination is the status of that in the task.
+            LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit the
+                cache or each other, no destination; LLM_ENGINE_FINALIZED. What fails at one
+                destination is the status of that in the task.
         """
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         if src_cache.cache_desc.placement is not Placement.DEVICE:
@@ -508,8 +506,8 @@ class CacheManager:
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache,
-                or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST: no such cache.
+            LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache;
+                LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         check_isinstance("dst", dst, Cache, allow_none=False)
         check_isinstance("src", src, Cache, allow_none=False)
@@ -540,8 +538,7 @@ class CacheManager:
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
-                contiguous cache, or the LLMDataDist is finalized; LLM_KV_CACHE_NOT_EXIST: no
-                such cache.
+                contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such cache.
         """
         check_isinstance("cache", cache, Cache, allow_none=False)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
@@ -558,9 +555,9 @@ class CacheManager:
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of
-                one placement, a contiguous cache, or the LLMDataDist is finalized;
-                LLM_KV_CACHE_NOT_EXIST: no such cache.
+            LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of one
+                placement, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such
+                cache.
         """
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
@@ -570,17 +567,10 @@ class CacheManager:
         check_dict("src_to_dst", src_to_dst, int, int)
         check_alike("src_cache", src_cache, "dst_cache", dst_cache)
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
-        engine = self._engine
         if src_to_dst:
-            engine.swap_blocks(
+            self._engine.swap_blocks(
                 cache_of(src_cache), cache_of(dst_cache), {int(s): int(d) for s, d in pairs}
             )
-
-    @property
-    def _engine(self) -> LlmDataDist:
-        if not self._initialized:
-            raise invalid("the LLMDataDist of this cache manager is finalized")
-        return self._llm_datadist
 
     def _check_may_push(self, name: str) -> None:
         if not self._enable_remote_cache_accessible:

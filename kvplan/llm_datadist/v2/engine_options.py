@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from ipaddress import IPv4Address
 
-from kvplan.engine.option_rows import SPELLINGS, WITHOUT_MEANING
+from kvplan.engine.option_rows import (
+    OPTION_GLOBAL_RESOURCE_CONFIG,
+    SPELLINGS,
+    WITHOUT_MEANING,
+)
 from kvplan.engine.options import Options, unknown_key
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance
@@ -22,6 +26,7 @@ REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
 BACKEND = "llm.TransferBackend"
 _FLOW_GRAPH = "ge.flowGraphMemMaxSize"
 _OF_RDMA = ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")  # no adapter here, no range
+_RESOURCES = (OPTION_GLOBAL_RESOURCE_CONFIG, "GlobalResourceConfig")
 _WAIT_TIME = "llm.SyncKvCacheWaitTime"
 
 
@@ -67,7 +72,8 @@ def engine_options(options: dict[str, str]) -> Options:
     """Return what the engine is initialized with.
 
     What it does not know is logged and ignored, unless it is a misspelled LISTEN; so are numbers
-    for RDMA that no adapter takes. A SyncKvCacheWaitTime of "0" is the default.
+    for RDMA that no adapter takes, and the global resource config without the backend "hixl". A
+    SyncKvCacheWaitTime of "0" is the default.
 
     Raises:
         TypeError: a key or value that is not a text.
@@ -81,6 +87,8 @@ def engine_options(options: dict[str, str]) -> Options:
             log.warn(f"{key}={text}: the default of {Options().sync_kv_cache_wait_time} ms is used")
         elif not is_known(key):
             log.warn(unknown_key(key))
+        elif key in _RESOURCES and options.get(BACKEND) != "hixl":
+            log.warn(f'{key} is ignored: it has an effect only with {BACKEND}="hixl"')
         elif key in _OF_RDMA and not _is_possible(key, text):
             log.warn(f"{key}={text} is ignored: no adapter takes it")
         else:

@@ -91,6 +91,8 @@ class LayerSource:
                 f"dst_block_memory_size={nbytes} must be given for blocks that a contiguous "
                 "src_cache goes to, and not without dst_block_indices"
             )
+        if src and max(src) >= (num_blocks := cache.cache_desc.batch_size):
+            raise invalid(f"src_block_indices holds {max(src)}, out of range [0, {num_blocks})")
         if (num_tensors := cache.cache_desc.num_tensors) % TENSORS_PER_LAYER:
             raise invalid(f"num_tensors={num_tensors} must be even: two tensors are a layer")
         return cls(cache, is_blocks, *(last_wins(src, dst) if src else (src, dst)), nbytes)
@@ -162,8 +164,9 @@ def destinations_of(
 
     Raises:
         TypeError: configs of another type.
-        LLMException: LLM_PARAM_INVALID: layers that the source has not, another number of
-            addresses, or a slot of a paged source; nothing is begun then.
+        LLMException: LLM_PARAM_INVALID: layers or a slot that the source does not have, another
+            number of addresses, or a slot of a paged source; LLM_ENGINE_FINALIZED. Nothing is
+            begun then.
     """
     kind = TransferWithCacheKeyConfig if remote_mode else TransferConfig
     check_isinstance("transfer_configs", configs, [list, tuple], kind, allow_none=False)
@@ -185,6 +188,8 @@ def _push_of(source: LayerSource, config: Config) -> _Push:
     slot = int(config.src_batch_index)
     if source.src_blocks and slot != 0:
         raise invalid(f"src_batch_index={slot} must be 0: src_cache is paged")
+    if slot >= (num_rows := source.cache.cache_desc.batch_size):
+        raise invalid(f"src_batch_index={slot} is out of range [0, {num_rows}) of src_cache")
     if isinstance(config, TransferWithCacheKeyConfig):
         targets = config.dst_layer_range
         targets = layers if targets is None else targets
@@ -218,6 +223,8 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
             ext_param=push.layers,
         )
     except LLMException as error:
+        if error.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED:
+            raise  # of all destinations, so of the call
         log.error("%s", about(name, error))
         return Destination(name, None, error.status_code)
     begun = Destination(name, task)

@@ -222,9 +222,6 @@ class LLMDataDist:
             if not self._is_initialized:
                 return
             assert self._llm_datadist is not None
-            for manager in (self._cache_manager, self._kv_cache_manager):
-                if manager is not None:
-                    manager._initialized = False
             self._is_initialized = False
             ENGINES.release(self)
             if LLMDataDist.llm_engine_instance is self:
@@ -416,7 +413,7 @@ class LLMDataDist:
         other.initialize(engine_options(self._engine_options))
         engine.finalize()
         assert self._kv_cache_manager is not None
-        self._llm_datadist = self._kv_cache_manager._datadist = other
+        self._llm_datadist = self._kv_cache_manager._engine = other
         return other
 
     def _running_by_name(self, name: str) -> LlmDataDist:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvplan.llm_datadist.conversion import desc_of
 from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance, check_uint32
 from kvplan.llm_datadist.v2.llm_types import Cache, check_layer_range
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import UINT64_MAX, shown
@@ -28,12 +29,17 @@ _LONG = 64  # blocks; from here on an array is faster
 def layers_of(
     src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int
 ) -> KvCacheExtParam:
-    """Return which layers go where; refuse what is not ranges of step 1 and uint32 > 0."""
+    """Return which layers go where; refuse what is not ranges of step 1 and uint32 > 0.
+
+    Without a range, 2 cannot be told from the default, with which any number of tensors moves.
+    """
     check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if tensor_num_per_layer == 0:
         raise invalid("tensor_num_per_layer=0 is out of range [1, num_tensors]")
     _check_layers("src_layer_range", src_layer_range)
     _check_layers("dst_layer_range", dst_layer_range)
+    if src_layer_range is dst_layer_range is None and tensor_num_per_layer == TENSORS_PER_LAYER:
+        return ALL_LAYERS
     return KvCacheExtParam(src_layer_range, dst_layer_range, int(tensor_num_per_layer))
 
 
@@ -43,9 +49,14 @@ def pushed_layers_of(
     tensor_num_per_layer: int,
     num_tensors: int,
 ) -> KvCacheExtParam:
-    """As `layers_of`, where a range that is not given means the layers of the local cache."""
+    """As `layers_of`, where a range that is not given means the layers of the local cache.
+
+    The remote cache may have more: a push goes to its first ones.
+    """
     layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
     per_layer = int(tensor_num_per_layer)
+    if layers is ALL_LAYERS and num_tensors % per_layer:
+        return KvCacheExtParam(range(num_tensors), range(num_tensors), 1)
     whole = range(num_tensors // per_layer)
     src, dst = (whole if it is None else it for it in (src_layer_range, dst_layer_range))
     if len(src) != len(dst):

@@ -12,6 +12,7 @@ import kvplan
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.v2.llm_types import PushType
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 
@@ -97,7 +98,11 @@ def blocks_key_of(packed: Sequence[CacheKey]) -> kvplan.BlocksCacheKey | None:
 def layers_of(
     src_tensors: Sequence[int], dst_tensors: Sequence[int], tensors_per_layer: int
 ) -> KvCacheExtParam:
-    """Return layers for tensors; refuse tensors that are not whole layers."""
+    """Return layers for tensors, all where none are named; refuse tensors of a part of a layer."""
+    if tensors_per_layer < 1:
+        raise invalid(f"tensors per layer={tensors_per_layer} must be > 0")
+    if not src_tensors and not dst_tensors:
+        return ALL_LAYERS
     src, dst = (_layers(it, tensors_per_layer) for it in (src_tensors, dst_tensors))
     return KvCacheExtParam(src, dst, tensors_per_layer)
 
@@ -105,8 +110,6 @@ def layers_of(
 def _layers(tensors: Sequence[int], tensors_per_layer: int) -> range | None:
     if not tensors:
         return None
-    if tensors_per_layer < 1:
-        raise invalid(f"tensors per layer={tensors_per_layer} must be > 0")
     layers = range(tensors[0] // tensors_per_layer, tensors[-1] // tensors_per_layer + 1)
     whole = range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer)
     if list(tensors) != list(whole):

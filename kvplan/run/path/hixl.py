@@ -14,4 +14,6 @@ if spec is not None and spec.loader is not None and spec.origin is not None:
     spec.loader.exec_module(module)
 else:
     find_kvplan()
-    sys.modules[__name__] = import_module("kvplan.hixl")
+    sys.modules[__name__] = ours = import_module("kvplan.hixl")
+    # The original's package has its names from this extension module.
+    sys.modules["hixl.hixl"] = ours

@@ -104,6 +104,10 @@ PROPERTIES: dict[str, list[tuple[object, Accepted | Raised]]] = {
 }
 
 DIFFERENT = {
+    "LLMConfig.device_id = True": (
+        TYPE,
+        "a bool is not a number; the official package refuses bools since 7bf37005",
+    ),
     "LLMConfig.cluster_info = 'notjson'": (
         INVALID,
         "a refused value raises an LLMException of the interface (defect 8)",

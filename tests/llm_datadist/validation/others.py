@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvplan.llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
     CacheKeyByIdAndIndex,
     LLMStatusCode,
+    MemInfo,
+    Memtype,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
 from tests.llm_datadist.validation.defects import theirs
 from tests.llm_datadist.validation.environments import (
     CACHE_MANAGER,
+    DEVICE,
+    HOST,
     POOLS,
+    REMOTE,
     Engine,
     Fresh,
     Linked,
@@ -20,7 +29,7 @@ from tests.llm_datadist.validation.environments import (
 from tests.llm_datadist.validation.init_rows import config, managed
 from tests.llm_datadist.validation.other_transfers import TRANSFERS
 from tests.llm_datadist.validation.other_version_1 import VERSION_1
-from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row
+from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row, observe
 
 SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
@@ -75,7 +84,53 @@ def version_1(fresh: Fresh) -> str:
     return type(fresh.datadist.kv_cache_manager).__name__
 
 
+def finalized_manager(fresh: Fresh) -> list[str]:
+    """The distinct outcomes of all operations of a manager whose engine is finalized."""
+    fresh.init({**REMOTE, **POOLS})
+    manager = fresh.datadist.cache_manager
+    slots = manager.allocate_cache(Engine.desc())
+    blocks, host = (
+        manager.allocate_blocks_cache(Engine.desc(placement=it)) for it in (DEVICE, HOST)
+    )
+    slot, paged = CacheKeyByIdAndIndex(1, 1), BlocksCacheKey(1)
+    layer = TransferWithCacheKeyConfig(slot, range(1), range(1))
+    addresses = slots.tensor_addrs
+    fresh.datadist.finalize()
+    calls: list[Callable[[], object]] = [
+        lambda: manager.allocate_cache(Engine.desc()),
+        lambda: manager.allocate_blocks_cache(Engine.desc()),
+        lambda: manager.deallocate_cache(slots),
+        lambda: manager.deallocate_blocks_cache(blocks),
+        lambda: manager.remove_cache_key(CacheKey(1, 1)),
+        lambda: manager.register_cache(Engine.desc(), addresses),
+        lambda: manager.register_blocks_cache(Engine.desc(), addresses),
+        lambda: manager.unregister_cache(1),
+        lambda: manager.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, addresses[0], 1)),
+        lambda: manager.pull_cache(slot, slots),
+        lambda: manager.pull_blocks(paged, blocks, [0], [0]),
+        lambda: manager.push_cache(slot, slots),
+        lambda: manager.push_blocks(paged, blocks, [0], [0]),
+        lambda: manager.transfer_cache_async(slots, Ready(), [layer]),
+        lambda: manager.copy_cache(slots, slots, 1),
+        lambda: manager.copy_blocks(blocks, {0: [1]}),
+        lambda: manager.swap_blocks(blocks, host, {0: 1}),
+    ]
+    return sorted({str(observe(call)) for call in calls})
+
+
 OTHERS = [
+    Difference(
+        "a CacheManager of a finalized engine answers LLM_PARAM_INVALID",
+        "LLM_ENGINE_FINALIZED, from each of its 17 operations",
+        (
+            Row(
+                "operations after finalize",
+                Accepted(["LLM_ENGINE_FINALIZED"]),
+                finalized_manager,
+                "fresh",
+            ),
+        ),
+    ),
     Difference(
         "any address except zero can be registered (observed with its stub engine)",
         "unmapped memory is refused: LLM_PARAM_INVALID",
@@ -123,9 +178,10 @@ OTHERS = [
         (managed("init listen '{ip}'", INVALID, {"llm.listenIpInfo": "{ip}"}),),
     ),
     Difference(
-        "an option that was set to True is written 'True'",
-        "it is written '1'",
-        (Row("options of link_retry_count = True", Accepted("1"), true_as_option),),
+        "until 7bf37005 a bool is accepted wherever an int is",
+        "TypeError",
+        (Row("options of link_retry_count = True", TYPE, true_as_option),),
+        ("LLMConfig.device_id = True",),
     ),
     Difference(
         "None instead of an object passes the checks, and fails later with an AttributeError",

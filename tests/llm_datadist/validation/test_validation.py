@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.llm_datadist.validation.count_rows import ROWS as COUNT_ROWS
 from tests.llm_datadist.validation.defects import DEFECTS
 from tests.llm_datadist.validation.environments import Environments
 from tests.llm_datadist.validation.others import OTHERS
@@ -31,6 +32,11 @@ def test_the_outcome_of_a_measured_case(row: Row, environments: Environments) ->
 
 @pytest.mark.parametrize("row", [case for each in DIFFERENCES for case in each.cases], ids=str)
 def test_a_difference_that_is_no_row_of_the_table(row: Row, environments: Environments) -> None:
+    assert outcome(row, environments) == row.expected
+
+
+@pytest.mark.parametrize("row", COUNT_ROWS, ids=str)
+def test_each_operation_takes_any_number_of_tensors(row: Row, environments: Environments) -> None:
     assert outcome(row, environments) == row.expected
 
 
