@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import re
 import secrets
@@ -137,6 +138,22 @@ class ClusterKey:
     def _of(cls, secret: bytes) -> ClusterKey:
         public = zmq.curve_public(z85.encode(secret))
         return cls(secret, z85.decode(public))
+
+
+def link_secret(challenge: bytes) -> bytes:
+    """Return the secret of a link, which its two ends derive from the challenge of its handshake."""
+    return hmac.digest(challenge, b"kvplan link secret", "sha256")
+
+
+def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
+    """Return the proof that the sender of `hello` has the secret of an earlier link.
+
+    Args:
+        secret: of that link.
+        nonce: random bytes of the listening end, of this connection alone.
+        hello: the message, encoded with an empty proof.
+    """
+    return hmac.digest(secret, b"kvplan same engine" + nonce + hello, "sha256")
 
 
 class Keys:

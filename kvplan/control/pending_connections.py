@@ -76,10 +76,15 @@ class PendingConnection:
         return str(endpoint_of(self.name)) if self.name else IPC
 
     @property
+    def nonce(self) -> bytes:
+        """The random bytes of its greeting."""
+        return self.greeting[UNUSED_AT:]
+
+    @property
     def has_key(self) -> bool:
         """Whether it has proved that it has the key."""
         return self.key is not None and secrets.compare_digest(
-            self.validator.unused, self.key.cookie(self.greeting[UNUSED_AT:])
+            self.validator.unused, self.key.cookie(self.nonce)
         )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _MAX_ERRORS = 1024
+_LINKED_AGAIN = "the peer has linked again"
 _DISCONNECT_S = 1.0  # for the reason of a peer that has exited or closed the access to its memory
 
 
@@ -151,7 +152,8 @@ class Transitions:
         assert link.channel is not None
         before = self.links.get(link.cluster_id)
         if before is not None:
-            self.unlinked(before, "the peer has linked again")
+            self.lost(before, _LINKED_AGAIN)  # a warning at both ends if one of them still had it
+            self.unlinked(before, _LINKED_AGAIN)
         self._end_handshake(link)
         initiating = self.initiating.get(link.cluster_id)
         if initiating is not None:

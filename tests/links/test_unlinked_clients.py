@@ -7,13 +7,15 @@ import queue
 import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from kvplan import LLMException, LlmRole, LLMStatusCode
-from kvplan.control.auth import ClusterKey, Keys, user_key
+from kvplan.control.auth import ClusterKey, Keys, proof_of, user_key
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
 from kvplan.control.endpoint import Endpoint
@@ -31,6 +33,7 @@ from kvplan.control.messages import (
     Table,
     Unlink,
     Welcome,
+    encode,
 )
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
@@ -98,7 +101,16 @@ def test_a_hello_alone_changes_nothing(
     instance = bytes.fromhex(end.status(2).instance)
     channel = client.call(end)
     again = hello(other.transports[0], instance=instance)
-    assert isinstance(client.ask(channel, again), Welcome)
+    proof = proof_of(other.links.get(1).secret, channel.connection.nonce, encode(again))
+    recorded = replace(again, proof=proof)
+    for refused_hello, its_channel in (
+        (again, channel),
+        (replace(recorded, timeout_ms=19_999), channel),
+        (recorded, client.call(end)),
+    ):
+        with refused(LLMStatusCode.LLM_ALREADY_LINK, "which lives"):
+            client.ask(its_channel, refused_hello)
+    assert isinstance(client.ask(channel, recorded), Welcome)
     for body in (Sync(), Find(1, 1, 1), Claim(1, 1, 1), Release(1, None), Unlink(1)):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"no such link|there is no link"):
             client.ask(channel, body)
@@ -107,6 +119,26 @@ def test_a_hello_alone_changes_nothing(
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     end.links.get(2).begin(end)
     end.links.get(2).end(end)
+
+
+def test_a_confirmation_that_comes_after_another_link(
+    make_end: Callable[..., End], peer: Peer, client: UnlinkedClient
+) -> None:
+    end = make_end(3)
+    with ThreadPoolExecutor(1) as thread, LocalTransport() as transport:
+        peer.stop()
+        try:
+            linking = thread.submit(end.link, peer.cluster, timeout_ms=20_000)
+            end.wait_until(2, LinkState.LINKING)
+            channel = client.call(end)
+            welcome = client.ask(channel, hello(transport, to_cluster_id=3))
+        finally:
+            peer.resume()
+        linking.result(DEADLINE_S)
+        assert isinstance(welcome, Welcome)
+        with refused(LLMStatusCode.LLM_ALREADY_LINK, "another link to cluster 2 was made"):
+            client.ask(channel, Confirm(welcome.challenge))
+        assert (end.state(2), peer.state(3)) == (LinkState.LINKED, "LINKED")
 
 
 def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
