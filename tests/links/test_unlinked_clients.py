@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +39,9 @@ from kvplan.control.messages import (
 )
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.link import LocalLink
+from kvplan.transport.protocol import Transport
+from kvplan.transport.tcp.transport import TcpTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -79,7 +84,7 @@ def client() -> Iterator[UnlinkedClient]:
     client.loop.stop()
 
 
-def hello(transport: LocalTransport, **other: Any) -> Hello:
+def hello(transport: Transport, **other: Any) -> Hello:
     """From cluster 2 to cluster 1."""
     fields = {
         "cluster_id": 2,
@@ -154,6 +159,56 @@ def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
     late = client.call(end)
     with pytest.raises(LLMException, match="max_links=1"):
         client.ask(late, hello(other.transports[0], cluster_id=40))
+
+
+class Blocking(LocalTransport):
+    """Waits in `connect` until it may go on; `calls` counts those that have begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on, self.calls = threading.Event(), 0
+
+    def connect(self, metadata: bytes, **given: Any) -> LocalLink:
+        if "session" in given:  # else it is asked whether it can
+            self.calls += 1
+            assert self.go_on.wait(DEADLINE_S)
+        return super().connect(metadata, **given)
+
+
+def num_workers(end: End) -> int:
+    name = f"kvplan-control-{end.cluster_id}-worker"
+    return sum(it.name.startswith(name) for it in threading.enumerate())
+
+
+def test_handshakes_that_wait_for_data_connections_have_no_threads(
+    make_end: Callable[..., End], client: UnlinkedClient
+) -> None:
+    end, other = (make_end(it, transports=[TcpTransport()]) for it in (1, 2))
+    offers = (Offer("tcp", other.transports[0].metadata(())),)
+    for cluster_id in range(10, 50):
+        greeting = hello(other.transports[0], cluster_id=cluster_id, offers=offers)
+        channel = client.call(end)
+        welcome = client.ask(channel, greeting)
+        assert isinstance(welcome, Welcome)
+        if cluster_id % 2:  # confirmed, but no data connection comes
+            confirmation = channel.request(Confirm(welcome.challenge), DEADLINE_S)
+            client.loop.call_soon(asyncio.ensure_future, confirmation)
+    assert num_workers(end) < 8
+    other.link(end.cluster)
+    assert num_workers(end) < 8
+
+
+def test_handshakes_whose_transport_blocks_have_few_threads(
+    make_end: Callable[..., End], client: UnlinkedClient
+) -> None:
+    blocking = Blocking()
+    end, other = make_end(1, transports=[blocking]), make_end(2)
+    for cluster_id in range(10, 50):
+        client.ask(client.call(end), hello(other.transports[0], cluster_id=cluster_id))
+    assert num_workers(end) < 40
+    assert blocking.calls == 32
+    blocking.go_on.set()
+    other.link(end.cluster)
 
 
 @pytest.mark.parametrize(
