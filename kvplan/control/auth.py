@@ -148,7 +148,7 @@ class ClusterKey:
 
 
 def link_secret(challenge: bytes) -> bytes:
-    """Return the secret of a link, which its two ends derive from the challenge of its handshake."""
+    """Return the secret that both ends of a link derive from the challenge of its handshake."""
     return hmac.digest(challenge, b"kvplan link secret", "sha256")
 
 

@@ -118,7 +118,7 @@ class Channel:
         self._serving: set[asyncio.Task[Any]] = set()
         self._sending = asyncio.Lock()
         self._undecodable = 0
-        self._heard = asyncio.Event()  # for `ping`: a message has come, or the conversation has ended
+        self._heard = asyncio.Event()  # for `ping`: also set when the channel ends
         self.last_received = self.last_sent = time.monotonic()
         self._heartbeat: Heartbeat | None = None
 

@@ -58,7 +58,7 @@ class Offer(_Message, frozen=True):
 class Hello(_Body, frozen=True):
     """Request: link with me. `comm` names a communicator; it is empty for link_clusters.
 
-    `proof` shows that the sender is the engine of an earlier link (`auth.proof_of`); empty: no proof.
+    `proof` shows that the sender is an end of an earlier link (`auth.proof_of`); empty: no proof.
     """
 
     cluster_id: Natural

@@ -355,9 +355,7 @@ class HandshakeAcceptor:
         if own.state is LinkState.LINKED:
             raise _already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
 
-    async def _live_link(
-        self, channel: Channel, hello: Hello, timeout_s: float
-    ) -> PeerLink | None:
+    async def _live_link(self, channel: Channel, hello: Hello, timeout_s: float) -> PeerLink | None:
         """Return the live link that the sender of `hello` may replace; None: there is none.
 
         A live link ends only if its peer is dead, or if the sender proves that it is that peer. The

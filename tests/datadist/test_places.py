@@ -1,4 +1,4 @@
-"""A third engine that shows the cluster id and the instance of a peer does not get its transfers."""
+"""A third engine that shows the cluster id and instance of a peer does not get its transfers."""
 
 from __future__ import annotations
 

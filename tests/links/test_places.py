@@ -41,7 +41,7 @@ class Cable:
         host, port = address.rsplit(":", 1)
         self._target = (host, int(port))
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.cluster = ClusterInfo(1, "127.0.0.1:{}".format(self._listening.getsockname()[1]))
+        self.cluster = ClusterInfo(1, f"127.0.0.1:{self._listening.getsockname()[1]}")
         self._open: list[socket.socket] = [self._listening]
         self._is_cut = False
         threading.Thread(target=self._accept, daemon=True).start()
@@ -94,7 +94,7 @@ def become(peer: Peer, *, over_tcp: bool = False, keyless: bool = False) -> None
 def take_place(
     peer: Peer, cluster: ClusterInfo, instance: str = "", timeout_ms: int = 20_000
 ) -> Any:
-    """Let a peer link, as the engine `instance`; returns the status, error, and a line of its log."""
+    """Let a peer link, as the engine `instance`; returns status, error, and a line of its log."""
     return peer.run(TAKE_PLACE, cluster=cluster, instance=instance, timeout_ms=timeout_ms)
 
 

@@ -93,8 +93,8 @@ def hold(peer: Identity) -> Peer:
     if peer.time_namespace != here.time_namespace:
         raise link_failed(
             f"peer {peer.pid} is in another time namespace ({peer.time_namespace}, here "
-            f"{here.time_namespace}), where deadlines of leases mean another time; run both in one, "
-            "or let them link over tcp"
+            f"{here.time_namespace}), where deadlines of leases mean another time; run both in "
+            "one, or let them link over tcp"
         )
     if Path("/proc/self").readlink().name != str(here.pid):
         raise link_failed(
