@@ -269,11 +269,11 @@ class HandshakeAcceptor:
         if hello.cluster_id == engine.cluster_id:
             raise link_failed(f"cluster {engine.cluster_id} is here itself")
         comm_id = admit(hello)
-        if channel.bound is not None:
-            raise link_failed("the conversation has a link already")
         timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
         await self._yield_to_own_handshake(hello, timeout_s)
         replaced = await self._live_link(channel, hello, timeout_s)
+        if channel.bound is not None:  # by another Hello, which may have come meanwhile
+            raise link_failed("the conversation has a link already")
         self._end_unconfirmed(hello)
         transitions.check_capacity(hello.cluster_id)
         while len(transitions.accepting) >= self._max_accepting:
