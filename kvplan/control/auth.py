@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _FORMAT: Final = "kvplan-cluster-key 1 {}\n"
 _PATTERN: Final = re.compile(r"kvplan-cluster-key 1 ([0-9a-f]{64})\n?")
 _MAX_NBYTES: Final = 256
+_MIN_DISTINCT_BYTES: Final = 8  # of 32; one random key in 10**36 has fewer
 _MODE: Final = 0o600
 
 _USER_KEY: Final = "user.key"
@@ -69,8 +71,8 @@ class ClusterKey:
         """Read the key from a file that `kvplan keygen` has made.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: there is none, it is not a key file, or others than
-                its owner may read or write it.
+            LLMException: LLM_PARAM_INVALID: there is none, it is not a key file, its key is not
+                random, or others than its owner may read or write it.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -95,7 +97,13 @@ class ClusterKey:
             os.close(descriptor)
         if (match := _PATTERN.fullmatch(text)) is None:
             raise invalid(f"cluster key {os.fspath(path)}: it was not made by kvplan keygen")
-        return cls._of(bytes.fromhex(match[1]))
+        secret = bytes.fromhex(match[1])
+        if (found := len(set(secret))) < _MIN_DISTINCT_BYTES:
+            raise invalid(
+                f"cluster key {os.fspath(path)}: it is not random: its {len(secret)} bytes have "
+                f"{found} different values; make another with kvplan keygen"
+            )
+        return cls._of(secret)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner may read.
@@ -137,6 +145,22 @@ class ClusterKey:
     def _of(cls, secret: bytes) -> ClusterKey:
         public = zmq.curve_public(z85.encode(secret))
         return cls(secret, z85.decode(public))
+
+
+def link_secret(challenge: bytes) -> bytes:
+    """Return the secret that both ends of a link derive from the challenge of its handshake."""
+    return hmac.digest(challenge, b"kvplan link secret", "sha256")
+
+
+def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
+    """Return the proof that the sender of `hello` has the secret of an earlier link.
+
+    Args:
+        secret: of that link.
+        nonce: random bytes of the listening end, of this connection alone.
+        hello: the message, encoded with an empty proof.
+    """
+    return hmac.digest(secret, b"kvplan same engine" + nonce + hello, "sha256")
 
 
 class Keys:

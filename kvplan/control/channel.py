@@ -118,6 +118,7 @@ class Channel:
         self._serving: set[asyncio.Task[Any]] = set()
         self._sending = asyncio.Lock()
         self._undecodable = 0
+        self._heard = asyncio.Event()  # for `ping`: also set when the channel ends
         self.last_received = self.last_sent = time.monotonic()
         self._heartbeat: Heartbeat | None = None
 
@@ -180,6 +181,18 @@ class Channel:
         """
         self._check_open()
         await self._send(encode(body))
+
+    async def ping(self) -> None:
+        """Ask whether the peer is there; return once it has sent anything.
+
+        Raises:
+            ChannelClosed: the conversation has ended, as by the heartbeat of a silent peer.
+        """
+        self._check_open()
+        self._heard.clear()
+        self.post(Ping())
+        await self._heard.wait()
+        self._check_open()
 
     def keep_alive(self, interval_s: float, timeout_s: float) -> None:
         """Ping after `interval_s` without sending; end after `timeout_s` without receiving."""
@@ -253,6 +266,7 @@ class Channel:
             self._refuse(error)
             return
         self.last_received = time.monotonic()
+        self._heard.set()
         self.introduced = True
         self._deliver(envelope)
 
@@ -312,6 +326,7 @@ class Channel:
 
     def _end(self, reason: str) -> None:
         self._reason = reason
+        self._heard.set()
         if self._heartbeat is not None:
             self._heartbeat.stop()
         for reply in self._waiting.values():

@@ -48,6 +48,9 @@ class Connection:
         listening: whether the peer has connected to this side, rather than this side to it.
         on_frame: is called with each frame.
         on_end: is called once, with the reason, when the connection ends other than by `close`.
+
+    Attributes:
+        nonce: random bytes of the listening end's greeting; empty until the greeting was exchanged.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Connection:
         self._listening = listening
         self._on_frame = on_frame
         self._on_end = on_end
+        self.nonce = b""
         self._validator = ZmtpValidator(encrypted=key is not None)
         self._early = bytearray()  # what the peer sent before there was a ZeroMQ socket
         self._skip = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which was sent before
@@ -84,12 +88,14 @@ class Connection:
         self.stream.other, self._inner.other = self._inner, self.stream
         loop.register(self)
 
-    def open(self, greeting: bytes = b"") -> None:
+    def open(self, greeting: bytes = b"", nonce: bytes = b"") -> None:
         """Begin the ZMTP handshake, on a stream that is connected, or will be at once.
 
         Args:
             greeting: of a peer that has connected to this side, and was greeted and admitted.
+            nonce: that this side has greeted that peer with.
         """
+        self.nonce = nonce
         self._early += greeting
         if greeting:
             self._validator.check(greeting)
@@ -259,7 +265,7 @@ class Connection:
             return
         if self._is_cookie_due and self._validator.greeted:
             self._is_cookie_due = False
-            nonce = self._validator.unused
+            nonce = self.nonce = self._validator.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
             # Not before: the peer begins its part when it has the cookie, and both work at a time.
             self._open_soon()

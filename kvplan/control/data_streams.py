@@ -63,6 +63,13 @@ class DataStreams(ABC):
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         """Have the connections of these indices; see `Streams.open`."""
 
+    async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:  # noqa: B027
+        """Wait until `open` of these indices need not wait; at once at the end that dials.
+
+        Raises:
+            LLMException: as `open`.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """End the calls of `open` that wait, and connections not taken; idempotent."""

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -56,7 +56,10 @@ class Offer(_Message, frozen=True):
 
 
 class Hello(_Body, frozen=True):
-    """Request: link with me. `comm` names a communicator; it is empty for link_clusters."""
+    """Request: link with me. `comm` names a communicator; it is empty for link_clusters.
+
+    `proof` shows that the sender is an end of an earlier link (`auth.proof_of`); empty: no proof.
+    """
 
     cluster_id: Natural
     to_cluster_id: Natural
@@ -65,6 +68,7 @@ class Hello(_Body, frozen=True):
     comm: Name
     offers: Annotated[tuple[Offer, ...], Meta(max_length=16)]
     timeout_ms: Uint31
+    proof: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class Welcome(_Body, frozen=True):

@@ -76,10 +76,15 @@ class PendingConnection:
         return str(endpoint_of(self.name)) if self.name else IPC
 
     @property
+    def nonce(self) -> bytes:
+        """The random bytes of its greeting."""
+        return self.greeting[UNUSED_AT:]
+
+    @property
     def has_key(self) -> bool:
         """Whether it has proved that it has the key."""
         return self.key is not None and secrets.compare_digest(
-            self.validator.unused, self.key.cookie(self.greeting[UNUSED_AT:])
+            self.validator.unused, self.key.cookie(self.nonce)
         )
 
 
@@ -263,6 +268,10 @@ class AcceptedStreams(DataStreams):
         """Wait for connections; see `Streams.open`."""
         return self._loop.run(self._accept_all(indices, timeout_s))
 
+    async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:
+        """Wait for connections, in the loop's thread; see `DataStreams.arrived`."""
+        await self._wait(indices, timeout_s)
+
     def close(self) -> None:
         """End the calls of `open` that wait, and connections not taken; idempotent."""
         with suppress(LLMException):  # the loop has ended, and all connections with it
@@ -298,8 +307,10 @@ class AcceptedStreams(DataStreams):
         if index in self._awaited:
             self._pending.remove(connection)
 
-    async def _accept_all(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+    async def _wait(self, indices: Sequence[int], timeout_s: float) -> list[PendingConnection]:
         accepted: list[PendingConnection] = []
+        if not indices:
+            return accepted
         if self._closed:
             raise self._failed(indices[0], "accept", ENDED)
         # All slots now: `close` ends the wait for those that exist.
@@ -321,8 +332,11 @@ class AcceptedStreams(DataStreams):
             if connection.socket.fileno() < 0:
                 reason = "it was opened before, or dropped: too many pending connections"
                 raise self._failed(index, "accept", reason)
+        return accepted
+
+    async def _accept_all(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         streams = []
-        for connection in accepted:
+        for connection in await self._wait(indices, timeout_s):
             streams.append(socket.socket(fileno=connection.socket.detach()))
             streams[-1].setblocking(False)
         return streams

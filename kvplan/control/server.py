@@ -201,7 +201,7 @@ class Server:
             on_end=partial(self._forget, connection),
         )
         self._channels[channel] = time.monotonic()
-        channel.connection.open(bytes(connection.received))
+        channel.connection.open(bytes(connection.received), connection.nonce)
         channel.connection.stream.attach(connection.socket)
         return channel
 

@@ -6,11 +6,14 @@ import asyncio
 import resource
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
+from kvplan.control.auth import link_secret, proof_of
 from kvplan.control.channel import Channel, ChannelClosed, Handler
 from kvplan.control.client import connect
-from kvplan.control.messages import Confirm, Hello, Linked, Welcome
+from kvplan.control.messages import Confirm, Hello, Linked, Welcome, encode
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
@@ -28,6 +31,7 @@ _GRACE_S = 0.02  # the phases have the same deadline, and say more precisely wha
 
 _MIN_ACCEPTING = 16
 _DESCRIPTORS = 16  # of the limit, for each handshake that is accepted; it takes 6
+_PINGED = 0.8  # of the timeout of a handshake: the rest is for the answer that refuses it
 _LONGEST_S = 60.0  # a peer may not keep a handshake open longer, whatever timeout it sends
 
 
@@ -175,22 +179,22 @@ class HandshakeInitiator:
         link.channel = channel
         channel.bound = link
         link.phase = "hello"
-        welcome = await channel.typed_request(
-            Hello(
-                cluster_id=engine.cluster_id,
-                to_cluster_id=link.cluster_id,
-                instance=engine.instance,
-                role=engine.role(),
-                comm=link.comm,
-                offers=engine.offers(),
-                timeout_ms=int(timeout_s * 1000),
-            ),
-            Welcome,
-            timeout_s,
+        hello = Hello(
+            cluster_id=engine.cluster_id,
+            to_cluster_id=link.cluster_id,
+            instance=engine.instance,
+            role=engine.role(),
+            comm=link.comm,
+            offers=engine.offers(),
+            timeout_ms=int(timeout_s * 1000),
         )
+        if (before := self._transitions.links.get(link.cluster_id)) is not None:
+            hello = replace(hello, proof=_proof(before, channel, hello))
+        welcome = await channel.typed_request(hello, Welcome, timeout_s)
         if welcome.cluster_id != link.cluster_id:
             raise link_failed(f"cluster {welcome.cluster_id} answered")
         link.instance, link.role = welcome.instance, welcome.role
+        link.secret = link_secret(welcome.challenge)
         link.phase = "transport"
         publisher = self._transitions.connect(
             link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s
@@ -214,6 +218,18 @@ class HandshakeInitiator:
         raise _already_linked(f"cluster {cluster_id} is linked already")
 
 
+class _Accepted(NamedTuple):
+    """A handshake that a peer has begun.
+
+    Attributes:
+        challenge: that the peer must confirm.
+        replaced: the live link that it may replace, as the peer has proved to be the same engine.
+    """
+
+    challenge: bytes
+    replaced: PeerLink | None
+
+
 class HandshakeAcceptor:
     """Answers peers that link with this engine.
 
@@ -229,7 +245,7 @@ class HandshakeAcceptor:
         self._engine = engine
         self._transitions = transitions
         self._on_linked = on_linked
-        self._challenges: dict[PeerLink, bytes] = {}
+        self._accepted: dict[PeerLink, _Accepted] = {}
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = engine.options.max_links if files < 0 else files // _DESCRIPTORS
         self._max_accepting = max(_MIN_ACCEPTING, min(engine.options.max_links, limit))
@@ -253,11 +269,12 @@ class HandshakeAcceptor:
         if hello.cluster_id == engine.cluster_id:
             raise link_failed(f"cluster {engine.cluster_id} is here itself")
         comm_id = admit(hello)
-        if channel.bound is not None:
-            raise link_failed("the conversation has a link already")
         timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
         await self._yield_to_own_handshake(hello, timeout_s)
-        self._refuse_linked(hello)
+        replaced = await self._live_link(channel, hello, timeout_s)
+        if channel.bound is not None:  # by another Hello, which may have come meanwhile
+            raise link_failed("the conversation has a link already")
+        self._end_unconfirmed(hello)
         transitions.check_capacity(hello.cluster_id)
         while len(transitions.accepting) >= self._max_accepting:
             oldest = next(iter(transitions.accepting.values()))
@@ -271,10 +288,12 @@ class HandshakeAcceptor:
         link.instance, link.role, link.channel = hello.instance, hello.role, channel
         channel.bound = link
         transitions.accepting[hello.cluster_id] = link
-        challenge = self._challenges[link] = secrets.token_bytes(16)
+        challenge = secrets.token_bytes(16)
+        self._accepted[link] = _Accepted(challenge, replaced)
+        link.secret = link_secret(challenge)
         transitions.connect(link, transport.name, metadata, challenge, timeout_s)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
-        transitions.spawn(self._discard_challenge(link, timer))
+        transitions.spawn(self._discard(link, timer))
         return Welcome(
             cluster_id=engine.cluster_id,
             instance=engine.instance,
@@ -296,8 +315,9 @@ class HandshakeAcceptor:
             or self._transitions.accepting.get(link.cluster_id) is not link
         ):
             raise link_failed("confirm: there is no handshake to confirm")
+        accepted = self._accepted[link]
         try:
-            if not secrets.compare_digest(confirm.challenge, self._challenges[link]):
+            if not secrets.compare_digest(confirm.challenge, accepted.challenge):
                 raise link_failed("confirm: the challenge is another handshake's")
             try:
                 await self._transitions.connected(link)
@@ -305,6 +325,9 @@ class HandshakeAcceptor:
                 way = f"cluster {self._engine.cluster_id} cannot reach cluster {link.cluster_id}"
                 raise in_phase(way, error) from error
             self._transitions.check_capacity(link.cluster_id)
+            before = self._transitions.links.get(link.cluster_id)
+            if before is not None and before.is_live and before is not accepted.replaced:
+                raise _already_linked(f"confirm: another link to {link} was made meanwhile")
         except LLMException as error:
             self._transitions.failed(link, error)
             raise
@@ -332,47 +355,83 @@ class HandshakeAcceptor:
         if own.state is LinkState.LINKED:
             raise _already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
 
-    def _refuse_linked(self, hello: Hello) -> None:
-        """Raise if another link prevents this handshake.
+    async def _live_link(self, channel: Channel, hello: Hello, timeout_s: float) -> PeerLink | None:
+        """Return the live link that the sender of `hello` may replace; None: there is none.
 
-        A peer that links again as the same instance has no link any more, whatever is known here;
-        another instance of its cluster id must wait until the one before is dead.
+        A live link ends only if its peer is dead, or if the sender proves that it is that peer. The
+        cluster id and the instance prove nothing: every peer of an engine knows both.
         """
         transitions = self._transitions
-        link = transitions.accepting.get(hello.cluster_id)
-        if link is not None:
-            if link.instance != hello.instance and not link.death():
-                raise LLMException(
-                    f"another process of cluster {hello.cluster_id} is linking",
-                    status_code=LLMStatusCode.LLM_PROCESSING_LINK,
-                )
-            transitions.failed(link, link_failed("hello: the peer has begun again"))
         link = transitions.links.get(hello.cluster_id)
         if link is None or not link.is_live:
-            return
+            return None
         if death := link.death():
             transitions.lost(link, death)
-        elif link.instance != hello.instance:
-            raise _already_linked(
+            return None
+        if secrets.compare_digest(hello.proof, _proof(link, channel, hello)):
+            if link.state is LinkState.UNLINKING:
+                raise LLMException(
+                    f"cluster {self._engine.cluster_id} is still unlinking",
+                    status_code=LLMStatusCode.LLM_LINK_BUSY,
+                )
+            return link  # until the new link is up: a Hello alone changes nothing
+        if (state := await _state_of(link, timeout_s * _PINGED)) is not None:
+            error = _already_linked(
                 f"cluster {self._engine.cluster_id} is linked with another process of cluster "
-                f"{hello.cluster_id}, which lives ({link.address})"
+                f"{hello.cluster_id}, which {state} ({link.address})"
             )
-        elif link.state is LinkState.UNLINKING:
+            self._engine.control.refusals.note(channel.peer, str(error.args[0]))
+            raise error
+        return None
+
+    def _end_unconfirmed(self, hello: Hello) -> None:
+        """End the handshake that the same engine has begun before.
+
+        Raises:
+            LLMException: LLM_PROCESSING_LINK: another engine of the same cluster has begun one.
+        """
+        link = self._transitions.accepting.get(hello.cluster_id)
+        if link is None:
+            return
+        if link.instance != hello.instance and not link.death():
             raise LLMException(
-                f"cluster {self._engine.cluster_id} is still unlinking",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                f"another process of cluster {hello.cluster_id} is linking",
+                status_code=LLMStatusCode.LLM_PROCESSING_LINK,
             )
-        # Otherwise this side's link goes when the new one is up: a Hello alone proves nothing.
+        self._transitions.failed(link, link_failed("hello: the peer has begun again"))
 
     def _expire(self, link: PeerLink) -> None:
         self._transitions.failed(link, link_failed("confirm: the peer has not confirmed in time"))
 
-    async def _discard_challenge(self, link: PeerLink, timer: TimerHandle) -> None:
+    async def _discard(self, link: PeerLink, timer: TimerHandle) -> None:
         try:
             await link.settled.wait()
         finally:
             timer.cancel()
-            del self._challenges[link]
+            del self._accepted[link]
+
+
+def _proof(link: PeerLink, channel: Channel, hello: Hello) -> bytes:
+    """Return the proof that the sender of `hello` is an end of `link`."""
+    return proof_of(link.secret, channel.connection.nonce, encode(replace(hello, proof=b"")))
+
+
+async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
+    """Ping the peer of a link; return what is known of the peer, or None if the link has ended.
+
+    The heartbeat of the link decides when a silent peer is dead.
+    """
+    assert link.channel is not None
+    try:
+        async with asyncio.timeout(timeout_s):
+            try:
+                await link.channel.ping()
+            except ChannelClosed:
+                await link.ended.wait()  # the end of the link follows that of its channel
+                return None
+    except TimeoutError:
+        return "has not answered a ping yet" if link.is_live else None
+    return "lives" if link.is_live else None
 
 
 async def _settled(link: PeerLink, deadline: float) -> bool:

@@ -72,6 +72,7 @@ class PeerLink(LinkLifecycle):
         self.comm_id: int | None = None
         self.phase = ""  # of a handshake that this engine initiates
         self.instance = b""
+        self.secret = b""  # which the two ends of this link alone know
         self.role: LlmRole | None = None
         self.transport = ""
         self.channel: Channel | None = None

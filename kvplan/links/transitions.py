@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _MAX_ERRORS = 1024
+_MAX_ACCEPTED_WORKERS = 32  # threads that connect to peers which have begun a handshake
+_LINKED_AGAIN = "the peer has linked again"
 _DISCONNECT_S = 1.0  # for the reason of a peer that has exited or closed the access to its memory
 
 
@@ -47,6 +49,7 @@ class Transitions:
         self._watched: dict[PeerLink, int] = {}  # the descriptor that shows the peer's death
         self._background: set[asyncio.Task[None]] = set()
         self._refusal = ""  # of every new link
+        self._accepted_workers = asyncio.Semaphore(_MAX_ACCEPTED_WORKERS)
 
     def live(self) -> set[int]:
         """The clusters whose link is up, being made or being ended."""
@@ -112,15 +115,26 @@ class Transitions:
         # Now: the peer may connect as soon as it has the challenge.
         streams = link.streams = link.channel.streams(challenge)
 
+        async def connect_in_worker(deadline: float) -> TransportLink:
+            return await self._engine.control.in_worker(
+                transport.connect,
+                metadata,
+                timeout_ms=max(0.0, deadline - asyncio.get_running_loop().time()) * 1000,
+                session=challenge,
+                streams=streams,
+            )
+
         async def connect() -> TransportLink:
+            deadline = asyncio.get_running_loop().time() + timeout_s
             try:
-                return await self._engine.control.in_worker(
-                    transport.connect,
-                    metadata,
-                    timeout_ms=timeout_s * 1000,
-                    session=challenge,
-                    streams=streams,
-                )
+                if streams.dials:
+                    return await connect_in_worker(deadline)
+                # A peer that begins handshakes and does not go on must not occupy threads.
+                await streams.arrived(range(transport.num_streams(metadata)), timeout_s)
+                async with self._accepted_workers:
+                    if link.state is not LinkState.LINKING:
+                        raise link_failed(link.reason)
+                    return await connect_in_worker(deadline)
             finally:
                 streams.close()
                 link.streams = None
@@ -151,7 +165,8 @@ class Transitions:
         assert link.channel is not None
         before = self.links.get(link.cluster_id)
         if before is not None:
-            self.unlinked(before, "the peer has linked again")
+            self.lost(before, _LINKED_AGAIN)  # a warning at both ends if one of them still had it
+            self.unlinked(before, _LINKED_AGAIN)
         self._end_handshake(link)
         initiating = self.initiating.get(link.cluster_id)
         if initiating is not None:

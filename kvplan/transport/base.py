@@ -126,6 +126,10 @@ class BaseTransport(ABC):
         """See `Transport.shortfall`; here there is none that is known beforehand."""
         return None
 
+    def num_streams(self, metadata: bytes) -> int:
+        """See `Transport.num_streams`: none."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """See `Transport.close`."""

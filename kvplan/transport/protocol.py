@@ -191,6 +191,13 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: bad metadata.
         """
 
+    def num_streams(self, metadata: bytes) -> int:
+        """Return how many connections, from index 0 on, `connect` to that peer opens first.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
+
     def connect(
         self,
         metadata: bytes,

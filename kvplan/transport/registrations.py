@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ PATIENCE_S: Final = 1.0
 MAX_LEASES: Final = 1 << 17
 """Of one transport at once, besides its registrations."""
 
+_START_BITS: Final = 48  # of the random number that generations begin at
 _LOOK_S: Final = 0.05  # between two looks whether it does
 
 _LOG = Log("kvplan")
@@ -179,7 +181,7 @@ class Slots:
         self._most = most
         self._free: list[int] = []
         self._unused = iter(range(count))  # those that were never taken
-        self._generation = 0
+        self._generation = secrets.randbits(_START_BITS)  # a word of one process is none of another
 
     def take(self) -> tuple[int, int]:
         """A slot, and a generation that no other registration has had.

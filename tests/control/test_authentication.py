@@ -194,6 +194,14 @@ class TestKeyFile:
         with pytest.raises(LLMException, match="not made by kvplan keygen"):
             ClusterKey.load(path)
 
+    @pytest.mark.parametrize("secret", [bytes(32), b"\1" + bytes(31), bytes(range(7)) + bytes(25)])
+    def test_is_refused_when_it_is_not_random(self, tmp_path: Path, secret: bytes) -> None:
+        path = tmp_path / "key"
+        path.write_text(f"kvplan-cluster-key 1 {secret.hex()}\n")
+        path.chmod(0o600)
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, "it is not random: its 32 bytes have "):
+            ClusterKey.load(path)
+
     def test_is_refused_when_it_is_not_a_key(self, tmp_path: Path) -> None:
         fifo = tmp_path / "fifo"
         os.mkfifo(fifo)

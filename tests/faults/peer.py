@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvplan import ClusterInfo
@@ -15,8 +16,8 @@ class Peer(peer.Peer):
     module = "tests.faults.peer_process"
     flags = ("-W", "error")
 
-    def __init__(self, machine: str = "host") -> None:
-        super().__init__(machine, prefix=PEER_COMMAND)
+    def __init__(self, machine: str = "host", prefix: Sequence[str] = PEER_COMMAND) -> None:
+        super().__init__(machine, prefix=prefix)
         self.cluster_id = 0
         self.address = ""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+from contextlib import closing
 
 import pytest
 
-from kvplan import CacheIndex, KvCacheExtParam
+from kvplan import CacheIndex, KvCacheExtParam, LlmDataDist, LlmRole
 from tests.faults.conftest import Attempt, MakeEngine
 from tests.faults.contents import pattern
 from tests.faults.gate import DEADLINE_S, Gate
@@ -20,6 +22,7 @@ EXPIRED = "lease 1 of cmpl-3 was released .*, or has expired"
 HOUR_MS = 3_600_000.0
 ENDED_BY_A_THREAD = {"ucx", "ascend"}
 """Machines on which the peer does not know the owner's clock."""
+OTHER_CLOCK = ("unshare", "--time", "--monotonic", "100000", "--fork", "--kill-child")
 EXPIRE = "datadist.renew(lease, 1e-6)"  # 1 ns from now
 
 pytestmark = [pytest.mark.over_tcp, pytest.mark.over_ucx, pytest.mark.over_hccl]
@@ -83,6 +86,29 @@ def test_expired_after(
         assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
     else:
         assert [it[2] for it in there(peer)] == [it[1].tolist() for it in pattern(2)]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*OTHER_CLOCK, "true"], stderr=subprocess.DEVNULL).returncode != 0,
+    reason="only root can make a time namespace, with `unshare` of util-linux",
+)
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_of_an_owner_in_another_time_namespace(direction: str) -> None:
+    with (
+        closing(Peer(prefix=OTHER_CLOCK)) as peer,
+        LlmDataDist(2, LlmRole.MIX) as user,
+    ):
+        peer.start(1)
+        user.initialize({})
+        lease = lease_at(peer, ttl_ms=HOUR_MS)
+        cache, _ = here(user, 2)
+        link(user, peer)
+        assert [it.transport for it in user.links()] == ["tcp"]
+        move = mover(user, direction, lease, cache)
+        move()
+        peer.run(EXPIRE)
+        with refused(NOT_EXIST, EXPIRED):
+            move()
 
 
 @directions

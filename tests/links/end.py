@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvplan import CacheDesc, DataType, LlmRole, LLMStatusCode
+from kvplan.control.auth import Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
@@ -31,6 +32,7 @@ class End:
         *,
         listen: str = "127.0.0.1:0",
         transports: Sequence[Transport] | None = None,
+        keyless: bool = False,
         **options: Any,
     ) -> None:
         self.cluster_id = cluster_id
@@ -39,6 +41,8 @@ class End:
         self.registry = CacheRegistry(self.transports, given, self._changed)
         self.log = _Log(cluster_id)
         self.links = Links(cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports)
+        if keyless:  # as at an address of the network
+            object.__setattr__(self.links._engine, "keys", Keys())
         self.links.start()
         if listen:
             self.links.listen(Endpoint.parse(listen))
@@ -61,6 +65,10 @@ class End:
         (result,) = self.links.link([cluster], 5000)
         assert result.status is status, result
         assert re.search(message, str(result.error)), result
+
+    def show_instance(self, instance: str) -> None:
+        """Claim to be another engine, as a program that is not kvplan can."""
+        object.__setattr__(self.links._engine, "instance", bytes.fromhex(instance))
 
     def state(self, cluster_id: int) -> LinkState | None:
         return next((it.state for it in self.links.status() if it.cluster_id == cluster_id), None)

@@ -6,6 +6,7 @@ from typing import Any
 import kvplan
 from kvplan.links import ClusterInfo
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.tcp.transport import TcpTransport
 from tests.links.end import DESC, End
 
 
@@ -16,5 +17,6 @@ def names() -> dict[str, Any]:
         "DESC": DESC,
         "End": End,
         "LocalTransport": LocalTransport,
+        "TcpTransport": TcpTransport,
         "kvplan": kvplan,
     }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from kvplan import LLMException, LlmRole, LLMStatusCode
-from kvplan.control.auth import ClusterKey, Keys, user_key
+from kvplan.control.auth import ClusterKey, Keys, proof_of, user_key
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
 from kvplan.control.endpoint import Endpoint
@@ -31,9 +35,13 @@ from kvplan.control.messages import (
     Table,
     Unlink,
     Welcome,
+    encode,
 )
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.link import LocalLink
+from kvplan.transport.protocol import Transport
+from kvplan.transport.tcp.transport import TcpTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -76,7 +84,7 @@ def client() -> Iterator[UnlinkedClient]:
     client.loop.stop()
 
 
-def hello(transport: LocalTransport, **other: Any) -> Hello:
+def hello(transport: Transport, **other: Any) -> Hello:
     """From cluster 2 to cluster 1."""
     fields = {
         "cluster_id": 2,
@@ -98,7 +106,16 @@ def test_a_hello_alone_changes_nothing(
     instance = bytes.fromhex(end.status(2).instance)
     channel = client.call(end)
     again = hello(other.transports[0], instance=instance)
-    assert isinstance(client.ask(channel, again), Welcome)
+    proof = proof_of(other.links.get(1).secret, channel.connection.nonce, encode(again))
+    recorded = replace(again, proof=proof)
+    for refused_hello, its_channel in (
+        (again, channel),
+        (replace(recorded, timeout_ms=19_999), channel),
+        (recorded, client.call(end)),
+    ):
+        with refused(LLMStatusCode.LLM_ALREADY_LINK, "which lives"):
+            client.ask(its_channel, refused_hello)
+    assert isinstance(client.ask(channel, recorded), Welcome)
     for body in (Sync(), Find(1, 1, 1), Claim(1, 1, 1), Release(1, None), Unlink(1)):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"no such link|there is no link"):
             client.ask(channel, body)
@@ -107,6 +124,26 @@ def test_a_hello_alone_changes_nothing(
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     end.links.get(2).begin(end)
     end.links.get(2).end(end)
+
+
+def test_a_confirmation_that_comes_after_another_link(
+    make_end: Callable[..., End], peer: Peer, client: UnlinkedClient
+) -> None:
+    end = make_end(3)
+    with ThreadPoolExecutor(1) as thread, LocalTransport() as transport:
+        peer.stop()
+        try:
+            linking = thread.submit(end.link, peer.cluster, timeout_ms=20_000)
+            end.wait_until(2, LinkState.LINKING)
+            channel = client.call(end)
+            welcome = client.ask(channel, hello(transport, to_cluster_id=3))
+        finally:
+            peer.resume()
+        linking.result(DEADLINE_S)
+        assert isinstance(welcome, Welcome)
+        with refused(LLMStatusCode.LLM_ALREADY_LINK, "another link to cluster 2 was made"):
+            client.ask(channel, Confirm(welcome.challenge))
+        assert (end.state(2), peer.state(3)) == (LinkState.LINKED, "LINKED")
 
 
 def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
@@ -122,6 +159,56 @@ def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
     late = client.call(end)
     with pytest.raises(LLMException, match="max_links=1"):
         client.ask(late, hello(other.transports[0], cluster_id=40))
+
+
+class Blocking(LocalTransport):
+    """Waits in `connect` until it may go on; `calls` counts those that have begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on, self.calls = threading.Event(), 0
+
+    def connect(self, metadata: bytes, **given: Any) -> LocalLink:
+        if "session" in given:  # else it is asked whether it can
+            self.calls += 1
+            assert self.go_on.wait(DEADLINE_S)
+        return super().connect(metadata, **given)
+
+
+def num_workers(end: End) -> int:
+    name = f"kvplan-control-{end.cluster_id}-worker"
+    return sum(it.name.startswith(name) for it in threading.enumerate())
+
+
+def test_handshakes_that_wait_for_data_connections_have_no_threads(
+    make_end: Callable[..., End], client: UnlinkedClient
+) -> None:
+    end, other = (make_end(it, transports=[TcpTransport()]) for it in (1, 2))
+    offers = (Offer("tcp", other.transports[0].metadata(())),)
+    for cluster_id in range(10, 50):
+        greeting = hello(other.transports[0], cluster_id=cluster_id, offers=offers)
+        channel = client.call(end)
+        welcome = client.ask(channel, greeting)
+        assert isinstance(welcome, Welcome)
+        if cluster_id % 2:  # confirmed, but no data connection comes
+            confirmation = channel.request(Confirm(welcome.challenge), DEADLINE_S)
+            client.loop.call_soon(asyncio.ensure_future, confirmation)
+    assert num_workers(end) < 8
+    other.link(end.cluster)
+    assert num_workers(end) < 8
+
+
+def test_handshakes_whose_transport_blocks_have_few_threads(
+    make_end: Callable[..., End], client: UnlinkedClient
+) -> None:
+    blocking = Blocking()
+    end, other = make_end(1, transports=[blocking]), make_end(2)
+    for cluster_id in range(10, 50):
+        client.ask(client.call(end), hello(other.transports[0], cluster_id=cluster_id))
+    assert num_workers(end) < 40
+    assert blocking.calls == 32
+    blocking.go_on.set()
+    other.link(end.cluster)
 
 
 @pytest.mark.parametrize(

@@ -314,8 +314,8 @@ class TestPeer:
         with pytest.raises(ValueError, match="not registered"):
             table.renew(lasting[0], lasting[1] + 2, deadline)
         for slot in (8, 2**32, 2**64 - 1):
-            assert look(words_of((0, 1), (slot, 0))) == 1
-            assert look(words_of((0, 1), (slot, 1))) == 1
+            assert look(words_of(held[0], (slot, 0))) == 1
+            assert look(words_of(held[0], (slot, 1))) == 1
         with pytest.raises(ValueError, match="words have 63 bytes; each has 16"):
             look(words[:-1])
         for wrong in (bytearray(words), memoryview(words), np.frombuffer(words, np.uint64), None):
@@ -374,9 +374,15 @@ class TestPeer:
         assert peer.check(words_of(last)) == 0
         assert peer.check(words_of((0, 0))) == 0, "nobody has been given it"
         again = table.take()
-        assert again == (0, 1)
+        assert again[1] % 2 == 1
         assert peer.check(words_of(last)) == 0
         assert peer.check(words_of(again)) == -1
+
+    def test_generations_of_each_table_begin_at_a_random_number(self) -> None:
+        words = {GenerationTable(1).take() for _ in range(8)}
+        assert len(words) == 8
+        assert all(slot == 0 and generation < 2**48 for slot, generation in words)
+        assert max(generation for _, generation in words) > 2**32
 
     def test_it_holds_a_pid_that_exists(self) -> None:
         with pytest.raises(ProcessLookupError, match="has exited"):

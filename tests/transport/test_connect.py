@@ -104,6 +104,11 @@ class TestIdentity:
         assert "another PID namespace (17, here" in message
         assert "docker run --pid=container:" in message
 
+    def test_another_time_namespace(self, owner: Owner, transport: LocalTransport) -> None:
+        message = refusal(transport, altered(owner.metadata(), identity__time_namespace=17))
+        assert "another time namespace (17, here" in message
+        assert "over tcp" in message
+
     def test_a_reused_pid(self, owner: Owner, transport: LocalTransport) -> None:
         """As if the peer had ended and its pid gone to this, later process."""
         metadata = owner.metadata()

@@ -35,6 +35,7 @@ identities = st.builds(
     pid=st.integers(1, 2**22),
     start_time=uint64,
     pid_namespace=uint64,
+    time_namespace=uint64,
     user_namespace=uint64,
 )
 ranges = st.builds(
@@ -90,7 +91,7 @@ metadata = st.builds(Metadata, identities, tables, writers, some_ranges, st.just
 EXPORTED = AllocationRef("0" * 32, 4000, 200, number=1, fd=14, handle="", is_pool=True)
 WITH_HANDLE = AllocationRef("1" * 32, 5000, 200, number=2, fd=-1, handle="a" * 128, is_pool=False)
 EXAMPLE = Metadata(
-    Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
+    Identity("0" * 36, 12, 3, pid_namespace=4, time_namespace=14, user_namespace=5),
     GenerationTableRef(fd=6, inode=7, num_slots=8, address=4096),
     WritersRef(fd=11, inode=12, num_entries=13, address=8192),
     (
@@ -150,7 +151,14 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "ranges": lambda it: it,
     **{
         f"identity.{name}": lambda it: it["identity"]
-        for name in ("boot_id", "pid", "start_time", "pid_namespace", "user_namespace")
+        for name in (
+            "boot_id",
+            "pid",
+            "start_time",
+            "pid_namespace",
+            "time_namespace",
+            "user_namespace",
+        )
     },
     **{f"board.{name}": lambda it: it["board"] for name in ("fd", "inode", "num_slots", "address")},
     **{f"writers.{name}": lambda it: it["writers"] for name in WritersRef.__slots__},
@@ -281,15 +289,15 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other"},
         {"schema": None},
-        {"schema_version": 6, "fields": "that this version does not know"},
-        {"schema_version": 4},
-        {"schema_version": 5.0},
+        {"schema_version": 7, "fields": "that this version does not know"},
+        {"schema_version": 5},
+        {"schema_version": 6.0},
         {"schema_version": True},
     ],
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**json.loads(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local' version 5" in refusal(json.dumps(document).encode())
+    assert "this kvplan reads 'kvplan.local' version 6" in refusal(json.dumps(document).encode())
 
 
 def test_bytes_only() -> None:

@@ -2,10 +2,12 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <sys/random.h>
 
 #include "core/clock.h"
 
 #define KVN_GENERATIONS_MAX_SLOTS (UINT64_C(1) << 24)
+#define KVN_GENERATIONS_START_BITS 48
 
 static _Atomic uint64_t *slots_of(const kvn_generations *table) { return table->memory.address; }
 
@@ -41,6 +43,9 @@ int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generati
         num_leases = KVN_GENERATIONS_MAX_SLOTS - num_slots;
     out->first_lease = out->next_lease = num_slots;
     out->num_slots = num_slots += num_leases;
+    if (getrandom(&out->start, sizeof out->start, 0) != sizeof out->start)
+        return kvn_fail(failure, KVN_FAILED, errno, "getrandom gave no random number");
+    out->start = out->start >> (64 - KVN_GENERATIONS_START_BITS) & ~UINT64_C(1);
     const int status =
         kvn_arena_create("kvplan-generations", nbytes_of(num_slots), 1, KVN_PAGES_AUTO, -1,
                          &out->memory, failure);
@@ -83,10 +88,11 @@ int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadlin
             continue;
         /* Whoever knows the generation, which comes second, finds its deadline or a later one: each is a release. */
         atomic_store(&deadlines_of(table)[candidate], deadline_ns);
-        if (atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, seen + 1)) {
+        const uint64_t taken = (seen ? seen : table->start) + 1;
+        if (atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, taken)) {
             *next = candidate + 1;
             *slot = candidate;
-            *generation = seen + 1;
+            *generation = taken;
             return KVN_OK;
         }
     }

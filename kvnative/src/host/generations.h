@@ -1,7 +1,8 @@
 /* The generation table: one page-aligned array of generations that a process shows to its peers.
  *
  * A range of memory that peers may reach holds a slot. The slot's generation is odd while the range
- * is registered; taking and releasing it each add one. A peer remembers the generation that was
+ * is registered; taking and releasing it each add one, from a random number of 48 bits on: a word of one
+ * table is no word of another process's. A peer remembers the generation that was
  * published to it and looks again before and after each transfer, so a range that its owner has
  * released, or released and registered again for something else, is noticed with no message between
  * the two. A lease is a slot without memory, which a transfer checks beside those of its ranges.
@@ -27,6 +28,7 @@ typedef struct kvn_word {
 typedef struct kvn_generations {
     kvn_arena memory;
     uint64_t num_slots;
+    uint64_t start; /* the owner's: what comes before the first generation of each slot; even */
     /* The owner's: slots from here on are of leases, and where it looks first for a free one of each. */
     uint64_t first_lease;
     uint64_t next, next_lease;

@@ -24,6 +24,7 @@ class Identity:
         pid: in its PID namespace.
         start_time: in clock ticks since boot.
         pid_namespace: inode of the PID namespace.
+        time_namespace: inode of the time namespace; 0: the kernel has none.
         user_namespace: inode of the user namespace.
     """
 
@@ -31,6 +32,7 @@ class Identity:
     pid: int
     start_time: int
     pid_namespace: int
+    time_namespace: int
     user_namespace: int
 
     @staticmethod
@@ -46,12 +48,20 @@ class Identity:
             pid=os.getpid(),
             start_time=start_time("self"),
             pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+            time_namespace=_time_namespace(),
             user_namespace=Path("/proc/self/ns/user").stat().st_ino,
         )
 
 
 # Not by pid: a child in another PID namespace may have its parent's.
 os.register_at_fork(after_in_child=Identity.of_self.cache_clear)
+
+
+def _time_namespace() -> int:
+    try:
+        return Path("/proc/self/ns/time").stat().st_ino
+    except FileNotFoundError:  # before Linux 5.6
+        return 0
 
 
 def start_time(pid: int | str) -> int:
@@ -65,8 +75,8 @@ def hold(peer: Identity) -> Peer:
     """Take hold of the process that `peer` names, so that it cannot be mistaken from here on.
 
     Raises:
-        LLMException: LLM_LINK_FAILED: it runs on another host, in another PID namespace, has
-            exited (its pid may be another's by now), or is hidden from this process.
+        LLMException: LLM_LINK_FAILED: it runs on another host, in another PID or time namespace,
+            has exited (its pid may be another's by now), or is hidden from this process.
     """
     here = Identity.of_self()
     if peer.boot_id != here.boot_id:
@@ -79,6 +89,12 @@ def hold(peer: Identity) -> Peer:
             f"peer {peer.pid} is in another PID namespace ({peer.pid_namespace}, here "
             f"{here.pid_namespace}); run both in one, as with `docker run --pid=container:<name>` "
             "or `shareProcessNamespace: true` in a pod"
+        )
+    if peer.time_namespace != here.time_namespace:
+        raise link_failed(
+            f"peer {peer.pid} is in another time namespace ({peer.time_namespace}, here "
+            f"{here.time_namespace}), where deadlines of leases mean another time; run both in "
+            "one, or let them link over tcp"
         )
     if Path("/proc/self").readlink().name != str(here.pid):
         raise link_failed(

@@ -32,7 +32,7 @@ MAX_SLOTS: Final = 2**24
 """Of a generation table: of registrations and leases."""
 
 SCHEMA: Final = "kvplan.local"
-SCHEMA_VERSION: Final = 5  # of 4 there was no memory of devices
+SCHEMA_VERSION: Final = 6  # of 5 there was no time namespace
 
 _DOCUMENT = {
     "schema",
@@ -51,6 +51,7 @@ _IDENTITY = {
     "pid": (1, 2**22),
     "start_time": UINT64,
     "pid_namespace": UINT64,
+    "time_namespace": UINT64,
     "user_namespace": UINT64,
 }
 _GENERATION_TABLE = {

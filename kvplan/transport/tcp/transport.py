@@ -126,6 +126,14 @@ class TcpTransport(BaseTransport):
             self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
         ).to_bytes()
 
+    def num_streams(self, metadata: bytes) -> int:
+        """See `Transport.num_streams`: two for each connection of the end with fewer.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
+        return 2 * min(self._connections, self._peer(metadata).connections)
+
     def connect(
         self,
         metadata: bytes,
@@ -164,8 +172,8 @@ class TcpTransport(BaseTransport):
             with self._mutex:
                 self._check_open()
                 self._connecting.add(streams)
-            count = min(self._connections, peer.connections)
-            files = self._open(streams, 2 * count, deadline)
+            num_streams = self.num_streams(metadata)
+            files = self._open(streams, num_streams, deadline)
             ours, theirs = (files[::2], files[1::2])[:: 1 if streams.dials else -1]
             secret = streams.secret if is_encrypted else None
             native = service.link(ours, theirs, peer=str(peer), secret=secret, dials=streams.dials)
@@ -177,7 +185,7 @@ class TcpTransport(BaseTransport):
             with self._mutex:
                 self._connecting.discard(streams)
         encrypted = ", encrypted" if secret else ""
-        way = f"{streams.way}, {plural(count, 'connection')}{encrypted}"
+        way = f"{streams.way}, {plural(num_streams // 2, 'connection')}{encrypted}"
         return TcpLink(native, peer, way, self._device)
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
