@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from threading import RLock, Thread
+from threading import RLock
 from typing import Final, NamedTuple
 
 from kvnative._packets import take_packets
@@ -18,6 +18,7 @@ from kvplan.engine.registry import finalized
 from kvplan.engine.runner import Operation, OperationRunner, check_notification
 from kvplan.engine.telemetry import logger
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 from kvplan.validation import UINT64_MAX, check_width
 
 MAX_UNREAD: Final = 16384
@@ -187,7 +188,7 @@ class _CallingThread:
         self._mutex = mutex
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        Thread(target=self._run, name=name, daemon=True).start()
+        start_thread(name, self._run)
 
     def stop(self) -> None:
         """Read no more; a function that is being called ends first, in its own time."""
