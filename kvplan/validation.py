@@ -25,6 +25,13 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def printable(text: str) -> str:
+    """Return `text` as one line, in which nothing commands the terminal that shows it."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.splitlines()))
+
+
 def mismatch(value: object, *expected: type) -> str:
     """`int or str, not float`: what `value` must be, and is; with modules if two have one name."""
     kinds = (*expected, type(value))

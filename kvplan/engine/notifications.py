@@ -49,7 +49,8 @@ class Notifications(PollableQueue[Notification]):
 
     def __init__(self) -> None:
         super().__init__()
-        # One for each unread notification of a peer: appending and taking need no lock.
+        # One for each unread notification of a peer; of a peer without any nothing is kept.
+        # It needs no lock: threads that meet here may count one too few, never one too many.
         self._unread: dict[int, deque[None]] = {}
         self._direct: dict[int, tuple[socket.socket, int]] = {}  # and its peer, by descriptor
         # What peers send directly makes it readable without a thread of this process.
@@ -70,6 +71,7 @@ class Notifications(PollableQueue[Notification]):
         unread = self._unread_of(cluster_id)
         room = self._room_for(unread)
         if room <= 0:
+            self._forget_read(cluster_id, unread)
             full = len(unread) >= MAX_UNREAD_OF_ONE
             raise LLMException(
                 f"{len(unread) if full else len(self._items)} notifications wait to be read, "
@@ -114,11 +116,16 @@ class Notifications(PollableQueue[Notification]):
         fd = direct.fileno()
         if not take_packets(direct, most, cluster_id, self._items, unread, self._fd):
             self._forget(fd, direct)
+        self._forget_read(cluster_id, unread)
 
     def _unread_of(self, cluster_id: int) -> deque[None]:
         # No defaultdict: without a GIL two threads would make one each.
         found = self._unread.get(cluster_id)
         return self._unread.setdefault(cluster_id, deque()) if found is None else found
+
+    def _forget_read(self, cluster_id: int, unread: deque[None]) -> None:
+        if not unread and self._unread.get(cluster_id) is unread:
+            self._unread.pop(cluster_id, None)
 
     def _room_for(self, unread: deque[None]) -> int:
         return min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
@@ -132,7 +139,10 @@ class Notifications(PollableQueue[Notification]):
 
     def _take(self) -> Notification:
         notification = Notification._make(super()._take())  # a plain list if it came directly
-        self._unread[notification.cluster_id].pop()
+        if (unread := self._unread.get(notification.cluster_id)) is not None:
+            with suppress(IndexError):
+                unread.pop()
+            self._forget_read(notification.cluster_id, unread)
         return notification
 
     def __del__(self) -> None:

@@ -10,6 +10,8 @@ from typing import Final
 
 from kvplan.recording.format import (
     MAGIC,
+    MAX_RATIO,
+    SPARE_ROOM,
     DroppedRow,
     EndRow,
     EventRow,
@@ -82,6 +84,7 @@ class Reader:
         self._fd = -1
         self._data = b""
         self._next = 0
+        self._room = SPARE_ROOM
         first = _header_in(self.path)
         older = [
             it
@@ -153,7 +156,7 @@ class Reader:
         if row is None:
             return None
         self._row = row
-        self._next = len(MAGIC)
+        self._next, self._room = len(MAGIC), SPARE_ROOM
         os.lseek(self._fd, self._next, os.SEEK_SET)
         self._data, self._next = b"", 0
         return Header(
@@ -169,7 +172,7 @@ class Reader:
             self._next = 0
             while True:
                 try:
-                    found = row_in(self._data, self._next)
+                    found = row_in(self._data, self._next, self._room)
                 except ValueError as error:
                     raise invalid(
                         f"{self.path}: file {self._row and self._row.file} is damaged after "
@@ -177,8 +180,10 @@ class Reader:
                     ) from None
                 if found is None:
                     break
-                row, self._next = found
-                if (record := self._record(row)) is not None:
+                # Of the whole file: many rows do not take more than one.
+                self._room += MAX_RATIO * (found.end - self._next) - found.nbytes
+                self._next = found.end
+                if (record := self._record(found.row)) is not None:
                     rows.append(record)
             if not chunk:
                 return
@@ -276,7 +281,7 @@ def _header_of(fd: int) -> HeaderRow | None:
         found = row_in(data, len(MAGIC))
     except ValueError:
         return None
-    row = None if found is None else found[0]
+    row = None if found is None else found.row
     return row if isinstance(row, HeaderRow) else None
 
 
