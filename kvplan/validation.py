@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from operator import index
@@ -30,6 +32,20 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.splitlines()))
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor to read a regular file: a FIFO would block, and a device may not end.
+
+    Raises:
+        OSError: the file cannot be opened.
+        LLMException: LLM_PARAM_INVALID: it is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise invalid(f"{os.fspath(path)} is not a regular file")
 
 
 def mismatch(value: object, *expected: type) -> str:

@@ -201,7 +201,7 @@ class HostMemory(Revocable):
         """Return None: plain memory, which everything reaches."""
 
     def check(self) -> None:
-        """Check raw addresses again; arrays are held, so they cannot have gone.
+        """Check raw addresses again. Arrays are held: only a call such as `resize_` frees them.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: an address is not mapped any more.

@@ -23,9 +23,9 @@ from kvplan.recording.format import (
 )
 from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import open_regular
 
 _CHUNK: Final = 4 << 20
-_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO without a writer does not block
 _MOST_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
 _MAX_FILES: Final = 1000
 
@@ -37,7 +37,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
     Raises:
         OSError: the file cannot be read.
-        LLMException: LLM_PARAM_INVALID: it is no recording, or is damaged.
+        LLMException: LLM_PARAM_INVALID: it is not a regular file, or no recording, or is damaged.
     """
     reader = Reader(path)
     try:
@@ -123,7 +123,7 @@ class Reader:
 
     def _open(self, path: Path) -> None:
         self.close()
-        self._fd = os.open(path, _FLAGS)
+        self._fd = open_regular(path)
         self._data, self._next = b"", 0
 
     def _later(self) -> tuple[int, HeaderRow] | None:
@@ -132,7 +132,7 @@ class Reader:
         found: tuple[int, HeaderRow] | None = None
         for it in (self.path, *_rotated(self.path)):
             try:
-                fd = os.open(it, _FLAGS)
+                fd = open_regular(it)
             except FileNotFoundError:
                 continue
             head = _header_of(fd)
@@ -252,7 +252,7 @@ def _rotated(path: Path) -> list[Path]:
 
 
 def _header_in(path: Path) -> HeaderRow:
-    fd = os.open(path, _FLAGS)
+    fd = open_regular(path)
     try:
         found = _header_of(fd)
         if found is None:
