@@ -49,7 +49,7 @@ STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError):
     errno: int
-    def __init__(self, message: str = "", errno: int = 0) -> None: ...
+    def __init__(self, message: str = "", number: int = 0) -> None: ...
 
 @final
 class ThreadPool:

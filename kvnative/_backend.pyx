@@ -41,9 +41,9 @@ class NativeError(RuntimeError):
         errno: the system's number; 0 if the system had no part in it.
     """
 
-    def __init__(self, message="", errno=0):
+    def __init__(self, message="", number=0):
         super().__init__(message)
-        self.errno = errno
+        self.errno = number
 
 
 @cython.final

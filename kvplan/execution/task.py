@@ -188,7 +188,12 @@ class TransferTask:
         return wait_in_thread(self).__await__()
 
     def coroutine(self) -> Coroutine[Any, Any, None]:
-        """Return what awaits the task, for `asyncio.create_task` and task groups."""
+        """Return what awaits the task, for `asyncio.create_task` and task groups.
+
+        Raises:
+            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
+                thread left.
+        """
         return wait_in_thread(self)
 
     def cancel(self, reason: LLMException | None = None) -> None:

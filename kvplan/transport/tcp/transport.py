@@ -244,7 +244,9 @@ class TcpTransport(BaseTransport):
                         name=self._label,
                     )
                 except NativeError as error:
-                    raise link_failed(f"no link over tcp can be made now: {error}") from error
+                    raise link_failed(
+                        f"no link over tcp can be made now: {reason_of(error)}"
+                    ) from error
                 self._registrations.attach(service)
                 self._service = service
             return self._service
