@@ -182,7 +182,7 @@ def test_what_is_not_a_file(path: Path) -> None:
     assert "not a regular file" in choose().note
     path.rmdir()
     os.mkfifo(path)
-    assert "not a file" in choose().note
+    assert "not a regular file" in choose().note
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
