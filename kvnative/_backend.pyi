@@ -47,7 +47,9 @@ KVN_REVOKED: int
 MAX_STRIPES: int
 STRATEGIES: tuple[str, ...]
 
-class NativeError(RuntimeError): ...
+class NativeError(RuntimeError):
+    errno: int
+    def __init__(self, message: str = "", number: int = 0) -> None: ...
 
 @final
 class ThreadPool:

@@ -35,7 +35,15 @@ MAX_STRIPES = <int>KVN_MAX_STRIPES
 
 
 class NativeError(RuntimeError):
-    """The native layer cannot do this now: closed, forked, or out of a resource."""
+    """The native layer cannot do this now: closed, forked, or out of a resource.
+
+    Attributes:
+        errno: the system's number; 0 if the system had no part in it.
+    """
+
+    def __init__(self, message="", number=0):
+        super().__init__(message)
+        self.errno = number
 
 
 @cython.final
@@ -65,7 +73,7 @@ cdef class ThreadPool:
             raise ValueError(f"threads = {threads!r}: expected 1 to {KVN_MAX_THREADS}")
         self.pool = kvn_pool_create(threads)
         if self.pool is NULL:
-            raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}")
+            raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}", errno)
         self.pid = getpid()
         self.tune(tuning)
 
@@ -129,7 +137,7 @@ cdef class Backend:
         cdef Backend self
         if handle is NULL:
             raise MemoryError() if error == ENOMEM else NativeError(
-                f"{what}: {os.strerror(error)} (errno {error})")
+                f"{what}: {os.strerror(error)} (errno {error})", error)
         self = Backend.__new__(Backend)
         self.owners = owners
         self.handle = handle

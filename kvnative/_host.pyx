@@ -8,6 +8,7 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
+from libc.errno cimport EFBIG
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from kvnative._crossing cimport acquire_uint64
@@ -43,7 +44,7 @@ cdef int check_named(int status, const kvn_failure *failure, str name) except -1
     message = name + failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID or status == KVN_UNMAPPED:
         raise ValueError(message)
-    if status == KVN_NO_MEMORY:
+    if status == KVN_NO_MEMORY and failure.code != EFBIG:  # whose number says which limit it was
         raise MemoryError(message)
     raise OSError(failure.code, message)
 

@@ -42,7 +42,7 @@ cdef int raise_failure(const kvn_failure *failure) except -1:
         raise ValueError(message)
     if failure.status == KVN_NO_MEMORY:
         raise MemoryError(message)
-    raise NativeError(message)
+    raise NativeError(message, failure.code)
 
 
 def check_encryption() -> None:

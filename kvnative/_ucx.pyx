@@ -56,7 +56,7 @@ class UcxError(NativeError):
     """
 
     def __init__(self, message, code=0, status=KVN_FAILED):
-        super().__init__(message)
+        super().__init__(message, max(code, 0))
         self.code = code
         self.status = status
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvplan.status import invalid
-from kvplan.validation import INT64_MAX, UINT64_MAX, check_type, check_width, shown
+from kvplan.validation import INT64_MAX, UINT64_MAX, check_type, check_width, printable, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
@@ -33,7 +33,7 @@ _LETTERS: Final = {"H": 2**16, "I": 2**32, "Q": 2**64}  # of struct, and what it
 
 def tag_of(name: str) -> str:
     """A tag of any name: its beginning, with "?" for what is not printable."""
-    return "".join(it if it.isprintable() else "?" for it in name[:MAX_TAG])
+    return printable(name[:MAX_TAG])
 
 
 class LeaseWord(NamedTuple):

@@ -7,12 +7,11 @@ import os
 import platform
 import pwd
 import re
-import stat
 from pathlib import Path
 from typing import Any, Final, cast
 
 from kvplan.status import LLMException, invalid
-from kvplan.validation import check_type, shown
+from kvplan.validation import check_type, open_regular, shown
 
 _MAX_NBYTES: Final = 1 << 20
 _CPUINFO_NBYTES: Final = 8192
@@ -74,16 +73,16 @@ def read_machines(path: Path, version: int) -> dict[str, Any]:
         OSError: there is a file, and it cannot be read.
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
     """
-    # Not to wait for the writer of a FIFO that somebody has put there.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return {}
+    except LLMException:
+        raise unreadable(path, "it is not a regular file") from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+    if found.st_uid not in (0, os.geteuid()):
         os.close(descriptor)
-        what = f"belongs to user {found.st_uid}" if stat.S_ISREG(found.st_mode) else "is not a file"
-        raise unreadable(path, f"it {what}")
+        raise unreadable(path, f"it belongs to user {found.st_uid}")
     with os.fdopen(descriptor, "rb") as file:
         blob = file.read(_MAX_NBYTES + 1)
     if len(blob) > _MAX_NBYTES:

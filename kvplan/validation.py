@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from operator import index
@@ -23,6 +25,27 @@ _SHORT.maxother = _SHORT.maxstring = 200
 def shown(value: object) -> str:
     """The repr of `value` as a message carries it: cut where a caller's data would be endless."""
     return _SHORT.repr(value)
+
+
+def printable(text: str) -> str:
+    """Return `text` as one line, in which nothing commands the terminal that shows it."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.splitlines()))
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor to read a regular file: a FIFO would block, and a device may not end.
+
+    Raises:
+        OSError: the file cannot be opened.
+        LLMException: LLM_PARAM_INVALID: it is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise invalid(f"{os.fspath(path)} is not a regular file")
 
 
 def mismatch(value: object, *expected: type) -> str:

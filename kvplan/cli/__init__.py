@@ -13,8 +13,9 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 import kvplan
-from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode, printable
+from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode
 from kvplan.status import LLMException
+from kvplan.validation import printable
 
 __all__ = ["main"]
 

@@ -54,13 +54,6 @@ def write_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
-def printable(text: str) -> str:
-    """One line of a file or a peer, in which nothing commands the terminal that shows it."""
-    if text.isprintable():
-        return text
-    return "".join(it if it.isprintable() else "?" for it in " ".join(text.splitlines()))
-
-
 def console(*, stderr: bool = False, fitted: bool = False) -> Console:
     """Where tables and colours go: rich leaves colours out without a terminal, and for NO_COLOR.
 

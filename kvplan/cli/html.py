@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, printable, write_json
+from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.plans import STDIN, path_of, plan_argument, plan_option
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException
+from kvplan.validation import printable
 
 if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from kvplan.cli.common import console, printable
+from kvplan.cli.common import console
+from kvplan.validation import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

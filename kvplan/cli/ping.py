@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 import click
 from click.shell_completion import CompletionItem
 
-from kvplan.cli.common import ExitCode, console, json_option, printable, write_json
+from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.inspection.cost import ms_text
 from kvplan.inspection.units import nbytes_text, plural
+from kvplan.validation import printable
 
 if TYPE_CHECKING:
     from kvplan.cli.pinging import Found, Report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +13,7 @@ import click
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument
+from kvplan.validation import open_regular
 
 if TYPE_CHECKING:
     from kvplan.debug import Difference, Wrong
@@ -96,11 +98,12 @@ def _tensors(path: Path) -> list[Any]:
     import numpy as np
 
     try:
-        dump = np.load(path, allow_pickle=False)
-        if isinstance(dump, np.ndarray):
-            raise click.ClickException(f"{path} has one array; np.savez writes several")
-        with dump:
-            return [dump[name] for name in dump.files]
+        with os.fdopen(open_regular(path), "rb") as file:
+            dump = np.load(file, allow_pickle=False)
+            if isinstance(dump, np.ndarray):
+                raise click.ClickException(f"{path} has one array; np.savez writes several")
+            with dump:
+                return [dump[name] for name in dump.files]
     except (ValueError, BadZipFile, EOFError) as error:
         raise click.ClickException(f"{path} is no dump of tensors (np.savez): {error}") from None
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 import click
 import msgspec
 
-from kvplan.cli.common import ExitCode, console, json_option, printable, table, write_json
+from kvplan.cli.common import ExitCode, console, json_option, table, write_json
 from kvplan.control.status_socket import Answer, read_all
 from kvplan.inspection.units import nbytes_text
+from kvplan.validation import printable
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -13,13 +13,14 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, printable, write_json
+from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.files import save
 from kvplan.recording.queries import Write, select, who_wrote
 from kvplan.recording.reader import follow, read
 from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
 from kvplan.status import invalid
+from kvplan.validation import printable
 
 SCHEMA_VERSION: Final = 1
 _AGAIN_S: Final = 0.2  # between looks at a file that is followed

@@ -27,6 +27,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.user_directories import private_directory, state_file
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
+from kvplan.validation import open_regular
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
@@ -75,13 +76,13 @@ class ClusterKey:
                 random, or others than its owner may read or write it.
         """
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = open_regular(path)
         except OSError as error:
             raise invalid(f"cluster key {os.fspath(path)}: {error.strerror}") from None
+        except LLMException:
+            raise invalid(f"cluster key {os.fspath(path)}: it is not a regular file") from None
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise invalid(f"cluster key {os.fspath(path)}: it is no file")
             if status.st_uid not in (os.geteuid(), 0):
                 raise invalid(
                     f"cluster key {os.fspath(path)}: it belongs to user {status.st_uid}, not to "

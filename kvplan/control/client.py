@@ -15,6 +15,7 @@ from kvplan.control.data_streams import DialledStreams, bind_source, way_of
 from kvplan.control.endpoint import Endpoint, endpoint_of
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import reason_of
 
 
 async def connect(
@@ -80,7 +81,7 @@ async def connect(
         if isinstance(error, TimeoutError):
             reason = f"no answer within {timeout_s * 1000:.0f} ms"
         elif isinstance(error, OSError):
-            reason = error.strerror or str(error)
+            reason = reason_of(error)
         elif isinstance(error, LLMException):
             reason = str(error.args[0])
         else:

@@ -18,6 +18,7 @@ import zmq
 from kvplan.control.zmtp import ZapAuthenticator
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import check_threads, system_error
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -29,6 +30,9 @@ theirs: with too few, engines that connect to each other would all wait for a fr
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
 """That must be free: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
+SPARE_THREADS: Final = 8
+"""That must be free, as libzmq aborts the process if it cannot start its 2. The loop takes 1; the
+others are for workers, and for threads that other parts of the process start meanwhile."""
 CLOSING_S: Final = 0.5
 """Seconds that the last messages have to leave before their connections are closed."""
 
@@ -167,31 +171,41 @@ class ControlLoop:
         """Start the thread.
 
         Raises:
-            LLMException: LLM_FAILED, it runs already, too few descriptors are free, or in a forked
-                child.
+            LLMException: LLM_FAILED, it runs already, or in a forked child; LLM_OUT_OF_MEMORY: too
+                few descriptors or threads are free.
         """
         self._check_process()
         with self._starting:
             if self._thread is not None and self._thread.is_alive():
                 raise LLMException(f"{self._name} runs already")
+            check_threads(SPARE_THREADS)
             try:
                 _check_descriptors()
-            except OSError as error:
-                raise LLMException(f"{self._name} cannot start: {error.strerror}") from error
-            loop = asyncio.new_event_loop()
-            loop.set_exception_handler(_log_exception)
-            self._context = zmq.Context()
-            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-            # Starts its threads now, while enough descriptors are free for them.
-            self._context.socket(zmq.PAIR).close()
-            self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
-            # Not a method: a loop without references must be collectable.
-            resources = (loop, self._context, self._workers, self._calls)
-            self._thread = threading.Thread(target=_serve, args=resources, name=self._name)
-            self._thread.daemon = True
-            self._ending = None
-            self._loop = loop  # first: it can be stopped even if the start is interrupted
+                self._start()
+            except (OSError, RuntimeError) as error:
+                raise system_error(f"{self._name} cannot start", error) from error
+
+    def _start(self) -> None:
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(_log_exception)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        # Starts its threads now, while enough descriptors and threads are free for them.
+        self._context.socket(zmq.PAIR).close()
+        self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
+        # Not a method: a loop without references must be collectable.
+        resources = (loop, self._context, self._workers, self._calls)
+        self._thread = threading.Thread(target=_serve, args=resources, name=self._name)
+        self._thread.daemon = True
+        self._ending = None
+        self._loop = loop  # first: it can be stopped even if the start is interrupted
+        try:
             self._thread.start()
+        except RuntimeError:
+            self._loop = None
+            loop.close()
+            self._context.destroy(linger=0)
+            raise
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout_ms: float | None = None) -> _T:
         """Run `coro` on the loop and return its result; for all threads but the loop's own.
@@ -280,16 +294,30 @@ class ControlLoop:
     async def in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Run a function that may block in a thread of the pool, for a coroutine of the loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
+        """Run a function that may block in a thread of the pool, for a coroutine of the loop.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
+        """
+        return await self._in_pool(partial(function, *args, **kwargs))
 
     def start_in_worker(
         self, function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs
     ) -> None:
         """As `in_worker`, called in the control thread, which does not get the result."""
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
+        self._in_pool(partial(function, *args, **kwargs))
+
+    def _in_pool(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        calls = [call]
+
+        def run() -> _T:
+            return calls.pop()()
+
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._workers, run)
+        except RuntimeError as error:
+            calls.clear()  # it stays in the pool's queue, for a worker that becomes free
+            raise system_error(f"{self._name} has no worker", error) from error
 
     def stop(self, disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
         """End all conversations and the thread; idempotent, nothing in a forked child.

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
+from kvplan.validation import printable
 
 PROTOCOL_VERSION: Final = 4
 MAX_NBYTES: Final = 1 << 20
@@ -46,6 +47,15 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 class _Body(_Message, frozen=True, tag=True):
     """The base of messages; the tag says which one it is."""
+
+
+class _WithReason(_Body, frozen=True):
+    """The base of messages with a text for people, in which nothing commands their terminal."""
+
+    reason: Text
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", printable(self.reason))
 
 
 class Offer(_Message, frozen=True):
@@ -208,11 +218,10 @@ class Renew(_Body, frozen=True):
     metadata: Metadata
 
 
-class Renewed(_Body, frozen=True):
+class Renewed(_WithReason, frozen=True):
     """Notice: I have made it; with a reason: I have not, and never will."""
 
     generation: Generation
-    reason: Text
 
 
 class Unused(_Body, frozen=True):
@@ -221,16 +230,15 @@ class Unused(_Body, frozen=True):
     generation: Generation
 
 
-class Failed(_Body, frozen=True):
+class Failed(_WithReason, frozen=True):
     """Reply to any request: it was refused or failed."""
 
     status: Annotated[int, Meta(ge=-1, lt=2**32)]
-    reason: Text
 
     @classmethod
     def of(cls, error: LLMException) -> Failed:
         """The reply to a peer for `error`; a long message is cut."""
-        return cls(int(error.status_code), str(error.args[0])[:MAX_TEXT])
+        return cls(str(error.args[0])[:MAX_TEXT], int(error.status_code))
 
     def exception(self) -> LLMException:
         """The peer's failure as an error of ours; an unknown status becomes LLM_FAILED."""
@@ -252,10 +260,9 @@ class Pong(_Body, frozen=True):
     """Notice: I am."""
 
 
-class Close(_Body, frozen=True):
+class Close(_WithReason, frozen=True):
     """Notice: this conversation ends here; `orderly` if its sender ends the link on purpose."""
 
-    reason: Text
     orderly: bool
 
 
@@ -352,7 +359,7 @@ def decode(frame: bytes | memoryview) -> Envelope:
         raise Undecodable(f"a frame of {len(frame)} bytes; allowed are [2, {MAX_NBYTES}]")
     if frame[0] == REFUSAL_VERSION:
         text = bytes(frame[1 : 1 + MAX_TEXT]).decode(errors="replace")
-        raise Refusal("".join(char if char.isprintable() else "?" for char in text))
+        raise Refusal(printable(text))
     if frame[0] != PROTOCOL_VERSION:
         raise WrongVersion(frame[0])
     try:

@@ -24,7 +24,7 @@ from kvplan.control.pending_connections import (
     PendingConnections,
 )
 from kvplan.logs import Log
-from kvplan.status import LLMException
+from kvplan.system_limits import system_error
 
 MAX_PENDING: Final = 1024
 """Connections that have not proved the key; without a key, conversations without a link.
@@ -75,8 +75,8 @@ class Server:
                 if other hosts can.
 
         Raises:
-            LLMException: LLM_FAILED with the phase and the system's error; LLM_PARAM_INVALID: the
-                user's key cannot be read or made.
+            LLMException: LLM_FAILED with the phase and the system's error; LLM_OUT_OF_MEMORY: too
+                few descriptors; LLM_PARAM_INVALID: the user's key cannot be read or made.
         """
         server = cls(loop, endpoint, handler)
         try:
@@ -87,7 +87,7 @@ class Server:
                 _log.warning("event=listen_open endpoint=%s", endpoint)
             listening = server._bind_path() if where is None else server._bind_address(where)
         except OSError as error:
-            raise LLMException(f"cannot listen on {endpoint}: {error.strerror or error}") from None
+            raise system_error(f"cannot listen on {endpoint}", error) from None
         listening.setblocking(False)
         # The longest possible queue: a connection that finds it full is tried again after a second.
         listening.listen(socket.SOMAXCONN)

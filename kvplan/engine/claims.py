@@ -103,11 +103,11 @@ class KeyIndex:
         self._claims: dict[int, tuple[BoundKey, Hashable]] = {}
         self._held: Counter[Hashable] = Counter()  # open claims, by holder
         self._last_claim_id = 0
-        self._uses: Counter[int] = Counter()  # keys and claims, by cache id
+        self._uses: dict[int, int] = {}  # keys and claims, by cache id; none is 0
 
     def is_used(self, cache_id: int) -> bool:
         """Whether a key names the cache, or a claim on it is open."""
-        return self._uses[cache_id] > 0
+        return cache_id in self._uses
 
     def bind(
         self, cache_id: int, keys: Sequence[AnyKey], *, num_tensors: int, consumable: bool
@@ -132,7 +132,7 @@ class KeyIndex:
             goes = consumable and name.kind == "request"
             found[name] = BoundKey(name, cache_id, row, set(range(num_tensors)) if goes else None)
         self._bound.update(found)
-        self._uses[cache_id] += len(found)
+        self._use(cache_id, len(found))
 
     def find(self, key: AnyKey) -> BoundKey:
         """What `key` names.
@@ -180,7 +180,7 @@ class KeyIndex:
                 )
             bound.holder = holder
         bound.num_claims += 1
-        self._uses[bound.cache_id] += 1
+        self._use(bound.cache_id, 1)
         self._held[holder] += 1
         self._last_claim_id += 1
         self._claims[self._last_claim_id] = bound, holder
@@ -219,10 +219,15 @@ class KeyIndex:
         return [claim_id for claim_id, (_, it) in list(self._claims.items()) if it == holder]
 
     def _forget_use(self, bound: BoundKey) -> int:
-        self._uses[bound.cache_id] -= 1
-        if not self._uses[bound.cache_id]:
-            del self._uses[bound.cache_id]
+        self._use(bound.cache_id, -1)
         return bound.cache_id
+
+    def _use(self, cache_id: int, more: int) -> None:
+        count = self._uses.get(cache_id, 0) + more
+        if count:
+            self._uses[cache_id] = count
+        else:
+            self._uses.pop(cache_id, None)
 
 
 def not_exist(message: str) -> LLMException:

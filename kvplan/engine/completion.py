@@ -12,6 +12,7 @@ from weakref import ref
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.execution.task import TransferTask
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import start_thread
 
 if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherTask
@@ -50,10 +51,9 @@ class CompletionThread:
             return
         with self._mutex:
             if self._thread is None:
-                thread = Thread(target=self._run, name=self._name, daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError:  # the process may have no more threads, or is about to end
+                    thread = start_thread(self._name, self._run)
+                except LLMException:  # the process may have no more threads, or is about to end
                     _settle(task)
                     return
                 self._thread = thread
@@ -178,10 +178,9 @@ class PromptCompletionThread:
         watched = _Watched(task, report, aside)
         with self._mutex:
             if self._thread is None:
-                thread = Thread(target=self._run, name=self._name, daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError:  # the process may have no more threads, or is about to end
+                    thread = start_thread(self._name, self._run)
+                except LLMException:  # the process may have no more threads, or is about to end
                     self._settle(watched)
                     return
                 self._thread = thread
@@ -255,8 +254,8 @@ class PromptCompletionThread:
 
     def _settle(self, watched: _Watched, *, may_start: bool = False) -> None:
         if may_start and watched.aside:  # a peer that is slow to answer must delay no other
-            with suppress(RuntimeError):  # no more threads
-                Thread(target=self._settle, args=(watched,), name=self._name, daemon=True).start()
+            with suppress(LLMException):  # no more threads
+                start_thread(self._name, self._settle, watched)
                 return
         _settle(watched.task)
         self._watched.discard(watched)

@@ -8,6 +8,7 @@ from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
+from kvnative._backend import NativeError
 from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
@@ -23,6 +24,7 @@ from kvplan.engine.snapshot import metrics_of
 from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import system_error
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width
 
@@ -112,8 +114,9 @@ class LlmDataDist(
 
         Raises:
             TypeError: options of another type.
-            ValueError, LLMException: an option that cannot be (LLM_PARAM_INVALID), or what could
-                not be had, such as the port to listen at. Nothing is left behind then.
+            ValueError, LLMException: an option that cannot be (LLM_PARAM_INVALID); too little
+                memory, or too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); or
+                what could not be had, such as the port to listen at. Nothing is left behind then.
         """
         options = Options.of(options)
         with self._mutex:
@@ -121,7 +124,12 @@ class LlmDataDist(
                 self._running()
                 return
             started = perf_counter()
-            engine = Engine(self._cluster_id, self._role, options, self._transfers, self._metrics)
+            try:
+                engine = Engine(
+                    self._cluster_id, self._role, options, self._transfers, self._metrics
+                )
+            except (OSError, MemoryError, NativeError) as error:
+                raise system_error(f"initializing cluster {self._cluster_id}", error) from error
             released_with(self, engine)
             record_where_said(engine)
             self._engine = engine

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from threading import RLock, Thread
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from kvplan.control.endpoint import Endpoint
@@ -32,6 +32,7 @@ from kvplan.execution.verification import verify_every
 from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
 
@@ -270,8 +271,8 @@ def _release_soon(held: weakref.ref[Engine]) -> None:
     # The collector runs in any thread, also in one that `close` would wait for, and holding locks.
     engine = held()
     if not (engine is None or engine.inherited or engine.in_flight.closed):
-        with suppress(RuntimeError):  # no more threads: then at exit
-            Thread(target=release, args=(engine,), name="kvplan-release", daemon=True).start()
+        with suppress(LLMException):  # no more threads: then at exit
+            start_thread("kvplan-release", release, engine)
 
 
 def release(engine: Engine) -> None:

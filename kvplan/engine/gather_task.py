@@ -197,7 +197,12 @@ class GatherTask:
         return wait_in_thread(self).__await__()
 
     def coroutine(self) -> Coroutine[Any, Any, None]:
-        """Return what awaits the task, for `asyncio.create_task` and task groups."""
+        """Return what awaits the task, for `asyncio.create_task` and task groups.
+
+        Raises:
+            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
+                thread left.
+        """
         return wait_in_thread(self)
 
     def _stop(self, reason: LLMException | None) -> None:

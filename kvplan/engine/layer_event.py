@@ -15,6 +15,7 @@ from kvplan.engine.telemetry import logger
 from kvplan.execution import LayerTask
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, invalid
+from kvplan.system_limits import start_thread, system_error
 from kvplan.validation import UINT32_MAX, check_type, check_width
 
 
@@ -61,9 +62,9 @@ class LayerEvent:
             self._listener = _process.listener()
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._listener.add(self)
-        except (OSError, RuntimeError) as error:
+        except (OSError, LLMException) as error:
             self._release()
-            raise LLMException(f"an event cannot be had: {error}") from error
+            raise system_error("could not create event", error) from error
 
     def fileno(self) -> int:
         """Return the descriptor to write to, an eventfd; -1: the event is closed."""
@@ -165,9 +166,8 @@ class _Listener:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._events: WeakValueDictionary[int, LayerEvent] = WeakValueDictionary()
-        thread = threading.Thread(target=self._listen, name="kvplan-layer-events", daemon=True)
         try:
-            thread.start()
+            start_thread("kvplan-layer-events", self._listen)
         except BaseException:
             self._epoll.close()
             raise

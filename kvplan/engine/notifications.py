@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from threading import RLock, Thread
+from threading import RLock
 from typing import Final, NamedTuple
 
 from kvnative._packets import take_packets
@@ -18,6 +18,7 @@ from kvplan.engine.registry import finalized
 from kvplan.engine.runner import Operation, OperationRunner, check_notification
 from kvplan.engine.telemetry import logger
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 from kvplan.validation import UINT64_MAX, check_width
 
 MAX_UNREAD: Final = 16384
@@ -48,7 +49,8 @@ class Notifications(PollableQueue[Notification]):
 
     def __init__(self) -> None:
         super().__init__()
-        # One for each unread notification of a peer: appending and taking need no lock.
+        # One for each unread notification of a peer; of a peer without any nothing is kept.
+        # It needs no lock: threads that meet here may count one too few, never one too many.
         self._unread: dict[int, deque[None]] = {}
         self._direct: dict[int, tuple[socket.socket, int]] = {}  # and its peer, by descriptor
         # What peers send directly makes it readable without a thread of this process.
@@ -69,6 +71,7 @@ class Notifications(PollableQueue[Notification]):
         unread = self._unread_of(cluster_id)
         room = self._room_for(unread)
         if room <= 0:
+            self._forget_read(cluster_id, unread)
             full = len(unread) >= MAX_UNREAD_OF_ONE
             raise LLMException(
                 f"{len(unread) if full else len(self._items)} notifications wait to be read, "
@@ -113,11 +116,16 @@ class Notifications(PollableQueue[Notification]):
         fd = direct.fileno()
         if not take_packets(direct, most, cluster_id, self._items, unread, self._fd):
             self._forget(fd, direct)
+        self._forget_read(cluster_id, unread)
 
     def _unread_of(self, cluster_id: int) -> deque[None]:
         # No defaultdict: without a GIL two threads would make one each.
         found = self._unread.get(cluster_id)
         return self._unread.setdefault(cluster_id, deque()) if found is None else found
+
+    def _forget_read(self, cluster_id: int, unread: deque[None]) -> None:
+        if not unread and self._unread.get(cluster_id) is unread:
+            self._unread.pop(cluster_id, None)
 
     def _room_for(self, unread: deque[None]) -> int:
         return min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
@@ -131,7 +139,10 @@ class Notifications(PollableQueue[Notification]):
 
     def _take(self) -> Notification:
         notification = Notification._make(super()._take())  # a plain list if it came directly
-        self._unread[notification.cluster_id].pop()
+        if (unread := self._unread.get(notification.cluster_id)) is not None:
+            with suppress(IndexError):
+                unread.pop()
+            self._forget_read(notification.cluster_id, unread)
         return notification
 
     def __del__(self) -> None:
@@ -187,7 +198,7 @@ class _CallingThread:
         self._mutex = mutex
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        Thread(target=self._run, name=name, daemon=True).start()
+        start_thread(name, self._run)
 
     def stop(self) -> None:
         """Read no more; a function that is being called ends first, in its own time."""

@@ -25,6 +25,7 @@ from kvnative._lower import Descriptors
 from kvnative._tuning import Tuning, measure_copies, usable_strategies
 from kvplan.execution.tuning import Finding, load_tuning, save_tuning, tuning_path
 from kvplan.status import LLMException
+from kvplan.system_limits import start_thread
 
 if TYPE_CHECKING:
     from kvnative._executor import ThreadPool
@@ -284,10 +285,9 @@ class Calibration:
         if self._pid != os.getpid() or not self._once.acquire(blocking=False):
             return
         # A daemon: a process that ends does not wait for it, and it keeps nothing of others'.
-        thread = threading.Thread(target=self._run, name="kvplan-tuning", daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:  # the interpreter ends, or there are too many threads
+            start_thread("kvplan-tuning", self._run)
+        except LLMException as error:  # the interpreter ends, or there are too many threads
             _LOG.info("copies are not measured: %s", error)
 
     def _run(self) -> None:

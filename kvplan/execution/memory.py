@@ -16,6 +16,7 @@ from kvnative._executor import Revocable, revoke
 from kvnative._host import check_ranges
 from kvplan.cache_tensors import check_contiguous
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import system_error
 from kvplan.tensor_forms import TensorForm, read_form
 from kvplan.types import Cache, CacheDesc
 
@@ -200,7 +201,7 @@ class HostMemory(Revocable):
         """Return None: plain memory, which everything reaches."""
 
     def check(self) -> None:
-        """Check raw addresses again; arrays are held, so they cannot have gone.
+        """Check raw addresses again. Arrays are held: only a call such as `resize_` frees them.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: an address is not mapped any more.
@@ -235,7 +236,7 @@ class HostMemory(Revocable):
         except ValueError as error:
             raise invalid(str(error)) from None
         except OSError as error:  # /proc is not there, or no descriptor is left to read it
-            raise LLMException(str(error)) from error
+            raise system_error("memory cannot be looked at", error) from error
 
     def __reduce__(self) -> NoReturn:
         # A copy would hold other arrays than those that its addresses point to.

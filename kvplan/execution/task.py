@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import suppress
-from threading import RLock, Thread
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvnative._executor import (
@@ -32,6 +32,7 @@ from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning.groups import GroupPlan
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import start_thread
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
@@ -187,7 +188,12 @@ class TransferTask:
         return wait_in_thread(self).__await__()
 
     def coroutine(self) -> Coroutine[Any, Any, None]:
-        """Return what awaits the task, for `asyncio.create_task` and task groups."""
+        """Return what awaits the task, for `asyncio.create_task` and task groups.
+
+        Raises:
+            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
+                thread left.
+        """
         return wait_in_thread(self)
 
     def cancel(self, reason: LLMException | None = None) -> None:
@@ -359,8 +365,7 @@ async def wait_in_thread(task: Waitable) -> None:
     """Wait for `task` in a daemon thread of its own; cancelled, cancel the transfer.
 
     Raises:
-        LLMException: as `TransferTask.wait`.
-        RuntimeError: the process may have no more threads.
+        LLMException: as `TransferTask.wait`; LLM_OUT_OF_MEMORY: the system has no thread left.
     """
     import asyncio  # where nobody awaits, it need not be there
 
@@ -369,7 +374,7 @@ async def wait_in_thread(task: Waitable) -> None:
         return
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    Thread(target=_wait, args=(task, loop, ended), name="kvplan-await", daemon=True).start()
+    start_thread("kvplan-await", _wait, task, loop, ended)
     try:
         await ended
     except asyncio.CancelledError:

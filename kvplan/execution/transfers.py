@@ -46,6 +46,7 @@ from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import system_error
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ class Transfers:
     Attributes:
         rows: lowers requests of whole rows.
         small_nbytes: at most so much is copied by the calling thread at once; 0: nothing.
+
+    Raises:
+        LLMException: LLM_OUT_OF_MEMORY: the system has too few threads.
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class Transfers:
         wrap: Callable[[Backend], Backend] | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        self._pool = ThreadPool(threads, tuning)
+        try:
+            self._pool = ThreadPool(threads, tuning)
+        except (NativeError, MemoryError) as error:
+            raise system_error("copying threads", error) from error
         self._wrap = wrap
         # To be started by the first large transfer; None: what is tuned stays so.
         self._calibration: Calibration | None = None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvplan.hixl.values import AsyncConnectStatus
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import start_thread
 
 _log = Log("kvplan.hixl")
 
@@ -74,9 +75,7 @@ class AsyncConnector:
                 queue = self._queues[remote_engine] = deque()
                 self._ready.append(remote_engine)
                 if len(self._threads) < self._most:
-                    thread = Thread(target=self._work, name=self._name, daemon=True)
-                    self._threads.add(thread)
-                    thread.start()
+                    self._threads.add(start_thread(self._name, self._work))
             queue.append(_Task(connects, run))
             self._waiting += 1
             self._states[remote_engine] = _WAITING[connects]

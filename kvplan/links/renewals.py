@@ -105,7 +105,7 @@ class Renewals:
                 self._renewable.unused(generation)
             case Renew(generation, metadata):
                 self._peer_begins(generation, metadata)
-            case Renewed(generation, reason):
+            case Renewed(reason, generation):
                 attempt = self._attempts.get(generation)
                 if attempt is not None and reason:
                     self._fail(attempt, link_failed(f"the peer cannot renew it: {reason}"))
@@ -135,7 +135,7 @@ class Renewals:
             if generation <= self._highest:
                 return  # it was abandoned here, and the peer was notified
             if len(self._attempts) >= _MAX_ATTEMPTS or self._ended:
-                self._notify(Renewed(generation, "too many renewals at a time"))
+                self._notify(Renewed("too many renewals at a time", generation))
                 return
             attempt = self._begin(generation)
         attempt.peer_metadata = metadata
@@ -172,7 +172,7 @@ class Renewals:
         if self._attempts.get(generation) is not attempt:  # abandoned meanwhile
             self._renewable.abandon(generation)
             return
-        await self._send(Renewed(generation, ""))
+        await self._send(Renewed("", generation))
         attempt.is_made = True
         self._adopt(attempt)
 
@@ -203,7 +203,7 @@ class Renewals:
         reason = f"{who}: {error.args[0]}"
         if not self._ended:
             _LOG.warning("%s", reason)
-            self._notify(Renewed(attempt.generation, str(error.args[0])[:MAX_TEXT] or "it failed"))
+            self._notify(Renewed(str(error.args[0])[:MAX_TEXT] or "it failed", attempt.generation))
         attempt.outcome.set_exception(LLMException(reason, status_code=error.status_code))
 
     def _notify(self, body: Body) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, invalid
-from kvplan.validation import shown
+from kvplan.validation import open_regular, shown
 
 if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
@@ -34,10 +34,10 @@ def load_plan(path: StrPath) -> AnyPlan:
 
     Raises:
         OSError: the file cannot be read.
-        LLMException: LLM_PARAM_INVALID: it holds no plan, or one of another schema version; the
-            message names the file and the field.
+        LLMException: LLM_PARAM_INVALID: it is not a regular file, or holds no plan, or one of
+            another schema version; the message names the file and the field.
     """
-    with Path(path).open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return read_plan(file, os.fspath(path))
 
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,7 +34,14 @@ MAGIC: Final = b"kvplan-recording 1\n"
 LENGTH: Final = Struct("<I")
 COMPRESSED: Final = 1 << 31
 _COMPRESS_FROM: Final = 1024  # bytes of a row; shorter ones gain little
-_MAX_ROW: Final = 256 << 20
+MAX_ROW: Final = 256 << 20
+"""Bytes of a row, as it is decoded."""
+
+MAX_RATIO: Final = 32
+"""Bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
+
+SPARE_ROOM: Final = 1 << 20
+"""Bytes of rows that a file may have besides, as few and short rows may repeat themselves."""
 
 HEADER, TEMPLATE, TRANSFER, EVENT, DROPPED, END = range(6)
 
@@ -168,8 +175,27 @@ def framed(rows: Iterable[bytes], *, compress: bool = True) -> Iterator[bytes]:
             yield pack(len(row)) + row
 
 
-def row_in(data: bytes | memoryview, offset: int) -> tuple[AnyRow, int] | None:
-    """The row at `offset`, and where the next one begins; None: it is not whole (yet).
+class FoundRow(NamedTuple):
+    """A row of a file.
+
+    Attributes:
+        row: the row.
+        end: offset of the next one.
+        nbytes: of the row as it was decoded.
+    """
+
+    row: AnyRow
+    end: int
+    nbytes: int
+
+
+def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> FoundRow | None:
+    """Return the row at `offset`; None: it is not whole (yet).
+
+    Args:
+        data: bytes of a file.
+        offset: of the row.
+        room: bytes that the row may have besides `MAX_RATIO` for each of its bytes in the file.
 
     Raises:
         ValueError: there is something else.
@@ -179,7 +205,7 @@ def row_in(data: bytes | memoryview, offset: int) -> tuple[AnyRow, int] | None:
         return None
     (length,) = LENGTH.unpack_from(data, offset)
     end = begin + (length & ~COMPRESSED)
-    if end - begin > _MAX_ROW:
+    if end - begin > MAX_ROW:
         raise ValueError(f"a row of {end - begin} bytes")
     if end > len(data):
         return None
@@ -187,10 +213,11 @@ def row_in(data: bytes | memoryview, offset: int) -> tuple[AnyRow, int] | None:
     try:
         if length & COMPRESSED:
             opened = zlib.decompressobj()
-            row = opened.decompress(row, _MAX_ROW)
+            most = min(room + MAX_RATIO * (end - begin), MAX_ROW)
+            row = opened.decompress(row, most)
             if not opened.eof:
-                raise ValueError("a compressed row that does not end")
-        return decode(row), end
+                raise ValueError(f"a compressed row of {end - begin} bytes has more than {most}")
+        return FoundRow(decode(row), end, len(row))
     except (msgspec.MsgspecError, RecursionError, TypeError, zlib.error) as error:
         raise ValueError(str(error)) from None  # TypeError: a key that none can be, of msgspec 0.19
 

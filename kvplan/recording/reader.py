@@ -10,6 +10,8 @@ from typing import Final
 
 from kvplan.recording.format import (
     MAGIC,
+    MAX_RATIO,
+    SPARE_ROOM,
     DroppedRow,
     EndRow,
     EventRow,
@@ -21,9 +23,9 @@ from kvplan.recording.format import (
 )
 from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import open_regular
 
 _CHUNK: Final = 4 << 20
-_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO without a writer does not block
 _MOST_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
 _MAX_FILES: Final = 1000
 
@@ -35,7 +37,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
     Raises:
         OSError: the file cannot be read.
-        LLMException: LLM_PARAM_INVALID: it is no recording, or is damaged.
+        LLMException: LLM_PARAM_INVALID: it is not a regular file, or no recording, or is damaged.
     """
     reader = Reader(path)
     try:
@@ -82,6 +84,7 @@ class Reader:
         self._fd = -1
         self._data = b""
         self._next = 0
+        self._room = SPARE_ROOM
         first = _header_in(self.path)
         older = [
             it
@@ -120,7 +123,7 @@ class Reader:
 
     def _open(self, path: Path) -> None:
         self.close()
-        self._fd = os.open(path, _FLAGS)
+        self._fd = open_regular(path)
         self._data, self._next = b"", 0
 
     def _later(self) -> tuple[int, HeaderRow] | None:
@@ -129,7 +132,7 @@ class Reader:
         found: tuple[int, HeaderRow] | None = None
         for it in (self.path, *_rotated(self.path)):
             try:
-                fd = os.open(it, _FLAGS)
+                fd = open_regular(it)
             except FileNotFoundError:
                 continue
             head = _header_of(fd)
@@ -153,7 +156,7 @@ class Reader:
         if row is None:
             return None
         self._row = row
-        self._next = len(MAGIC)
+        self._next, self._room = len(MAGIC), SPARE_ROOM
         os.lseek(self._fd, self._next, os.SEEK_SET)
         self._data, self._next = b"", 0
         return Header(
@@ -169,7 +172,7 @@ class Reader:
             self._next = 0
             while True:
                 try:
-                    found = row_in(self._data, self._next)
+                    found = row_in(self._data, self._next, self._room)
                 except ValueError as error:
                     raise invalid(
                         f"{self.path}: file {self._row and self._row.file} is damaged after "
@@ -177,8 +180,10 @@ class Reader:
                     ) from None
                 if found is None:
                     break
-                row, self._next = found
-                if (record := self._record(row)) is not None:
+                # Of the whole file: many rows do not take more than one.
+                self._room += MAX_RATIO * (found.end - self._next) - found.nbytes
+                self._next = found.end
+                if (record := self._record(found.row)) is not None:
                     rows.append(record)
             if not chunk:
                 return
@@ -247,7 +252,7 @@ def _rotated(path: Path) -> list[Path]:
 
 
 def _header_in(path: Path) -> HeaderRow:
-    fd = os.open(path, _FLAGS)
+    fd = open_regular(path)
     try:
         found = _header_of(fd)
         if found is None:
@@ -276,7 +281,7 @@ def _header_of(fd: int) -> HeaderRow | None:
         found = row_in(data, len(MAGIC))
     except ValueError:
         return None
-    row = None if found is None else found[0]
+    row = None if found is None else found.row
     return row if isinstance(row, HeaderRow) else None
 
 

@@ -33,6 +33,7 @@ from kvplan.recording.format import (
     template_of,
 )
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import start_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,14 +149,11 @@ class Recorder:
         # For the thread: rows wait; an end (False); who waits for them to be written. Unlike an
         # Event it can be put to anywhere.
         self._tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._write_all, name=f"kvplan-recorder-{cluster_id}", daemon=True
-        )
         try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads
+            self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
+        except LLMException:
             self._file.close()
-            raise LLMException(f"path={path}: {error}") from None
+            raise
         _recorders.add(self)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, RLock, Thread
+from threading import Condition, RLock
 from typing import TYPE_CHECKING, Any
 
 from kvplan.links import LinkState
@@ -23,6 +23,7 @@ from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Reference
 from kvplan.serving.tables import Blocks, CacheGroup, groups_of
 from kvplan.status import LLMException, invalid
+from kvplan.system_limits import start_thread
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
@@ -176,8 +177,7 @@ class Exchange:
             helpers=self._helpers,
             report=self._report,
         )
-        self._thread = Thread(target=self._run, name="kvplan-serving", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kvplan-serving", self._run)
 
     # The producer's side.
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvplan.status import invalid
-from kvplan.validation import shown
+from kvplan.validation import printable, shown
 
 PROTOCOL: Final = 1
 """Version of these messages; engines of different versions refuse each other."""
@@ -83,6 +83,9 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     number: Number
     reason: str
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", printable(self.reason))
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import re
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvnative._host import Arena, Pin, check_memory
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import memory_limit, system_error
 from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
@@ -19,70 +17,6 @@ if TYPE_CHECKING:
 
     from kvplan.transport.protocol import Registrable
     from kvplan.transport.registrations import Releasable
-
-
-class MemoryLimit(NamedTuple):
-    """The most memory that this process can ever have.
-
-    Attributes:
-        nbytes: of memory and swap.
-        whose: limit it is, for messages.
-    """
-
-    nbytes: float
-    whose: str
-
-
-def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """What there is of memory and swap, in the smallest cgroup that this process is in.
-
-    Args:
-        root: of the file system that has /proc and /sys.
-
-    Returns:
-        None where the system does not say.
-    """
-    try:
-        meminfo = (root / "proc/meminfo").read_text()
-        cgroups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = {name: int(kib) << 10 for name, kib in _MEMINFO.findall(meminfo)}
-    swap = sizes["SwapTotal"]
-    limits = [MemoryLimit(sizes["MemTotal"] + swap, "this machine")]
-    for line in cgroups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mounted = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
-        limit_of = _limit_of_version_1 if controllers else _limit_of_version_2
-        names = [it for it in path.split("/") if it not in ("", "..")]
-        # Its parents' limits count too; and in a container only the root may be what is there.
-        for depth in range(len(names) + 1):
-            nbytes = limit_of(mounted.joinpath(*names[:depth]), swap)
-            limits.append(MemoryLimit(nbytes, f"cgroup /{'/'.join(names[:depth])}"))
-    return min(limits)
-
-
-_MEMINFO = re.compile(r"^(MemTotal|SwapTotal): +([0-9]+) kB$", re.MULTILINE)
-
-
-def _limit_of_version_1(cgroup: Path, swap: int) -> float:
-    memory = _number_in(cgroup / "memory.limit_in_bytes")
-    return min(memory + swap, _number_in(cgroup / "memory.memsw.limit_in_bytes"))
-
-
-def _limit_of_version_2(cgroup: Path, swap: int) -> float:
-    memory = _number_in(cgroup / "memory.max")
-    return memory + min(swap, _number_in(cgroup / "memory.swap.max"))
-
-
-def _number_in(path: Path) -> float:
-    """What a file of a cgroup limits: infinite if it is not there, or says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return math.inf
 
 
 def new_arena(
@@ -105,7 +39,7 @@ def new_arena(
 
     Raises:
         LLMException: LLM_PARAM_INVALID: a size that cannot be, or no such node; LLM_OUT_OF_MEMORY:
-            there is not as much; LLM_FAILED: no file descriptor is left, say.
+            there is not as much, or a limit of the system; LLM_FAILED.
     """
     limit = None if allow_overcommit else memory_limit()
     if limit is not None and nbytes > limit.nbytes:
@@ -119,10 +53,8 @@ def new_arena(
         return Arena(nbytes, prefault=prefault, pages=pages, node=node)
     except ValueError as error:
         raise invalid(str(error)) from error
-    except MemoryError as error:
-        raise LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY) from error
-    except OSError as error:
-        raise LLMException(str(error)) from error
+    except (MemoryError, OSError) as error:
+        raise system_error("allocating", error) from error
 
 
 def arena_of(memory: object) -> Arena | None:
@@ -164,7 +96,7 @@ def host_range(memory: Registrable, *, writable: bool) -> HostRange:
 
     Raises:
         LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or not
-            contiguous; LLM_FAILED: /proc cannot be read.
+            contiguous; LLM_OUT_OF_MEMORY: no descriptor is left; LLM_FAILED: /proc cannot be read.
         TypeError: neither of these, or memory of a device.
     """
     pin = arena = None
@@ -189,7 +121,7 @@ def host_range(memory: Registrable, *, writable: bool) -> HostRange:
     except ValueError as error:
         raise invalid(f"memory: {error}") from error
     except OSError as error:  # /proc is not there, or no descriptor is left to read it
-        raise LLMException(f"memory: {error}") from error
+        raise system_error("memory", error) from error
     # as_strided makes arrays that reach beyond what they are over.
     if arena is not None and not arena.address <= address <= arena.address + arena.nbytes - nbytes:
         arena = None

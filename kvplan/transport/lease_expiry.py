@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +50,7 @@ class LeaseExpiry:
             heappush(self._order, (deadline_ns, slot, generation))
             self._end_late()
             if self._thread is None and not self._closed:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = start_thread(self._name, self._run)
             elif self._order and self._order[0][0] >= deadline_ns:
                 self._changed.notify()
 

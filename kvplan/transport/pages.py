@@ -21,7 +21,7 @@ from weakref import ref
 from kvnative._host import PageWalk
 from kvplan.logs import Log
 from kvplan.status import LLMException
-from kvplan.transport.host_memory import memory_limit
+from kvplan.system_limits import memory_limit, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,11 +175,9 @@ class BackgroundPages:
 
     def _wake(self) -> None:
         if self._thread is None and not self._closed:
-            self._thread = Thread(target=self._run, name="kvplan-pages", daemon=True)
             try:
-                self._thread.start()
-            except RuntimeError as error:  # no more threads: then pages come at first use
-                self._thread = None
+                self._thread = start_thread("kvplan-pages", self._run)
+            except LLMException as error:  # then pages come at first use
                 _LOG.debug("pages are not made ready ahead of their use: %s", error)
         self._changed.notify_all()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 from kvplan.transport.protocol import kind_of
 from kvplan.transport.ranges import Range
 from kvplan.validation import check_type
@@ -256,10 +257,8 @@ class Quarantine:
         with self._changed:
             self._held.append((is_written, memory))
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="kvplan-quarantine", daemon=True)
-                with suppress(RuntimeError):  # no more threads: it is held for ever
-                    thread.start()
-                    self._thread = thread
+                with suppress(LLMException):  # no more threads: it is held for ever
+                    self._thread = start_thread("kvplan-quarantine", self._run)
 
     def _run(self) -> None:
         with self._changed:

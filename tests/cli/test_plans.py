@@ -205,7 +205,7 @@ class TestRefusals:
     def test_no_file_a_folder_and_one_that_is_too_large(self, plan: Path, tmp_path: Path) -> None:
         missing = tmp_path / "missing.json"
         assert refused("explain", missing) == f"{missing}: No such file or directory"
-        assert refused("diff", plan, tmp_path) == f"{tmp_path}: Is a directory"
+        assert f"{tmp_path} is not a regular file" in refused("diff", plan, tmp_path)
         large = tmp_path / "large.json"
         with large.open("wb") as file:
             file.truncate(300 << 20)  # takes no room on the disk
@@ -221,6 +221,17 @@ class TestRefusals:
         assert str(stored) in said
         assert "schema_version=None must be 1" in said
         assert command("estimate", plan, "--builtin").returncode == 0
+
+    @pytest.mark.parametrize(
+        "line",
+        ["explain {}", "diff {0} {0}", "html {}", "trace {}", "replay {plan} {0} {0}"],
+        ids=lambda line: line.split()[0],
+    )
+    def test_a_fifo_is_not_waited_for(self, line: str, plan: Path, tmp_path: Path) -> None:
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        said = refused(*line.format(fifo, plan=plan).split())
+        assert f"{fifo} is not a regular file" in said
 
 
 class TestOutput:

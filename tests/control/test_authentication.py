@@ -207,8 +207,8 @@ class TestKeyFile:
         os.mkfifo(fifo)
         for path, reason in {
             tmp_path / "missing": "No such file",
-            tmp_path: "no file",
-            fifo: "no file",
+            tmp_path: "not a regular file",
+            fifo: "not a regular file",
         }.items():
             with refused(LLMStatusCode.LLM_PARAM_INVALID, reason):
                 ClusterKey.load(path)

@@ -41,7 +41,7 @@ from tests.support.refusals import refused
 
 def said(text: str) -> Failed:
     """A notice that carries a text; any body can be one."""
-    return Failed(0, text)
+    return Failed(text, 0)
 
 
 def test_a_request_is_answered(conversation: Conversation) -> None:

@@ -74,7 +74,7 @@ def test_an_end_that_only_listens_says_that_it_lives(conversation: Conversation)
     deadline = time.monotonic() + DEADLINE_S
     while conversation.channel.last_sent == sent:
         assert time.monotonic() < deadline
-        conversation.far_loop.run(far.notify(Failed(0, "news")))
+        conversation.far_loop.run(far.notify(Failed("news", 0)))
 
 
 def test_a_loop_that_was_held_up_itself_does_not_blame_its_peers(

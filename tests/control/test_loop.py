@@ -405,7 +405,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (highest + {spare}, highest + {spare}
 try:
     ControlLoop().start()
 except LLMException as error:
-    assert "Too many open files" in str(error), error
+    assert "Too many open files: RLIMIT_NOFILE" in str(error), error
 os._exit(0)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S)

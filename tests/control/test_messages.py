@@ -87,9 +87,9 @@ BODIES: list[Body] = [
     Notify(bytes(4096)),
     Notified(),
     Renew(2**32 - 1, b"m"),
-    Renewed(1, ""),
+    Renewed("", 1),
     Unused(0),
-    Failed(LLMStatusCode.LLM_FAILED, "because"),
+    Failed("because", LLMStatusCode.LLM_FAILED),
     Ping(),
     Pong(),
     Close("done", orderly=True),
@@ -208,9 +208,25 @@ def test_failures_keep_their_status_and_are_never_a_success() -> None:
     error = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
     received = Failed.of(error).exception()
     assert (received.status_code, str(received)) == (error.status_code, str(error))
-    assert Failed(LLMStatusCode.LLM_SUCCESS, "").exception().status_code.name == "LLM_FAILED"
-    assert Failed(12345, "").exception().status_code.name == "LLM_FAILED"
+    assert Failed("", LLMStatusCode.LLM_SUCCESS).exception().status_code.name == "LLM_FAILED"
+    assert Failed("", 12345).exception().status_code.name == "LLM_FAILED"
     assert isinstance(decode(encode(Failed.of(LLMException("x" * 100_000)))).body, Failed)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"type": "Failed", "status": 0},
+        {"type": "Close", "orderly": False},
+        {"type": "Renewed", "generation": 1},
+    ],
+    ids=lambda body: body["type"],
+)
+def test_a_reason_commands_no_terminal_and_no_log(body: dict[str, object]) -> None:
+    said = body | {"reason": "no\x1b[2J room\nevent=linked"}
+    decoded = decode(bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((0, 0, said))).body
+    assert isinstance(decoded, Failed | Close | Renewed)
+    assert decoded.reason == "no?[2J room event=linked"
 
 
 MUTATIONS = st.lists(

@@ -241,7 +241,7 @@ def test_more_descriptors_than_there_are_is_a_refusal(
 
     with LayerEvent(task) as event:
         monkeypatch.setattr(os, "eventfd", none_left)
-        with refused(LLMStatusCode.LLM_FAILED) as error:
+        with refused(LLMStatusCode.LLM_OUT_OF_MEMORY) as error:
             LayerEvent(task)
         assert "Too many open files" in str(error.value)
         event.signal(NUM_LAYERS)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 
 import pytest
 
 import kvplan
 from kvplan import BlocksCacheKey, CacheKey, LLMStatusCode, Transfers
-from kvplan.engine.claims import MAX_CLAIMS
+from kvplan.engine.claims import MAX_CLAIMS, KeyIndex
 from kvplan.types import NO_ID
 from tests.support.refusals import refused
 from tests.support.wrappers import delay
@@ -217,6 +218,20 @@ class TestLifetime:
         del task
         gc.collect()
         assert free_nbytes(registry) == POOL
+
+
+def test_nothing_is_kept_of_caches_without_keys():
+    index = KeyIndex()
+    tracemalloc.start()
+    try:
+        for cache_id in range(10_000):
+            index.bind(cache_id, [PADDING], num_tensors=1, consumable=True)
+            assert not index.is_used(cache_id)
+            index.unbind(cache_id)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 10_000
 
 
 def test_one_holder_cannot_have_claims_without_end(registry):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,18 @@ def test_all_senders_together_have_a_limit_too(arrived: Notifications) -> None:
     assert len(found) == sum(it.sent for it in senders)
     for it in senders:
         it.close()
+
+
+def test_nothing_is_kept_of_a_peer_whose_notifications_are_read(arrived: Notifications) -> None:
+    tracemalloc.start()
+    try:
+        for cluster_id in range(3000):
+            arrived.deliver(cluster_id, b"x", None)
+            assert len(list(arrived)) == 1
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 10 * 3000  # a deque of each peer takes 800
 
 
 def test_what_comes_by_a_message_is_behind_what_came_directly(arrived: Notifications) -> None:

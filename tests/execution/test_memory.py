@@ -196,7 +196,7 @@ def test_addresses_that_cannot_be_checked_are_refused():
             HostMemory.from_addresses(DESC, [array.ctypes.data])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+    assert caught.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("bad", [np.zeros((2, 0), np.uint8), np.zeros(3, "V0"), np.zeros(1, "V0")])

@@ -179,10 +179,10 @@ def test_what_is_too_deep_to_be_written_again_is_refused(path: Path) -> None:
 
 def test_what_is_not_a_file(path: Path) -> None:
     path.mkdir(parents=True)
-    assert "not a file" in choose().note
+    assert "not a regular file" in choose().note
     path.rmdir()
     os.mkfifo(path)
-    assert "not a file" in choose().note
+    assert "not a regular file" in choose().note
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")

@@ -211,7 +211,7 @@ def test_an_allocation_without_descriptors(make_engine: MakeEngine, peer: Peer) 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         """
     )
-    assert "Errno 24" in said[-1] or "Too many open files" in said[-1]
+    assert "RLIMIT_NOFILE" in said[-1]
     move(user, "pull", remote, cache)
     assert_confirmed(None, arrays, pattern(1))
     move(user, "pull", peer.make_cache(seed=3), cache)

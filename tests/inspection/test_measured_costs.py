@@ -84,7 +84,7 @@ def test_an_entry_that_is_no_costs_is_refused(path: Path, entry: Any) -> None:
 
 def test_nothing_is_left_where_it_cannot_be_replaced(path: Path) -> None:
     path.mkdir(parents=True)  # a folder where the file should be
-    with pytest.raises(LLMException, match="it is not a file"):
+    with pytest.raises(LLMException, match="it is not a regular file"):
         save_costs({"local": MINE}, path)
     assert [it.name for it in path.parent.iterdir()] == ["costs.json"]
 

@@ -1,6 +1,8 @@
 """How many threads copy: a place is left to whoever waits; and how they look for the next job."""
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from time import sleep, thread_time_ns
 
@@ -9,6 +11,7 @@ import pytest
 from kvnative._executor import KVN_OK, Executor, ThreadPool, host_backend
 from tests.native.scatter import Scattered, scatter
 
+ROOT = Path(__file__).parents[2]
 SIZES = [1 << 20] * 64
 SOME_NS = 1_000_000
 """Of a thread that has copied; to wake and find nothing takes a hundredth."""
@@ -120,3 +123,29 @@ def test_a_layer_does_not_keep_the_workers_from_what_comes_behind_it(case: Scatt
     while not all(task.done for task in (layered, *tasks)):
         sleep(0.001)
     assert workers.busy() == 2
+
+
+@pytest.fixture(scope="module")
+def pool_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile `pool_main.c`, with the sanitizers of this run."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    target = tmp_path_factory.mktemp("pool") / "pool"
+    names = ("host/job.c", "host/tuning.c", "host/copy.c", "core/clock.c", "core/report.c")
+    sources = [ROOT / "tests/native/pool_main.c", *(ROOT / "kvnative/src" / it for it in names)]
+    includes = [f"-I{ROOT / it}" for it in ("kvnative/src", "include")]
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    if sanitizers := os.environ.get("KVPLAN_SANITIZE"):
+        flags += [f"-fsanitize={sanitizers}"]
+    command = ["cc", *flags, *includes, *map(str, sources), "-o", str(target)]
+    subprocess.run(command, check=True, env=os.environ | {"LD_PRELOAD": ""})
+    return target
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
+    pool_program: Path, count: int
+) -> None:
+    """All places were taken when the caller came. Its job then has all threads of the pool."""
+    done = subprocess.run([pool_program, str(count)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{count}\n", "")

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvplan.cli import main
-from kvplan.recording.format import END, EVENT, HEADER, MAGIC, TRANSFER, encode, framed
+from kvplan.recording.format import (
+    END,
+    EVENT,
+    HEADER,
+    MAGIC,
+    SPARE_ROOM,
+    TEMPLATE,
+    TRANSFER,
+    encode,
+    framed,
+)
+from kvplan.recording.reader import read
 
 ESCAPE = "\x1b]0;title\x07\x1b[2J"
 
@@ -53,3 +66,42 @@ def test_what_is_exported_is_json(hostile, tmp_path, capsys):
     assert main(["trace", str(hostile), "--html", str(page)]) == 0
     data = page.read_text().partition('id="data">')[2].partition("</script>")[0]
     json.loads(data, parse_constant=refuse)
+
+
+def file_of(path, *rows):
+    head = (HEADER, "ab" * 8, 0, "1", "host", 1, 2, "PROMPT", 1.7e9, 5.0)
+    path.write_bytes(MAGIC + b"".join(framed(map(encode, [head, *rows]))))
+    return path
+
+
+def transfer(*parts, leases=()):
+    return (TRANSFER, 6.0, 0.1, "pull", 0, "", "", 7, 1, leases, 0, parts)
+
+
+LITTLE: Any = ("", 0, b"", b"", None)
+FAR_TOO_MANY = [
+    [transfer(*[LITTLE] * 2_000_000)],
+    [transfer(leases=[1] * 8_000_000)],
+    [(TEMPLATE, 0, {"sides": [[]] * 8_000_000}, ("", ""), (0, 0))],
+    [transfer(leases=[1] * (SPARE_ROOM - 1000))] * 8,
+]
+
+
+@pytest.mark.parametrize("rows", FAR_TOO_MANY, ids=["parts", "leases", "a template", "many rows"])
+def test_a_small_file_takes_little_memory(rows, tmp_path, capsys):
+    """A row of a thousandth of its length in the file would become gigabytes of objects."""
+    path = file_of(tmp_path / "small.kvrec", *rows)
+    assert path.stat().st_size < 200_000
+    assert main(["trace", str(path)]) == 2
+    assert "is damaged after" in capsys.readouterr().err
+
+
+def test_what_a_writer_compresses_best_is_read(tmp_path):
+    """Segments of one size from one place, many times, in rows of one kind."""
+    count = 100_000
+    same, offsets = np.full(count, 65536, "<u8"), np.arange(count, dtype="<u8") * 65536
+    columns = [it.tobytes() for it in (same, offsets, same)]
+    rows = [transfer(("", 0, b"", b"", (count, *columns)))] * 4
+    path = file_of(tmp_path / "large.kvrec", *rows)
+    assert path.stat().st_size < 4 * 24 * count / 10
+    assert len(read(path)) == 4

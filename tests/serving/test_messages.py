@@ -165,3 +165,8 @@ def test_time_limits_are_checked() -> None:
         ExchangeOptions(pull_timeout_ms="5")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_pulls"):
         ExchangeOptions(max_pulls=1.5)  # type: ignore[arg-type]
+
+
+def test_a_refusal_commands_no_terminal_and_no_log():
+    data = msgspec.msgpack.encode([3, 1, "no\x1b[2J room\nevent=done"])
+    assert decode(data).reason == "no?[2J room event=done"

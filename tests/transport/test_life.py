@@ -124,6 +124,34 @@ def test_a_forked_child_has_a_word_of_its_own() -> None:
         peer.check(words)
 
 
+def test_a_kill_is_seen_after_the_oom_killer_has_reaped_the_process() -> None:
+    """It takes private pages from a dying process (`MADV_DONTNEED`) before its threads end."""
+    program = f"""
+        import ctypes, signal
+        libc, head, size = ctypes.CDLL(None), ctypes.c_void_p(), ctypes.c_size_t()
+        keeper = ctypes.c_uint32.from_address(table.address + {WORD}).value
+        call = {{"x86_64": 274, "aarch64": 100}}[os.uname().machine]  # get_robust_list(2)
+        assert libc.syscall(call, keeper, ctypes.byref(head), ctypes.byref(size)) == 0
+        page = os.sysconf("SC_PAGESIZE")
+        address = ctypes.c_void_p(head.value & -page)
+        madvise, kill, own, number = libc.madvise, libc.kill, os.getpid(), int(signal.SIGKILL)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        madvise(address, ctypes.c_size_t(page), 4)
+        kill(own, number)
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        assert peer.check(words) == -1
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.wait() == -signal.SIGKILL
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            peer.check(words)
+
+
 def word_of(table: GenerationTable) -> ctypes.c_uint32:
     return ctypes.c_uint32.from_address(table.address + WORD)
 

@@ -55,6 +55,6 @@ def test_without_a_free_descriptor_it_is_an_error_of_the_interface(
 ) -> None:
     with (
         no_descriptors(),
-        refused(LLMStatusCode.LLM_FAILED, r"memory: .*opened|an arena"),
+        refused(LLMStatusCode.LLM_OUT_OF_MEMORY, "RLIMIT_NOFILE is 0"),
     ):
         call(transport)

@@ -54,13 +54,14 @@ typedef struct kvn_job {
     kvn_piece_limits limits;
     kvn_pool *pool;           /* NULL: moved by kvn_job_run */
     kvn_node queued;          /* in the pool's queue of jobs with unclaimed descriptors */
-    pthread_cond_t changed;    /* finished */
+    pthread_cond_t changed;    /* finished, or there is a place for a waiter */
     uint64_t cursor;           /* first descriptor not wholly claimed */
     uint64_t cursor_skip;      /* bytes of it that are claimed */
     uint64_t unclaimed;        /* bytes */
     uint64_t total;            /* bytes */
     uint32_t in_motion;        /* pieces claimed and not yet back */
-    uint32_t waiters;
+    uint32_t waiters;          /* threads that sleep until it changes */
+    uint32_t called;           /* of them, those that were told of a free place and have not come */
     atomic_bool finished;        /* read without the mutex by poll: release and acquire, for `report` */
     atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll: relaxed, a count only */
     kvn_report report;           /* the outcome; stable once finished */

@@ -5,16 +5,20 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static struct robust_list_head head; /* of the keeper's list; a circle, through here */
-static uint32_t keeper;              /* its thread id; 0: there is none */
-static unsigned held;                /* words in the list */
-static pid_t owner;                  /* the process that `state` is of */
+/* The head of the keeper's list, a circle through here. It lies in shared memory, as the words do: the
+ * OOM killer takes private pages from a process before that process exits, and the kernel cannot walk
+ * the list without its head. */
+static struct robust_list_head *head;
+static uint32_t keeper; /* its thread id; 0: there is none */
+static unsigned held;   /* words in the list */
+static pid_t owner;     /* the process that `state` is of */
 static enum { NONE, STARTING, STARTED, IMPOSSIBLE } state = NONE;
 
 /* As many as the kernel walks (ROBUST_LIST_LIMIT of its futex.h): it marks no word behind them. */
@@ -31,9 +35,9 @@ static void *keep(void *unused)
     (void)unused;
     prctl(PR_SET_NAME, "kvplan-life");
     pthread_mutex_lock(&mutex);
-    head.futex_offset = offsetof(kvn_life, word) - offsetof(kvn_life, node);
-    set_next(&head.list, &head.list);
-    if (syscall(SYS_set_robust_list, &head, sizeof head) == 0) {
+    head->futex_offset = offsetof(kvn_life, word) - offsetof(kvn_life, node);
+    set_next(&head->list, &head->list);
+    if (syscall(SYS_set_robust_list, head, sizeof *head) == 0) {
         keeper = (uint32_t)syscall(SYS_gettid);
         state = STARTED;
     } else {
@@ -47,12 +51,30 @@ static void *keep(void *unused)
     return NULL;
 }
 
-/* The keeper is the parent's, and its words with it. */
+/* The keeper is the parent's, and its words and the head with it: a child has not even mapped the head. */
 static void forget(void)
 {
     state = NONE;
+    head = NULL;
     keeper = 0;
     held = 0;
+}
+
+/* True if there is memory for the head; a fork leaves that to the parent. */
+static int has_head(void)
+{
+    const size_t nbytes = (size_t)sysconf(_SC_PAGESIZE);
+    if (head)
+        return 1;
+    void *page = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return 0;
+    if (madvise(page, nbytes, MADV_DONTFORK) != 0) {
+        munmap(page, nbytes);
+        return 0;
+    }
+    head = page;
+    return 1;
 }
 
 /* With the mutex held: whether there is a keeper. */
@@ -62,7 +84,7 @@ static int has_keeper(void)
         forget();
         owner = getpid();
     }
-    if (state == NONE) {
+    if (state == NONE && has_head()) {
         pthread_t thread;
         pthread_attr_t attributes;
         sigset_t all, before;
@@ -109,8 +131,8 @@ void kvn_life_begin(kvn_life *life)
     pthread_mutex_lock(&mutex);
     if (has_keeper() && held < MOST_HELD) {
         atomic_store(&life->word, keeper); /* first: what is in the list is marked */
-        set_next(&life->node, head.list.next);
-        set_next(&head.list, &life->node);
+        set_next(&life->node, head->list.next);
+        set_next(&head->list, &life->node);
         held++;
     }
     pthread_mutex_unlock(&mutex);
@@ -120,11 +142,11 @@ void kvn_life_end(kvn_life *life)
 {
     pthread_mutex_lock(&mutex);
     if (state == STARTED && owner == getpid())
-        for (struct robust_list *it = &head.list; it->next != &head.list; it = it->next)
-            if (it->next == &life->node) {
+        for (struct robust_list *at = &head->list; at->next != &head->list; at = at->next)
+            if (at->next == &life->node) {
                 /* First, as the process may be killed in between: nobody marks what is in no list. */
                 atomic_store(&life->word, 0);
-                set_next(it, life->node.next);
+                set_next(at, life->node.next);
                 held--;
                 break;
             }

@@ -82,13 +82,27 @@ static unsigned free_places(const kvn_pool *pool)
     return most < pool->threads - pool->moving ? most : pool->threads - pool->moving;
 }
 
+/* The place that the workers leave of a job is for its caller. Wake one if it sleeps, as no place was
+ * free when it came; with the mutex held. */
+static void wake_waiter(kvn_pool *pool)
+{
+    kvn_job *next = next_job(pool);
+
+    if (next && next->waiters > next->called && pool->moving < pool->threads) {
+        next->called++;
+        pthread_cond_signal(&next->changed);
+    }
+}
+
 /* One at a time: who is woken wakes the next, so submitting costs one wake-up however many threads. */
-static void wake_worker(kvn_pool *pool)
+static void wake_next(kvn_pool *pool)
 {
     unsigned places = free_places(pool);
 
-    if (places == 0)
+    if (places == 0) {
+        wake_waiter(pool);
         return;
+    }
     if (pool->looking > 0)
         atomic_fetch_add_explicit(&pool->calls, 1, memory_order_relaxed);
     if (pool->idle > 0 && pool->waking + pool->looking < places) {
@@ -119,7 +133,7 @@ static void work_on(kvn_pool *pool, kvn_job *job)
         kvn_list_remove(&job->queued);
     job->in_motion++;
     pool->moving++;
-    wake_worker(pool);
+    wake_next(pool);
     pthread_mutex_unlock(&pool->mutex);
 
     status = kvn_job_move(job, &piece, &fault);
@@ -170,6 +184,7 @@ static void *worker_main(void *argument)
             looked = false;
             continue;
         }
+        wake_waiter(pool);
         if (!looked) {
             looked = true;
             look_for_work(pool);
@@ -337,7 +352,7 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
     if (kvn_now_ns() - pool->ended_ns < LOOK_NS)
         pool->vain = 0;
     kvn_list_push_back(&pool->queue, &job->queued);
-    wake_worker(pool);
+    wake_next(pool);
     pthread_mutex_unlock(&pool->mutex);
 }
 
@@ -376,6 +391,8 @@ static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
     job->waiters++;
     in_time = kvn_cond_wait(&job->changed, &pool->mutex, deadline_ns);
     job->waiters--;
+    if (job->called > 0)
+        job->called--;
     return in_time;
 }
 
@@ -393,19 +410,19 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
             pool->helping--;
         } else if (!kvn_job_has_unclaimed(job) && !spun) {
             spun = true;
-            wake_worker(pool); /* for other jobs: this thread's place is free */
+            wake_next(pool); /* for other jobs: this thread's place is free */
             pthread_mutex_unlock(&pool->mutex);
             spin_until_finished(job);
             pthread_mutex_lock(&pool->mutex);
         } else {
             if (kvn_list_is_in(&job->queued)) /* somebody waits for it: before all others */
                 kvn_list_push_front(&pool->queue, &job->queued);
-            wake_worker(pool);
+            wake_next(pool);
             if (!sleep_until(pool, job, deadline_ns))
                 break;
         }
     }
-    wake_worker(pool);
+    wake_next(pool);
 }
 
 int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from threading import Thread
 from time import monotonic
 from traceback import format_exc
 from typing import TYPE_CHECKING, Self
@@ -32,6 +31,7 @@ from kvplan.llm_datadist.v2.move_arguments import (
     last_wins,
 )
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
 from kvplan.validation import shown
 
@@ -336,11 +336,10 @@ class LayerFeed:
     def start(self) -> None:
         """Begin to ask for layers; nothing moves if the process can have no more threads."""
         # A daemon: a synchronizer may never return, and the process must end all the same.
-        thread = Thread(target=self._run, name="kvplan-layers", daemon=True)
         try:
-            thread.start()
-        except BaseException:
-            self._give_up(LLMException("the process can have no more threads"))
+            start_thread("kvplan-layers", self._run)
+        except LLMException as error:
+            self._give_up(error)
             raise
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:

@@ -12,6 +12,7 @@ from weakref import finalize, ref
 from kvnative._backend import NativeError
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import start_thread
 from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.advice import advice
 from kvplan.transport.hccl.metadata import Metadata
@@ -266,7 +267,7 @@ class Connections:
                 return
             self._renews = True
         name = f"kvplan-hccl-renews-{connection.generation}"
-        threading.Thread(target=self._renew_now, name=name, daemon=True).start()
+        start_thread(name, self._renew_now)
 
     def _renew_now(self) -> None:
         try:

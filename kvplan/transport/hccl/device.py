@@ -15,6 +15,7 @@ from kvnative._lower import Descriptors
 from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.advice import MAX_LINKS
 from kvplan.transport.hccl.metadata import WORD_NBYTES
@@ -47,8 +48,7 @@ class BackgroundWorker:
     def __init__(self, name: str) -> None:
         self._todo: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._is_closed = False
-        self._thread = threading.Thread(target=_run, args=(self._todo,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(name, _run, self._todo)
 
     def do(self, job: Callable[[], object]) -> None:
         """Have `job()` called later, unless closed; what it raises is logged."""

@@ -11,6 +11,7 @@ from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._writers import Writer
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import reason_of
 from kvplan.transport.base import BaseLink, check_process, link_failed
 from kvplan.transport.local.device_memory import (
     LocalDeviceMemory,
@@ -292,7 +293,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             return self._writer
 
     def _refusal(self, error: Exception, what: str) -> LLMException:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        reason = reason_of(error)
         if isinstance(error, PermissionError):
             reason += f"; {advice(self.metadata.identity)}"
         return link_failed(f"{self.peer} {what}: {reason}")

@@ -10,6 +10,7 @@ from kvnative._host import GenerationTable
 from kvnative._writers import WriterTable
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import system_error
 from kvplan.transport.base import BaseTransport
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.local.identity import Identity
@@ -379,6 +380,4 @@ def _refused(error: Exception) -> LLMException:
     """What the system, or the native layer, refuses, as an error of the interface."""
     if isinstance(error, ValueError):
         return invalid(str(error))
-    if isinstance(error, MemoryError):
-        return LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)
-    return LLMException(str(error))
+    return system_error("a local transport", error)

@@ -15,6 +15,7 @@ from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import reason_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
@@ -180,7 +181,7 @@ class TcpTransport(BaseTransport):
         except LLMException:
             raise
         except (RuntimeError, OSError) as error:  # of the native layer; no thread can be had
-            raise link_failed(f"{peer} cannot be reached over tcp: {error}") from error
+            raise link_failed(f"{peer} cannot be reached over tcp: {reason_of(error)}") from error
         finally:
             with self._mutex:
                 self._connecting.discard(streams)
@@ -251,7 +252,9 @@ class TcpTransport(BaseTransport):
                         name=self._label,
                     )
                 except NativeError as error:
-                    raise link_failed(f"no link over tcp can be made now: {error}") from error
+                    raise link_failed(
+                        f"no link over tcp can be made now: {reason_of(error)}"
+                    ) from error
                 self._registrations.attach(service)
                 self._service = service
             return self._service

@@ -15,6 +15,7 @@ from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import reason_of
 from kvplan.transport.announced import Writers, tag_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.lease_expiry import LeaseExpiry
@@ -334,6 +335,6 @@ def _open(found: Found, settings: Mapping[str, str], label: str) -> tuple[str, U
         return version, UcxWorker(library, settings=settings, name=label)
     except NativeError as error:
         raise LLMException(
-            f"UCX {version} ({found.path}) cannot be used: {error}",
+            f"UCX {version} ({found.path}) cannot be used: {reason_of(error)}",
             status_code=status_code_of(getattr(error, "status", None)),
         ) from error

@@ -1,0 +1,201 @@
+"""Limits of the system: how much memory there is, and which limit a refusal comes from.
+
+Threads are started here, so that a lack of them is an error of the interface everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator
+from errno import EAGAIN, EFBIG, EMFILE, ENFILE, ENOMEM, ENOSPC
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+from typing import Final, NamedTuple
+
+from kvplan.status import LLMException, LLMStatusCode
+
+_ROOT: Final = Path("/")
+_LACKS: Final = frozenset({EAGAIN, EFBIG, EMFILE, ENFILE, ENOMEM, ENOSPC})
+_GONE_S: Final = 1.0  # by then the kernel does not count a thread that was joined
+
+
+class MemoryLimit(NamedTuple):
+    """The most memory that this process can ever have.
+
+    Attributes:
+        nbytes: of memory and swap.
+        whose: limit it is, for messages.
+    """
+
+    nbytes: float
+    whose: str
+
+
+def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
+    """What there is of memory and swap, in the smallest cgroup that this process is in.
+
+    Args:
+        root: of the file system that has /proc and /sys.
+
+    Returns:
+        None where the system does not say.
+    """
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+        cgroups = list(_cgroups("memory", root))
+    except OSError:
+        return None
+    sizes = {name: int(kib) << 10 for name, kib in _MEMINFO.findall(meminfo)}
+    swap = sizes["SwapTotal"]
+    limits = [MemoryLimit(sizes["MemTotal"] + swap, "this machine")]
+    for folder, name, is_first in cgroups:
+        limit_of = _limit_of_version_1 if is_first else _limit_of_version_2
+        limits.append(MemoryLimit(limit_of(folder, swap), name))
+    return min(limits)
+
+
+_MEMINFO = re.compile(r"^(MemTotal|SwapTotal): +([0-9]+) kB$", re.MULTILINE)
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
+    """Yield each cgroup of this process: its folder, its name, and True for version 1.
+
+    Raises:
+        OSError: /proc cannot be read.
+    """
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounted = root / (f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup")
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        # Its parents' limits count too; and in a container only the root may be what is there.
+        for depth in range(len(names) + 1):
+            folder = mounted.joinpath(*names[:depth])
+            yield folder, f"cgroup /{'/'.join(names[:depth])}", bool(controllers)
+
+
+def _limit_of_version_1(cgroup: Path, swap: int) -> float:
+    memory = _number_in(cgroup / "memory.limit_in_bytes")
+    return min(memory + swap, _number_in(cgroup / "memory.memsw.limit_in_bytes"))
+
+
+def _limit_of_version_2(cgroup: Path, swap: int) -> float:
+    memory = _number_in(cgroup / "memory.max")
+    return memory + min(swap, _number_in(cgroup / "memory.swap.max"))
+
+
+def _number_in(path: Path) -> float:
+    """What a file of a cgroup limits: infinite if it is not there, or says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return math.inf
+
+
+def system_error(what: str, error: Exception) -> LLMException:
+    """Return a refusal of the system, or of the native layer, as an error of the interface.
+
+    LLM_OUT_OF_MEMORY for a lack of memory, threads, descriptors or room in a file, with the limits
+    that can be the reason; otherwise LLM_FAILED.
+    """
+    lacks = _errno_of(error) in _LACKS
+    return LLMException(
+        f"{what}: {reason_of(error)}",
+        status_code=LLMStatusCode.LLM_OUT_OF_MEMORY if lacks else LLMStatusCode.LLM_FAILED,
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error, with the limits that can be the reason for a lack."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    limits = ", ".join(_limits_behind(_errno_of(error)))
+    return ": ".join(filter(None, (reason or "no memory", limits)))
+
+
+def _errno_of(error: Exception) -> int:
+    if isinstance(error, MemoryError):
+        return ENOMEM
+    if "can't start new thread" in str(error):  # Python's RuntimeError has no number
+        return EAGAIN
+    number = getattr(error, "errno", None) or 0  # of an OSError, or a NativeError
+    # Of a socket it is no lack.
+    return 0 if number == EAGAIN and isinstance(error, OSError) else number
+
+
+def _limits_behind(errno: int) -> Iterator[str]:
+    if errno == EMFILE:
+        yield from _own_limit("RLIMIT_NOFILE", "ulimit -n")
+    elif errno == ENFILE:
+        yield f"/proc/sys/fs/file-max is {_number_in(Path('/proc/sys/fs/file-max')):.0f}"
+    elif errno == EFBIG:
+        yield from _own_limit("RLIMIT_FSIZE", "bytes of a file or memfd, ulimit -f")
+    elif errno == EAGAIN:
+        yield from _own_limit("RLIMIT_NPROC", "threads of this user, ulimit -u")
+        yield from _smallest_cgroup("pids", "pids.max")
+        yield f"kernel.threads-max is {_number_in(Path('/proc/sys/kernel/threads-max')):.0f}"
+    elif errno == ENOMEM:
+        yield from _own_limit("RLIMIT_AS", "bytes of address space, ulimit -v")
+        if (limit := memory_limit()) is not None:
+            yield f"{limit.whose} has {limit.nbytes:.0f} bytes of memory and swap"
+
+
+def _own_limit(name: str, what: str) -> Iterator[str]:
+    limit, _ = resource.getrlimit(getattr(resource, name))
+    if limit != resource.RLIM_INFINITY:
+        yield f"{name} is {limit} ({what})"
+
+
+def _smallest_cgroup(controller: str, file: str) -> Iterator[str]:
+    try:
+        cgroups = list(_cgroups(controller, _ROOT))
+    except OSError:
+        return
+    found = ((_number_in(folder / file), name) for folder, name, _ in cgroups)
+    limit, name = min(found, default=(math.inf, ""))
+    if limit < math.inf:
+        yield f"{file} of {name} is {limit:.0f}"
+
+
+def start_thread(name: str, target: Callable[..., object], *args: object) -> Thread:
+    """Start a daemon thread, which does not keep the process from ending.
+
+    Raises:
+        LLMException: LLM_OUT_OF_MEMORY: the system has no thread left; LLM_FAILED: the interpreter
+            is about to end.
+    """
+    thread = Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise system_error(f"thread {name} cannot start", error) from error
+    return thread
+
+
+def check_threads(count: int) -> None:
+    """Start and end `count` threads at the same time, for a library that aborts if it has too few.
+
+    Raises:
+        LLMException: LLM_OUT_OF_MEMORY: the system has fewer.
+    """
+    end = Event()
+    threads = [Thread(target=end.wait, name="kvplan-room", daemon=True) for _ in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        raise system_error(f"{count} threads must be free", error) from error
+    finally:
+        end.set()
+        started = [thread for thread in threads if thread.ident is not None]
+        for thread in started:
+            thread.join()
+        # The kernel counts a thread for a moment longer than `join` takes.
+        deadline = monotonic() + _GONE_S
+        for counted in [Path(f"/proc/self/task/{thread.native_id}") for thread in started]:
+            while counted.exists() and monotonic() < deadline:
+                os.sched_yield()
