@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 import zmq
 
 from kvplan.control.zmtp import ZapAuthenticator
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
 
 _P = ParamSpec("_P")
@@ -35,7 +34,6 @@ CLOSING_S: Final = 0.5
 STOPPING_S: Final = 2.0
 """Seconds that `ControlLoop.stop` waits: its caller may hold what the thread waits for."""
 
-_REFUSALS_S: Final = 1.0  # between two that are logged
 
 _log = Log("kvplan.control")
 
@@ -123,23 +121,15 @@ class PendingCall(Generic[_T]):
             self._report((None, task.result()))
 
 
-class RefusalLog:
-    """Counts what was refused of peers; logs one a second, so that nobody can fill a disk."""
+class RefusalLog(LimitedLog):
+    """Logs what was refused of peers."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._logged_count = 0
-        self._logged = float("-inf")
+        super().__init__(_log)
 
     def note(self, peer: str, reason: str) -> None:
-        """Count one refusal, and log it if none was logged within the last second."""
-        self.count += 1
-        now = time.monotonic()
-        if now - self._logged < _REFUSALS_S:
-            return
-        others = self.count - self._logged_count - 1
-        self._logged, self._logged_count = now, self.count
-        _log.warning("event=refused peer=%s reason=%r unlogged=%d", peer, reason, others)
+        """Log one refusal, or only count it."""
+        self.warning("event=refused peer=%s reason=%r", peer, reason)
 
 
 class ControlLoop:
