@@ -88,8 +88,8 @@ class GroupWorker:
             mine[:] = right
         digest = token_digest(prompt(request, tokens))
         name = f"request-{request}"
-        self.names[handle(sequence)] = name
-        self.exchange.enter(name, _tables(tables), digest, handle=handle(sequence))
+        made = self.exchange.enter(name, _tables(tables), digest, handle=handle(sequence))
+        self.names[made] = name
 
     def fetch(self, reference: Reference, tables: Tables, first: int = 0) -> PullResult:
         """Fetch a request, and return how it ended."""

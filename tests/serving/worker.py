@@ -149,8 +149,9 @@ class Worker:
     ) -> None:
         """Offer a request that is computed."""
         digest = token_digest(prompt(request, tokens))
-        self.names[handle(sequence)] = f"request-{request}"
-        self.exchange.enter(f"request-{request}", blocks, digest, name, handle=handle(sequence))
+        named = f"request-{request}"
+        made = self.exchange.enter(named, blocks, digest, name, handle=handle(sequence))
+        self.names[made] = named
 
     def wait_asked(self, name: str, readers: int = 1) -> None:
         """Wait until consumers have asked for a transfer."""
