@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from functools import partialmethod
 from typing import Any, Final
 
-_INTERVAL_S: Final = 1.0  # between two logged warnings of one kind
+_INTERVAL_S: Final = 1.0  # between two lines of one kind
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -34,16 +35,16 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
 
 class LimitedLog:
-    """Warnings that a peer can cause: at most one of each kind in a second is logged.
+    """Lines that a peer can cause: at most one of each kind in a second is logged.
 
-    The text of a warning, before its arguments are put in, is its kind. Each line says how many of
+    The text of a line, before its arguments are put in, is its kind. Each line says how many of
     its kind were left out before it.
 
     Args:
         log: Receives the lines.
 
     Attributes:
-        count: Warnings of all kinds, logged or not.
+        count: Lines of all kinds, logged or not.
     """
 
     def __init__(self, log: Log) -> None:
@@ -51,8 +52,8 @@ class LimitedLog:
         self._log = log
         self._kinds: dict[str, tuple[float, int]] = {}  # time of the last line, and left out since
 
-    def warning(self, msg: str, *args: object, **kwargs: Any) -> None:
-        """Log as `logging.Logger.warning`, or only count."""
+    def log(self, level: int, msg: str, *args: object, **kwargs: Any) -> None:
+        """Log as `logging.Logger.log`, or only count."""
         self.count += 1
         now = time.monotonic()
         logged, left_out = self._kinds.get(msg, (float("-inf"), 0))
@@ -63,4 +64,7 @@ class LimitedLog:
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if left_out:
             msg, args = f"{msg} unlogged=%d", (*args, left_out)
-        self._log.warning(msg, *args, **kwargs)
+        self._log.log(level, msg, *args, **kwargs)
+
+    warning = partialmethod(log, logging.WARNING)
+    error = partialmethod(log, logging.ERROR)

@@ -169,7 +169,7 @@ class ControlLoop:
             except OSError as error:
                 raise LLMException(f"{self._name} cannot start: {error.strerror}") from error
             loop = asyncio.new_event_loop()
-            loop.set_exception_handler(_log_exception)
+            loop.set_exception_handler(partial(_log_exception, self.refusals))
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
             # Starts its threads now, while enough descriptors are free for them.
@@ -438,5 +438,7 @@ def _set_outcome(future: asyncio.Future[_Outcome[_T]], outcome: _Outcome[_T]) ->
 def _nothing() -> None: ...
 
 
-def _log_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    _log.error("event=exception message=%r", context["message"], exc_info=context.get("exception"))
+def _log_exception(
+    log: LimitedLog, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    log.error("event=exception message=%r", context["message"], exc_info=context.get("exception"))

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from kvplan.serving.messages import HANDLE_NBYTES, MAX_FIELDS, MAX_TRANSFER, PROTOCOL, Transfer
 from kvplan.status import invalid
-from kvplan.validation import check_type, shown
+from kvplan.validation import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,14 @@ class Handle:
         value: 16 bytes. A peer that does not know them cannot fetch, renew or free the request.
 
     Raises:
-        TypeError: value is not bytes.
-        LLMException: LLM_PARAM_INVALID: value has not 16 bytes.
+        LLMException: LLM_PARAM_INVALID: value is not 16 bytes.
     """
 
     value: bytes
 
     def __post_init__(self) -> None:
-        if len(check_type("value", self.value, bytes)) != HANDLE_NBYTES:
-            raise invalid(f"value={shown(self.value)} must have {HANDLE_NBYTES} bytes")
+        if not isinstance(self.value, bytes) or len(self.value) != HANDLE_NBYTES:
+            raise invalid(f"value={shown(self.value)} must be {HANDLE_NBYTES} bytes")
 
     def __str__(self) -> str:
         return f"request {self.value.hex()[:8]}"

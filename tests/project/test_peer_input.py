@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvplan import BlockLease, LLMException, LLMStatusCode
+from kvplan import BlockLease, DataType, LLMException, LlmRole, LLMStatusCode, Placement
 from kvplan.control import messages as control
 from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
+from kvplan.links.peer_table import PeerCache
 from kvplan.recording import format as recording
 from kvplan.serving import Handle, Reference, Source
 from kvplan.serving import messages as serving
@@ -76,6 +77,15 @@ def of_json(metadata: Any) -> Any:
     return msgspec.json.decode(metadata.to_bytes())
 
 
+def read_control(frame: bytes) -> None:
+    match control.decode(frame).body:
+        case control.Table(entries=entries):
+            for entry in entries:
+                PeerCache.of(1, entry)
+        case control.Found(entry=entry):
+            PeerCache.of(1, entry)
+
+
 def read_reference(data: bytes) -> Reference:
     try:
         given = msgspec.json.decode(data)
@@ -95,11 +105,29 @@ SERVING = [
     serving.Renew(b"instance", (bytes(16), bytes(range(16)))),
     serving.Waiting(1),
 ]
+ENTRY = control.TableEntry(
+    cache_id=1,
+    num_tensors=2,
+    shape=(8, 4, 16, 32),
+    data_type=DataType.DT_FLOAT,
+    placement=Placement.HOST,
+    batch_dim_index=0,
+    seq_len_dim_index=2,
+    kv_tensor_format="block head token dim",
+    shard=control.ShardEntry((0, 2, 2), (0, 4, 4)),
+    paged=True,
+    model_id_of_blocks_key=None,
+    addresses=(4096, 8192),
+    metadata=b"metadata",
+    writable=True,
+)
 CONTROL = [
     control.Notify(b"data"),
     control.Failed(1, "reason"),
-    control.Table(1, True, (), (1, 2)),
+    control.Table(1, True, (ENTRY,), (1, 2)),
     control.Find(1, 2, 3),
+    control.Found(1, 2, ENTRY),
+    control.Hello(1, 2, bytes(16), LlmRole.MIX, "", (control.Offer("tcp", b"metadata"),), 1000),
 ]
 DECODERS = {
     **{
@@ -108,10 +136,10 @@ DECODERS = {
     },
     **{
         f"control-{type(it).__name__}": Decoder(
-            control.decode,
+            read_control,
             of_messages(control.encode(it, seq=1)[1:]),
             wrap=lambda data: bytes((control.PROTOCOL_VERSION,)) + data,
-            refusals=(control.Undecodable,),
+            refusals=(control.Undecodable, LLMException),
         )
         for it in CONTROL
     },

@@ -71,7 +71,7 @@ def test_handles_are_random_and_travel() -> None:
     assert pickle.loads(pickle.dumps(it)) == it
     whole = Reference(INSTANCE, it, b"digest", 21, (Source(1, "a:1"),))
     assert Reference.from_dict(json.loads(json.dumps(whole.to_dict()))).handle == it
-    with refused("LLM_PARAM_INVALID", "must have 16 bytes"):
+    with refused("LLM_PARAM_INVALID", "must be 16 bytes"):
         Handle(b"short")
 
 
