@@ -5,17 +5,31 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvplan import BlockLease, DataType, LLMException, LlmRole, LLMStatusCode, Placement
+from kvplan import (
+    BlockLease,
+    CacheDesc,
+    DataType,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+    Placement,
+    Shard,
+    plan_pull_blocks,
+)
 from kvplan.control import messages as control
 from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
+from kvplan.planning import files
 from kvplan.recording import format as recording
+from kvplan.recording.records import Transfer
 from kvplan.serving import Handle, Reference, Source
 from kvplan.serving import messages as serving
 from kvplan.serving.pusher import Goal
@@ -86,6 +100,33 @@ def read_control(frame: bytes) -> None:
             PeerCache.of(1, entry)
 
 
+def read_plan(data: bytes) -> None:
+    files.read_plan(BytesIO(data), "a file")
+
+
+def row_of(data: bytes) -> object:
+    found = recording.row_in(data, 0)
+    return None if found is None else found[0]
+
+
+def read_recorded_plan(data: bytes) -> object:
+    """Read the plan of a transfer, from the rows that say what it is."""
+    try:
+        rows = msgspec.msgpack.decode(data, type=tuple[msgspec.Raw, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):  # of what stands around the rows here
+        return None
+    template, part = (
+        row_of(next(iter(recording.framed([bytes(row)], compress=False)))) for row in rows
+    )
+    if not isinstance(template, recording.TemplateRow):
+        return None
+    if not isinstance(part, recording.TransferRow):
+        return None
+    at = LLMStatusCode.LLM_SUCCESS
+    parts, templates = part.parts, {template.number: template}
+    return Transfer(0, 1.0, 0.1, "pull", 1, 2, 1, "", (), at, "", 1, parts, templates).plan
+
+
 def read_reference(data: bytes) -> Reference:
     try:
         given = msgspec.json.decode(data)
@@ -105,6 +146,16 @@ SERVING = [
     serving.Renew(b"instance", (bytes(16), bytes(range(16)))),
     serving.Waiting(1),
 ]
+DESC = CacheDesc(
+    num_tensors=2,
+    shape=(8, 4, 16, 32),
+    data_type=DataType.DT_FLOAT,
+    placement=Placement.HOST,
+    kv_tensor_format="block head token dim",
+    shard=Shard(range(2), range(4), 2, 4),
+)
+PLAN = plan_pull_blocks(DESC, DESC, [1, 2], [3, 4], num_tokens=30)
+TABLES = [np.array(table, np.int64).tobytes() for table in ([1, 2], [3, 4])]
 ENTRY = control.TableEntry(
     cache_id=1,
     num_tensors=2,
@@ -166,8 +217,25 @@ DECODERS = {
     "ucx": Decoder(UcxMetadata.from_bytes, of_json(UCX), text=True),
     "hccl": Decoder(HcclMetadata.from_bytes, of_json(HCCL), text=True),
     "hixl": Decoder(hixl._message, ["name", "text"], wrap=lambda data: b"N\x02\x00" + data),
+    "plan": Decoder(read_plan, PLAN.to_dict(), text=True),
+    "recorded-plan": Decoder(
+        read_recorded_plan,
+        of_messages(
+            msgspec.msgpack.encode(
+                [
+                    recording.TemplateRow(7, recording.template_of(PLAN), ("a", "b"), (1, 2)),
+                    [
+                        recording.TRANSFER,
+                        *(1.0, 0.1, "pull_blocks", 0, "", "", 2, 1, (), 1),
+                        [["", 7, *TABLES, recording.segments_of(PLAN)]],
+                    ],
+                ]
+            )
+        ),
+        refusals=(LLMException, ValueError),
+    ),
     "recording": Decoder(
-        lambda data: recording.row_in(data, 0),
+        row_of,
         of_messages(recording.encode(recording.EventRow(1.0, 0.5, "link", 0, "", {"peer": 1}))),
         wrap=lambda data: next(iter(recording.framed([data], compress=False))),
         refusals=(ValueError,),
