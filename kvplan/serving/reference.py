@@ -34,7 +34,7 @@ class Handle:
     value: bytes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.value, bytes) or len(self.value) != HANDLE_NBYTES:
+        if type(self.value) is not bytes or len(self.value) != HANDLE_NBYTES:
             raise invalid(f"value={shown(self.value)} must be {HANDLE_NBYTES} bytes")
 
     def __str__(self) -> str:
