@@ -122,7 +122,7 @@ class PendingCall(Generic[_T]):
 
 
 class RefusalLog(LimitedLog):
-    """Logs what was refused of peers."""
+    """A limited log of what peers were refused."""
 
     def __init__(self) -> None:
         super().__init__(_log)

@@ -29,12 +29,12 @@ PART_NBYTES: Final = 64  # that a part takes beside its data
 
 
 class _Consumer:
-    """What one consumer has asked, and has not been answered yet.
+    """Unanswered asks of one consumer.
 
     Attributes:
-        waiting: what each ask waits for, by the number of the ask.
-        parts: of goals that are not whole, by the number of the ask; oldest first.
-        nbytes: of these parts.
+        waiting: Handle or transfer that each ask waits for, by the number of the ask.
+        parts: Parts of goals that are not complete, by the number of the ask; oldest first.
+        nbytes: Memory of these parts.
     """
 
     __slots__ = ("nbytes", "parts", "waiting")
@@ -155,7 +155,7 @@ class Asks:
             self._spawn(cluster_id, self._grant(cluster_id, ask, handle, leases))
 
     def _wait(self, cluster_id: int, ask: Ask, name: Handle | str) -> bool:
-        """Let an ask wait; returns whether it does, as one consumer may not fill the memory."""
+        """Let an ask wait; return False if too many of its consumer wait already."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
             reason = f"{MAX_WAITING} asks of cluster {cluster_id} wait, and no more can"

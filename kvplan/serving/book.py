@@ -257,14 +257,14 @@ class LeaseBook:
             self._free(handle, f"it was not fetched in {self._ttl_ms:g} ms")
 
     def forget_readers(self, linked: Collection[int]) -> None:
-        """Forget what readers that are not linked any more have said too early."""
+        """Forget the early `finish` of readers that are not linked any more."""
         with self._mutex:
             for reader in self._early.keys() - set(linked):
                 del self._early[reader]
 
     @property
     def has_early(self) -> bool:
-        """Whether readers have said something of requests that are not entered yet."""
+        """True if readers have finished requests that are not entered yet."""
         return bool(self._early)
 
     @property
@@ -307,7 +307,7 @@ class LeaseBook:
             del self._ended[next(iter(self._ended))]
 
     def _take_early(self, transfer: str) -> dict[int, tuple[bytes, int]]:
-        """With the lock: what readers have said of a transfer before it was entered."""
+        """With the lock: return and forget digest and number of readers, by early reader."""
         found = {}
         for reader, early in list(self._early.items()):
             if transfer in early:

@@ -30,7 +30,7 @@ class _Peer:
     """A producer's worker, as far as it is known."""
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    greeted: asyncio.Future[Hello] | None = None  # what it says of itself
+    greeted: asyncio.Future[Hello] | None = None  # its answer
     instance: str = ""  # which engine of the cluster that was
     requests: int = 0  # that have greeted it, and have not left it
     # The last failure: when, of which source, and of which process.
@@ -42,12 +42,12 @@ class Producers:
 
     Args:
         engine: links, and sends messages.
-        hello: what this side says of itself.
+        hello: the message by which this side describes itself.
         compatibility: what a producer must agree to.
         link_timeout_ms: milliseconds for a link, and for the delivery of a message.
         answer_timeout_ms: for what a producer says of itself.
         threads: in which messages are sent.
-        is_asking: whether a cluster waits for an answer of this side's, over the same link.
+        is_asking: returns True if a cluster waits for an answer of this side over its link.
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class Producers:
             peer.greeted.set_result(hello)
 
     async def greet(self, source: Source, instance: bytes) -> None:
-        """Link with a producer's process, and compare what both are, once; `leave` is due then.
+        """Link with a producer's process, and compare what both are, once; call `leave` afterwards.
 
-        Another process of the cluster that is linked, as the producer was replaced and that one
-        lives on, gives way: unless it is still in use, which is an error that names both.
+        If another process of the same cluster is linked, because the producer was replaced while
+        its old process lives, that link is ended first. If requests still use it, the error names
+        both addresses.
 
         Args:
             source: Where the producer is.
@@ -117,11 +118,11 @@ class Producers:
             peer.requests += 1
 
     def leave(self, source: Source) -> None:
-        """A request that has greeted a producer needs its link no more."""
+        """End the use of a link by a request that has greeted its producer."""
         self._peers[source.cluster_id].requests -= 1
 
     async def _hello_of(self, peer: _Peer, source: Source) -> Hello:
-        """Return what the engine that is linked says of itself; link if none is."""
+        """Return the answer of the linked engine; link first if no engine of the cluster is."""
         if peer.greeted is not None and peer.instance == self._linked(source):
             return peer.greeted.result()
         peer.greeted = None

@@ -136,7 +136,7 @@ class Pull:
                 self.handles[source.cluster_id] = handle
 
     def handle_at(self, source: Source) -> bytes:
-        """What a source calls it; empty: that is not known yet."""
+        """Return the source's handle of the request; empty if it is not known yet."""
         handle = self.handles.get(source.cluster_id)
         return b"" if handle is None else handle.value
 
@@ -160,7 +160,7 @@ class _Answer:
     """What a source is asked for, and the parts of its answer.
 
     Attributes:
-        waits: Whether it has said that the request is not entered yet.
+        waits: True once the source has answered that the request is not entered yet.
     """
 
     cluster_id: int

@@ -40,7 +40,7 @@ class Tasks:
         return task
 
     def spawn_for(self, cluster_id: int, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run what a peer's message has begun, unless so much of that peer's runs already."""
+        """Run a coroutine that a peer's message begins, or drop it if MAX_OF_PEER of its run."""
         if self._of_peers[cluster_id] >= MAX_OF_PEER:
             coroutine.close()
             peer_log.warning(

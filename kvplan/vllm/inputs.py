@@ -1,4 +1,4 @@
-"""What a request's KV cache depends on: the digest by which both engines compare it."""
+"""Digest of a request's inputs, by which both engines compare its KV cache."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ from kvplan.control import messages as control
 from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
+from kvplan.links.rank_table import locate
+from kvplan.llm_datadist.configs import _checked_cluster_info
 from kvplan.planning import files
 from kvplan.recording import format as recording
 from kvplan.recording.records import Transfer
@@ -217,6 +219,19 @@ DECODERS = {
     "ucx": Decoder(UcxMetadata.from_bytes, of_json(UCX), text=True),
     "hccl": Decoder(HcclMetadata.from_bytes, of_json(HCCL), text=True),
     "hixl": Decoder(hixl._message, ["name", "text"], wrap=lambda data: b"N\x02\x00" + data),
+    "rank-table": Decoder(
+        lambda data: locate(data.decode(errors="replace"), {0}),
+        {
+            "version": "1.0",
+            "server_list": [{"server_id": "a", "device": [{"rank_id": "0", "device_id": "0"}]}],
+        },
+        text=True,
+    ),
+    "cluster-info": Decoder(
+        lambda data: _checked_cluster_info("cluster_info", data.decode(errors="replace")),
+        {"listen_ip_info": [{"ip": "127.0.0.1", "port": 26000}]},
+        text=True,
+    ),
     "plan": Decoder(read_plan, PLAN.to_dict(), text=True),
     "recorded-plan": Decoder(
         read_recorded_plan,
