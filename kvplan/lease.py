@@ -208,7 +208,7 @@ class BlockLease(_Packed):
                 it.words,
                 it.tokens,
             )
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as error:
+        except Exception as error:  # the peer's input decides which: nesting raises RecursionError
             raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
 
     def word(self, transport: str) -> LeaseWord | None:

@@ -1,10 +1,14 @@
-"""Logs of this package: a handler that raises does no harm."""
+"""Logs of this package: a handler that raises does no harm, and peers cannot fill a disk."""
 
 from __future__ import annotations
 
 import logging
+import time
 import traceback
-from typing import Any
+from functools import partialmethod
+from typing import Any, Final
+
+_INTERVAL_S: Final = 1.0  # between two lines of one kind
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -28,3 +32,39 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         except Exception:
             if logging.raiseExceptions:
                 traceback.print_exc()
+
+
+class LimitedLog:
+    """Lines that a peer can cause: at most one of each kind in a second is logged.
+
+    The text of a line, before its arguments are put in, is its kind. Each line says how many of
+    its kind were left out before it.
+
+    Args:
+        log: Receives the lines.
+
+    Attributes:
+        count: Lines of all kinds, logged or not.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.count: int = 0
+        self._log = log
+        self._kinds: dict[str, tuple[float, int]] = {}  # time of the last line, and left out since
+
+    def log(self, level: int, msg: str, *args: object, **kwargs: Any) -> None:
+        """Log as `logging.Logger.log`, or only count."""
+        self.count += 1
+        now = time.monotonic()
+        logged, left_out = self._kinds.get(msg, (float("-inf"), 0))
+        if now - logged < _INTERVAL_S:
+            self._kinds[msg] = logged, left_out + 1
+            return
+        self._kinds[msg] = now, 0
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        if left_out:
+            msg, args = f"{msg} unlogged=%d", (*args, left_out)
+        self._log.log(level, msg, *args, **kwargs)
+
+    warning = partialmethod(log, logging.WARNING)
+    error = partialmethod(log, logging.ERROR)

@@ -150,7 +150,7 @@ class Pair:
         (params,) = self.finished([10])
         whole = params["kvplan"]
         changed = [
-            {**whole, "sequence": whole["sequence"] + 1000},
+            {**whole, "handle": "00" * 16},
             {**whole, "digest": "00" * 16},
             {**whole, "sources": [[1, "127.0.0.1:1"]]},
             {**whole, "num_tokens": 10**6},

@@ -15,8 +15,8 @@ from examples.vllm.proxy import Proxy
 from examples.vllm.report import Report, free_port
 
 PATH = "/v1/completions"
-SERVER = {"protocol": 1, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
-PARAMS = {"do_remote_prefill": True, "kvplan": {**SERVER, "sequence": 3}}
+SERVER = {"protocol": 2, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
+PARAMS = {"do_remote_prefill": True, "kvplan": {**SERVER, "handle": "00" * 16}}
 FOREVER_S = 600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

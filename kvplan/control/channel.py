@@ -27,7 +27,6 @@ from kvplan.control.messages import (
     encode,
     encode_refusal,
 )
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 MAX_REQUESTS: Final = 32
@@ -44,7 +43,6 @@ _CHECKS_PER_TIMEOUT: Final = 2
 
 _MEANINGLESS: Final = "too many frames that are no messages"
 
-_log = Log("kvplan.control")
 _Reply = TypeVar("_Reply", bound=Body)
 
 
@@ -304,8 +302,11 @@ class Channel:
         except LLMException as error:
             frame = encode(Failed.of(error), reply_to=seq)
         except Exception:
-            _log.exception(
-                "event=request_failed peer=%s request=%s", self.peer, type(body).__name__
+            self._refusals.error(
+                "event=request_failed peer=%s request=%s",
+                self.peer,
+                type(body).__name__,
+                exc_info=True,
             )
             failure = LLMException("the peer failed to serve the request; its log says why")
             frame = encode(Failed.of(failure), reply_to=seq)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 import zmq
 
 from kvplan.control.zmtp import ZapAuthenticator
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import check_threads, system_error
 
@@ -39,7 +38,6 @@ CLOSING_S: Final = 0.5
 STOPPING_S: Final = 2.0
 """Seconds that `ControlLoop.stop` waits: its caller may hold what the thread waits for."""
 
-_REFUSALS_S: Final = 1.0  # between two that are logged
 
 _log = Log("kvplan.control")
 
@@ -127,23 +125,15 @@ class PendingCall(Generic[_T]):
             self._report((None, task.result()))
 
 
-class RefusalLog:
-    """Counts what was refused of peers; logs one a second, so that nobody can fill a disk."""
+class RefusalLog(LimitedLog):
+    """A limited log of what peers were refused."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._logged_count = 0
-        self._logged = float("-inf")
+        super().__init__(_log)
 
     def note(self, peer: str, reason: str) -> None:
-        """Count one refusal, and log it if none was logged within the last second."""
-        self.count += 1
-        now = time.monotonic()
-        if now - self._logged < _REFUSALS_S:
-            return
-        others = self.count - self._logged_count - 1
-        self._logged, self._logged_count = now, self.count
-        _log.warning("event=refused peer=%s reason=%r unlogged=%d", peer, reason, others)
+        """Log one refusal, or only count it."""
+        self.warning("event=refused peer=%s reason=%r", peer, reason)
 
 
 class ControlLoop:
@@ -187,7 +177,7 @@ class ControlLoop:
 
     def _start(self) -> None:
         loop = asyncio.new_event_loop()
-        loop.set_exception_handler(_log_exception)
+        loop.set_exception_handler(partial(_log_exception, self.refusals))
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         # Starts its threads now, while enough descriptors and threads are free for them.
@@ -476,5 +466,7 @@ def _set_outcome(future: asyncio.Future[_Outcome[_T]], outcome: _Outcome[_T]) ->
 def _nothing() -> None: ...
 
 
-def _log_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    _log.error("event=exception message=%r", context["message"], exc_info=context.get("exception"))
+def _log_exception(
+    log: LimitedLog, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    log.error("event=exception message=%r", context["message"], exc_info=context.get("exception"))

@@ -364,8 +364,8 @@ def decode(frame: bytes | memoryview) -> Envelope:
         raise WrongVersion(frame[0])
     try:
         envelope = _decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Undecodable(str(error)) from None
+    except Exception as error:  # the peer's input decides which: nesting raises RecursionError
+        raise Undecodable(str(error)[:MAX_TEXT]) from None
     if envelope.seq and envelope.reply_to:
         raise Undecodable("a message cannot be a request and a reply")
     return envelope

@@ -20,7 +20,7 @@ from kvplan.hixl.options import cluster_id_of, peer_endpoint
 from kvplan.hixl.values import NotifyDesc
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.values import cluster_here
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvplan.links import PeerLink
 
 _log = Log("kvplan.hixl")
+_peer_log = LimitedLog(_log)
 
 _MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
 _HEAD: Final = struct.Struct("<cH")  # kind, bytes of the name
@@ -210,7 +211,7 @@ class Connections:
                 elif (message := _message(data)) is not None:
                     self._messages.append(message)
                 else:
-                    _log.warning(
+                    _peer_log.warning(
                         "cluster %d has sent %d bytes that are no notification of hixl",
                         cluster_id,
                         len(data),

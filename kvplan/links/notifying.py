@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.direct import DirectListener, DirectSender, connect
 from kvplan.control.messages import Notified, Notify
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_REQUESTS: Final = 8  # at a time, besides the link's other requests
 
-_log = Log("kvplan.links")
+_peer_log = LimitedLog(Log("kvplan.links"))
 
 
 class Inbox(Protocol):
@@ -157,7 +157,7 @@ class Notifier:
             await self.send(channel(), data, timeout_s)
         except (LLMException, TimeoutError, ChannelClosed) as error:
             # As text: a record that is kept would keep the error, and with it what has failed.
-            _log.warning("event=not_notified peer=%s reason=%s", self._cluster_id, repr(error))
+            _peer_log.warning("event=not_notified peer=%s reason=%s", self._cluster_id, repr(error))
         finally:
             self._later.discard(token)
 

@@ -108,7 +108,7 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
             for server in table.server_list
             for device in server.device
         }
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _bad(rank_table, str(error)) from None
     if table.version not in VERSIONS:
         raise _bad(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
 from kvplan.links.values import link_failed
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Renewable
 
 _LOG = Log("kvplan")
+_PEER_LOG = LimitedLog(_LOG)
 _MAX_ATTEMPTS = 4  # at a time; one that was abandoned may still wait for the peer
 _RENEWAL_S = 30.0  # for the peer to join; who needs it waits as long as an operation may take
 
@@ -202,7 +203,7 @@ class Renewals:
         who = f"renewal {attempt.generation} of the link to cluster {self._link.cluster_id}"
         reason = f"{who}: {error.args[0]}"
         if not self._ended:
-            _LOG.warning("%s", reason)
+            _PEER_LOG.warning("%s", reason)
             self._notify(Renewed(str(error.args[0])[:MAX_TEXT] or "it failed", attempt.generation))
         attempt.outcome.set_exception(LLMException(reason, status_code=error.status_code))
 

@@ -54,7 +54,7 @@ def _checked_cluster_info(name: str, text: str) -> str:
         cluster = json.loads(text)
         for address in cluster.get("listen_ip_info", ()):
             address["ip"] = trans_str_ip(address["ip"])
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise invalid(
             f'{name}={shown(text)} must be a JSON object, with "ip" in each of its '
             f'"listen_ip_info", if any: {error!r}'

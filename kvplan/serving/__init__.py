@@ -4,7 +4,7 @@ from kvplan.serving.book import LeaseBook
 from kvplan.serving.exchange import Exchange, ExchangeOptions
 from kvplan.serving.puller import PullResult, Target
 from kvplan.serving.pusher import Chunk
-from kvplan.serving.reference import Compatibility, Reference, Source, token_digest
+from kvplan.serving.reference import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.tables import CacheGroup, Table
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Compatibility",
     "Exchange",
     "ExchangeOptions",
+    "Handle",
     "LeaseBook",
     "PullResult",
     "Reference",

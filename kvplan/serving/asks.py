@@ -6,16 +6,49 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.serving.book import LeaseBook, NotYetError
-from kvplan.serving.messages import Ask, Message, Refusal, grants
+from kvplan.serving.messages import (
+    MAX_REASON,
+    Ask,
+    Message,
+    Refusal,
+    Waiting,
+    grants,
+)
 from kvplan.serving.pusher import Goal, Pusher
+from kvplan.serving.reference import Handle
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.status import LLMException
 
-logger = Log("kvplan.serving")
+peer_log = LimitedLog(Log("kvplan.serving"))
 
-_MOST_GOALS: Final = 4096  # of which parts have come
+MAX_WAITING: Final = 4096  # asks of one consumer
+MAX_GOAL_NBYTES: Final = 8 << 20  # of one consumer's goals of which parts are missing
+PART_NBYTES: Final = 64  # that a part takes beside its data
+
+
+class _Consumer:
+    """Unanswered asks of one consumer.
+
+    Attributes:
+        waiting: Handle or transfer that each ask waits for, by the number of the ask.
+        parts: Parts of goals that are not complete, by the number of the ask; oldest first.
+        nbytes: Memory of these parts.
+    """
+
+    __slots__ = ("nbytes", "parts", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Handle | str] = {}
+        self.parts: dict[int, list[bytes]] = {}
+        self.nbytes = 0
+
+    def take_parts(self, number: int) -> list[bytes]:
+        """Return the parts of a goal, and forget them."""
+        parts = self.parts.pop(number, [])
+        self.nbytes -= sum(len(part) + PART_NBYTES for part in parts)
+        return parts
 
 
 class Asks:
@@ -26,10 +59,10 @@ class Asks:
         book: has the leases.
         pusher: is told where consumers want what is still being computed.
         push: whether it is.
-        enter_timeout_ms: how long who asks for a sequence waits for it to be entered; who asks for
+        enter_timeout_ms: how long who asks for a handle waits for it to be entered; who asks for
             a transfer waits as long as it likes.
         loop: of the exchange.
-        spawn: runs a coroutine in it.
+        spawn: runs a coroutine in it for a cluster, unless too many of that cluster run.
         say: sends messages to a cluster, in their order.
     """
 
@@ -42,7 +75,7 @@ class Asks:
         push: bool,
         enter_timeout_ms: float,
         loop: asyncio.AbstractEventLoop,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[int, Coroutine[Any, Any, None]], None],
         say: Callable[[int, Sequence[Message]], None],
     ) -> None:
         self._instance = instance
@@ -53,100 +86,145 @@ class Asks:
         self._loop = loop
         self._spawn = spawn
         self._say = say
-        # By sequence or transfer; then by cluster id and number of the ask.
-        self.waiting: dict[int | str, dict[tuple[int, int], Ask]] = {}
-        self.parts: dict[tuple[int, int], list[bytes]] = {}  # of goals that are not whole
+        # By handle or transfer; then by cluster id and number of the ask.
+        self.waiting: dict[Handle | str, dict[tuple[int, int], Ask]] = {}
+        self._consumers: dict[int, _Consumer] = {}
 
     def take(self, cluster_id: int, ask: Ask) -> None:
         """A consumer asks; where to push is sent in parts, and answered after the last."""
-        if not self._take_goal(cluster_id, ask):
+        if (data := self._whole(cluster_id, ask)) is None:
             return
-        self._answer(cluster_id, ask)
-        if not ask.transfer and ask.sequence in self.waiting:
-            self._loop.call_later(self._enter_timeout_s, self._give_up, cluster_id, ask)
+        goal: Goal | None = None
+        if data and self._push and ask.transfer and ask.instance == self._instance:
+            try:
+                goal = Goal.from_bytes(data)
+            except LLMException as error:
+                self._refuse(cluster_id, ask, str(error.args[0]))
+                return
+            if goal.lease.cluster_id != cluster_id:
+                self._refuse(
+                    cluster_id,
+                    ask,
+                    f"its goal is a lease of cluster {goal.lease.cluster_id}; it may only be one "
+                    f"of cluster {cluster_id}, which asks",
+                )
+                return
+        self._answer(cluster_id, ask, goal)
 
-    def answer_waiting(self, sequence: int, transfer: str) -> None:
+    def answer_waiting(self, *names: Handle | str) -> None:
         """Answer who waits for what has just been entered, or will not be."""
-        names: list[int | str] = [transfer] if transfer in self.waiting else []
-        names += [it for it in self.waiting if isinstance(it, int) and it <= sequence]
         for name in names:
-            for (cluster_id, _), ask in self.waiting.pop(name).items():
-                self._answer(cluster_id, ask)
+            for cluster_id, number in list(self.waiting.get(name, ())):
+                if (ask := self._forget(cluster_id, number)) is not None:
+                    self._answer(cluster_id, ask)
 
     def end_waiting(self, cluster_id: int, transfer: str) -> None:
         """Answer what a consumer has asked before it said that it needs a transfer no more."""
-        for ask in self._forget(cluster_id, transfer):
+        for ask in self._forget_all(cluster_id, transfer):
             self._refuse(cluster_id, ask, f"cluster {cluster_id} has said it needs it no more")
 
     def clusters(self) -> set[int]:
         """Of those that wait, or have sent a part."""
-        waiting = {it for asks in self.waiting.values() for it, _ in asks}
-        return waiting | {it for it, _ in self.parts}
+        return set(self._consumers)
 
     def keep(self, linked: Collection[int]) -> None:
         """Forget what clusters have asked that are not linked any more."""
-        for name, asks in list(self.waiting.items()):
-            for cluster_id in {it for it, _ in asks}.difference(linked):
-                if isinstance(name, str):  # the others end by themselves
-                    self._forget(cluster_id, name)
-        self.parts = {key: it for key, it in self.parts.items() if key[0] in linked}
+        for cluster_id in self._consumers.keys() - set(linked):
+            for number in list(self._consumers[cluster_id].waiting):
+                self._forget(cluster_id, number)
+            self._consumers.pop(cluster_id, None)
 
-    def _answer(self, cluster_id: int, ask: Ask) -> None:
+    def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None) -> None:
         """Give a consumer the lease that it asks for, say why not, or let it wait for it."""
         if ask.instance != self._instance:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
+        handle = Handle.of(ask.handle)
+        if handle is None and not ask.transfer:
+            self._refuse(cluster_id, ask, "it names neither a handle nor a transfer")
+            return
         try:
-            sequence, leases = self._book.leases_of(ask.sequence, ask.digest, ask.transfer)
+            handle, leases = self._book.leases_of(handle, ask.digest, ask.transfer)
         except NotYetError:  # a transfer may wait for as long as its consumer does
-            waiting = self.waiting.setdefault(ask.transfer or ask.sequence, {})
-            waiting[cluster_id, ask.number] = ask
+            waits = self._wait(cluster_id, ask, ask.transfer or Handle(ask.handle))
+            if waits and goal is not None:
+                self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
         except LLMException as error:
             self._refuse(cluster_id, ask, str(error.args[0]))
         else:
-            self._spawn(self._grant(cluster_id, ask, sequence, leases))
+            self._spawn(cluster_id, self._grant(cluster_id, ask, handle, leases))
 
-    async def _grant(
-        self, cluster_id: int, ask: Ask, sequence: int, leases: Sequence[GroupLease]
-    ) -> None:
-        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer)
-        self._say(cluster_id, grants(ask.number, sequence, pushed, encode_leases(leases)))
-
-    def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
-        """Take a part of where a consumer wants a transfer; returns whether it was the last."""
-        key = cluster_id, ask.number
-        parts = self.parts.setdefault(key, [])
-        parts.append(ask.data)
-        if len(parts) < ask.parts:
-            if len(self.parts) > _MOST_GOALS:  # the rest of the oldest was lost
-                del self.parts[next(iter(self.parts))]
+    def _wait(self, cluster_id: int, ask: Ask, name: Handle | str) -> bool:
+        """Let an ask wait; return False if too many of its consumer wait already."""
+        consumer = self._consumers.setdefault(cluster_id, _Consumer())
+        if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
+            reason = f"{MAX_WAITING} asks of cluster {cluster_id} wait, and no more can"
+            self._refuse(cluster_id, ask, reason)
             return False
-        del self.parts[key]
-        data = b"".join(parts)
-        if data and self._push and ask.instance == self._instance:
-            try:
-                goal = Goal.from_bytes(data)
-            except LLMException as error:
-                logger.warning("cluster %d: %s", cluster_id, error)
-            else:
-                self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
+        self._forget(cluster_id, ask.number)
+        consumer = self._consumers.setdefault(cluster_id, consumer)
+        consumer.waiting[ask.number] = name
+        self.waiting.setdefault(name, {})[cluster_id, ask.number] = ask
+        self._say(cluster_id, [Waiting(ask.number)])
+        if isinstance(name, Handle):
+            self._loop.call_later(self._enter_timeout_s, self._give_up, cluster_id, ask)
         return True
 
-    def _forget(self, cluster_id: int, transfer: str) -> list[Ask]:
-        """Let a consumer wait for a transfer no more; returns what it has asked."""
-        asks = self.waiting.get(transfer, {})
-        ended = [asks.pop(it) for it in list(asks) if it[0] == cluster_id]
+    async def _grant(
+        self, cluster_id: int, ask: Ask, handle: Handle, leases: Sequence[GroupLease]
+    ) -> None:
+        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer)
+        self._say(cluster_id, grants(ask.number, handle.value, pushed, encode_leases(leases)))
+
+    def _whole(self, cluster_id: int, ask: Ask) -> bytes | None:
+        """Take a part of where a consumer wants a transfer; None: it was not the last."""
+        if ask.parts == 1:
+            return ask.data
+        consumer = self._consumers.setdefault(cluster_id, _Consumer())
+        parts = consumer.parts.setdefault(ask.number, [])
+        parts.append(ask.data)
+        consumer.nbytes += len(ask.data) + PART_NBYTES
+        whole = None
+        if len(parts) >= ask.parts:
+            whole = b"".join(consumer.take_parts(ask.number))
+        while consumer.nbytes > MAX_GOAL_NBYTES:  # the rest of the oldest was lost
+            oldest = next(iter(consumer.parts))
+            consumer.take_parts(oldest)
+            peer_log.warning("cluster %d: the goal of an ask is dropped: too large", cluster_id)
+        self._drop_idle(cluster_id)
+        return whole
+
+    def _forget(self, cluster_id: int, number: int) -> Ask | None:
+        """Let an ask wait no more; None: it does not."""
+        consumer = self._consumers.get(cluster_id)
+        name = None if consumer is None else consumer.waiting.pop(number, None)
+        if name is None:
+            return None
+        asks = self.waiting[name]
+        ask = asks.pop((cluster_id, number))
         if not asks:
-            self.waiting.pop(transfer, None)
-        return ended
+            del self.waiting[name]
+        self._drop_idle(cluster_id)
+        return ask
+
+    def _forget_all(self, cluster_id: int, transfer: str) -> list[Ask]:
+        """Let a consumer wait for a transfer no more; returns what it has asked."""
+        numbers = [number for of, number in self.waiting.get(transfer, ()) if of == cluster_id]
+        found = (self._forget(cluster_id, number) for number in numbers)
+        return [ask for ask in found if ask is not None]
+
+    def _drop_idle(self, cluster_id: int) -> None:
+        consumer = self._consumers[cluster_id]
+        if not consumer.waiting and not consumer.parts:
+            del self._consumers[cluster_id]
 
     def _give_up(self, cluster_id: int, ask: Ask) -> None:
-        asks = self.waiting.get(ask.sequence, {})
-        if asks.pop((cluster_id, ask.number), None) is None:
-            return
-        if not asks:
-            del self.waiting[ask.sequence]
-        self._refuse(cluster_id, ask, f"request {ask.sequence} has not finished here")
+        name = Handle(ask.handle)
+        if self.waiting.get(name, {}).get((cluster_id, ask.number)) is ask:
+            self._forget(cluster_id, ask.number)
+            self._refuse(
+                cluster_id, ask, f"{name} is not here: it has not finished, or ended long ago"
+            )
 
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
-        self._say(cluster_id, [Refusal(ask.number, reason[:1000])])
+        self._say(cluster_id, [Refusal(ask.number, reason[:MAX_REASON])])

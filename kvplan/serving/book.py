@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Final, Protocol
 
 from kvplan.lease import BlockLease, tag_of
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
+from kvplan.serving.reference import Handle
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import Cache
+from kvplan.validation import shown
 
 logger = Log("kvplan.serving")
+peer_log = LimitedLog(logger)
 
-_MOST_REMEMBERED: Final = 4096  # transfers that have ended, or that readers do not need
-_ENDED: Final = "has ended: its blocks may be another's"
+MAX_REMEMBERED: Final = 4096  # requests and transfers that have ended
+MAX_EARLY: Final = 1024  # transfers of one reader that has ended before they are entered
 
 
 class Leasing(Protocol):
@@ -37,14 +40,19 @@ class Leasing(Protocol):
 
 @dataclass
 class _Held:
-    """A finished request whose blocks are kept."""
+    """A finished request whose blocks are kept.
 
-    request: str
+    Attributes:
+        name: for logs.
+        done: cluster ids of the readers that have ended.
+    """
+
+    name: str
     leases: tuple[GroupLease, ...]
     digest: bytes
     deadline: float
-    transfer: str = ""
-    done: set[int] = field(default_factory=set)  # cluster ids of readers
+    transfer: str
+    done: set[int] = field(default_factory=set)
 
 
 class NotYetError(Exception):
@@ -85,14 +93,13 @@ class LeaseBook:
         self._on_freed = on_freed
         self._on_ending = on_ending
         self._mutex = RLock()
-        self._held: dict[int, _Held] = {}
-        self._stuck: dict[int, _Held] = {}  # a peer may still be writing to them
-        self._freed: set[str] = set()
-        self._last = -1
-        self._transfers: dict[str, int] = {}  # sequences of those that are held
-        self._ended: dict[str, str] = {}  # transfers, and how, the oldest first
-        # `finish` before `enter`: digest and number of readers, by reader.
-        self._early: dict[str, dict[int, tuple[bytes, int]]] = {}
+        self._held: dict[Handle, _Held] = {}
+        self._stuck: dict[Handle, _Held] = {}  # a peer may still be writing to them
+        self._freed: set[Handle] = set()
+        self._transfers: dict[str, Handle] = {}  # of requests that are held
+        self._ended: dict[Handle | str, str] = {}  # requests and transfers, and how; oldest first
+        # `finish` before `enter`: digest and number of readers, by reader and transfer.
+        self._early: dict[int, dict[str, tuple[bytes, int]]] = {}
         self.expired: int = 0
 
     def __len__(self) -> int:
@@ -101,162 +108,213 @@ class LeaseBook:
 
     def enter(
         self,
-        sequence: int,
         request: str,
         blocks: Blocks,
         digest: bytes,
         transfer: str = "",
-    ) -> None:
+        *,
+        handle: Handle | None = None,
+    ) -> Handle:
         """Lease the blocks of a request that has finished; if that fails, they are free at once.
 
         Args:
-            sequence: of the reference; greater than all before.
-            request: what `take_freed` calls it.
+            request: what logs and leases call it.
             blocks: in the order of its tokens; of several groups, a table for each.
             digest: of what was computed.
             transfer: what consumers may have asked for already; empty: nothing.
-        """
-        try:
-            leases = self._lease(blocks, tag_of(request))
-        except LLMException as error:
-            logger.warning("request %s cannot be leased, and is not kept: %s", request, error)
-            with self._mutex:
-                self._last = max(self._last, sequence)
-            if transfer:
-                self._on_ending(transfer)
-                self.end_transfer(transfer, f"could not be leased: {error}")
-            self._report(request)
-            return
-        with self._mutex:
-            deadline = self._clock() + self._ttl_ms / 1000
-            self._held[sequence] = _Held(request, leases, digest, deadline, transfer)
-            self._last = max(self._last, sequence)
-            if transfer:
-                self._transfers[transfer] = sequence
-            early = self._early.pop(transfer, {})
-        for reader, (said, readers) in early.items():
-            self.finish(sequence, said, reader, readers)
+            handle: that all workers enter it under; None: a new one.
 
-    def leases_of(
-        self, sequence: int, digest: bytes, transfer: str = ""
-    ) -> tuple[int, tuple[GroupLease, ...]]:
-        """Return sequence and leases of a request, for a consumer that means the same tokens.
-
-        Args:
-            sequence, digest: of the reference.
-            transfer: what is asked for instead of a sequence, if it is not empty.
+        Returns:
+            The handle, which `take_freed` returns once the blocks are free.
 
         Raises:
-            NotYetError: no request as late as this, or of this name, was entered.
+            LLMException: LLM_PARAM_INVALID: a request was entered under this handle before.
+        """
+        handle = handle or Handle.new()
+        early: dict[int, tuple[bytes, int]] = {}
+        failure = ""
+        with self._mutex:
+            if handle in self._held or handle in self._stuck or handle in self._ended:
+                raise invalid(f"handle={handle} is of a request that was entered before: make one")
+            try:
+                leases = self._lease(blocks, tag_of(request))
+            except LLMException as error:
+                failure = f"could not be leased: {error}"
+                self._remember(handle, failure)
+            else:
+                deadline = self._clock() + self._ttl_ms / 1000
+                self._held[handle] = _Held(request, leases, digest, deadline, transfer)
+                if transfer and self._transfers.setdefault(transfer, handle) == handle:
+                    self._ended.pop(transfer, None)
+                    early = self._take_early(transfer)
+                elif transfer:
+                    logger.warning(
+                        "request %s: transfer %s is of another request, which keeps the name",
+                        request,
+                        shown(transfer),
+                    )
+        if failure:
+            logger.warning("request %s is not kept: it %s", request, failure)
+            if transfer:
+                self._on_ending(transfer)
+                self.end_transfer(transfer, failure)
+            self._report(handle)
+        for reader, (said, readers) in early.items():
+            self.finish(handle, said, reader, readers)
+        return handle
+
+    def leases_of(
+        self, handle: Handle | None, digest: bytes, transfer: str = ""
+    ) -> tuple[Handle, tuple[GroupLease, ...]]:
+        """Return handle and leases of a request, for a consumer that means the same tokens.
+
+        Args:
+            handle, digest: of the reference.
+            transfer: what is asked for instead of a handle, if it is not empty.
+
+        Raises:
+            NotYetError: no request of this handle, or of this name, was entered, as far as is
+                remembered.
             LLMException: LLM_KV_CACHE_NOT_EXIST: it has ended, or was of other tokens.
         """
         with self._mutex:
             if transfer:
-                sequence = self._transfers.get(transfer, -1)
-                if sequence < 0 and transfer not in self._ended:
-                    raise NotYetError
-            held = self._held.get(sequence)
-            if held is None and sequence > self._last:
+                handle = self._transfers.get(transfer)
+            held = None if handle is None else self._held.get(handle)
+            how = self._ended.get(transfer or handle or "")
+        if held is None or handle is None:
+            if how is None:
                 raise NotYetError
-            how = self._ended.get(transfer, _ENDED)
-        name = transfer or f"request {sequence}"
-        if held is None:
-            raise _gone(f"{name} {how}")
-        if held.digest != digest:
-            raise _gone(f"{name} is {held.request}, which was of other tokens")
-        return sequence, held.leases
+            raise _gone(f"{transfer or handle} {how}")
+        if held.digest != digest:  # the name of the request is not the asker's to know
+            raise _gone(f"{transfer or handle} was of other tokens")
+        return handle, held.leases
 
     def end_transfer(self, transfer: str, how: str) -> None:
         """Remember that a transfer has ended, and how, for consumers that ask later."""
         with self._mutex:
             self._transfers.pop(transfer, None)
-            self._early.pop(transfer, None)
-            self._ended[transfer] = how
-            if len(self._ended) > _MOST_REMEMBERED:
-                del self._ended[next(iter(self._ended))]
+            self._take_early(transfer)
+            self._remember(transfer, how)
 
-    def renew(self, sequences: Iterable[int]) -> None:
+    def renew(self, handles: Iterable[Handle]) -> None:
         """Let leases last `ttl_ms` from now; those that have ended stay so."""
-        for sequence in sequences:
+        for handle in handles:
             with self._mutex:
-                if (held := self._held.get(sequence)) is None:
+                if (held := self._held.get(handle)) is None:
                     continue
                 try:
-                    for it in held.leases:
-                        self._engine.renew(it.lease, self._ttl_ms)
+                    for of_group in held.leases:
+                        self._engine.renew(of_group.lease, self._ttl_ms)
                 except LLMException:  # one has expired: `expire` frees them
                     continue
                 held.deadline = self._clock() + self._ttl_ms / 1000
 
     def finish(
-        self, sequence: int, digest: bytes, reader: int, readers: int, transfer: str = ""
+        self, handle: Handle | None, digest: bytes, reader: int, readers: int, transfer: str = ""
     ) -> None:
-        """One of `readers` needs the blocks no more; after the last they are free."""
+        """One of `readers` needs the blocks no more; after the last they are free.
+
+        Args:
+            handle: None: the reader knows only the transfer.
+        """
         with self._mutex:
-            if transfer:
-                sequence = self._transfers.get(transfer, -1)
-                if sequence < 0 and transfer not in self._ended:  # it is still being computed
-                    self._early.setdefault(transfer, {})[reader] = digest, readers
-                    if len(self._early) > _MOST_REMEMBERED:
-                        del self._early[next(iter(self._early))]
-            held = self._held.get(sequence)
+            if handle is None:
+                handle = self._transfers.get(transfer)
+                if handle is None:
+                    if transfer and transfer not in self._ended:  # it is still being computed
+                        early = self._early.setdefault(reader, {})
+                        early[transfer] = digest, readers
+                        if len(early) > MAX_EARLY:
+                            del early[next(iter(early))]
+                    return
+            held = self._held.get(handle)
             if held is None or held.digest != digest:
                 return
             held.done.add(reader)
             if len(held.done) < readers:
                 return
-        self._free(sequence)
+        self._free(handle, "all its readers were done")
 
-    def abort(self, request: str) -> None:
+    def abort(self, handle: Handle) -> None:
         """Free the blocks of a request, whoever reads them; an unknown one is fine."""
-        with self._mutex:
-            found = [it for it, held in self._held.items() if held.request == request]
-        for sequence in found:
-            self._free(sequence)
+        self._free(handle, "its producer has aborted it")
 
     def expire(self) -> None:
         """Free the blocks of leases whose time has passed, and of those that peers held up."""
         now = self._clock()
         with self._mutex:
-            late = [it for it, held in self._held.items() if held.deadline <= now]
+            late = [handle for handle, held in self._held.items() if held.deadline <= now]
             late += self._stuck
-        for sequence in late:
-            if (held := self._held.get(sequence)) is not None:
+        for handle in late:
+            if (held := self._held.get(handle)) is not None:
                 self.expired += 1
                 logger.warning(
                     "request %s was not fetched in %g ms: its blocks are free",
-                    held.request,
+                    held.name,
                     self._ttl_ms,
                 )
-            self._free(sequence)
+            self._free(handle, f"it was not fetched in {self._ttl_ms:g} ms")
+
+    def forget_readers(self, linked: Collection[int]) -> None:
+        """Forget the early `finish` of readers that are not linked any more."""
+        with self._mutex:
+            for reader in self._early.keys() - set(linked):
+                del self._early[reader]
+
+    @property
+    def has_early(self) -> bool:
+        """True if readers have finished requests that are not entered yet."""
+        return bool(self._early)
 
     @property
     def has_freed(self) -> bool:
         """Whether `take_freed` has something to return."""
         return bool(self._freed)
 
-    def take_freed(self) -> set[str]:
+    def take_freed(self) -> set[Handle]:
         """Return the requests whose blocks have become free since the last call."""
         with self._mutex:
             freed, self._freed = self._freed, set()
         return freed
 
-    def _free(self, sequence: int) -> None:
+    def _free(self, handle: Handle, why: str) -> None:
         with self._mutex:
-            held = self._held.pop(sequence, None) or self._stuck.pop(sequence, None)
+            held = self._held.pop(handle, None)
+            if held is not None:
+                how = f"has ended: {why}, and its blocks may be another's"
+                self._remember(handle, how)
+                if self._transfers.get(held.transfer) == handle:
+                    self.end_transfer(held.transfer, how)
+            else:
+                held = self._stuck.pop(handle, None)
         if held is None:
             return
         if held.transfer:
             # No lease of this side is looked at by a push: what it read later would have arrived.
             self._on_ending(held.transfer)
-        ended = [self._release(held.request, it.lease) for it in held.leases]
+        ended = [self._release(held.name, of_group.lease) for of_group in held.leases]
         if not all(ended):
             with self._mutex:
-                self._stuck[sequence] = held
+                self._stuck[handle] = held
             return
-        if held.transfer:
-            self.end_transfer(held.transfer, _ENDED)
-        self._report(held.request)
+        self._report(handle)
+
+    def _remember(self, what: Handle | str, how: str) -> None:
+        """With the lock."""
+        self._ended[what] = how
+        if len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    def _take_early(self, transfer: str) -> dict[int, tuple[bytes, int]]:
+        """With the lock: return and forget digest and number of readers, by early reader."""
+        found = {}
+        for reader, early in list(self._early.items()):
+            if transfer in early:
+                found[reader] = early.pop(transfer)
+                if not early:
+                    del self._early[reader]
+        return found
 
     def _lease(self, blocks: Blocks, tag: str) -> tuple[GroupLease, ...]:
         """Lease the blocks of a request in all caches, or in none."""
@@ -281,15 +339,15 @@ class LeaseBook:
             self._engine.release(lease)
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_TIMEOUT:
-                logger.warning("blocks of request %s stay in use: %s", request, error)
+                peer_log.warning("blocks of request %s stay in use: %s", request, error)
                 return False
             if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
                 logger.warning("request %s: %s", request, error)
         return True
 
-    def _report(self, request: str) -> None:
+    def _report(self, handle: Handle) -> None:
         with self._mutex:
-            self._freed.add(request)
+            self._freed.add(handle)
         self._on_freed()
 
 

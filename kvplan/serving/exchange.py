@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvplan.links import LinkState
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.serving.asks import Asks
 from kvplan.serving.book import LeaseBook
-from kvplan.serving.messages import Ask, Done, Hello, Message, Renew, decode
+from kvplan.serving.messages import (
+    MAX_INSTANCE,
+    Ask,
+    Done,
+    Hello,
+    Message,
+    Renew,
+    decode,
+)
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Pusher
 from kvplan.serving.ranks import read_from, readers_of
-from kvplan.serving.reference import Compatibility, Reference
+from kvplan.serving.reference import Compatibility, Handle, Reference
 from kvplan.serving.tables import Blocks, CacheGroup, groups_of
+from kvplan.serving.tasks import Tasks
 from kvplan.status import LLMException, invalid
 from kvplan.system_limits import start_thread
 from kvplan.validation import check_type, shown
@@ -31,9 +40,9 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
+peer_log = LimitedLog(logger)
 
 _MOST_HELPERS = 32  # threads, of which each of the following keeps some at most
-_MOST_FREED = 8  # requests at once, whose release waits for peers that are stopped
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class Exchange:
         cache: paged, and with a layout (`kv_tensor_format`); of a model with several, their groups,
             which cannot be pushed to.
         compatibility: what both sides have to agree on.
-        instance: 16 bytes or less that name the serving engine's process: all its workers have the
+        instance: 1 to 32 bytes that name the serving engine's process: all its workers have the
             same, and a restarted one has others.
         rank, ranks: of this worker under tensor parallelism.
         num_heads: KV heads of the model.
@@ -98,7 +107,8 @@ class Exchange:
         options: time limits.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: groups that cannot be.
+        TypeError: instance is not bytes.
+        LLMException: LLM_PARAM_INVALID: groups that cannot be; instance has no byte, or too many.
     """
 
     def __init__(
@@ -122,13 +132,14 @@ class Exchange:
         self._engine = engine
         self._compatibility = compatibility
         self._instance = check_type("instance", instance, bytes)
+        if not 1 <= len(instance) <= MAX_INSTANCE:
+            raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
         self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
         self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
         # Messages, renewals and releases: when all transfers wait, leases would expire without.
         self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
-        self._freeing = asyncio.Semaphore(_MOST_FREED)
         self._results: deque[PullResult] = deque()
-        self._running: set[asyncio.Task[None]] = set()
+        self._fetching: set[str] = set()  # requests of which no result is reported yet
         self._news = Condition()
         self._calling = RLock()
         self._closed = False
@@ -148,6 +159,7 @@ class Exchange:
             on_ending=self._pusher.end,
         )
         self._loop = asyncio.new_event_loop()
+        self._tasks = Tasks(self._loop, self._helpers)
         self._asks = Asks(
             self._instance,
             self.book,
@@ -155,15 +167,17 @@ class Exchange:
             push=push,
             enter_timeout_ms=options.enter_timeout_ms,
             loop=self._loop,
-            spawn=self._spawn,
+            spawn=self._tasks.spawn_for,
             say=self._say,
         )
         self._producers = Producers(
             engine,
+            Hello(dict(compatibility.fields), instance, answer=False),
             compatibility,
             link_timeout_ms=options.link_timeout_ms,
             answer_timeout_ms=options.pull_timeout_ms,
             threads=self._helpers,
+            is_asking=lambda cluster_id: cluster_id in self._asks.clusters(),
         )
         self._puller = Puller(
             engine,
@@ -183,18 +197,20 @@ class Exchange:
 
     def enter(
         self,
-        sequence: int,
         request: str,
         blocks: Blocks,
         digest: bytes,
         transfer: str = "",
-    ) -> None:
+        *,
+        handle: Handle | None = None,
+    ) -> Handle:
         """Offer the blocks of a request that has finished: see `LeaseBook.enter`.
 
-        They are the consumers' until `take_freed` returns the request.
+        They are the consumers' until `take_freed` returns the handle.
         """
-        self.book.enter(sequence, request, blocks, digest, transfer)
-        self._call(self._asks.answer_waiting, sequence, transfer)
+        handle = self.book.enter(request, blocks, digest, transfer, handle=handle)
+        self._call(self._asks.answer_waiting, handle, *([transfer] if transfer else []))
+        return handle
 
     def begin_step(self, chunks: Sequence[Chunk], moved: Iterable[str] = ()) -> None:
         """Say what the model computes next, so that it is pushed where consumers wait for it.
@@ -219,13 +235,13 @@ class Exchange:
     def refuse(self, transfer: str, reason: str) -> None:
         """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
         self.book.end_transfer(transfer, reason)
-        self._call(self._asks.answer_waiting, -1, transfer)
+        self._call(self._asks.answer_waiting, transfer)
 
-    def abort(self, request: str) -> None:
+    def abort(self, handle: Handle) -> None:
         """Offer a request no more, whoever reads it."""
-        self._call(self._in_thread, self.book.abort, request)
+        self._call(self._in_thread, self.book.abort, handle)
 
-    def take_freed(self) -> set[str]:
+    def take_freed(self) -> set[Handle]:
         """Return the requests whose blocks have become free since the last call."""
         return self.book.take_freed()
 
@@ -235,24 +251,43 @@ class Exchange:
         """Prepare to fetch a request: link with its producer, ask for it, and keep it alive there.
 
         A second time: nothing.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: the request is being fetched.
         """
-        self._call(self._expect, request, reference)
+        with self._calling:
+            self._check_idle(request)
+            self._call(self._expect, request, reference)
 
     def fetch(self, request: str, reference: Reference, target: Target) -> None:
         """Fetch a request into blocks of the cache; `take_results` says how it ended, once.
 
         It fails, at the latest when its time is over, rather than to bring other tokens' content.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a request of this name is being fetched, and its result
+                is not there yet.
         """
-        if not self._call(self._fetch, request, reference, target):
-            self._report(PullResult(request, closed(), target.blocks, target.first_token))
+        with self._calling:
+            self._check_idle(request)
+            if self._call(self._fetch, request, reference, target):
+                self._fetching.add(request)
+                return
+        self._report(PullResult(request, closed(), target.blocks, target.first_token))
 
     def cancel(self, request: str) -> None:
         """End a fetch whose request is not needed any more; its result follows, mostly an error."""
         self._call(self._puller.cancel, request)
 
     def drop(self, request: str, reference: Reference) -> None:
-        """Fetch nothing of a request: its producer may free it. No result follows."""
-        self._call(self._fetch, request, reference, None)
+        """Fetch nothing of a request: its producer may free it. No result follows.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: the request is being fetched; `cancel` ends that.
+        """
+        with self._calling:
+            self._check_idle(request)
+            self._call(self._fetch, request, reference, None)
 
     def wait(self, timeout_ms: float) -> bool:
         """Wait until there is something to take, of either side; returns whether there is."""
@@ -301,22 +336,33 @@ class Exchange:
         self._loop.close()
 
     async def _main(self) -> None:
-        self._spawn(self._renew())
-        self._spawn(self._expire())
-        async for it in self._engine.notifications():  # until it is finalized
-            self._receive(it.cluster_id, it.data)
+        self._tasks.spawn(self._renew())
+        self._tasks.spawn(self._expire())
+        async for cluster_id, data in self._engine.notifications():  # until it is finalized
+            try:
+                self._receive(cluster_id, data)
+            except Exception:  # whatever one message raises, those behind it are taken
+                peer_log.warning("cluster %d: a message is dropped", cluster_id, exc_info=True)
+            await asyncio.sleep(0)  # a peer that floods does not keep the loop from all else
 
     async def _end(self) -> None:
         self._pusher.close()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._tasks.cancel()
 
     def _stop(self) -> None:
         if self._main_task is not None:
             self._main_task.cancel()
 
+    def _check_idle(self, request: str) -> None:
+        if request in self._fetching:
+            raise invalid(
+                f"request={shown(request)} is being fetched; wait for its result, or give another "
+                "name"
+            )
+
     def _report(self, result: PullResult) -> None:
+        with self._calling:
+            self._fetching.discard(result.request)
         self._results.append(result)
         self._wake()
 
@@ -334,42 +380,28 @@ class Exchange:
                 self._loop.call_soon_threadsafe(function, *args)
             return not self._closed
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the exchange goes on after an error", exc_info=error)
-
     def _in_thread(self, function: Callable[..., object], *args: object) -> None:
-        """Let a helper do what may block for a moment; what it raises is logged."""
-
-        async def done() -> None:
-            async with self._freeing:
-                await self._loop.run_in_executor(self._helpers, function, *args)
-
-        self._spawn(done())
+        self._tasks.spawn(self._tasks.in_thread(function, *args))
 
     def _receive(self, cluster_id: int, data: bytes) -> None:
         try:
             message = decode(data)
         except LLMException as error:
-            logger.warning("cluster %d: %s", cluster_id, error)
+            peer_log.warning("cluster %d: %s", cluster_id, error)
             return
         match message:
             case Hello(answer=False):
                 if difference := self._compatibility.difference(message.fields):
-                    logger.warning("cluster %d does not fit: %s", cluster_id, difference)
-                self._say(cluster_id, [Hello(dict(self._compatibility.fields), answer=True)])
+                    peer_log.warning("cluster %d does not fit: %s", cluster_id, difference)
+                fields = dict(self._compatibility.fields)
+                self._say(cluster_id, [Hello(fields, self._instance, answer=True)])
             case Ask():
                 self._asks.take(cluster_id, message)
             case Done() if message.instance == self._instance:
-                self._in_thread(self._finish, cluster_id, message)
+                finish = self._tasks.in_thread(self._finish, cluster_id, message)
+                self._tasks.spawn_for(cluster_id, finish)
             case Renew() if message.instance == self._instance:
-                self.book.renew(message.sequences)
+                self.book.renew(map(Handle, message.handles))
             case _:
                 self._puller.receive(cluster_id, message)
 
@@ -378,7 +410,8 @@ class Exchange:
         if done.transfer:
             self._pusher.remove(cluster_id, done.transfer)
             self._call(self._asks.end_waiting, cluster_id, done.transfer)
-        self.book.finish(done.sequence, done.digest, cluster_id, done.readers, done.transfer)
+        handle = Handle.of(done.handle)
+        self.book.finish(handle, done.digest, cluster_id, done.readers, done.transfer)
 
     def _say(self, cluster_id: int, messages: Sequence[Message]) -> None:
         async def say() -> None:
@@ -388,11 +421,11 @@ class Exchange:
             except LLMException as error:  # it finds out by itself
                 logger.debug("cluster %d: %s", cluster_id, error)
 
-        self._spawn(say())
+        self._tasks.spawn_for(cluster_id, say())
 
     def _expect(self, request: str, reference: Reference) -> Pull:
         if (pull := self._puller.pulls.get(request)) is not None:
-            if pull.target.done() or pull.reference == reference:
+            if pull.reference == reference:
                 return pull
             self._drop(pull)  # the name is another request's
         owners = len(reference.sources)
@@ -411,7 +444,7 @@ class Exchange:
             spare=tuple(reference.sources[it] for it in spare),
         )
         self._puller.pulls[request] = pull
-        self._spawn(self._puller.run(pull))
+        self._tasks.spawn(self._puller.run(pull))
         return pull
 
     def _fetch(self, request: str, reference: Reference, target: Target | None) -> None:
@@ -421,9 +454,6 @@ class Exchange:
             logger.warning("%s: not fetched: %s", request, error)
             if target is not None:
                 self._report(PullResult(request, error, target.blocks, target.first_token))
-            return
-        if pull.target.done():
-            logger.error("request %s is fetched twice: %s", request, shown(target))
             return
         if target is None:
             self._drop(pull)
@@ -450,11 +480,12 @@ class Exchange:
     def _forget_unlinked(self) -> None:
         """Forget what consumers wait for that are not there any more."""
         transfers = self._pusher.transfers()
-        if not (transfers or self._asks.clusters()):
+        if not (transfers or self._asks.clusters() or self.book.has_early):
             return
         links = self._engine.links()
         linked = {it.cluster_id for it in links if it.state is LinkState.LINKED}
         self._asks.keep(linked)
+        self.book.forget_readers(linked)
         for cluster_id, name in transfers:
             if cluster_id not in linked:
                 self._in_thread(self._pusher.remove, cluster_id, name)

@@ -16,6 +16,7 @@ from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import tag_of
 from kvplan.logs import Log
 from kvplan.serving.messages import (
+    MAX_HANDLES,
     Ask,
     Done,
     Grant,
@@ -23,12 +24,13 @@ from kvplan.serving.messages import (
     Message,
     Refusal,
     Renew,
+    Waiting,
     encode,
     pieces,
 )
 from kvplan.serving.producers import Producers
 from kvplan.serving.pusher import Goal
-from kvplan.serving.reference import Reference, Source
+from kvplan.serving.reference import Handle, Reference, Source
 from kvplan.serving.tables import (
     Blocks,
     CacheGroup,
@@ -37,7 +39,7 @@ from kvplan.serving.tables import (
     missing_of,
     tables_of,
 )
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
@@ -48,7 +50,6 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 _RELEASE_S = 1.0  # whether a peer that is stopped still writes
-_MOST_RENEWED = 256  # in one message
 _MOST_RELEASED = 8  # leases at once, as each waits for a peer that is stopped
 
 
@@ -107,7 +108,8 @@ class Pull:
         said_done: whether the sources know that they can free the blocks.
         cancelled: why it is not needed any more.
         asks: the numbers of what its sources have not answered.
-        sequence: what its sources call it, as soon as that is known.
+        handles: what its sources call it, by their cluster ids, as soon as that is known.
+        greeted: sources whose links it needs.
         goal: where they push it to.
     """
 
@@ -124,17 +126,24 @@ class Pull:
     spare: tuple[Source, ...] = ()
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)
-    sequence: int | None = None
+    handles: dict[int, Handle] = field(default_factory=dict)
+    greeted: list[Source] = field(default_factory=list)
     goal: Goal | None = None
 
     def __post_init__(self) -> None:
-        if not self.reference.transfer:
-            self.sequence = self.reference.sequence
+        if (handle := self.reference.handle) is not None and not self.reference.transfer:
+            for source in self.reference.sources:
+                self.handles[source.cluster_id] = handle
+
+    def handle_at(self, source: Source) -> bytes:
+        """Return the source's handle of the request; empty if it is not known yet."""
+        handle = self.handles.get(source.cluster_id)
+        return b"" if handle is None else handle.value
 
     def done(self, source: Source) -> Done:
         """What frees the blocks at a source, once all readers have said it."""
-        it, readers = self.reference, self.readers[source.cluster_id]
-        return Done(it.instance, it.sequence, it.digest, readers, it.transfer)
+        readers, its = self.readers[source.cluster_id], self.reference
+        return Done(its.instance, self.handle_at(source), its.digest, readers, its.transfer)
 
 
 @dataclass(frozen=True)
@@ -142,17 +151,22 @@ class _Granted:
     """A source's answer: its leases of the request, what it calls it, and what it has pushed."""
 
     leases: tuple[GroupLease, ...]
-    sequence: int
+    handle: Handle
     pushed: int
 
 
 @dataclass
 class _Answer:
-    """What a source is asked for, and the parts of its answer."""
+    """What a source is asked for, and the parts of its answer.
+
+    Attributes:
+        waits: True once the source has answered that the request is not entered yet.
+    """
 
     cluster_id: int
     granted: asyncio.Future[_Granted]
     parts: list[bytes] = field(default_factory=list)
+    waits: bool = False
 
 
 class Puller:
@@ -208,7 +222,7 @@ class Puller:
         granted: Sequence[_Granted] = ()
         early = not pull.reference.transfer  # what has finished is asked for at once
         try:
-            await asyncio.gather(*(self._producers.greet(it) for it in pull.sources))
+            await self._greet_all(pull)
             if early:
                 granted = await self._ask_all(pull)
         except Exception as raised:  # of whatever kind: each request has a result
@@ -249,25 +263,34 @@ class Puller:
                 )
             )
         await self._say_done(pull)
+        for source in pull.greeted:
+            self._producers.leave(source)
 
     def receive(self, cluster_id: int, message: Message) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""
         if isinstance(message, Hello):
             self._producers.answered(cluster_id, message)
-        if not isinstance(message, Grant | Refusal):
+        if not isinstance(message, Grant | Refusal | Waiting):
             return
         answer = self._asks.get(message.number)
         if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
+        if isinstance(message, Waiting):
+            answer.waits = True
+            return
         if isinstance(message, Refusal):
-            answer.granted.set_exception(_gone(f"cluster {cluster_id} refuses: {message.reason}"))
+            reason = "".join(char if char.isprintable() else "?" for char in message.reason)
+            answer.granted.set_exception(_gone(f"cluster {cluster_id} refuses: {reason}"))
             return
         answer.parts.append(message.data)
         if len(answer.parts) < message.parts:
             return
         try:
             leases = decode_leases(b"".join(answer.parts))
-            answer.granted.set_result(_Granted(leases, message.sequence, message.pushed))
+            for of_group in leases:
+                if (owner := of_group.lease.cluster_id) != cluster_id:
+                    raise invalid(f"cluster {cluster_id} grants a lease of cluster {owner}")
+            answer.granted.set_result(_Granted(leases, Handle(message.handle), message.pushed))
         except LLMException as error:
             answer.granted.set_exception(error)
 
@@ -296,18 +319,17 @@ class Puller:
 
     async def renew(self) -> None:
         """Say to all producers which requests are still waited for."""
-        waited: dict[tuple[int, bytes], list[int]] = {}
+        waited: dict[tuple[int, bytes], list[bytes]] = {}
         for pull in self.pulls.values():
-            if pull.sequence is None:  # it is still being computed
-                continue
-            for it in pull.sources:
-                key = it.cluster_id, pull.reference.instance
-                waited.setdefault(key, []).append(pull.sequence)
+            for source in pull.sources:
+                if handle := pull.handle_at(source):  # else it is still being computed
+                    key = source.cluster_id, pull.reference.instance
+                    waited.setdefault(key, []).append(handle)
         await asyncio.gather(*(self._renew_at(*key, it) for key, it in waited.items()))
 
-    async def _renew_at(self, cluster_id: int, instance: bytes, sequences: Sequence[int]) -> None:
-        for at in range(0, len(sequences), _MOST_RENEWED):
-            message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
+    async def _renew_at(self, cluster_id: int, instance: bytes, handles: Sequence[bytes]) -> None:
+        for at in range(0, len(handles), MAX_HANDLES):
+            message = Renew(instance, tuple(handles[at : at + MAX_HANDLES]))
             try:
                 await self._producers.notify(cluster_id, message)
             except LLMException as error:  # the request itself finds out
@@ -318,6 +340,16 @@ class Puller:
         for number in pull.asks:
             if not self._asks[number].granted.done():
                 self._asks[number].granted.set_exception(reason)
+
+    async def _greet_all(self, pull: Pull) -> None:
+        greeted = (self._greet(pull, source) for source in pull.sources)
+        for outcome in await asyncio.gather(*greeted, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
+    async def _greet(self, pull: Pull, source: Source) -> None:
+        await self._producers.greet(source, pull.reference.instance)
+        pull.greeted.append(source)
 
     async def _ask_all(self, pull: Pull, goal: Goal | None = None) -> Sequence[_Granted]:
         data = b"" if goal is None else goal.to_bytes()
@@ -332,6 +364,7 @@ class Puller:
         self._asks[number] = answer
         pull.asks.add(number)
         it, parts = pull.reference, pieces(data)
+        timeout_ms = self._prefill_timeout_ms if it.transfer else self._pull_timeout_ms
         try:
             for part, piece in enumerate(parts):
                 await self._producers.notify(
@@ -339,7 +372,7 @@ class Puller:
                     Ask(
                         number,
                         it.instance,
-                        it.sequence,
+                        b"" if it.transfer else pull.handle_at(source),
                         it.digest,
                         it.transfer,
                         part,
@@ -347,9 +380,17 @@ class Puller:
                         piece,
                     ),
                 )
-            timeout_ms = self._prefill_timeout_ms if it.transfer else self._pull_timeout_ms
             granted = await self._producers.wait_for(source, answer.granted, timeout_ms)
-            pull.sequence = granted.sequence
+        except LLMException as error:
+            if answer.waits and error.status_code is LLMStatusCode.LLM_TIMEOUT:
+                raise LLMException(
+                    f"cluster {source.cluster_id} at {source.address} waits for a request named "
+                    f"{it.name}, and none has finished there in {timeout_ms:g} ms",
+                    status_code=LLMStatusCode.LLM_TIMEOUT,
+                ) from None
+            raise
+        else:
+            pull.handles[source.cluster_id] = granted.handle
             return granted
         finally:
             pull.asks.discard(number)
@@ -453,7 +494,7 @@ class Puller:
         for it in (*(() if pull.said_done else pull.sources), *pull.spare):
             try:
                 if it in pull.spare:
-                    await self._producers.greet(it)
+                    await self._greet(pull, it)
                 await self._producers.notify(it.cluster_id, pull.done(it))
             except LLMException as error:  # its lease expires
                 logger.debug("%s: cluster %d: %s", pull.request, it.cluster_id, error)

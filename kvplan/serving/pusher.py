@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvplan.lease import BlockLease, tag_of
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.serving.messages import Number
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvplan.execution import LayerTask
     from kvplan.types import Cache
 
-logger = Log("kvplan.serving")
+peer_log = LimitedLog(Log("kvplan.serving"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Goal:
         """
         try:
             lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
-        except (msgspec.DecodeError, ValueError) as error:
+        except Exception as error:  # the peer's input decides which
             raise invalid(f"data={shown(data)} is no goal: {error}") from None
         if first < begin:
             raise invalid(f"first_token={first} must be >= lease_token={begin}")
@@ -183,7 +183,7 @@ class Pusher:
                         self._begin(push, chunk)
                     except LLMException as error:
                         push.broken = True
-                        logger.warning(
+                        peer_log.warning(
                             "%s: not pushed to cluster %d: %s", chunk.transfer, cluster_id, error
                         )
 
@@ -257,7 +257,7 @@ class Pusher:
                     task.wait()
                 except LLMException as error:
                     if not push.broken:
-                        logger.warning(
+                        peer_log.warning(
                             "%s: only %d tokens were pushed to cluster %d: %s",
                             transfer,
                             push.arrived,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,43 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvplan.serving.messages import MAX_FIELDS, MAX_TRANSFER, PROTOCOL, Number, Transfer
+from kvplan.serving.messages import HANDLE_NBYTES, MAX_FIELDS, MAX_TRANSFER, PROTOCOL, Transfer
 from kvplan.status import invalid
 from kvplan.validation import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """The identity of one offered request: random bytes, which no other request has.
+
+    `Exchange.enter` makes one. A serving engine whose workers each offer a part of a request makes
+    it itself (`Handle.new()`), once for each request, and gives it to all of them.
+
+    Attributes:
+        value: 16 bytes. A peer that does not know them cannot fetch, renew or free the request.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: value is not 16 bytes.
+    """
+
+    value: bytes
+
+    def __post_init__(self) -> None:
+        if type(self.value) is not bytes or len(self.value) != HANDLE_NBYTES:
+            raise invalid(f"value={shown(self.value)} must be {HANDLE_NBYTES} bytes")
+
+    def __str__(self) -> str:
+        return f"request {self.value.hex()[:8]}"
+
+    @classmethod
+    def of(cls, value: bytes) -> Handle | None:
+        """Return the handle that a message has; None: it has none."""
+        return cls(value) if len(value) == HANDLE_NBYTES else None
+
+    @classmethod
+    def new(cls) -> Handle:
+        """Return a handle that no other request has."""
+        return cls(secrets.token_bytes(HANDLE_NBYTES))
 
 
 def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
@@ -21,7 +56,7 @@ def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
 
     Args:
         tokens: their ids, from the first on.
-        extra: what else the cache depends on, such as the name of an adapter.
+        extra: what else the cache depends on, such as the name and the path of an adapter.
     """
     digest = blake2b(array("q", tokens).tobytes(), digest_size=16, person=b"kvplan.tokens.1")
     for it in extra:
@@ -64,7 +99,7 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: int
     instance: _Hex
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, max_length=1024)]
-    sequence: Number = 0
+    handle: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
     digest: Annotated[str, Meta(pattern="^([0-9a-f]{2}){0,32}$")] = ""
     num_tokens: Annotated[int, Meta(ge=0)] = 0
     transfer: Transfer = ""
@@ -76,16 +111,16 @@ class Reference:
 
     Attributes:
         instance: of the producer; another after a restart.
-        sequence: of the request there, which rises by one and is used once; 0 beside a transfer.
+        handle: of the request there; None beside a transfer.
         digest: of what was computed (`token_digest`); the consumer compares it with its own.
         num_tokens: that were computed, from the first on.
         sources: the producer's workers, by rank.
         transfer: what producer and consumer were told to call the request, before it had finished;
-            empty: it has finished, and has a sequence.
+            empty: it has finished, and has a handle.
     """
 
     instance: bytes
-    sequence: int
+    handle: Handle | None
     digest: bytes
     num_tokens: int
     sources: tuple[Source, ...]
@@ -94,7 +129,7 @@ class Reference:
     @property
     def name(self) -> str:
         """For messages."""
-        return self.transfer or f"request {self.sequence}"
+        return self.transfer or str(self.handle)
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON object, for any channel."""
@@ -102,7 +137,7 @@ class Reference:
             PROTOCOL,
             self.instance.hex(),
             self.sources,
-            self.sequence,
+            "" if self.handle is None else self.handle.value.hex(),
             self.digest.hex(),
             self.num_tokens,
             self.transfer,
@@ -119,20 +154,20 @@ class Reference:
         """
         try:
             wire = msgspec.convert(dict(given), _Wire)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
+        except Exception as error:  # the sender decides which: nesting raises RecursionError
             raise invalid(f"reference={shown(given)} is none of kvplan.serving: {error}") from None
         if wire.protocol != PROTOCOL:
             raise invalid(
                 f"reference has protocol={wire.protocol} of kvplan.serving, and here is {PROTOCOL}"
             )
-        if not wire.transfer and not (wire.digest and wire.num_tokens):
+        if not wire.transfer and not (wire.handle and wire.digest and wire.num_tokens):
             raise invalid(
-                f"reference={shown(given)} must have digest and num_tokens of a request that has "
-                "finished, or transfer, the name of one that will"
+                f"reference={shown(given)} must have handle, digest and num_tokens of a request "
+                "that has finished, or transfer, the name of one that will"
             )
         return cls(
             bytes.fromhex(wire.instance),
-            wire.sequence,
+            Handle(bytes.fromhex(wire.handle)) if wire.handle else None,
             bytes.fromhex(wire.digest),
             wire.num_tokens,
             wire.sources,

@@ -224,6 +224,6 @@ def decode_leases(blob: bytes) -> tuple[GroupLease, ...]:
     """
     try:
         found = _decoder.decode(blob)
-    except msgspec.DecodeError as error:
+    except Exception as error:  # the peer's input decides which: nesting raises RecursionError
         raise invalid(f"data={shown(blob)} is no grant of leases: {error}") from None
     return tuple(GroupLease(BlockLease.from_bytes(lease), first) for lease, first in found)

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -85,7 +86,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                engine_id, windowed=any(it.window for it in groups)
+                engine_id, windowed=any(it.window for it in groups), count_keys=_count_keys
             )
         else:
             config = vllm_config.model_config
@@ -100,6 +101,11 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=self._kv_transfer_config.is_kv_consumer,
             )
             self._worker = ConnectorWorker(instance_of(engine_id), model, options)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: in sleep mode vLLM maps other memory where the registered cache was."""
+        return False
 
     # In the scheduler.
 
@@ -248,6 +254,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
+def _count_keys(request: Request, num_tokens: int) -> int:
+    """How many keys vLLM's prefix cache has for the first tokens of a request, besides these."""
+    keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
+    return len(keys or ())
+
+
 def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
     spec = group.kv_cache_spec
     return LayerGroup(
@@ -287,6 +299,11 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
         raise NotImplementedError(
             f"KvplanConnector: a cache of {len(specs)} groups ({names}); groups of full attention "
             "and of sliding windows are supported"
+        )
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        raise NotImplementedError(
+            "KvplanConnector: enable_sleep_mode=True; sleep mode maps other memory where the "
+            "registered cache was: start vLLM without it"
         )
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):

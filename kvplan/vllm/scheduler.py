@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
-from kvplan.logs import Log
-from kvplan.serving import Chunk, Reference, Source, Table, Target, token_digest
+from kvplan.logs import LimitedLog, Log
+from kvplan.serving import Chunk, Handle, Reference, Source, Table, Target
 from kvplan.serving.reference import check_transfer
 from kvplan.serving.tables import Blocks
 from kvplan.status import LLMException
+from kvplan.vllm.inputs import CountKeys, Inputs, UnknownInputError, digest_of
 from kvplan.vllm.step import Offer, Step, WorkerAddress
 
-logger = Log("kvplan.vllm")
+client_log = LimitedLog(Log("kvplan.vllm"))  # of what clients of the server can cause
 
 REFERENCE: Final = "kvplan"
 """The key of `kv_transfer_params` under which the reference is."""
@@ -23,20 +24,16 @@ _KEPT: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 _NULL_BLOCK: Final = 0  # vLLM's, for tokens that a window has left behind
 
 
-class Request(Protocol):
+class Request(Inputs, Protocol):
     """What is used of vLLM's Request."""
 
     request_id: str
     kv_transfer_params: dict[str, Any] | None
-    prompt_token_ids: list[int] | None
     num_prompt_tokens: int
     num_computed_tokens: int
     max_tokens: int
     _all_token_ids: list[int]
     status: Any
-    lora_request: Any
-    cache_salt: str | None
-    mm_features: Sequence[Any]
 
 
 @dataclass
@@ -61,13 +58,17 @@ class ConnectorScheduler:
         engine_id: of vLLM's engine; another after a restart.
         windowed: whether some layers attend to the last tokens alone, and vLLM frees their blocks
             before.
+        count_keys: how many keys vLLM's prefix cache has for a request, besides its tokens; None:
+            this is not compared.
     """
 
-    def __init__(self, engine_id: str, *, windowed: bool = False) -> None:
+    def __init__(
+        self, engine_id: str, *, windowed: bool = False, count_keys: CountKeys | None = None
+    ) -> None:
         self._windowed = windowed
+        self._count_keys = count_keys
         self.instance = instance_of(engine_id)
         self._sources: tuple[Source, ...] = ()
-        self._next = 0
         self._pending: dict[str, Reference] = {}  # arrived, and without blocks
         self._fetching: set[str] = set()  # have blocks, and are not reported yet
         self._computing: dict[str, _Computed] = {}  # here, for a consumer that may wait already
@@ -86,25 +87,35 @@ class ConnectorScheduler:
         if not tokens:
             return
         if self._windowed and params.get("do_remote_decode"):
+            if request.prompt_embeds is not None:  # they would be more than the tokens
+                return
             _leave_last(request)
         if params.get("do_remote_decode") and (transfer := _transfer(request)):
-            digest = token_digest(tokens, *_extra(request))
-            self._computing[request.request_id] = _Computed(request, transfer, digest, len(tokens))
+            digest = self._digest(request, len(tokens))
+            if digest is None:
+                self._step.refused.append(transfer)
+            else:
+                computed = _Computed(request, transfer, digest, len(tokens))
+                self._computing[request.request_id] = computed
         if not params.get("do_remote_prefill"):
             return
         try:
             theirs = Reference.from_dict(params.get(REFERENCE) or {})
         except LLMException as error:
-            logger.warning("%s: its prompt is computed here: %s", request.request_id, error)
+            client_log.warning("%s: its prompt is computed here: %s", request.request_id, error)
             return
         # What is asked for is what this side means: other tokens are refused by the producer.
         num_tokens = self._num_fetched(len(tokens))
         if not theirs.transfer:
             num_tokens = min(theirs.num_tokens, num_tokens)
+        if (digest := self._digest(request, num_tokens)) is None:
+            if theirs.handle is not None:  # its producer may free it
+                self._step.dropped[request.request_id] = theirs
+            return
         mine = Reference(
             theirs.instance,
-            theirs.sequence,
-            token_digest(tokens[:num_tokens], *_extra(request)),
+            theirs.handle,
+            digest,
             num_tokens,
             theirs.sources,
             theirs.transfer,
@@ -141,18 +152,21 @@ class ConnectorScheduler:
         params, tokens = request.kv_transfer_params or {}, request.prompt_token_ids
         num_tokens = min(request.num_computed_tokens, len(tokens or ()))
         kept = params.get("do_remote_decode") and request.status.name in _KEPT
-        if not kept or not tokens or not num_tokens or not all(blocks):
+        kept = kept and num_tokens and all(blocks)
+        if self._windowed and request.prompt_embeds is not None:
+            kept = False
+        digest = self._digest(request, num_tokens) if kept else None
+        if digest is None:
             if computed is not None:
                 self._step.moved.append(computed.transfer)
                 self._step.refused.append(computed.transfer)
             return False, None
         transfer = "" if computed is None else computed.transfer
-        digest = token_digest(tokens[:num_tokens], *_extra(request))
-        sequence, self._next = self._next, self._next + 1
+        handle = Handle.new()
         self._step.offers.append(
-            Offer(sequence, request.request_id, self._held(blocks), digest, transfer)
+            Offer(handle, request.request_id, self._held(blocks), digest, transfer)
         )
-        reference = Reference(self.instance, sequence, digest, num_tokens, self._sources)
+        reference = Reference(self.instance, handle, digest, num_tokens, self._sources)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -193,6 +207,14 @@ class ConnectorScheduler:
         """What the workers do with the next step."""
         step, self._step = self._step, Step()
         return step
+
+    def _digest(self, request: Request, num_tokens: int) -> bytes | None:
+        """The digest of a request's first tokens; None: it cannot be compared with another's."""
+        try:
+            return digest_of(request, num_tokens, self._count_keys)
+        except UnknownInputError as error:
+            client_log.warning("%s: its cache is not transferred: %s", request.request_id, error)
+            return None
 
     def _num_fetched(self, num_tokens: int) -> int:
         """How many tokens of a prompt are fetched."""
@@ -239,15 +261,5 @@ def _transfer(request: Request) -> str:
     try:
         return check_transfer(transfer)
     except LLMException as error:
-        logger.warning("%s: nobody can wait for it: %s", request.request_id, error)
+        client_log.warning("%s: no consumer can wait for it: %s", request.request_id, error)
         return ""
-
-
-def _extra(request: Request) -> list[str]:
-    """What a request's cache depends on besides its tokens."""
-    lora = request.lora_request
-    return [
-        str(lora.lora_name) if lora else "",
-        request.cache_salt or "",
-        *(str(it.identifier) for it in request.mm_features or ()),
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvplan.serving import Chunk, Reference, Target
+from kvplan.serving import Chunk, Handle, Reference, Target
 from kvplan.serving.tables import Blocks
 
 
@@ -13,13 +13,13 @@ class Offer:
     """A request that has finished here, whose blocks consumers may fetch.
 
     Attributes:
-        sequence, digest: of its reference.
+        handle, digest: of its reference; all workers enter it under this handle.
         request: its id.
         blocks: of the worker's cache; of several groups, or with a window, a table for each.
         transfer: what its consumer was told to call it before; empty: nothing.
     """
 
-    sequence: int
+    handle: Handle
     request: str
     blocks: Blocks
     digest: bytes

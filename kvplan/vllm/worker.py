@@ -13,7 +13,7 @@ from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.logs import Log
 from kvplan.planning.groups import MAX_GROUP_NAME
-from kvplan.serving import CacheGroup, Compatibility, Exchange
+from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
 from kvplan.serving.ranks import heads_of
 from kvplan.serving.tables import tables_of
 from kvplan.status import LLMException, invalid
@@ -140,6 +140,7 @@ class ConnectorWorker:
         self._exchange: Exchange | None = None
         self._figures = Figures()
         self._expired = 0
+        self._offered: dict[Handle, str] = {}  # requests whose blocks are kept
         self._on_host = True
 
     def register(self, layers: Mapping[str, Any]) -> None:
@@ -262,7 +263,8 @@ class ConnectorWorker:
         if step.chunks or step.moved:
             exchange.begin_step(step.chunks, step.moved)
         for it in step.offers:
-            exchange.enter(it.sequence, it.request, it.blocks, it.digest, it.transfer)
+            self._offered[it.handle] = it.request
+            exchange.enter(it.request, it.blocks, it.digest, it.transfer, handle=it.handle)
         for transfer in step.refused:
             exchange.refuse(transfer, "was not finished by its producer")
         for request, reference in step.expected.items():
@@ -315,7 +317,8 @@ class ConnectorWorker:
                 failed_blocks.update(blocks[it.first_token // block_tokens :])
             else:  # vLLM finds no request by blocks of several groups, and what is skipped is gone
                 failed.add(it.request)
-        freed, expired = exchange.take_freed(), exchange.book.expired
+        freed = {self._offered.pop(handle) for handle in exchange.take_freed()}
+        expired = exchange.book.expired
         self._figures.count("freed", len(freed))
         self._figures.count("expired", expired - self._expired)
         self._expired = expired

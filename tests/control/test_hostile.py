@@ -227,5 +227,5 @@ def test_of_many_refusals_at_a_time_one_is_logged(caplog: pytest.LogCaptureFixtu
         for _ in range(5):
             refusals.note("somebody", "no reason")
     (line,) = [it for it in caplog.messages if "event=refused peer=somebody" in it]
-    assert "unlogged=0" in line
+    assert "unlogged" not in line
     assert refusals.count == 5

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 
 
 def test_a_record_names_its_logger(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,3 +19,20 @@ def test_a_record_names_its_logger(caplog: pytest.LogCaptureFixture) -> None:
     assert [it.getMessage() for it in caplog.records] == ["a b", "c", "d"]
     assert {it.funcName for it in caplog.records} == {"test_a_record_names_its_logger"}
     assert "why" in caplog.text
+
+
+def test_of_what_a_peer_causes_one_line_of_each_kind_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limited = LimitedLog(Log("kvplan.some"))
+    with caplog.at_level(logging.WARNING, "kvplan.some"):
+        for number in range(1000):
+            limited.warning("cluster %d floods", number)
+            limited.warning("cluster %d lies", number)
+    assert limited.count == 2000
+    lines = [it.getMessage() for it in caplog.records]
+    assert lines[:2] == ["cluster 0 floods", "cluster 0 lies"]
+    assert len(lines) < 100  # one a second of each kind, on a machine that is slow
+    assert {it.funcName for it in caplog.records} == {
+        "test_of_what_a_peer_causes_one_line_of_each_kind_is_logged"
+    }

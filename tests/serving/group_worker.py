@@ -14,6 +14,7 @@ from kvplan.serving import (
     Compatibility,
     Exchange,
     ExchangeOptions,
+    Handle,
     PullResult,
     Reference,
     Source,
@@ -22,7 +23,16 @@ from kvplan.serving import (
     token_digest,
 )
 from kvplan.serving.ranks import heads_of
-from tests.serving.worker import DEADLINE_MS, DIM, HEADS, INSTANCE, LAYERS, contents, prompt
+from tests.serving.worker import (
+    DEADLINE_MS,
+    DIM,
+    HEADS,
+    INSTANCE,
+    LAYERS,
+    contents,
+    handle,
+    prompt,
+)
 
 BLOCK_TOKENS, BLOCKS = 8, 32
 GROUPS = ("window", "full")
@@ -39,6 +49,7 @@ class GroupWorker:
     ) -> None:
         self.heads = heads_of(rank, ranks, HEADS)
         self.groups = groups
+        self.names: dict[Handle, str] = {}  # of requests that were entered
         shape = (BLOCKS, len(self.heads), BLOCK_TOKENS, DIM)
         self.arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
         self.engine = LlmDataDist(cluster_id, LlmRole.MIX)
@@ -76,7 +87,9 @@ class GroupWorker:
         for mine, right in self._rows(request, tables, 0, tokens):
             mine[:] = right
         digest = token_digest(prompt(request, tokens))
-        self.exchange.enter(sequence, f"request-{request}", _tables(tables), digest)
+        name = f"request-{request}"
+        made = self.exchange.enter(name, _tables(tables), digest, handle=handle(sequence))
+        self.names[made] = name
 
     def fetch(self, reference: Reference, tables: Tables, first: int = 0) -> PullResult:
         """Fetch a request, and return how it ended."""
@@ -101,7 +114,7 @@ class GroupWorker:
     def freed(self) -> set[str]:
         """The requests whose blocks have become free, once there is one."""
         assert self.exchange.wait(DEADLINE_MS)
-        return self.exchange.take_freed()
+        return {self.names[it] for it in self.exchange.take_freed()}
 
     def close(self) -> None:
         self.exchange.close()

@@ -4,8 +4,8 @@ from typing import Any
 
 from kvplan.serving import Source
 from tests.serving.group_worker import GroupWorker
-from tests.serving.worker import Worker
+from tests.serving.worker import Worker, handle
 
 
 def names() -> dict[str, Any]:
-    return {"Worker": Worker, "GroupWorker": GroupWorker, "Source": Source}
+    return {"Worker": Worker, "GroupWorker": GroupWorker, "Source": Source, "handle": handle}

@@ -9,8 +9,10 @@ import pytest
 from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, LLMStatusCode
 from kvplan.serving import CacheGroup, LeaseBook, Table
 from kvplan.serving.book import NotYetError
+from tests.serving.worker import handle
 from tests.support.refusals import refused
 
+A, B = handle(0), handle(1)
 CACHE = Cache(CacheDesc(num_tensors=1, shape=(8, 4), data_type=DataType.DT_FLOAT), 1)
 
 
@@ -64,56 +66,56 @@ def clock() -> Callable[[float], float]:
 
 @pytest.fixture
 def book(engine: Engine, clock: Callable[[float], float]) -> Iterator[LeaseBook]:
-    """Of leases of 5 s, with request "a" of sequence 0."""
+    """Of leases of 5 s, with request "a" of handle 0."""
     book = LeaseBook(engine, CACHE, 5_000, clock=lambda: clock(0))
-    book.enter(0, "a", [3, 1], b"digest")
+    book.enter("a", [3, 1], b"digest", handle=handle(0))
     yield book
     assert len(book) == len(engine.live)
 
 
 def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
-    sequence, ((lease, first_token),) = book.leases_of(0, b"digest")
-    assert (sequence, first_token) == (0, 0)
+    found, ((lease, first_token),) = book.leases_of(handle(0), b"digest")
+    assert (found, first_token) == (A, 0)
     assert (lease.blocks, lease.tag) == ((3, 1), "a")
 
 
 def test_it_is_given_for_the_same_tokens_alone(book: LeaseBook) -> None:
-    with refused("LLM_KV_CACHE_NOT_EXIST", "request 0 is a, which was of other tokens"):
-        book.leases_of(0, b"another")
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 was of other tokens"):
+        book.leases_of(handle(0), b"another")
 
 
 def test_what_comes_later_may_come_yet(book: LeaseBook) -> None:
     with pytest.raises(NotYetError):
-        book.leases_of(1, b"digest")
+        book.leases_of(handle(1), b"digest")
 
 
 def test_the_last_reader_frees(book: LeaseBook, engine: Engine) -> None:
-    book.finish(0, b"digest", reader=7, readers=2)
-    book.finish(0, b"digest", reader=7, readers=2)
+    book.finish(handle(0), b"digest", reader=7, readers=2)
+    book.finish(handle(0), b"digest", reader=7, readers=2)
     assert (book.take_freed(), len(engine.live)) == (set(), 1)
-    book.finish(0, b"digest", reader=8, readers=2)
-    assert (book.take_freed(), engine.live) == ({"a"}, [])
+    book.finish(handle(0), b"digest", reader=8, readers=2)
+    assert (book.take_freed(), engine.live) == ({A}, [])
     assert book.take_freed() == set()
-    with refused("LLM_KV_CACHE_NOT_EXIST", "request 0 has ended"):
-        book.leases_of(0, b"digest")
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 has ended"):
+        book.leases_of(handle(0), b"digest")
 
 
 def test_a_reader_of_other_tokens_frees_nothing(book: LeaseBook) -> None:
-    book.finish(0, b"another", reader=7, readers=1)
+    book.finish(handle(0), b"another", reader=7, readers=1)
     assert book.take_freed() == set()
 
 
 def test_time_frees_what_nobody_renews(
     book: LeaseBook, clock: Callable[[float], float], engine: Engine
 ) -> None:
-    book.enter(1, "b", [3], b"digest")  # block 3 belongs to both
+    book.enter("b", [3], b"digest", handle=handle(1))  # block 3 belongs to both
     clock(4)
-    book.renew([1, 5])
+    book.renew([handle(1), handle(5)])
     book.expire()
     assert book.take_freed() == set()
     clock(2)
     book.expire()
-    assert book.take_freed() == {"a"}
+    assert book.take_freed() == {A}
     assert [it.tag for it in engine.renewed] == ["b"]
 
 
@@ -122,43 +124,45 @@ def test_an_expired_lease_is_not_renewed(
 ) -> None:
     clock(4)
     engine.refusal = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    book.renew([0])
+    book.renew([handle(0)])
     engine.refusal = None
     clock(2)
     book.expire()
-    assert book.take_freed() == {"a"}
+    assert book.take_freed() == {A}
 
 
 def test_abort_frees_at_once(book: LeaseBook) -> None:
-    book.abort("b")
+    book.abort(handle(1))
     assert book.take_freed() == set()
-    book.abort("a")
-    assert book.take_freed() == {"a"}
+    book.abort(handle(0))
+    assert book.take_freed() == {A}
 
 
 def test_what_a_peer_still_writes_to_is_not_free_yet(book: LeaseBook, engine: Engine) -> None:
     engine.refusal = LLMStatusCode.LLM_TIMEOUT
-    book.abort("a")
+    book.abort(handle(0))
     assert (book.take_freed(), len(book)) == (set(), 1)
     with refused("LLM_KV_CACHE_NOT_EXIST", "has ended"):
-        book.leases_of(0, b"digest")
+        book.leases_of(handle(0), b"digest")
     engine.refusal = None
     book.expire()
-    assert book.take_freed() == {"a"}
+    assert book.take_freed() == {A}
 
 
 def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
     engine.refusal = LLMStatusCode.LLM_OUT_OF_MEMORY
-    book.enter(1, "b", [4], b"digest")
-    assert book.take_freed() == {"b"}
-    with refused("LLM_KV_CACHE_NOT_EXIST", "request 1 has ended"):
-        book.leases_of(1, b"digest")
+    book.enter("b", [4], b"digest", handle=handle(1))
+    assert book.take_freed() == {B}
+    with refused(
+        "LLM_KV_CACHE_NOT_EXIST", "request 01000000 could not be leased: as the test says"
+    ):
+        book.leases_of(handle(1), b"digest")
     engine.refusal = None
 
 
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
-    book.enter(1, "x\n" * 100, [4], b"digest")
-    assert book.leases_of(1, b"digest")[1][0].lease.tag == "x?" * 32
+    book.enter("x\n" * 100, [4], b"digest", handle=handle(1))
+    assert book.leases_of(handle(1), b"digest")[1][0].lease.tag == "x?" * 32
 
 
 PAGED = CacheDesc(
@@ -175,33 +179,33 @@ def of_groups(engine: Engine, clock: Callable[[float], float]) -> LeaseBook:
 
 
 def test_a_request_has_a_lease_in_each_group(of_groups: LeaseBook, engine: Engine) -> None:
-    of_groups.enter(0, "a", TABLES, b"digest")
-    _, leases = of_groups.leases_of(0, b"digest")
+    of_groups.enter("a", TABLES, b"digest", handle=handle(0))
+    _, leases = of_groups.leases_of(handle(0), b"digest")
     assert [(it.lease.blocks, it.first_token) for it in leases] == [((3,), 8), ((1, 4, 5), 0)]
-    of_groups.renew([0])
+    of_groups.renew([handle(0)])
     assert [it.blocks for it in engine.renewed] == [(3,), (1, 4, 5)]
-    of_groups.finish(0, b"digest", reader=7, readers=1)
-    assert (of_groups.take_freed(), engine.live) == ({"a"}, [])
+    of_groups.finish(handle(0), b"digest", reader=7, readers=1)
+    assert (of_groups.take_freed(), engine.live) == ({A}, [])
 
 
 def test_what_cannot_be_leased_in_all_groups_is_leased_in_none(
     of_groups: LeaseBook, engine: Engine
 ) -> None:
     engine.refusal, engine.refused = LLMStatusCode.LLM_OUT_OF_MEMORY, frozenset({4})
-    of_groups.enter(0, "a", TABLES, b"digest")
-    assert (of_groups.take_freed(), engine.live) == ({"a"}, [])
+    of_groups.enter("a", TABLES, b"digest", handle=handle(0))
+    assert (of_groups.take_freed(), engine.live) == ({A}, [])
 
 
 def test_a_request_is_free_when_no_group_is_written_to(
     of_groups: LeaseBook, engine: Engine
 ) -> None:
-    of_groups.enter(0, "a", TABLES, b"digest")
+    of_groups.enter("a", TABLES, b"digest", handle=handle(0))
     engine.refusal, engine.refused = LLMStatusCode.LLM_TIMEOUT, frozenset({3})
-    of_groups.abort("a")
+    of_groups.abort(handle(0))
     assert (of_groups.take_freed(), len(of_groups), len(engine.live)) == (set(), 1, 1)
     engine.refusal = None
     of_groups.expire()
-    assert (of_groups.take_freed(), engine.live) == ({"a"}, [])
+    assert (of_groups.take_freed(), engine.live) == ({A}, [])
 
 
 def test_groups_have_unlike_names(engine: Engine) -> None:
@@ -212,12 +216,12 @@ def test_groups_have_unlike_names(engine: Engine) -> None:
 
 def test_who_says_it_again_before_it_was_entered_is_one_reader(book: LeaseBook) -> None:
     for _ in range(3):
-        book.finish(0, b"digest", reader=7, readers=2, transfer="early")
-    assert len(book._early["early"]) == 1
-    book.enter(1, "b", [4], b"digest", "early")
+        book.finish(None, b"digest", reader=7, readers=2, transfer="early")
+    assert len(book._early[7]) == 1
+    book.enter("b", [4], b"digest", "early", handle=handle(1))
     assert book.take_freed() == set()
-    book.finish(0, b"digest", reader=8, readers=2, transfer="early")
-    assert book.take_freed() == {"b"}
+    book.finish(None, b"digest", reader=8, readers=2, transfer="early")
+    assert book.take_freed() == {B}
 
 
 def test_what_is_pushed_ends_before_blocks_are_free(
@@ -231,7 +235,7 @@ def test_what_is_pushed_ends_before_blocks_are_free(
         clock=lambda: clock(0),
         on_ending=lambda it: ended.append((it, len(engine.live))),
     )
-    book.enter(0, "a", [3, 1], b"digest", "one")
+    book.enter("a", [3, 1], b"digest", "one", handle=handle(0))
     clock(6)
     book.expire()
-    assert (ended, engine.live, book.take_freed()) == ([("one", 1)], [], {"a"})
+    assert (ended, engine.live, book.take_freed()) == ([("one", 1)], [], {A})

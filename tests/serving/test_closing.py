@@ -55,8 +55,8 @@ def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None
     assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange has been closed")
     consumer.exchange.close()
     producer.engine.finalize()
-    producer.exchange.enter(0, "request-11", [4, 9, 2], bytes(16), NAME)
-    assert producer.exchange.take_freed() == {"request-11"}
+    handle = producer.exchange.enter("request-11", [4, 9, 2], bytes(16), NAME)
+    assert producer.exchange.take_freed() == {handle}
     producer.exchange.close()
 
 

@@ -133,7 +133,7 @@ def test_a_stale_reference_is_refused(
     assert consumer.fetch(stale, MINE).error is None
     assert peer.run("result = w.freed()") == {"request-11"}
     finish(peer, 1, 12, (([4, 11], 1), ([9, 2, 7], 0)))  # blocks change their group
-    assert "request 0 has ended" in text(consumer.fetch(stale, MINE).error)
+    assert "request 00000000 has ended" in text(consumer.fetch(stale, MINE).error)
     assert consumer.has(11, MINE, 0, 21)
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from kvplan import ClusterInfo, Transfers
 from kvplan.serving import Target
+from kvplan.serving.asks import MAX_GOAL_NBYTES
 from kvplan.serving.messages import Ask, encode
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakeWorker
-from tests.serving.worker import INSTANCE, Worker, reference
+from tests.serving.worker import INSTANCE, Worker, handle, reference
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def test_messages_go_out_while_all_transfers_wait(
     later = reference([other.source], 0, 13, 21, transfer="later")
     gated.exchange.fetch("later", later, Target([8, 2, 29]))
     other.wait_asked("later")
-    deadline = other.exchange.book._held[0].deadline
-    while other.exchange.book._held[0].deadline == deadline:  # nobody has renewed it
+    deadline = other.exchange.book._held[handle(0)].deadline
+    while other.exchange.book._held[handle(0)].deadline == deadline:  # nobody has renewed it
         select.select([], [], [], 0.001)
     gated.exchange.cancel("later")
     assert gated.exchange.wait(60_000)  # its lease was released
@@ -71,11 +72,11 @@ def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
     other = make_worker(2)
     other.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
     for number in range(6000):
-        data = encode(Ask(number, INSTANCE, 0, bytes(16), "never", 0, 2, b"a part"))
+        data = encode(Ask(number, INSTANCE, b"", bytes(16), "never", 0, 2, bytes(3500)))
         producer.exchange._call(producer.exchange._receive, 2, data)
     producer.finish(0, 11, [4, 9, 2], 21)
     assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
-    assert len(producer.exchange._asks.parts) <= 4097
+    assert producer.exchange._asks._consumers[2].nbytes <= MAX_GOAL_NBYTES
 
 
 def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:

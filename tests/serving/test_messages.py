@@ -8,25 +8,44 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvplan.serving import Compatibility, ExchangeOptions, Reference, Source, token_digest
-from kvplan.serving.messages import Ask, Done, Grant, Hello, Refusal, Renew, decode, encode, grants
+from kvplan.serving import Compatibility, ExchangeOptions, Handle, Reference, Source, token_digest
+from kvplan.serving.messages import (
+    Ask,
+    Done,
+    Grant,
+    Hello,
+    Refusal,
+    Renew,
+    Waiting,
+    decode,
+    encode,
+    grants,
+)
 from kvplan.serving.ranks import heads_of, read_from, readers_of
 from tests.support.refusals import refused
 
-REFERENCE = Reference(b"instance", 7, b"digest", 100, (Source(5, "10.0.0.1:26000"), Source(6, "b")))
+HANDLE = bytes(range(16))
+REFERENCE = Reference(
+    b"instance",
+    Handle(HANDLE),
+    b"digest",
+    100,
+    (Source(5, "10.0.0.1:26000"), Source(6, "b")),
+)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Hello({"model": "m"}, answer=True),
-        Ask(2**62, b"instance", 7, bytes(16)),
-        Ask(2**62, b"instance", 0, bytes(16), "x" * 128, 1, 2, bytes(3500)),
-        Grant(1, 7, 0, 0, 2, bytes(3500)),
+        Hello({"model": "m"}, b"instance", answer=True),
+        Ask(2**62, b"instance", HANDLE, bytes(16)),
+        Ask(2**62, b"instance", b"", bytes(16), "x" * 128, 1, 2, bytes(3500)),
+        Grant(1, HANDLE, 0, 0, 2, bytes(3500)),
         Refusal(1, "x" * 1000),
-        Done(b"instance", 7, bytes(16), 4),
-        Done(b"instance", 0, bytes(16), 4, "transfer"),
-        Renew(b"instance", tuple(range(256))),
+        Done(b"instance", HANDLE, bytes(16), 4),
+        Done(b"instance", b"", bytes(16), 4, "transfer"),
+        Renew(b"instance", (HANDLE,) * 128),
+        Waiting(2**62),
     ],
 )
 def test_a_message_is_a_notification(message: Any) -> None:
@@ -41,8 +60,10 @@ def test_a_message_is_a_notification(message: Any) -> None:
         b"",
         b"hello",
         msgspec.msgpack.encode([9, 1]),
-        msgspec.msgpack.encode([4, b"i", -1, b"d", 1]),
-        msgspec.msgpack.encode([4, b"i", 1, b"d", 0]),
+        msgspec.msgpack.encode([4, b"i", bytes(17), b"d", 1]),
+        msgspec.msgpack.encode([4, b"i", HANDLE, b"d", 0]),
+        msgspec.msgpack.encode([5, b"i", [HANDLE, b""]]),
+        msgspec.msgpack.encode([6, 1, "surplus"]),
         encode(Refusal(1, "x"))[:-1],
     ],
 )
@@ -53,8 +74,8 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 def test_a_lease_is_sent_in_parts() -> None:
     lease = bytes(it % 251 for it in range(8000))
-    parts = grants(3, 7, 64, lease)
-    assert {(it.sequence, it.pushed) for it in parts} == {(7, 64)}
+    parts = grants(3, HANDLE, 64, lease)
+    assert {(it.handle, it.pushed) for it in parts} == {(HANDLE, 64)}
     assert [(it.number, it.part, it.parts, len(it.data)) for it in parts] == [
         (3, 0, 3, 3500),
         (3, 1, 3, 3500),
@@ -77,15 +98,16 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"protocol": 2}, "protocol=2 of kvplan.serving, and here is 1"),
-        ({"sequence": -1}, "is none of kvplan.serving"),
-        ({"sequence": "7"}, "is none of kvplan.serving"),
+        ({"protocol": 1}, "protocol=1 of kvplan.serving, and here is 2"),
+        ({"handle": "7"}, "is none of kvplan.serving"),
+        ({"handle": 7}, "is none of kvplan.serving"),
+        ({"handle": ""}, "must have handle, digest and num_tokens"),
         ({"instance": "no hex"}, "is none of kvplan.serving"),
         ({"sources": []}, "is none of kvplan.serving"),
         ({"sources": [[1, 2]]}, "is none of kvplan.serving"),
         ({"num_tokens": -1}, "is none of kvplan.serving"),
-        ({"num_tokens": 0}, "must have digest and num_tokens"),
-        ({"digest": ""}, "must have digest and num_tokens"),
+        ({"num_tokens": 0}, "must have handle, digest and num_tokens"),
+        ({"digest": ""}, "must have handle, digest and num_tokens"),
         ({"transfer": "x" * 129}, "is none of kvplan.serving"),
         ({"transfer": "a\n"}, "at most 128 printable characters"),
         ({"surplus": 1}, "is none of kvplan.serving"),

@@ -9,7 +9,7 @@ from kvplan.serving import PullResult, Target
 from kvplan.serving.messages import Done, Grant, encode
 from kvplan.serving.tables import encode_leases
 from tests.serving.test_exchange import MakeWorker, failed
-from tests.serving.worker import INSTANCE, Worker, reference
+from tests.serving.worker import INSTANCE, Worker, handle, reference
 
 NAME = "cmpl-11"
 
@@ -68,9 +68,9 @@ def test_blocks_that_are_free_are_not_pushed(make_worker: MakeWorker, end: str) 
     producer.exchange.layer_ready(0)  # the other layer is on its way for as long as the test wants
     producer.enter(0, 11, [4, 9, 2], 21, NAME)
     if end == "abort":
-        producer.exchange.abort("request-11")
+        producer.exchange.abort(handle(0))
     else:  # another reader, of the same tokens
-        producer.exchange._receive(3, encode(Done(INSTANCE, 0, digest, 1, NAME)))
+        producer.exchange._receive(3, encode(Done(INSTANCE, b"", digest, 1, NAME)))
     assert producer.freed() == {"request-11"}
     producer.compute(12, [4, 9, 2], 21)
     producer.exchange.end_step()
@@ -126,9 +126,11 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
     )
     producer.wait_asked(NAME)
     (ask,) = producer.exchange._asks.waiting[NAME].values()
-    _, leases = producer.exchange.book.leases_of(0, reference([], 0, 12, 21).digest)
+    _, leases = producer.exchange.book.leases_of(handle(0), reference([], 0, 12, 21).digest)
     consumer.exchange._call(
-        consumer.exchange._receive, 9, encode(Grant(ask.number, 0, 21, 0, 1, encode_leases(leases)))
+        consumer.exchange._receive,
+        9,
+        encode(Grant(ask.number, bytes(16), 21, 0, 1, encode_leases(leases))),
     )
     producer.finish(1, 11, [4, 9, 2], 21)
     producer.enter(2, 11, [4, 9, 2], 21, NAME)

@@ -15,6 +15,7 @@ from kvplan.serving import (
     Compatibility,
     Exchange,
     ExchangeOptions,
+    Handle,
     PullResult,
     Reference,
     Source,
@@ -38,6 +39,11 @@ def prompt(request: int, tokens: int) -> list[int]:
     return [(request * 7919 + it * 31) % 50_000 for it in range(tokens)]
 
 
+def handle(sequence: int) -> Handle:
+    """A handle that tests name by a number, where users have random ones."""
+    return Handle(sequence.to_bytes(16, "little"))
+
+
 class Worker:
     """An engine, a paged cache, and their exchange."""
 
@@ -58,6 +64,7 @@ class Worker:
     ) -> None:
         heads = heads_of(rank, ranks, HEADS)
         self.block_tokens, self.heads = block_tokens, heads
+        self.names: dict[Handle, str] = {}  # of requests that were entered
         self.engine = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"} | (engine_options or {}))
         self.cache = self.engine.allocate_blocks_cache(
@@ -142,7 +149,9 @@ class Worker:
     ) -> None:
         """Offer a request that is computed."""
         digest = token_digest(prompt(request, tokens))
-        self.exchange.enter(sequence, f"request-{request}", blocks, digest, name)
+        named = f"request-{request}"
+        made = self.exchange.enter(named, blocks, digest, name, handle=handle(sequence))
+        self.names[made] = named
 
     def wait_asked(self, name: str, readers: int = 1) -> None:
         """Wait until consumers have asked for a transfer."""
@@ -162,7 +171,7 @@ class Worker:
     def freed(self) -> set[str]:
         """The requests whose blocks have become free, once there is one."""
         assert self.exchange.wait(DEADLINE_MS)
-        return self.exchange.take_freed()
+        return {self.names[it] for it in self.exchange.take_freed()}
 
     def close(self) -> None:
         self.exchange.close()
@@ -178,4 +187,5 @@ def reference(
     transfer: str = "",
 ) -> Reference:
     digest = token_digest(prompt(request, tokens))
-    return Reference(instance, sequence, digest, tokens, tuple(sources), transfer)
+    named = None if transfer else handle(sequence)
+    return Reference(instance, named, digest, tokens, tuple(sources), transfer)

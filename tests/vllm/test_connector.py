@@ -42,3 +42,32 @@ hma = KVConnectorFactory.supports_hma_config(config)
 print(found.__name__, sorted(found.__abstractmethods__), hma)
 """
     assert python(code).stdout.splitlines()[-1] == "KvplanConnector [] True"
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_sleep_mode_is_refused() -> None:
+    """By the answer that vLLM 0.33 asks for, and by the connector itself for versions before."""
+    code = """
+from types import SimpleNamespace as Of
+from tests.vllm.pretended import install
+vllm = install()
+from kvplan.vllm.connector import KvplanConnector, _check_supported
+print(KvplanConnector.supports_sleep_mode(None))
+group = Of(kv_cache_spec=vllm["FullAttentionSpec"]())
+caches = Of(kv_cache_groups=[group])
+parallel = Of(pipeline_parallel_size=1, decode_context_parallel_size=1)
+for sleeps in (False, True):
+    config = Of(model_config=Of(enable_sleep_mode=sleeps), parallel_config=parallel)
+    try:
+        _check_supported(config, caches)
+    except NotImplementedError as error:
+        print(error)
+    else:
+        print("supported")
+"""
+    assert python(code).stdout.splitlines() == [
+        "False",
+        "supported",
+        "KvplanConnector: enable_sleep_mode=True; sleep mode maps other memory where the "
+        "registered cache was: start vLLM without it",
+    ]

@@ -25,6 +25,7 @@ def request(name: str = "r1", status: str = "FINISHED_LENGTH_CAPPED", **values: 
         "max_tokens": 16,
         "status": SimpleNamespace(name=status),
         "lora_request": None,
+        "prompt_embeds": None,
         "cache_salt": None,
         "mm_features": [],
     }
@@ -58,19 +59,18 @@ def test_a_request_that_is_finished_is_offered(producer: ConnectorScheduler) -> 
     reference = Reference.from_dict(params["kvplan"])
     (offer,) = producer.take_step().offers
     assert (offer.request, offer.blocks) == ("p1", (5, 6, 7))
-    assert (offer.sequence, offer.digest) == (reference.sequence, reference.digest)
+    assert (offer.handle, offer.digest) == (reference.handle, reference.digest)
     assert reference.instance == producer.instance
     assert [(it.cluster_id, it.address) for it in reference.sources] == [(11, "a:1"), (12, "b:2")]
     assert producer.take_step() == Step()
 
 
-def test_each_request_is_offered_once_under_a_number_of_its_own(
+def test_each_request_is_offered_once_under_a_handle_of_its_own(
     producer: ConnectorScheduler,
 ) -> None:
-    for name in ("p1", "p2", "p3"):
-        finished(producer, name)
-    offers = producer.take_step().offers
-    assert [it.sequence for it in offers] == [0, 1, 2]
+    for _ in range(3):
+        finished(producer, "p1")
+    assert len({it.handle for it in producer.take_step().offers}) == 3
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_others_are_not_kept(producer: ConnectorScheduler, values: dict[str, Any
 def test_what_was_generated_is_not_offered(producer: ConnectorScheduler) -> None:
     params = finished(producer, num_computed_tokens=len(PROMPT) + 3)
     reference = Reference.from_dict(params["kvplan"])
-    assert (reference.num_tokens, reference.digest) == (len(PROMPT), token_digest(PROMPT, "", ""))
+    assert (reference.num_tokens, reference.digest) == (len(PROMPT), token_digest(PROMPT))
 
 
 def test_a_request_is_expected_and_then_fetched(
@@ -139,26 +139,33 @@ def test_a_request_is_asked_for_by_its_own_tokens(
     others = [1, *PROMPT[1:]]
     consumer.arrived(request(kv_transfer_params=finished(producer), prompt_token_ids=others))
     (reference,) = consumer.take_step().expected.values()
-    assert reference.digest == token_digest(others, "", "") != token_digest(PROMPT, "", "")
+    assert reference.digest == token_digest(others) != token_digest(PROMPT)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"lora_request": SimpleNamespace(lora_name="an adapter")},
-        {"cache_salt": "salt"},
-        {"mm_features": [SimpleNamespace(identifier="an image")]},
-    ],
-)
 def test_more_than_tokens_counts(
-    producer: ConnectorScheduler, consumer: ConnectorScheduler, values: dict[str, Any]
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
-    params = finished(producer, **values)
-    consumer.arrived(request("same", kv_transfer_params=params, **values))
+    params = finished(producer, cache_salt="salt")
+    consumer.arrived(request("same", kv_transfer_params=params, cache_salt="salt"))
     consumer.arrived(request("plain", kv_transfer_params=params))
     expected = consumer.take_step().expected
     theirs = Reference.from_dict(params["kvplan"])
     assert expected["same"].digest == theirs.digest != expected["plain"].digest
+
+
+def test_requests_with_inputs_that_are_not_known_are_not_transferred(
+    producer: ConnectorScheduler,
+) -> None:
+    params = finished(producer)
+    strict = ConnectorScheduler("another's", count_keys=lambda request, num_tokens: 1)
+    strict.arrived(request(kv_transfer_params=params))
+    step = strict.take_step()
+    assert (step.expected, set(step.dropped)) == ({}, {"r1"})  # its producer may free it
+    it = computing()
+    strict.arrived(it)
+    assert strict.finished(it, ([5],)) == (False, None)
+    step = strict.take_step()
+    assert (step.offers, step.refused) == ([], ["cmpl-1"])
 
 
 @pytest.mark.parametrize("reference", [None, {}, {"protocol": 9}, {"remote_block_ids": [1]}])
@@ -184,7 +191,7 @@ def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
     producer.arrived(it)
     blocks = {"p1": [5, 6, 7], "other": [8]}
     producer.computing({"p1": 20, "other": 3}, blocks.get)
-    digest = token_digest(PROMPT, "", "")
+    digest = token_digest(PROMPT)
     assert producer.take_step().chunks == [Chunk("cmpl-1", digest, (5, 6, 7), 52, False)]
     it.num_computed_tokens = 52
     producer.computing({"p1": 18}, blocks.get)
@@ -228,7 +235,7 @@ def test_a_request_that_has_not_finished_is_expected_by_its_name(
     consumer.arrived(arriving)
     (reference,) = consumer.take_step().expected.values()
     assert (reference.transfer, reference.num_tokens) == ("cmpl-1", len(PROMPT))
-    assert reference.digest == token_digest(PROMPT, "", "")
+    assert reference.digest == token_digest(PROMPT)
     assert consumer.missing_tokens(arriving, 32) == 38
     consumer.allocated(arriving, ([1, 2, 3],), 38)
     consumer.take_step()
@@ -268,7 +275,7 @@ def test_the_last_token_is_left_to_the_consumer_of_a_window() -> None:
     assert (it.num_prompt_tokens, it.max_tokens) == (69, 1)
     assert params
     theirs = Reference.from_dict(params["kvplan"])
-    assert (theirs.num_tokens, theirs.digest) == (69, token_digest(PROMPT[:-1], "", ""))
+    assert (theirs.num_tokens, theirs.digest) == (69, token_digest(PROMPT[:-1]))
     assert step.offers[0].digest == theirs.digest
 
 
@@ -288,7 +295,7 @@ def test_a_window_is_fetched_but_for_the_last_token(transfer: str) -> None:
     arriving = request(kv_transfer_params=params)
     consumer.arrived(arriving)
     (reference,) = consumer.take_step().expected.values()
-    assert reference.digest == token_digest(PROMPT[:-1], "", "")
+    assert reference.digest == token_digest(PROMPT[:-1])
     assert consumer.missing_tokens(arriving, 32) == 37
     consumer.allocated(arriving, ([0, 2, 3], [1, 8, 6]), 37)
     target = Target((Table((2, 3), 1), Table((1, 8, 6))), 32)

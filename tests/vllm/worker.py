@@ -120,6 +120,7 @@ class VllmWorker:
             max_tokens=16,
             status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
             lora_request=None,
+            prompt_embeds=None,
             cache_salt=None,
             mm_features=[],
         )

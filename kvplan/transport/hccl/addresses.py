@@ -31,6 +31,7 @@ _GIVEN: Final = Document("local_comm_res (llm.LocalCommRes)", 1 << 20)
 _MAX_NAME: Final = 64
 _ROCE: Final = "HCCL_INTRA_ROCE_ENABLE"
 _SUPER: Final = ("super_device_id", "super_pod_id")
+_REQUIRED: Final = ("server_id", "device_id")
 _SUPER_DEVICE_ID: Final = 403  # of aclrtGetDeviceInfo
 _SUPER_POD_ID: Final = 405
 
@@ -70,7 +71,7 @@ class DeviceAddress:
         fields = document.fields(path, value, cls.__slots__)
         version = check_version(document, f"{path}.version", fields["version"])
         read = {name: it for name, it in fields.items() if name != "version"}
-        given = {name: it for name, it in read.items() if it is not None}
+        given = {name: it for name, it in read.items() if it is not None or name in _REQUIRED}
         return cls(version, **_checked(document, path, given, version))
 
     @classmethod

@@ -1,0 +1,148 @@
+"""What a linked peer may say: it gets no other's request, ends nothing, and fills no memory."""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvplan import ClusterInfo
+from kvplan.serving import Target
+from kvplan.serving.asks import MAX_WAITING
+from kvplan.serving.book import MAX_EARLY
+from kvplan.serving.messages import Ask, Done, Grant, Hello, Message, Renew, encode
+from kvplan.serving.pusher import Goal
+from kvplan.serving.tables import GroupLease, encode_leases
+from kvplan.serving.tasks import MAX_OF_PEER
+from tests.serving.test_exchange import MakePeer, MakeWorker, failed
+from tests.serving.worker import INSTANCE, Worker, handle, reference
+
+DIGEST = reference([], 0, 11, 21).digest
+MINE = [7, 1, 30]
+
+
+def link(one: Worker, other: Worker) -> None:
+    one.engine.link_clusters(
+        [ClusterInfo(other.source.cluster_id, other.source.address)]
+    ).raise_for_status()
+
+
+def receive(worker: Worker, cluster_id: int, *messages: Message | bytes) -> None:
+    """Let an exchange receive messages as if a cluster had sent them; on return it has."""
+    done: list[None] = []
+
+    def all_of_them() -> None:
+        for it in messages:
+            worker.exchange._receive(cluster_id, it if isinstance(it, bytes) else encode(it))
+        done.append(None)
+
+    worker.exchange._call(all_of_them)
+    wait(lambda: bool(done))
+
+
+def wait(until: Callable[[], bool]) -> None:
+    while not until():
+        select.select([], [], [], 0.001)
+
+
+def test_no_message_ends_an_exchange(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, other = make_peer(), make_worker()
+    other.engine.link_clusters([ClusterInfo(1, peer.source.address)]).raise_for_status()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    for data in (
+        b"\x94\x03\x01\xa1x" + b"\x91" * 2000 + b"\x00",  # nested, in a part too many
+        b"\x92\x05" + b"\x91" * 2000 + b"\x00",
+        b"\x91" * 4096,
+        b"no message",
+        msgspec.msgpack.encode([1, 2**63, b"", b"", b""]),
+    ):
+        other.engine.notify(1, data)
+    assert other.fetch(reference([peer.source], 0, 11, 21), MINE).error is None
+    assert other.has(11, MINE, 0, 21)
+
+
+def test_hellos_are_bounded_in_tasks_and_in_logs(
+    make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, peer = make_worker(1), make_worker(2)
+    link(peer, producer)
+    hello = Hello({"model": "other"}, b"i", answer=False)
+    with caplog.at_level(logging.WARNING, "kvplan.serving"):
+        receive(producer, 2, *[hello] * 5000)
+        assert len(producer.exchange._tasks._running) <= MAX_OF_PEER + 8
+    assert len(caplog.records) < 20
+    producer.finish(0, 11, [4, 9, 2], 21)
+    third = make_worker(3)
+    assert third.fetch(reference([producer.source], 0, 11, 21), MINE).error is None
+
+
+def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
+    producer = make_worker(1, push=True)
+    lease = make_worker(2)
+    link(lease, producer)
+    asks = [
+        Ask(it, INSTANCE, b"", DIGEST, f"transfer-{it}", 0, 1, b"") for it in range(MAX_WAITING + 9)
+    ]
+    receive(producer, 2, *asks)
+    assert len(producer.exchange._asks._consumers[2].waiting) == MAX_WAITING
+    receive(producer, 3, Ask(1, INSTANCE, b"", DIGEST, "of another"))
+    assert "of another" in producer.exchange._asks.waiting
+    early = [Done(INSTANCE, b"", DIGEST, 2, f"early-{it}") for it in range(MAX_EARLY + 9)]
+    for at in range(0, len(early), 500):
+        receive(producer, 4, *early[at : at + 500])
+        wait(lambda: not producer.exchange._tasks._of_peers[4])
+    assert len(producer.exchange.book._early[4]) == MAX_EARLY
+
+
+def test_a_stranger_keeps_no_request_alive(make_worker: MakeWorker) -> None:
+    producer = make_worker(1)
+    producer.enter(7, 11, [4, 9, 2], 21)
+    held = producer.exchange.book._held[handle(7)]
+    before = held.deadline
+    receive(producer, 9, Renew(INSTANCE, (handle(0).value, handle(8).value)))
+    assert held.deadline == before
+    receive(producer, 9, Renew(INSTANCE, (handle(7).value,)))
+    assert held.deadline > before
+
+
+def test_a_wrong_digest_tells_no_name(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    result = consumer.fetch(reference([peer.source], 0, 12, 21), MINE)
+    assert failed(result, "request 00000000 was of other tokens")
+    assert "request-11" not in str(result.error)
+
+
+def test_a_consumer_cannot_name_the_blocks_of_another_as_its_goal(
+    make_worker: MakeWorker, make_peer: MakePeer
+) -> None:
+    producer, consumer, victim = make_worker(1, push=True), make_worker(2), make_worker(3)
+    link(consumer, producer)
+    link(producer, victim)
+    goal = Goal(victim.engine.lease_blocks(victim.cache, MINE), 0, 0)
+    receive(producer, 2, Ask(5, INSTANCE, b"", DIGEST, "cmpl", 0, 1, goal.to_bytes()))
+    assert producer.exchange._pusher.transfers() == []
+    assert "cmpl" not in producer.exchange._asks.waiting
+    producer.step(11, [4, 9, 2], 0, 21, 21, "cmpl")
+    assert not any(array.any() for array in victim.engine.arrays(victim.cache))
+    receive(producer, 3, Ask(5, INSTANCE, b"", DIGEST, "cmpl", 0, 1, goal.to_bytes()))
+    assert producer.exchange._pusher.transfers() == [(3, "cmpl")]  # its own
+
+
+def test_a_producer_cannot_grant_the_blocks_of_another(make_worker: MakeWorker) -> None:
+    producer, consumer, victim = make_worker(1), make_worker(2), make_worker(3)
+    link(consumer, victim)
+    wanted = reference([producer.source], 0, 11, 21, transfer="cmpl")
+    consumer.exchange.fetch("mine", wanted, Target(MINE))
+    producer.wait_asked("cmpl")
+    ((_, number),) = producer.exchange._asks.waiting["cmpl"]
+    lease = GroupLease(victim.engine.lease_blocks(victim.cache, [4, 9, 2]), 0)
+    grant = Grant(number, handle(0).value, 0, 0, 1, encode_leases([lease]))
+    receive(consumer, 1, grant)
+    assert consumer.exchange.wait(60_000)
+    (result,) = consumer.exchange.take_results()
+    assert failed(result, "cluster 1 grants a lease of cluster 3")
+    assert not any(array.any() for array in consumer.engine.arrays(consumer.cache))

@@ -1,0 +1,172 @@
+"""A request is its handle: no name, and no other process, stands for it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from kvplan.serving import Handle, Reference, Source, Target
+from tests.serving.peer import Peer
+from tests.serving.test_exchange import MakePeer, MakeWorker, failed
+from tests.serving.worker import INSTANCE, handle, reference
+from tests.support.refusals import refused
+
+MINE = [7, 1, 30]
+
+
+def enter(peer: Peer, request: int, blocks: list[int], name: str, transfer: str = "") -> Handle:
+    """Let it compute a request of 21 tokens, and offer it under a handle of its own."""
+    return Handle(
+        peer.run(
+            """
+            from kvplan.serving import token_digest
+            from tests.serving.worker import prompt
+            worker.compute(request, blocks, 21)
+            made = worker.exchange.enter(name, blocks, token_digest(prompt(request, 21)), transfer)
+            worker.names[made] = f"request-{request}"
+            result = made.value
+            """,
+            request=request,
+            blocks=blocks,
+            name=name,
+            transfer=transfer,
+        )
+    )
+
+
+def of(peer: Peer, made: Handle, request: int) -> Reference:
+    known = reference([peer.source], 0, request, 21)
+    return Reference(INSTANCE, made, known.digest, 21, known.sources)
+
+
+def test_two_requests_of_one_name_are_two(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    one = enter(peer, 11, [4, 9, 2], "cmpl-1")
+    two = enter(peer, 12, [5, 6, 8], "cmpl-1")
+    assert consumer.fetch(of(peer, one, 11), MINE).error is None
+    assert peer.worker.freed() == {"request-11"}  # and not the blocks of the other
+    peer.run("worker.compute(13, [4, 9, 2], 21)")
+    assert consumer.fetch(of(peer, two, 12), [8, 3, 6]).error is None
+    assert consumer.has(12, [8, 3, 6], 0, 21)
+
+
+def test_a_handle_is_entered_once(make_worker: MakeWorker) -> None:
+    producer = make_worker(1)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    with refused("LLM_PARAM_INVALID", "request 00000000 is of a request that was entered before"):
+        producer.finish(0, 12, [5, 6, 8], 21)
+    producer.exchange.abort(handle(0))
+    assert producer.freed() == {"request-11"}
+    with refused("LLM_PARAM_INVALID", "was entered before"):
+        producer.finish(0, 12, [5, 6, 8], 21)
+    assert producer.engine.leases() == []
+
+
+def test_handles_are_random_and_travel() -> None:
+    made = {Handle.new() for _ in range(100)}
+    assert len(made) == 100
+    it = made.pop()
+    assert pickle.loads(pickle.dumps(it)) == it
+    whole = Reference(INSTANCE, it, b"digest", 21, (Source(1, "a:1"),))
+    assert Reference.from_dict(json.loads(json.dumps(whole.to_dict()))).handle == it
+    with refused("LLM_PARAM_INVALID", "must be 16 bytes"):
+        Handle(b"short")
+
+
+def test_a_second_fetch_of_a_request_in_flight_is_refused(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    wanted = reference([peer.source], 0, 11, 21, transfer="cmpl-11")
+    other = reference([peer.source], 1, 12, 21)
+    consumer.exchange.fetch("mine", wanted, Target(MINE))
+    peer.run("worker.wait_asked('cmpl-11')")
+    for again in (
+        lambda: consumer.exchange.fetch("mine", wanted, Target([8, 3, 6])),
+        lambda: consumer.exchange.fetch("mine", other, Target([8, 3, 6])),
+        lambda: consumer.exchange.expect("mine", other),
+        lambda: consumer.exchange.drop("mine", other),
+    ):
+        with refused("LLM_PARAM_INVALID", "request='mine' is being fetched"):
+            again()
+    enter(peer, 11, [4, 9, 2], "cmpl-11", "cmpl-11")
+    assert consumer.exchange.wait(60_000)
+    (result,) = consumer.exchange.take_results()
+    assert (result.error, result.blocks) == (None, MINE)
+    enter(peer, 12, [4, 9, 2], "cmpl-12", "cmpl-12")
+    wanted = reference([peer.source], 0, 12, 21, transfer="cmpl-12")
+    assert consumer.fetch(wanted, [8, 3, 6]).error is None  # of the same name
+    assert consumer.has(12, [8, 3, 6], 0, 21)
+
+
+def test_a_transfer_that_is_entered_twice_is_of_the_first(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    enter(peer, 11, [4, 9, 2], "cmpl-1", "name")
+    two = enter(peer, 12, [5, 6, 8], "cmpl-2", "name")
+    wanted = reference([peer.source], 0, 11, 21, transfer="name")
+    assert consumer.fetch(wanted, MINE).error is None
+    assert consumer.has(11, MINE, 0, 21)
+    assert peer.worker.freed() == {"request-11"}
+    assert consumer.fetch(of(peer, two, 12), [8, 3, 6]).error is None
+    assert consumer.has(12, [8, 3, 6], 0, 21)
+
+
+def test_what_could_not_be_leased_is_said(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.run("worker.enter(0, 11, [4, 9, 2000], 21)")  # no such block
+    result = consumer.fetch(reference([peer.source], 0, 11, 21), MINE)
+    assert failed(result, "request 00000000 could not be leased: .*2000")
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("worker.exchange.abort(handle(0))", "its producer has aborted it"),
+        ("worker.exchange.book.expire()", "it was not fetched in 50 ms"),
+    ],
+    ids=["abort", "expire"],
+)
+def test_how_a_request_ended_is_said(
+    make_peer: MakePeer, make_worker: MakeWorker, end: str, why: str
+) -> None:
+    peer, consumer = make_peer(lease_ttl_ms=50), make_worker()
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21); {end}")
+    assert peer.worker.freed() == {"request-11"}
+    result = consumer.fetch(reference([peer.source], 0, 11, 21), MINE)
+    assert failed(result, f"request 00000000 has ended: {why}")
+
+
+def test_a_producer_that_was_replaced_is_linked_anew(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    old, consumer = make_peer(), make_worker()
+    old.worker.finish(0, 11, [4, 9, 2], 21)
+    assert consumer.fetch(reference([old.source], 0, 11, 21), MINE).error is None
+    new = make_peer(instance=b"the new one")  # of the same cluster, while the old one lives
+    new.worker.finish(1, 12, [5, 6, 8], 21)
+    wanted = reference([new.source], 1, 12, 21, instance=b"the new one")
+    assert consumer.fetch(wanted, [8, 3, 6]).error is None
+    assert consumer.has(12, [8, 3, 6], 0, 21)
+    stale = reference([new.source], 1, 12, 21, instance=b"no such one")
+    assert failed(consumer.fetch(stale, MINE), f"at {new.source.address} is another process")
+
+
+def test_a_producer_that_was_replaced_is_named_while_the_old_one_is_in_use(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    old, consumer = make_peer(), make_worker()
+    wanted = reference([old.source], 0, 11, 21, transfer="cmpl-11")
+    consumer.exchange.fetch("waits", wanted, Target(MINE))
+    old.run("worker.wait_asked('cmpl-11')")
+    new = make_peer(instance=b"the new one")
+    new.worker.finish(1, 12, [5, 6, 8], 21)
+    wanted = reference([new.source], 1, 12, 21, instance=b"the new one")
+    result = consumer.fetch(wanted, [8, 3, 6])
+    assert failed(result, f"{new.source.address} is not linked.*{old.source.address}, is in use")
+    enter(old, 11, [4, 9, 2], "cmpl-11", "cmpl-11")
+    assert consumer.exchange.wait(60_000)
+    assert [it.error for it in consumer.exchange.take_results()] == [None]
