@@ -161,7 +161,7 @@ def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
 
 
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
-    book.enter("x\n" * 100, [4], b"digest", handle=handle(1))
+    book.enter("x\a" * 100, [4], b"digest", handle=handle(1))
     assert book.leases_of(handle(1), b"digest")[1][0].lease.tag == "x?" * 32
 
 
