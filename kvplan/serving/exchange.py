@@ -8,9 +8,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, RLock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from kvnative._signals import Condition, Mutex
 from kvplan.links import LinkState
 from kvplan.logs import Log
 from kvplan.serving.asks import Asks
@@ -129,7 +130,7 @@ class Exchange:
         self._results: deque[PullResult] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._news = Condition()
-        self._calling = RLock()
+        self._calling = Mutex()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
         self._pusher = Pusher(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
+from kvnative._signals import Condition, Mutex
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.protocol import kind_of
@@ -86,7 +87,7 @@ class RegistrationTable(Generic[_Registration]):
         self._kind = kind
         self._transport = transport
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self.mutex = threading.RLock()
+        self.mutex = Mutex()
         self._by_slot: dict[int, _Registration] = {}
         self._closed = False
 
@@ -245,7 +246,7 @@ class Quarantine:
 
     def begin(self) -> None:
         """Hold nothing."""
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = Condition()
         self._held: list[tuple[Callable[[], bool], Releasable]] = []
         self._thread: threading.Thread | None = None
 
