@@ -9,6 +9,7 @@ class Deferral:
     def __exit__(self, *exc: object) -> None: ...
 
 signals_deferred: Final[Deferral]
+RLock = threading.RLock
 
 class GuardedLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...

@@ -4,10 +4,12 @@ Python runs a signal's handler in the main thread between two bytecodes, and an 
 raises (KeyboardInterrupt, say) ends the call there.
 """
 
-import signal
 import sys
 import threading
 
+import _signal  # what `signal` has are functions of Python, in which a handler would run
+
+cimport cython
 from libc.string cimport memset
 from posix.signal cimport SA_ONSTACK, SA_RESTART, sigaction, sigaction_t, sigemptyset
 
@@ -16,8 +18,15 @@ __all__ = ["Condition", "GuardedLock", "Mutex", "signals_deferred"]
 cdef extern from *:
     """
     #include <signal.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
 
     #define KVN_SIGNALS 32 /* behind the standard ones */
+    static int kvn_is_main_thread(void)
+    {
+        return syscall(SYS_gettid) == getpid();
+    }
+
     static volatile sig_atomic_t kvn_arrived[KVN_SIGNALS];
 
     static void kvn_note(int number)
@@ -58,6 +67,7 @@ cdef extern from *:
     """
     enum:
         KVN_SIGNALS
+    bint kvn_is_main_thread()
     int kvn_arrived[]
     void kvn_note(int number) noexcept nogil
     object kvn_hold(object lock)
@@ -69,10 +79,11 @@ cdef object interrupt = None  # what a handler raised before the block, due at i
 cdef sigaction_t replaced[KVN_SIGNALS]
 cdef bint is_replaced[KVN_SIGNALS]
 memset(is_replaced, 0, sizeof(is_replaced))
-get_handler = signal.getsignal
-main_thread, this_thread = threading.main_thread, threading.get_ident
+cdef object get_handler = _signal.getsignal
+RLock = type(threading.RLock())
 
 
+@cython.auto_pickle(False)
 cdef class Deferral:
     """A `with` block in which no signal handler of Python runs; those that are due run at its end.
 
@@ -84,7 +95,7 @@ cdef class Deferral:
 
     def __enter__(self):
         global depth, interrupt
-        if this_thread() != main_thread().ident:
+        if not kvn_is_main_thread():
             return
         depth += 1
         if depth == 1:
@@ -96,7 +107,7 @@ cdef class Deferral:
 
     def __exit__(self, *exc):
         global depth, interrupt
-        if this_thread() != main_thread().ident:
+        if not kvn_is_main_thread():
             return
         depth -= 1
         if depth == 0:
@@ -139,7 +150,7 @@ cdef void restore():
             PyErr_SetInterruptEx(number)
 
 
-class GuardedLock(threading.RLock().__class__):
+class GuardedLock(RLock):
     """An RLock that an interrupt between its acquisition and its `with` block does not leave taken.
 
     Python 3.14 runs signal handlers there. What `__enter__` returns is dropped before the block
@@ -151,7 +162,7 @@ class GuardedLock(threading.RLock().__class__):
         return kvn_hold(self)
 
 
-Mutex = GuardedLock if sys.version_info >= (3, 14) else threading.RLock
+Mutex = GuardedLock if sys.version_info >= (3, 14) else RLock
 
 
 class Condition(threading.Condition):

@@ -75,6 +75,24 @@ def test_an_error_of_the_block_goes_on() -> None:
         arrive()
 
 
+def test_to_enter_a_block_raises_nothing() -> None:
+    """Else what a `finally` does in one would not be done, and the next would defer nothing."""
+    entered = 0
+
+    def use() -> None:
+        nonlocal entered
+        try:
+            pass
+        finally:
+            with signals_deferred:
+                entered += 1
+
+    interrupts = Interrupts("")  # in modules of Python, too
+    while interrupts.call(use):
+        assert entered >= interrupts.place - 1  # the first comes before all of it
+    test_an_interrupt_waits_for_the_end_of_the_block()
+
+
 def test_another_thread_defers_nothing() -> None:
     inside, over = threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ CHECKING = frozenset(
 
 
 cdef class Interrupts:
-    """Interrupts a call of `function` at the first place, at the next call at the second, and so on.
+    """Interrupts a call at its first place, the next call at its second, and so on.
 
     Places are the calls, beginnings and loops in files whose path has `inside`.
 

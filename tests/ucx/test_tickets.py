@@ -8,4 +8,5 @@ from tests.support.compiled import compiled
 
 
 def test_no_ticket_is_zero(tmp_path_factory: pytest.TempPathFactory) -> None:
-    compiled(tmp_path_factory.mktemp("tickets"), "tests/ucx/tickets_main.c")("after_the_last_number")
+    folder = tmp_path_factory.mktemp("tickets")
+    compiled(folder, "tests/ucx/tickets_main.c")("after_the_last_number")
