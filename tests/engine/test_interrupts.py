@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
     [
         ("allocate", 11, 30),
         ("register", 17, 30),
-        ("lease", 5, 20),
-        ("record", 3, 15),
+        ("lease", 5, 10),
+        ("record", 3, 10),
         ("initialize", 67, 5),
         pytest.param("initialize", 7, 50, marks=pytest.mark.slow),
     ],
