@@ -22,13 +22,13 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Final, TypeAlias
 
+from kvnative._signals import Mutex
 from kvplan.control.endpoint import endpoint_of
 from kvplan.control.zmtp import GREETING_NBYTES, Unacceptable
 from kvplan.status import LLMException, LLMStatusCode
@@ -127,7 +127,7 @@ class DialledStreams(DataStreams):
         self._family = family
         self._address = address
         self._source = source
-        self._mutex = threading.Lock()
+        self._mutex = Mutex()
         self._closed = False
         self._dialling: set[socket.socket] = set()
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import zmq
 
+from kvnative._signals import Mutex
 from kvplan.control.zmtp import ZapAuthenticator
 from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
@@ -146,7 +147,7 @@ class ControlLoop:
         self._name = name
         self._max_workers = max_workers
         self._pid = os.getpid()
-        self._starting = threading.Lock()
+        self._starting = Mutex()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None

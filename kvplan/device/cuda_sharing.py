@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvnative import _cuda_share
 from kvnative._backend import NativeError
+from kvnative._signals import Mutex
 from kvplan.device.device import device_error
 from kvplan.device.sharing import AllocationRef, Exported, exported, next_number
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -30,7 +30,7 @@ class CudaSharing:
 
     def __init__(self, native: NativeDevice, uuid: str) -> None:
         self._native = native
-        self._mutex = threading.RLock()  # a finalizer may register memory
+        self._mutex = Mutex()  # a finalizer may register memory
         self._buffers: WeakValueDictionary[int, Exported] = WeakValueDictionary()  # by address
         self.uuid = uuid
 

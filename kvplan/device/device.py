@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
+from kvnative._signals import Mutex
 from kvplan.execution.compute_events import handle_of, stream_handle_of
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
@@ -55,7 +55,7 @@ class _Shared:
 
 
 _shared: dict[tuple[int, DeviceLibrary, int], _Shared] = {}  # by process, library and device
-_mutex = threading.RLock()
+_mutex = Mutex()
 
 
 class Watch(Protocol):

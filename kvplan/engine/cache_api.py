@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.memory_report import MemoryReport, report_memory
@@ -200,7 +201,7 @@ class CacheOperations(OperationRunner):
                 LLM_ENGINE_FINALIZED.
         """
         check_type("cache", cache, Cache)
-        with self._recorded("deallocate_cache", cache=cache.cache_id) as engine:
+        with self._recorded("deallocate_cache", cache=cache.cache_id) as engine, signals_deferred:
             engine.registry.deallocate(cache.cache_id)
             engine.leases.end_cache(cache.cache_id)
 
@@ -211,7 +212,7 @@ class CacheOperations(OperationRunner):
             TypeError: no CacheKey.
             LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
-        with self._recorded("remove_cache_key") as engine:
+        with self._recorded("remove_cache_key") as engine, signals_deferred:
             engine.registry.remove_key(key)
 
     def arrays(self, cache: Cache) -> list[NDArray[Any]]:
@@ -378,7 +379,7 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         operation = "register_blocks_cache" if paged else "register_cache"
         check_type("cache_desc", desc, CacheDesc)
-        with self._recorded(operation, bytes=desc.nbytes) as engine:
+        with self._recorded(operation, bytes=desc.nbytes) as engine, signals_deferred:
             return engine.registry.register(
                 desc, tensors, paged=paged, keys=keys, remote_accessible=remote_accessible
             ).cache
@@ -388,7 +389,7 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         operation = "allocate_blocks_cache" if paged else "allocate_cache"
         check_type("cache_desc", desc, CacheDesc)
-        with self._recorded(operation, bytes=desc.nbytes) as engine:
+        with self._recorded(operation, bytes=desc.nbytes) as engine, signals_deferred:
             return engine.registry.allocate(desc, paged=paged, keys=keys).cache
 
 

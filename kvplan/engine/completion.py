@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import RLock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 from weakref import ref
 
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.execution.task import TransferTask
 from kvplan.status import LLMException, LLMStatusCode
@@ -41,7 +42,7 @@ class CompletionThread:
         self._cancelled: LLMException | None = None
         self._turn: SimpleQueue[TransferTask | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._mutex = RLock()
+        self._mutex = Mutex()
 
     def track(self, task: TransferTask) -> None:
         """Settle `task` when it is done: now, or later."""
@@ -136,12 +137,12 @@ class PromptCompletionThread:
         self._arrivals: SimpleQueue[_Watched | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._cancelled: LLMException | None = None
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._completions: Completions | None = None
 
     def open_completions(self) -> Completions:
         """Return where tasks are reported that are submitted from now on."""
-        with self._mutex:
+        with signals_deferred, self._mutex:
             if self._completions is None:
                 self._completions = Completions()
             return self._completions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 from kvnative._backend import NativeError
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
@@ -76,7 +76,7 @@ class LlmDataDist(
         self._hooks = {}
         self._engine: Engine | None = None
         self._was_finalized = False
-        self._mutex = RLock()  # of initialize, finalize and set_role
+        self._mutex = Mutex()  # of initialize, finalize and set_role
 
     @property
     def cluster_id(self) -> int:
@@ -119,7 +119,7 @@ class LlmDataDist(
                 what could not be had, such as the port to listen at. Nothing is left behind then.
         """
         options = Options.of(options)
-        with self._mutex:
+        with self._mutex, signals_deferred:
             if self._engine is not None:
                 self._running()
                 return
@@ -152,8 +152,12 @@ class LlmDataDist(
             if engine is None or engine.inherited:
                 return
             started = perf_counter()
-            self._engine, self._was_finalized = None, True
-            release(engine)
+            try:
+                self._engine, self._was_finalized = None, True
+                engine.drain()
+            finally:
+                with signals_deferred:
+                    release(engine)
             log_operation(
                 "finalize",
                 perf_counter() - started,

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from threading import RLock
 from typing import TYPE_CHECKING
 
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
@@ -97,7 +97,7 @@ class Engine:
             from kvplan.engine.tracing import Tracer
 
             self.tracer = Tracer(cluster_id)
-        self._remapping = RLock()
+        self._remapping = Mutex()
         with ExitStack() as held:
             held.callback(self._end_recording)  # first: it is last, and has the links' end too
             held.callback(self.notifications.close)
@@ -235,22 +235,30 @@ class Engine:
             self.registry.renew(_touched(entries, given))
         self.links.publish_and_confirm(self.wait_ms / 1000)
 
+    def drain(self) -> None:
+        """Take no more calls, and wait for the transfers in flight as long as a pull may take.
+
+        An interrupt ends the wait; `close` must follow.
+        """
+        if not self.inherited:
+            self.in_flight.close()
+            self.in_flight.wait(self.wait_ms / 1000)
+
     def close(self) -> None:
-        """Wait for the transfers in flight as long as a pull may take, stop them, release all.
+        """Stop the transfers in flight, and release all.
 
         Idempotent. In a forked child nothing happens: all of it is the parent's.
         """
         if self.inherited:
             return
-        if not self.in_flight.close():
-            return
-        with self._held as held:  # whatever goes wrong here, an interrupt say: from the last on
+        self.in_flight.close()
+        with signals_deferred, self._held.pop_all() as held:  # whatever goes wrong: all of it
             held.callback(self.prompt.close, _STOPPED_S)
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
             # Also what a call that is under way still has to begin.
             held.callback(self.transfers.close, cancel=True)
-            if not self.in_flight.wait(self.wait_ms / 1000):
+            if not self.in_flight.wait(0):
                 reason = LLMException("stopped, as the engine was finalized")
                 self.completion.cancel(reason)
                 self.prompt.cancel(reason)
@@ -272,7 +280,7 @@ def _release_soon(held: weakref.ref[Engine]) -> None:
     engine = held()
     if not (engine is None or engine.inherited or engine.in_flight.closed):
         with suppress(LLMException):  # no more threads: then at exit
-            start_thread("kvplan-release", release, engine)
+            start_thread("kvplan-release", drain_and_release, engine)
 
 
 def release(engine: Engine) -> None:
@@ -283,10 +291,18 @@ def release(engine: Engine) -> None:
         _open.discard(engine)
 
 
+def drain_and_release(engine: Engine) -> None:
+    """`release` it once its transfers in flight have ended, or had their time."""
+    try:
+        engine.drain()
+    finally:
+        release(engine)
+
+
 @atexit.register
 def _release_all() -> None:
     for engine in list(_open):
-        release(engine)
+        drain_and_release(engine)
 
 
 def _checked_ranges(ranges: object) -> list[tuple[int, int]]:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from threading import RLock
 from typing import TYPE_CHECKING
 
+from kvnative._signals import Mutex
 from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
 from kvplan.links.published_table import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.planning.side import Side, side
@@ -147,8 +147,9 @@ class PendingDeregistrations:
     """
 
     def __init__(self) -> None:
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._held: set[HeldCache] = set()
+        self._left: set[HeldCache] = set()  # of calls that were interrupted
 
     def add(self, held: Iterable[HeldCache]) -> None:
         """Before nothing names them any more; `end` must follow."""
@@ -156,10 +157,21 @@ class PendingDeregistrations:
             self._held.update(held)
 
     def of(self, cache_id: int) -> list[HeldCache]:
-        """Those that were the cache of this id."""
+        """Return those that were the cache of this id, and those that no call ends any more."""
         with self._mutex:
+            left, self._left = self._left, set()
             # A copy: a signal handler may end caches in between.
-            return [it for it in list(self._held) if it.entry.cache.cache_id == cache_id]
+            held = list(self._held)
+            return [it for it in held if it.entry.cache.cache_id == cache_id or it in left]
+
+    def leave(self, held: Collection[HeldCache]) -> None:
+        """Have the next call end them: this one was interrupted."""
+        with self._mutex:
+            self._left.update(held)
+
+    def all(self) -> list[HeldCache]:
+        """Return all of them."""
+        return list(self._held)
 
     def end(self, held: Collection[HeldCache]) -> None:
         """As `end_all`; others may be at it already."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
-from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kvnative._signals import Mutex
 from kvplan.engine.runner import Operation
 from kvplan.execution.task import wait_in_thread
 from kvplan.status import LLMException
@@ -64,7 +64,7 @@ class GatherNotices:
         )
         self._operation = operation
         self._operations: dict[PeerLink, Operation] = {}  # begun: the links stay until they end
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._error: LLMException | None = None
         self.any: bool = self._new().notifies
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import select
-import threading
 import warnings
 from contextlib import suppress
 from typing import Self
 from weakref import WeakValueDictionary
 
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.telemetry import logger
 from kvplan.execution import LayerTask
 from kvplan.inspection.units import plural
@@ -54,14 +54,13 @@ class LayerEvent:
         self._layers = tasks[0].layers
         self._told = 0  # how many are ready
         self._pid = os.getpid()
-        self._handing = (
-            threading.RLock()
-        )  # held while tasks are made ready, which may take its time
-        self._mutex = threading.RLock()  # of the descriptor
+        self._handing = Mutex()  # held while tasks are made ready, which may take its time
+        self._mutex = Mutex()  # of the descriptor
         try:
-            self._listener = _process.listener()
-            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._listener.add(self)
+            with signals_deferred:
+                self._listener = _process.listener()
+                self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._listener.add(self)
         except (OSError, LLMException) as error:
             self._release()
             raise system_error("could not create event", error) from error
@@ -123,14 +122,15 @@ class LayerEvent:
                 return 0
 
     def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        self._tasks = ()
-        if fd < 0:
-            return
-        # A child's descriptor is another one of the same event: the parent still listens to it.
-        if os.getpid() == self._pid:
-            self._listener.remove(fd)
-        os.close(fd)
+        with signals_deferred:
+            fd, self._fd = self._fd, -1
+            self._tasks = ()
+            if fd < 0:
+                return
+            # A child's descriptor is another one of the same event: the parent listens to it.
+            if os.getpid() == self._pid:
+                self._listener.remove(fd)
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +201,7 @@ class _OfThisProcess:
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        self._starting = threading.Lock()
+        self._starting = Mutex()
         self._listener: _Listener | None = None
 
     def listener(self) -> _Listener:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.claims import not_exist
 from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
@@ -50,7 +50,7 @@ class Leases:
         self._instance = instance
         self._registry = registry
         self._transports = {it.name: it for it in transports}
-        self._mutex = threading.RLock()  # re-entrant: a signal handler may come back here
+        self._mutex = Mutex()  # re-entrant: a signal handler may come back here
         self._last_id = 0
         self._live: dict[int, BlockLease] = {}
         self._deadlines: dict[int, int] = {}  # of those that expire: CLOCK_MONOTONIC, ns
@@ -280,7 +280,8 @@ class LeaseOperations(OperationRunner):
                 such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
                 LLM_OUT_OF_MEMORY: there are 131,072.
         """
-        return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens, paged=True)
+        with signals_deferred:
+            return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens, paged=True)
 
     def lease_slot(
         self, cache: Cache, batch_index: int = 0, *, tag: str = "", ttl_ms: float | None = None
@@ -295,7 +296,8 @@ class LeaseOperations(OperationRunner):
                 or a paged cache.
         """
         check_type("batch_index", batch_index, int)
-        return self._running().leases.begin(cache, [batch_index], tag, ttl_ms, paged=False)
+        with signals_deferred:
+            return self._running().leases.begin(cache, [batch_index], tag, ttl_ms, paged=False)
 
     @contextmanager
     def leased_blocks(
@@ -332,7 +334,8 @@ class LeaseOperations(OperationRunner):
         """
         if type(lease) is not BlockLease:
             check_type("lease", lease, BlockLease)
-        self._running().leases.end(lease)
+        with signals_deferred:
+            self._running().leases.end(lease)
 
     def renew(self, lease: BlockLease, ttl_ms: float) -> None:
         """Let a lease that has not expired do so in `ttl_ms` milliseconds from now; peers keep it.
@@ -343,7 +346,8 @@ class LeaseOperations(OperationRunner):
                 LLM_PARAM_INVALID: not a lease of this engine, one made without ttl_ms, or ttl_ms
                 is not > 0.
         """
-        self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
+        with signals_deferred:
+            self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
 
     def on_released(self, callback: Callable[[BlockLease], object]) -> Callable[[], None]:
         """Call `callback` with each lease of this engine whose blocks are free from now on.

@@ -8,10 +8,10 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from threading import RLock
 from typing import Final, NamedTuple
 
 from kvnative._packets import take_packets
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.direct import WINDOW
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.engine.registry import finalized
@@ -160,13 +160,13 @@ class NotificationCallbacks:
         self._notifications = notifications
         self._name = name
         self._functions: dict[object, Callable[[Notification], object]] = {}
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._thread: _CallingThread | None = None
 
     def add(self, function: Callable[[Notification], object]) -> Callable[[], None]:
         """Call `function` from now on; returns what ends that."""
         token = object()
-        with self._mutex:
+        with signals_deferred, self._mutex:
             self._functions[token] = function
             if self._thread is None:
                 self._thread = _CallingThread(
@@ -174,7 +174,7 @@ class NotificationCallbacks:
                 )
 
         def remove() -> None:
-            with self._mutex:
+            with signals_deferred, self._mutex:
                 self._functions.pop(token, None)
                 if not self._functions and self._thread is not None:
                     self._thread.stop()
@@ -190,7 +190,7 @@ class _CallingThread:
         self,
         notifications: Notifications,
         functions: dict[object, Callable[[Notification], object]],
-        mutex: RLock,  # of the functions, and of being stopped
+        mutex: Mutex,  # of the functions, and of being stopped
         name: str,
     ) -> None:
         self._notifications = notifications

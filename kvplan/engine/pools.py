@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvnative._device import DeviceBuffer
+from kvnative._signals import Mutex
 from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -138,7 +138,7 @@ class Pool:
         self._nbytes = allocation.nbytes >> page_shift << page_shift
         self._holes: list[tuple[int, int]] = [(0, self._nbytes)]  # (offset, nbytes), in order
         self._returned: deque[tuple[int, int]] = deque()
-        self._mutex = threading.Lock()
+        self._mutex = Mutex()
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvnative._signals import signals_deferred
 from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
 from kvplan.links import LinkState
@@ -50,7 +51,8 @@ class RecordingOperations(OperationRunner):
             files: that are kept.
 
         Returns:
-            What records until its `close`, the end of its `with` block, or `finalize`.
+            What records until its `close`, the end of its `with` block, or `finalize`; `recording`
+            returns it, too.
 
         Raises:
             TypeError: an argument of another type.
@@ -59,6 +61,18 @@ class RecordingOperations(OperationRunner):
                 engine's, or no recording; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
+
+    @property
+    def recording(self) -> Recorder | None:
+        """The recorder of this engine; None: nothing is recorded.
+
+        An interrupt between `record` and the `with` block that would end it leaves it here.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        recorder = self._running().recorder
+        return None if recorder is None or recorder.ended else recorder
 
 
 def record_where_said(engine: Engine) -> None:
@@ -93,14 +107,22 @@ def _record(
     if before is not None and not before.ended:
         raise invalid(
             f"path={os.fspath(path)}: cluster {engine.cluster_id} is being recorded to "
-            f"{before.path}; close that first (it may be {RECORD}'s)"
+            f"{before.path}; close that first: `recording` (it may be {RECORD}'s)"
         )
-    recorder = Recorder(path, engine.cluster_id, engine.role.name, max_bytes=max_bytes, files=files)
-    engine.recorder = recorder
-    engine.leases.observer = partial(_record_lease, recorder)
-    engine.links.observe(partial(_record_link, recorder))
-    for it in list(engine.links.peers.values()):
-        _record_link(recorder, it)
+    recorder = None
+    try:
+        with signals_deferred:
+            recorder = engine.recorder = Recorder(
+                path, engine.cluster_id, engine.role.name, max_bytes=max_bytes, files=files
+            )
+            engine.leases.observer = partial(_record_lease, recorder)
+            engine.links.observe(partial(_record_link, recorder))
+            for it in list(engine.links.peers.values()):
+                _record_link(recorder, it)
+    except BaseException:  # an interrupt: its caller has no recorder to close
+        if recorder is not None:
+            recorder.close()
+        raise
     return recorder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from functools import partial
 from operator import call, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
 from kvplan.engine.entry import (
     CacheEntry,
@@ -81,7 +81,7 @@ class CacheRegistry:
         )
         # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
         # What is looked through is a copy, therefore, and what is taken out may be gone.
-        self._mutex = threading.RLock()
+        self._mutex = Mutex()
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}
@@ -191,18 +191,27 @@ class CacheRegistry:
         Raises:
             LLMException: LLM_PARAM_INVALID: it was allocated.
         """
-        with self._mutex:
-            there = self._entry_of(cache_id, owned=False) is not None
-            if there and self._entries.pop(cache_id, None) is not None:
-                self._by_address = None
-                self._keys.unbind(cache_id)
-                self._pending.add([self._held.pop(cache_id)])
-            ended = self._pending.of(cache_id)  # it was renewed perhaps, or another call is at it
-        for it in ended:
-            take_back(it.entry.memory, f"this engine has unregistered cache {cache_id} meanwhile")
+        ended: list[HeldCache] = []
+        try:
+            with signals_deferred, self._mutex:
+                there = self._entry_of(cache_id, owned=False) is not None
+                if there and self._entries.pop(cache_id, None) is not None:
+                    self._by_address = None
+                    self._keys.unbind(cache_id)
+                    self._pending.add([self._held.pop(cache_id)])
+                ended = self._pending.of(
+                    cache_id
+                )  # it was renewed perhaps, or another call is at it
+            for it in ended:
+                why = f"this engine has unregistered cache {it.entry.cache.cache_id} meanwhile"
+                take_back(it.entry.memory, why)
+        except BaseException:  # an interrupt
+            self._pending.leave(ended)
+            raise
         if ended:
-            self._pending.end(ended)
-            self._on_change()
+            with signals_deferred:
+                self._pending.end(ended)
+                self._on_change()
 
     def renew(self, cache_ids: Iterable[int]) -> None:
         """Offer registered caches again, as if they had been freed and made; an unknown id is fine.
@@ -212,6 +221,10 @@ class CacheRegistry:
         """
         with self._mutex:
             held = [self._held[it] for it in cache_ids if it in self._held]
+        with signals_deferred:
+            self._renew(held)
+
+    def _renew(self, held: Sequence[HeldCache]) -> None:
         renewed = renew_all(held, self._transports)
         ended = []
         with self._mutex:
@@ -378,7 +391,7 @@ class CacheRegistry:
         """End every cache; idempotent. Memory that a transfer or an array uses stays until then."""
         with self._mutex:
             self._closed = True
-            held = list(self._held.values())
+            held = [*self._held.values(), *self._pending.all()]
             self._held.clear()
             self._entries.clear()
             self._by_address = None
@@ -386,7 +399,7 @@ class CacheRegistry:
         for it in held:
             if not it.entry.owned:
                 take_back(it.entry.memory, "this engine was finalized meanwhile")
-        end_all(held)
+        self._pending.end(held)
         self.pools.close()
 
     def _next_id(self, desc: CacheDesc, keys: Sequence[AnyKey]) -> int:

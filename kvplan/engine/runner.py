@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import Condition, RLock
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
+from kvnative._signals import Condition
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
@@ -521,7 +521,7 @@ class InFlight:
     def __init__(self) -> None:
         self._operations: set[ref[Operation]] = set()
         self.closed = False
-        self._changed = Condition(RLock())
+        self._changed = Condition()
 
     def __len__(self) -> int:
         return len(self._operations)

@@ -8,9 +8,9 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from itertools import accumulate
-from threading import RLock
 from typing import TypedDict
 
+from kvnative._signals import Mutex
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -53,7 +53,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
-        self._mutex = RLock()  # re-entrant: a signal handler may transfer too
+        self._mutex = Mutex()  # re-entrant: a signal handler may transfer too
 
     def record(self, operation: str, status: LLMStatusCode, nbytes: int, seconds: float) -> None:
         """Count one call.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Condition, RLock, get_ident
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvnative._executor import Revocable, revoke
 from kvnative._host import check_ranges
+from kvnative._signals import Condition
 from kvplan.cache_tensors import check_contiguous
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import system_error
@@ -264,7 +265,7 @@ class _Uses:
 
     def begin(self) -> None:
         """There are none."""
-        self.changed = Condition(RLock())  # a signal handler may take memory back
+        self.changed = Condition()  # a signal handler may take memory back
         self.now: set[_Use] = set()
 
 

@@ -8,13 +8,13 @@ plan of such a request when somebody looks at it.
 
 from __future__ import annotations
 
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from kvnative._extents import extents_clash, first_below
 from kvnative._rows import Rows
+from kvnative._signals import Mutex
 from kvplan.planning.kinds import plan_rows
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import OBSERVERS, Plan
@@ -55,7 +55,7 @@ class RowRequests:
     """Lowers requests of whole rows; any thread may."""
 
     def __init__(self) -> None:
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._pairs: dict[_Key, _Pair] = {}
 
     def bind(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import suppress
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvnative._executor import (
@@ -26,6 +25,7 @@ from kvnative._executor import (
     KVN_UNSUPPORTED,
     NativeError,
 )
+from kvnative._signals import Mutex
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text
@@ -104,7 +104,7 @@ class TransferTask:
         self._error: LLMException | None = None
         self._lost: LLMException | None = None  # why a memory went under it, where that was found
         self._reason: LLMException | None = None  # why it was cancelled, where that was given
-        self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
+        self._mutex = Mutex()  # re-entrant: a signal handler may wait for the task too
         self._pid = os.getpid()  # elsewhere the lock may be held for ever
 
     @property

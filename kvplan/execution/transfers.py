@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
-from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, cast
 from weakref import WeakKeyDictionary, ref
@@ -27,6 +26,7 @@ from kvnative._executor import (
 )
 from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
+from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
 from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
@@ -109,7 +109,7 @@ class Transfers:
         # Of a wrapper each copy is to be seen.
         self.small_nbytes: int = SMALL_NBYTES if self._wrap is None else 0
         self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
-        self._mutex = RLock()  # of what follows; `wrap` may submit
+        self._mutex = Mutex()  # of what follows; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
 
     def share(self) -> Transfers:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from threading import RLock, Thread, current_thread
+from threading import Thread, current_thread
 from typing import NamedTuple
 
+from kvnative._signals import Mutex
 from kvplan.hixl.values import AsyncConnectStatus
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
@@ -45,7 +46,7 @@ class AsyncConnector:
 
     def __init__(self, threads: int, capacity: int, name: str) -> None:
         self._most, self._capacity, self._name = threads, capacity, name
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._closed = False
         self._threads: set[Thread] = set()
         self._queues: dict[str, deque[_Task]] = {}  # of the remote engines that have a task

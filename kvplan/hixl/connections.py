@@ -11,10 +11,10 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+from kvnative._signals import Mutex
 from kvplan.control.endpoint import Endpoint
 from kvplan.hixl.options import cluster_id_of, peer_endpoint
 from kvplan.hixl.values import NotifyDesc
@@ -58,8 +58,8 @@ class Connections:
 
     def __init__(self, datadist: LlmDataDist) -> None:
         self._datadist = datadist
-        self._mutex = RLock()
-        self._busy: dict[str, RLock] = {}  # of each remote engine: one call at a time
+        self._mutex = Mutex()
+        self._busy: dict[str, Mutex] = {}  # of each remote engine: one call at a time
         self._connected: dict[str, _Connection] = {}  # by each name that was used
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[NotifyDesc] = []
@@ -259,7 +259,7 @@ class Connections:
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:
         """Connect or disconnect inside; LLM_TIMEOUT: another call is at it all the time."""
         with self._mutex:
-            busy = self._busy.setdefault(address, RLock())
+            busy = self._busy.setdefault(address, Mutex())
         if not busy.acquire(timeout=timeout_ms / 1000):
             raise LLMException(
                 f"another call has been connecting or disconnecting {remote_engine} for "

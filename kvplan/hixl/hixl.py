@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import index
-from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, SupportsIndex
 
 from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
+from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
 from kvplan.hixl.async_connector import AsyncConnector
@@ -71,7 +71,7 @@ class _Running:
         self.requests = Requests()
         self.registered: dict[int, _Region] = {}  # by handle
         self.handles: dict[_Region, int] = {}  # the other way round
-        self.mutex = RLock()  # of registering
+        self.mutex = Mutex()  # of registering
 
     def place_of(self, mem_type: MemType) -> Placement:
         """Return where memory of this type lies.
@@ -112,7 +112,7 @@ class Hixl:
     def __init__(self, *, transfers: Transfers | None = None) -> None:
         self._transfers = transfers
         self._running: _Running | None = None
-        self._mutex = RLock()  # of initialize and finalize
+        self._mutex = Mutex()  # of initialize and finalize
 
     def initialize(self, local_engine: str, options: Mapping[str, str] | None = None) -> int:
         """Begin to take calls, and to listen if the name has a port; a second time: nothing.

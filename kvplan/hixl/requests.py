@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
+from kvnative._signals import Mutex
 from kvplan.engine.ranges import unconfirmed_text
 from kvplan.hixl.values import (
     NOT_CONNECTED,
@@ -43,7 +43,7 @@ class Requests:
     """What is in flight over one `Hixl`; may be used from several threads."""
 
     def __init__(self) -> None:
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._last = 0
         self._requests: dict[int, _Request] = {}  # in the order in which they were submitted
 

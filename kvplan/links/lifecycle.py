@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from threading import RLock
 from weakref import ref
 
+from kvnative._signals import Mutex
 from kvplan.links.values import LOST, NEXT_STATES, LinkState
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -38,7 +38,7 @@ class LinkLifecycle:
         # Operations call nothing while they hold it: a signal handler that ran then, and finalized
         # the engine, would wait for the control thread, and that for the lock. Re-entrant: garbage
         # collection inside it may end an operation (a push by layers that was dropped).
-        self._mutex = RLock()
+        self._mutex = Mutex()
         # Weak references: an interrupt may drop an operation before its `end` is called.
         self._in_flight: set[ref[object]] = set()
         self._pending_releases: set[int] = set()

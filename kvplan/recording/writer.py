@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 import numpy as np
 
 import kvplan
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.logs import Log
 from kvplan.planning.plan import Plan
 from kvplan.recording.files import RotatingFile
@@ -124,7 +125,7 @@ class Recorder:
     ) -> None:
         self._pid = os.getpid()
         # Re-entrant: a signal handler, or the garbage collector, may end an operation anywhere.
-        self._mutex = threading.RLock()
+        self._mutex = Mutex()
         self._rows: deque[bytes] = deque()
         self._room = self._max_queued = max_queued
         self._dropped = 0
@@ -227,12 +228,13 @@ class Recorder:
         """Write what has been recorded, and end; idempotent. In a forked child nothing happens."""
         if self._pid != os.getpid():
             return
-        with self._mutex:
-            if self._ended:
-                return
-            self._ended = True
-        self._tokens.put(False)
-        self._thread.join(_CLOSING_S)
+        with signals_deferred:  # what follows may record to the same file
+            with self._mutex:
+                if self._ended:
+                    return
+                self._ended = True
+            self._tokens.put(False)
+            self._thread.join(_CLOSING_S)
 
     def __enter__(self) -> Self:
         return self
@@ -354,7 +356,7 @@ class Recorder:
     def _forked(self) -> None:
         """In a child: its parent records, and may have held a lock at the time."""
         self._ended = True
-        self._mutex = threading.RLock()
+        self._mutex = Mutex()
         self._file.leave_to_parent()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Final, Protocol
 
+from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
 from kvplan.logs import LimitedLog, Log
 from kvplan.serving.reference import Handle
@@ -92,7 +92,7 @@ class LeaseBook:
         self._clock = clock
         self._on_freed = on_freed
         self._on_ending = on_ending
-        self._mutex = RLock()
+        self._mutex = Mutex()
         self._held: dict[Handle, _Held] = {}
         self._stuck: dict[Handle, _Held] = {}  # a peer may still be writing to them
         self._freed: set[Handle] = set()

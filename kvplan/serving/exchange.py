@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, RLock
 from typing import TYPE_CHECKING
 
+from kvnative._signals import Condition, Mutex
 from kvplan.links import LinkState
 from kvplan.logs import LimitedLog, Log
 from kvplan.serving.asks import Asks
@@ -141,7 +141,7 @@ class Exchange:
         self._results: deque[PullResult] = deque()
         self._fetching: set[str] = set()  # requests of which no result is reported yet
         self._news = Condition()
-        self._calling = RLock()
+        self._calling = Mutex()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
         self._pusher = Pusher(

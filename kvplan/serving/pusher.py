@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
 from kvplan.logs import LimitedLog, Log
 from kvplan.serving.messages import Number
@@ -126,7 +126,7 @@ class Pusher:
         self._block_tokens = block_tokens
         self._unit = token_unit
         self._timeout_ms = timeout_ms
-        self._mutex = RLock()
+        self._mutex = Mutex()
         # By transfer, then by cluster id and number of the ask: a consumer may want it twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
         self._step: list[LayerTask] = []  # of the step that the model is in

@@ -7,6 +7,7 @@ import time
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final
 
+from kvnative._signals import Condition
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import start_thread
@@ -39,7 +40,7 @@ class LeaseExpiry:
         self._deadlines: dict[tuple[int, int], int] = {}
         # What `_deadlines` held at some time, by deadline; what it does not hold any more is old.
         self._order: list[tuple[int, int, int]] = []
-        self._changed = threading.Condition()  # re-entrant: a signal handler may end a lease
+        self._changed = Condition()  # re-entrant: a signal handler may end a lease
         self._thread: threading.Thread | None = None
         self._closed = False
 

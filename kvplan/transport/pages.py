@@ -14,11 +14,12 @@ import os
 import time
 from collections import deque
 from contextlib import suppress
-from threading import Condition, RLock, Thread, current_thread
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING, Final, TypeVar
 from weakref import ref
 
 from kvnative._host import PageWalk
+from kvnative._signals import Condition
 from kvplan.logs import Log
 from kvplan.status import LLMException
 from kvplan.system_limits import memory_limit, start_thread
@@ -95,7 +96,7 @@ class BackgroundPages:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._changed = Condition(RLock())
+        self._changed = Condition()
         self._jobs: deque[tuple[object, Callable[[], object]]] = deque()
         self._tasks: list[_Task] = []
         self._thread: Thread | None = None

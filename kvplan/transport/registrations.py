@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
+from kvnative._signals import Condition, Mutex
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
@@ -89,7 +90,7 @@ class RegistrationTable(Generic[_Registration]):
         self._kind = kind
         self._transport = transport
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self.mutex = threading.RLock()
+        self.mutex = Mutex()
         self._by_slot: dict[int, _Registration] = {}
         self._closed = False
 
@@ -248,7 +249,7 @@ class Quarantine:
 
     def begin(self) -> None:
         """Hold nothing."""
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = Condition()
         self._held: list[tuple[Callable[[], bool], Releasable]] = []
         self._thread: threading.Thread | None = None
 

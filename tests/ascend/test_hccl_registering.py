@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import kvplan
 from kvplan import LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
-from tests.ascend.hccl_side import PULL, PUSH, Side, link_both
+from tests.ascend.hccl_side import PULL, PUSH, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide, error_of
+from tests.ascend.simulator import Log
 from tests.support.refusals import refused
 
 
@@ -55,6 +58,25 @@ def test_what_is_registered_in_parts_is_reached_in_parts(make_side: MakeSide, on
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
         link.memory([buffer.address + page // 2], page)
     assert "register the whole first" in str(error.value)
+
+
+def test_memory_that_is_not_registered_any_more_is_staged(
+    one: Side, two: Side, sim_log: Log
+) -> None:
+    """What was found out about the local memory of one transfer is not true for ever."""
+    theirs, ours = two.fill(2), one.memory
+    link, _ = link_both(one, two)
+    remote = two.peer_memory(link)
+    for _ in range(2):
+        kvplan.execute(PULL, remote, ours)  # straight into it
+    one.transport.deregister(one.registration)
+    before = one.fill(1)
+    kvplan.execute(PULL, remote, ours)  # by way of the staging memory
+    np.testing.assert_array_equal(one.seen, moved(theirs, before))
+    one.registration = one.register()
+    sim_log.restart()
+    kvplan.execute(PULL, remote, ours)
+    assert sim_log.counts("HcclCommPrepare")["HcclCommPrepare"] > 0  # a connection that has it
 
 
 def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:

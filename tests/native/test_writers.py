@@ -356,6 +356,21 @@ class TestEntries:
             here.writer()
         del writers
 
+    def test_the_tickets_of_a_writer_that_died_are_not_the_next_ones(self) -> None:
+        here = Here(entries=1)
+        child = os.fork()
+        if child == 0:
+            kept = here.writer()
+            with mmap(here.table.fd, 2 * PAGESIZE) as table:  # the header, then the entry
+                tickets = np.frombuffer(table, np.uint64, 64, PAGESIZE)[2:]
+                tickets[:] = 4  # all places: it died while it wrote
+                del tickets
+            os._exit(0 if kept else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        backend = here.backend("mapped")  # takes the same entry
+        assert here.table.drain(0) == []
+        assert here.move(backend).status == KVN_OK  # and finds a place in it
+
     def test_a_forked_child_does_not_give_it_back(self) -> None:
         here = Here(entries=1)
         writer = here.writer()

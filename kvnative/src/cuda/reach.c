@@ -254,8 +254,8 @@ struct kvn_cuda_watch {
     kvn_cuda_range parts[]; /* whole allocations, by address, ascending */
 };
 
-/* The part that holds the address; NULL: none does. */
-static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t address)
+/* The first part that ends behind the address; num_parts where none does. */
+static size_t first_behind(const kvn_cuda_watch *watch, uint64_t address)
 {
     size_t low = 0, high = watch->num_parts;
 
@@ -266,7 +266,15 @@ static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t addre
         else
             low = middle + 1;
     }
-    return low < watch->num_parts && holds(&watch->parts[low], address) ? &watch->parts[low] : NULL;
+    return low;
+}
+
+/* The part that holds the address; NULL: none does. */
+static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t address)
+{
+    const size_t at = first_behind(watch, address);
+
+    return at < watch->num_parts && holds(&watch->parts[at], address) ? &watch->parts[at] : NULL;
 }
 
 /* With the mutex: whether the watch takes the address for memory of another allocation than it is. */
@@ -341,12 +349,21 @@ static void sort_parts(kvn_cuda_watch *watch)
     watch->num_parts = kept;
 }
 
+/* With the mutex: whether the watch has any byte of the range, as memory of another allocation. */
+static bool has_other(const kvn_cuda_watch *watch, const kvn_cuda_range *range)
+{
+    size_t at = first_behind(watch, range->first);
+
+    while (at < watch->num_parts && watch->parts[at].first < range->last && watch->parts[at].id == range->id)
+        at++;
+    return at < watch->num_parts && watch->parts[at].first < range->last;
+}
+
 /* With the mutex: ends what another watch has of that memory. Whether that is news. */
 static bool replace(kvn_cuda_watch *other, const kvn_cuda_watch *by)
 {
-    for (size_t i = 0; i < by->num_parts; i++) {
-        const kvn_cuda_range *part = &by->parts[i];
-        if (is_of_other(other, part->first, part->id) || is_of_other(other, part->last - 1, part->id)) {
+    for (size_t i = 0; i < by->num_parts && !other->is_over; i++) {
+        if (has_other(other, &by->parts[i])) {
             other->is_over = true;
             return !atomic_exchange(&other->is_replaced, true);
         }

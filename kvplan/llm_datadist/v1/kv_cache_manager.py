@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvnative._signals import Mutex
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.conversion import desc_of, key_of
 from kvplan.llm_datadist.utils import log
@@ -74,7 +74,7 @@ class KvCacheManager:
         self._wait_time_ms = wait_time_ms(options)
         pool = options.get(_POOL)
         self._pool_nbytes = None if pool is None else int(pool)
-        self._allocating = Lock()
+        self._allocating = Mutex()
 
     def is_initialized(self) -> bool:
         """Whether calls are taken: the LLMDataDist is not finalized."""

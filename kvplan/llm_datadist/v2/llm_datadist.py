@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.option_rows import LISTENING
 from kvplan.engine.options import unknown_key
@@ -55,7 +55,7 @@ class EngineSlots:
     """
 
     def __init__(self) -> None:
-        self.mutex = RLock()
+        self.mutex = Mutex()
         self.several = False
         self._taken: list[LLMDataDist] = []
 
@@ -99,7 +99,7 @@ class EngineSlots:
 
     def forget(self) -> None:
         """In a forked child: all of them are the parent's."""
-        self.mutex = RLock()
+        self.mutex = Mutex()
         self._taken = []
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize, ref
 
 from kvnative._backend import NativeError
+from kvnative._signals import Mutex
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import start_thread
@@ -80,7 +80,7 @@ class Connections:
         self._session = session
         self._own_metadata = own_metadata
         # Re-entrant: letting go of a connection runs its finalizer.
-        self._mutex = threading.RLock()
+        self._mutex = Mutex()
         self._current: Connection | None = None
         self._communicators: dict[int, Communicator] = {}  # that are not taken down yet
         self._opened_ever: set[Communicator] = set()  # less those that HCCL has closed

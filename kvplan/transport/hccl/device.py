@@ -12,6 +12,7 @@ from kvnative._backend import NativeError
 from kvnative._executor import KVN_OK, Executor
 from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging
 from kvnative._lower import Descriptors
+from kvnative._signals import Mutex
 from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -122,8 +123,8 @@ class HcclDevice:
             owner=generations.buffer,
         )
         self._open: set[Communicator] = set()
-        self._mutex = threading.Lock()  # of what is open
-        self._reading = threading.Lock()  # tickets, into words that there are once
+        self._mutex = Mutex()  # of what is open
+        self._reading = Mutex()  # tickets, into words that there are once
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:

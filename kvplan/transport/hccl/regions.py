@@ -6,12 +6,12 @@ one region: a registration uses the regions that are there, and gets new ones fo
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from kvnative._signals import Mutex
 from kvplan.transport.hccl.metadata import RegionRef
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Regions:
     def __init__(self, make: MakeRegion) -> None:
         self._make = make
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self.mutex = threading.RLock()
+        self.mutex = Mutex()
         self._regions: list[HeldRegion] = []  # disjoint, by address
         self._newest = 0
         self.changes = 0  # rises whenever regions come or go

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvnative._hccl import NUM_TICKETS, Tickets
+from kvnative._signals import Mutex
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
 from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef, Range
@@ -64,7 +64,7 @@ class GenerationTable:
         device.write(self.ref.address, bytes(self.nbytes))
         self.tickets = Tickets(self.ref.tickets, self.buffer)
         self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
-        self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
+        self._mutex = Mutex()  # re-entrant: a signal handler may end a lease
 
     def take(self) -> tuple[int, int]:
         """A slot, and the generation that its word says from here on.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
+from kvnative._signals import Mutex
 from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
@@ -87,7 +87,7 @@ class HcclTransport(BaseTransport):
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
         self.maps_host = "host" in self.reaches and not device.notes_pins
-        self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
+        self._mutex = Mutex()  # re-entrant: a signal handler may end a lease
         self._links: set[Connections] = set()
         tag = tag_of(self._instance)
         self._writers: Writers[Connections] = Writers(lambda link: link.tickets(tag))

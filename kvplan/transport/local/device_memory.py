@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from kvnative._signals import Mutex
 from kvplan.device.memory import check_device_of_link
 from kvplan.device.sharing import Exported, exported
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -36,7 +36,7 @@ class PeerAllocations:
         self.device = device
         self._process = process
         self._sharing = sharing
-        self._mutex = threading.RLock()  # a signal handler may close the link
+        self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[AllocationRef, Mapped] = WeakValueDictionary()
         self._kept: dict[AllocationRef, Mapped] = {}  # pools
         self._closed = False

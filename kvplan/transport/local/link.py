@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvnative._host import Pin
 from kvnative._process import process_backend
+from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import reason_of
@@ -60,7 +60,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate)
         self._can_reach_registered = False
-        self._mutex = threading.RLock()  # of the writer: one for all memory that is written to
+        self._mutex = Mutex()  # of the writer: one for all memory that is written to
         self._writer: Writer | None = None
         self.process = hold(metadata.identity)
         sharing = None if device is None else device.sharing

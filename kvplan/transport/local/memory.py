@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakValueDictionary
 
 from kvnative._host import Arena
+from kvnative._signals import Mutex
 from kvplan.transport.base import BasePeerMemory, no_leases
 from kvplan.transport.local.metadata import ArenaRef, Range
 from kvplan.transport.pages import background_pages
@@ -56,7 +56,7 @@ class PeerArenas:
         self._pid = pid
         self._populate = populate
         self._owner = object()  # of what is populated in the background, which must not hold this
-        self._mutex = threading.RLock()  # a signal handler may close the link
+        self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
         self._kept: dict[ArenaRef, Arena] = {}
         self._closed = False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvnative._backend import NativeError
+from kvnative._signals import Mutex
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
@@ -41,7 +41,7 @@ class TcpRegistration(Registration[Range]):
 
     on_device: bool
     # Held while it ends, taken before the table's. Re-entrant: a signal handler may end it as well.
-    ending: threading.RLock = field(default_factory=threading.RLock, init=False)
+    ending: Mutex = field(default_factory=Mutex, init=False)
 
 
 class Registrations:
@@ -61,7 +61,7 @@ class Registrations:
         # Generation and deadline of each that has not ended, by its number; no generation: of none.
         self._lease_generations, self._lease_deadlines = array("Q"), array("Q")
         # Held while leases end, taken before the table's. Re-entrant: of a signal handler as well.
-        self._ending = threading.RLock()
+        self._ending = Mutex()
         self.device = device
         self._table = RegistrationTable(TcpRegistration, "a tcp transport")
         self._service: TcpService | None = None

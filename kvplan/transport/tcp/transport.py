@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvnative._backend import NativeError
+from kvnative._signals import Mutex
 from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
 from kvplan.inspection.units import plural
@@ -88,7 +88,7 @@ class TcpTransport(BaseTransport):
         self._label = label
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
-        self._mutex = threading.RLock()  # re-entrant: a signal handler may close it
+        self._mutex = Mutex()  # re-entrant: a signal handler may close it
         self._service: TcpService | None = None  # None: there was no link yet
         self._connecting: set[Streams] = set()
 

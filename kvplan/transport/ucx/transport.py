@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 from kvnative._backend import KVN_TIMEOUT, NativeError
+from kvnative._signals import Mutex
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
@@ -96,7 +96,7 @@ class UcxTransport(BaseTransport):
         self._host = socket.gethostname()[:64] or "localhost"
         self._version, worker = _open(found, given, label)
         self._worker: UcxWorker | None = worker  # None: closed
-        self._mutex = threading.RLock()  # re-entrant: a finalizer may deregister
+        self._mutex = Mutex()  # re-entrant: a finalizer may deregister
         # Of links, and of peers that are observed, each with the instance that it is to.
         self._endpoints: WeakKeyDictionary[UcxEndpoint, str] = WeakKeyDictionary()
         # To peers of which a link has ended, and which may write all the same, by instance.

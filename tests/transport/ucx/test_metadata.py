@@ -62,6 +62,9 @@ BAD_RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "writable": ({"writable": 1}, "writable is 1; it must be true or false"),
     "no such region": ({"region": 6}, "there is no region of that number"),
     "out of its region": ({"address": 4096}, "is not inside its region"),
+    "one byte before": ({"address": 0x8000 - 1}, "is not inside its region"),
+    "one byte behind": ({"address": 0x18000 - 63, "nbytes": 64}, "is not inside its region"),
+    "larger": ({"address": 0x8000, "nbytes": 65537}, "is not inside its region"),
 }
 
 
@@ -72,6 +75,14 @@ def test_a_range_that_cannot_be(name: str) -> None:
     document["ranges"][0] |= changes
     with pytest.raises(LLMException, match=message):
         Metadata.from_bytes(json.dumps(document).encode())
+
+
+def test_a_range_may_be_all_of_its_region_and_end_with_it() -> None:
+    document = json.loads(WHOLE.to_bytes())
+    document["ranges"][0] |= {"address": 0x8000, "nbytes": 65536}
+    document["ranges"][1] |= {"address": 0x18000 - 64, "nbytes": 64}
+    first, second = Metadata.from_bytes(json.dumps(document).encode()).ranges
+    assert (first.nbytes, second.address) == (65536, 0x18000 - 64)
 
 
 def test_another_schema_and_no_json() -> None:

@@ -1,0 +1,133 @@
+/* Checks of which memory the copy kernel may be given, with a driver that says what a check says. */
+#include "cuda/reach.c"
+
+#include "check.h"
+
+enum { ADDRESS = 1 << 20, NBYTES = 1 << 12 };
+
+static struct {
+    unsigned long long access;
+    CUresult of_access;
+} said;
+
+static CUresult say_range(CUdeviceptr *start, size_t *nbytes, CUdeviceptr address)
+{
+    (void)address;
+    *start = ADDRESS;
+    *nbytes = NBYTES;
+    return KVN_CUDA_OK;
+}
+
+static CUresult say_access(unsigned long long *flags, const kvn_cuda_location *location, CUdeviceptr address)
+{
+    (void)location, (void)address;
+    *flags = said.access;
+    return said.of_access;
+}
+
+static CUresult know_no_pool(unsigned count, int *asked, void **values, CUdeviceptr address)
+{
+    (void)count, (void)asked, (void)values, (void)address;
+    return KVN_CUDA_OK + 1;
+}
+
+static kvn_cuda_library library;
+static kvn_cuda_device state = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+static kvn_device device = {.runtime = &library, .state = &state, .id = 0};
+
+static void begin(void)
+{
+    library.calls.cuMemGetAddressRange_v2 = say_range;
+    library.calls.cuMemGetAccess = say_access;
+    library.calls.cuPointerGetAttributes = know_no_pool;
+}
+
+/* A kernel writes as well as it reads: what this device may only read is copied by the driver. */
+static void mapped_access(void)
+{
+    static const struct {
+        unsigned long long access;
+        CUresult of_access;
+        int reach;
+    } rows[] = {
+        {0, KVN_CUDA_OK, KVN_CUDA_UNMAPPED},
+        {1, KVN_CUDA_OK, KVN_CUDA_COPIED}, /* CU_MEM_ACCESS_FLAGS_PROT_READ */
+        {KVN_CUDA_ACCESS_READ_WRITE, KVN_CUDA_OK, KVN_CUDA_REACHED},
+        {KVN_CUDA_ACCESS_READ_WRITE, KVN_CUDA_OK + 1, KVN_CUDA_COPIED}, /* it does not say */
+    };
+
+    begin();
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        said.access = rows[i].access;
+        said.of_access = rows[i].of_access;
+        CHECK((int)ask_mapping(&device, ADDRESS, 0).reach == rows[i].reach);
+    }
+}
+
+/* Memory of another GPU is reached where that GPU's context has peer access here, and nowhere else. */
+static void other_gpus(void)
+{
+    static int ours, peers, strangers;
+    const answers of_peer = {.type = KVN_CUDA_MEMORY_HOST + 1, .number = 1, .context = (CUcontext)&peers,
+                             .start = ADDRESS, .nbytes = NBYTES};
+    answers of_stranger = of_peer, of_us = of_peer;
+    kvn_failure failure;
+
+    begin();
+    device.context = &ours;
+    of_stranger.context = (CUcontext)&strangers;
+    of_us.context = (CUcontext)&ours;
+    of_us.number = 0;
+    CHECK(kvn_cuda_reach_add_context(&device, (CUcontext)&peers, &failure) == KVN_OK);
+    CHECK(judge(&device, ADDRESS, &of_peer).reach == KVN_CUDA_REACHED);
+    CHECK(judge(&device, ADDRESS, &of_peer).is_far);
+    CHECK(judge(&device, ADDRESS, &of_stranger).reach == KVN_CUDA_UNMAPPED);
+    CHECK(judge(&device, ADDRESS, &of_us).reach == KVN_CUDA_REACHED && !judge(&device, ADDRESS, &of_us).is_far);
+    kvn_cuda_reach_remove_context(&device, (CUcontext)&peers);
+    CHECK(judge(&device, ADDRESS, &of_peer).reach == KVN_CUDA_UNMAPPED);
+}
+
+static kvn_cuda_watch *watch_of(uint64_t first, uint64_t last, uint64_t id)
+{
+    kvn_cuda_watch *watch = calloc(1, sizeof *watch + sizeof *watch->parts);
+
+    watch->num_parts = 1;
+    watch->parts[0] = (kvn_cuda_range){.first = first, .last = last, .id = id};
+    return watch;
+}
+
+/* A new registration of other memory ends an old one of which it has any byte: at its begin, at its end, inside. */
+static void registered_again(void)
+{
+    static const struct {
+        uint64_t first, last, id;
+        bool replaces;
+    } rows[] = {
+        {50, 150, 2, true},   /* the begin of the old one */
+        {150, 250, 2, true},  /* its end */
+        {120, 130, 2, true},  {100, 200, 2, true},
+        {50, 250, 2, true},   /* all of it, and more on both sides */
+        {100, 200, 1, false}, /* the same memory again */
+        {50, 100, 2, false},  {200, 250, 2, false}, /* beside it */
+    };
+
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        kvn_cuda_watch *old = watch_of(100, 200, 1), *new = watch_of(rows[i].first, rows[i].last, rows[i].id);
+
+        CHECK(replace(old, new) == rows[i].replaces);
+        CHECK(kvn_cuda_watch_is_replaced(old) == rows[i].replaces && old->is_over == rows[i].replaces);
+        free(old);
+        free(new);
+    }
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {
+        {"mapped_access", mapped_access},
+        {"other_gpus", other_gpus},
+        {"registered_again", registered_again},
+    };
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}

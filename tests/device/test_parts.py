@@ -1,0 +1,15 @@
+"""What is confirmed, and which events are kept: what only C can look at."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compiled import compiled
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("copy", "blocking_behind_asynchronous"), ("events", "kept_by_context")],
+)
+def test_device(tmp_path_factory: pytest.TempPathFactory, source: str, name: str) -> None:
+    compiled(tmp_path_factory.mktemp(source), f"tests/device/{source}_main.c")(name)

@@ -1,0 +1,104 @@
+"""One call of an engine, interrupted at each of its places in turn; prints what is left, as JSON.
+
+Args: the call; how many places from one interrupt to the next.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole
+from kvplan.engine.cache_api import CacheStatus
+from kvplan.status import LLMException
+from tests.support.held import Held
+from tests.support.interrupts import Interrupts
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+INSIDE = "/kvplan/"
+DEADLINE_S = 10
+
+
+def main(call: str, step: int) -> None:
+    engine = LlmDataDist(1, LlmRole.MIX)
+    engine.initialize({"ListenIpInfo": "127.0.0.1:0"})
+    blocks = engine.allocate_blocks_cache(DESC)
+    arrays = [np.zeros((4, 64), np.int8) for _ in range(2)]
+    file = Path(tempfile.mkdtemp(), "recording")
+    cluster_ids = iter(range(2, 10_000))
+
+    def allocate() -> None:
+        engine.deallocate_cache(engine.allocate_cache(DESC))
+
+    def register() -> None:
+        engine.unregister_cache(engine.register_cache(DESC, arrays).cache_id)
+
+    def record() -> None:
+        with engine.record(file):
+            pass
+
+    def lease() -> None:
+        engine.release(engine.lease_blocks(blocks, [1, 2], ttl_ms=1e6))
+
+    def initialize() -> None:
+        another = LlmDataDist(next(cluster_ids), LlmRole.MIX)
+        another.initialize({"ListenIpInfo": "127.0.0.1:0"})
+        another.finalize()
+
+    def end_listed() -> None:
+        """End all that an engine lists, as a program can whose call was interrupted."""
+        for it in engine.caches():
+            if it.cache_id != blocks.cache_id:
+                end(it)
+        for lease in engine.leases():
+            engine.release(lease)
+        with suppress(LLMException):
+            if (recorder := engine.recording) is not None:
+                recorder.close()
+
+    def end(listed: CacheStatus) -> None:
+        if listed.allocated:
+            engine.deallocate_cache(Cache(listed.cache_desc, listed.cache_id, ()))
+        else:
+            engine.unregister_cache(listed.cache_id)
+
+    function = {it.__name__: it for it in (allocate, register, record, lease, initialize)}[call]
+    function()  # loads modules, starts threads of the process
+    before, errors = Held.now(), Counter[str]()
+    registered = registrations(engine)
+    interrupts = Interrupts(INSIDE, step)
+    while interrupts.call(function):
+        end_listed()
+        try:
+            function()
+        except Exception as error:
+            errors[repr(error)] += 1
+    left = {
+        "next_call": errors,
+        "registrations": registrations(engine) - registered,
+        "caches": len(engine.caches()) - 1,
+        "leases": len(engine.leases()),
+    }
+    deadline = time.monotonic() + DEADLINE_S
+    while (new := before.new()).descriptors or new.threads:
+        gc.collect()  # an engine that its caller never got ends in a thread
+        assert time.monotonic() < deadline, new
+    engine.finalize()
+    sys.stdout.write(json.dumps(left | {"interrupts": interrupts.place // step - 1}) + "\n")
+
+
+def registrations(engine: LlmDataDist) -> int:
+    """Count what peers could reach over the transport that shows all that is registered."""
+    assert engine._engine is not None
+    local = next(it for it in engine._engine.registry._transports if it.name == "local")
+    return int(repr(local).split()[-2])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

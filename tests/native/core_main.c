@@ -1,0 +1,290 @@
+/* Checks of core and of the pool whose moments only C can choose. */
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/clock.h"
+#include "core/layered.h"
+#include "core/report.h"
+#include "host/pool.h"
+
+#include "check.h"
+
+#define SECOND INT64_C(1000000000)
+
+/* ---- spans ---- */
+
+static void merge_spans(void)
+{
+    kvn_report nested = {.num_unconfirmed = 2, .unconfirmed = {{9, 20}, {9, 10}}};
+
+    kvn_report_merge_spans(&nested);
+    CHECK(nested.num_unconfirmed == 1);
+    CHECK(nested.unconfirmed[0].first == 9 && nested.unconfirmed[0].last == 20);
+    srand(1);
+    for (int round = 0; round < 500; round++) {
+        kvn_report report = {.num_unconfirmed = 1 + rand() % 8};
+        bool in[32] = {false}, merged[32] = {false};
+
+        for (uint32_t i = 0; i < report.num_unconfirmed; i++) {
+            const uint64_t first = rand() % 31, last = first + 1 + rand() % (31 - first);
+            report.unconfirmed[i] = (kvn_span){first, last};
+            for (uint64_t at = first; at < last; at++)
+                in[at] = true;
+        }
+        kvn_report_merge_spans(&report);
+        for (uint32_t i = 0; i < report.num_unconfirmed; i++) {
+            CHECK(i == 0 || report.unconfirmed[i - 1].last < report.unconfirmed[i].first);
+            for (uint64_t at = report.unconfirmed[i].first; at < report.unconfirmed[i].last; at++)
+                merged[at] = true;
+        }
+        CHECK(memcmp(in, merged, sizeof in) == 0);
+    }
+}
+
+/* ---- a backend and a gate that do what a check says ---- */
+
+static struct {
+    int submitted, left, polled;
+    bool refuses; /* what comes after a gate: there is no room */
+    kvn_gate_waiter *waiter;
+    void (*on_enter)(void);
+    void (*on_abort)(void);
+} said = {.polled = KVN_PENDING};
+
+static int submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    (void)self, (void)report;
+    *out = NULL;
+    if (batch->after && said.refuses)
+        return KVN_PENDING;
+    said.submitted++;
+    *out = (kvn_request *)&said;
+    return KVN_OK;
+}
+
+static int outcome(kvn_report *report, int status)
+{
+    if (status == KVN_OK)
+        kvn_report_begin(report);
+    else if (status != KVN_PENDING)
+        kvn_report_refuse(report, 1, status, 0, "said");
+    report->status = status;
+    return status;
+}
+
+static int poll_said(kvn_backend *self, kvn_request *request, kvn_report *report)
+{
+    (void)self, (void)request;
+    return outcome(report, said.polled);
+}
+
+static int wait_done(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+{
+    (void)self, (void)request, (void)deadline_ns;
+    said.polled = KVN_OK;
+    return outcome(report, KVN_OK);
+}
+
+static int abort_said(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+{
+    (void)self, (void)request;
+    if (said.on_abort)
+        said.on_abort();
+    said.polled = why;
+    return outcome(report, why);
+}
+
+static void release_nothing(kvn_backend *self, kvn_request *request) { (void)self, (void)request; }
+
+static const kvn_backend_vtable plain = {
+    .name = "said", .submit = submit, .poll = poll_said, .wait = wait_done, .abort = abort_said,
+    .release = release_nothing,
+}, ordering = {
+    .name = "said", .orders = true, .submit = submit, .poll = poll_said, .wait = wait_done,
+    .abort = abort_said, .release = release_nothing,
+};
+
+static int enter_gate(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *failure)
+{
+    (void)gate, (void)failure;
+    said.waiter = waiter;
+    if (said.on_enter)
+        said.on_enter();
+    return KVN_OK;
+}
+
+static void note_leaving(kvn_gate *gate, kvn_gate_waiter *waiter)
+{
+    (void)gate, (void)waiter;
+    said.left++;
+}
+
+static kvn_gate gate = {.enter = enter_gate, .leave = note_leaving};
+static uint64_t zeros[4], ones[4] = {1, 1, 1, 1};
+
+static kvn_columns columns_of(size_t count)
+{
+    return (kvn_columns){.dst = zeros, .src = zeros, .nbytes = ones, .count = count};
+}
+
+/* ---- another thread, that sleeps ---- */
+
+static _Atomic pid_t other;
+
+static void wait_until_it_sleeps(void)
+{
+    char path[64], state = 'R';
+
+    while (!other)
+        sched_yield();
+    snprintf(path, sizeof path, "/proc/self/task/%d/stat", (int)other);
+    while (state != 'S') {
+        FILE *file = fopen(path, "r");
+        CHECK(file && fscanf(file, "%*d (%*[^)]) %c", &state) == 1);
+        fclose(file);
+        sched_yield();
+    }
+}
+
+/* ---- executor ---- */
+
+static void *wait_for_task(void *task)
+{
+    other = (pid_t)syscall(SYS_gettid);
+    return (void *)(intptr_t)kvn_task_wait(task, kvn_now_ns() + 5 * SECOND);
+}
+
+/* Who waits at a gate goes on when a backend that had no room takes the batch. */
+static void pass_wakes(void)
+{
+    kvn_backend backend = {&ordering};
+    kvn_columns columns = columns_of(1);
+    kvn_task task;
+    pthread_t thread;
+    void *status;
+
+    columns.after = &gate;
+    said.refuses = true;
+    kvn_task_init(&task, &backend, &columns);
+    CHECK(kvn_task_begin(&task) == KVN_PENDING && said.waiter->pass);
+    CHECK(pthread_create(&thread, NULL, wait_for_task, &task) == 0);
+    wait_until_it_sleeps();
+    said.refuses = false;
+    CHECK(said.waiter->pass(said.waiter));
+    pthread_join(thread, &status);
+    CHECK((intptr_t)status == KVN_OK);
+    kvn_task_release(&task);
+}
+
+/* ---- layers ---- */
+
+static kvn_layered layered;
+
+static void fail_first_layer(void)
+{
+    said.polled = KVN_FAILED;
+    CHECK(kvn_layered_poll(&layered) == KVN_PENDING && kvn_layered_is_sealed(&layered));
+}
+
+/* A layer that is opened while another one fails does not stay behind its event. */
+static void open_beside_failure(void)
+{
+    kvn_backend backend = {&plain};
+    const kvn_columns columns = columns_of(3);
+    int opened;
+
+    kvn_layered_init(&layered, &backend, &columns, 1);
+    CHECK(kvn_layered_open(&layered, 0, NULL, &opened) == KVN_PENDING && opened);
+    said.on_enter = fail_first_layer;
+    kvn_layered_open(&layered, 1, &gate, &opened);
+    CHECK(opened);
+    CHECK(kvn_layered_poll(&layered) == KVN_FAILED && said.left == 1);
+    kvn_layered_release(&layered);
+}
+
+static void *abort_again(void *unused)
+{
+    (void)unused;
+    other = (pid_t)syscall(SYS_gettid);
+    return (void *)(intptr_t)kvn_layered_abort(&layered, KVN_CANCELLED);
+}
+
+static pthread_t second;
+
+static void abort_in_another_thread(void)
+{
+    said.on_abort = NULL;
+    CHECK(pthread_create(&second, NULL, abort_again, NULL) == 0);
+    wait_until_it_sleeps();
+}
+
+/* The reason is that of the first abort. */
+static void abort_twice(void)
+{
+    kvn_backend backend = {&plain};
+    const kvn_columns columns = columns_of(2);
+    int opened;
+    void *status;
+
+    kvn_layered_init(&layered, &backend, &columns, 1);
+    CHECK(kvn_layered_open(&layered, 0, NULL, &opened) == KVN_PENDING && opened);
+    said.on_abort = abort_in_another_thread;
+    CHECK(kvn_layered_abort(&layered, KVN_TIMEOUT) == KVN_TIMEOUT);
+    pthread_join(second, &status);
+    CHECK((intptr_t)status == KVN_TIMEOUT);
+    kvn_layered_release(&layered);
+}
+
+/* ---- pool ---- */
+
+static int move_slowly(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    (void)context, (void)batch, (void)piece, (void)fault;
+    nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    return KVN_OK;
+}
+
+/* A thread that helped and goes, its deadline over, leaves the rest to a worker. */
+static void helper_leaves(void)
+{
+    enum { PIECES = 20 };
+    static uint64_t nbytes[PIECES], nowhere[PIECES];
+    kvn_pool *pool = kvn_pool_create(1);
+    const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = PIECES,
+                                 .caller = KVN_CALLER_WAITS};
+
+    for (int i = 0; i < PIECES; i++)
+        nbytes[i] = KVN_PIECE_MIN;
+    for (int round = 0; round < 40; round++) {
+        const int64_t deadline_ns = kvn_now_ns() + 5 * SECOND;
+        kvn_report report;
+        kvn_job job;
+
+        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN});
+        kvn_job_submit(&job, pool, (uint64_t)PIECES * KVN_PIECE_MIN);
+        kvn_job_wait(&job, kvn_now_ns() + 1000000, &report);
+        while (kvn_job_poll(&job, &report) == KVN_PENDING) {
+            CHECK(kvn_now_ns() < deadline_ns);
+            sched_yield();
+        }
+        kvn_job_release(&job);
+    }
+    kvn_pool_destroy(pool);
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {
+        {"merge_spans", merge_spans},
+        {"pass_wakes", pass_wakes},
+        {"open_beside_failure", open_beside_failure},
+        {"abort_twice", abort_twice},
+        {"helper_leaves", helper_leaves},
+    };
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}

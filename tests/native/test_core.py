@@ -1,0 +1,20 @@
+"""Spans, tasks, layers and the pool at moments that only a program in C can choose."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compiled import Check, compiled
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    sources = ("core/report.c", "core/executor.c", "core/layered.c", "host/pool.c", "host/job.c")
+    return compiled(tmp_path_factory.mktemp("core"), "tests/native/core_main.c", *sources)
+
+
+@pytest.mark.parametrize(
+    "name", ["merge_spans", "pass_wakes", "open_beside_failure", "abort_twice", "helper_leaves"]
+)
+def test_core(check: Check, name: str) -> None:
+    check(name)

@@ -1,0 +1,154 @@
+"""When signal handlers run, and locks that an interrupt never leaves taken."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from kvnative._signals import Condition, GuardedLock, Mutex, signals_deferred
+from tests.support.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also where pytest runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def arrive(number: int = signal.SIGINT) -> None:
+    """Let a signal arrive, for a handler that runs when Python next looks."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+    steps = []
+
+    def interrupted() -> None:
+        with signals_deferred:
+            arrive()
+            steps.append(1)
+            with signals_deferred:
+                steps.append(2)
+            steps.append(3)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert steps == [1, 2, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):  # and is not deferred any more
+        arrive()
+
+
+def test_each_handler_runs_once_in_the_end() -> None:
+    handled: list[int] = []
+    numbers = signal.SIGUSR1, signal.SIGTERM
+    before = [signal.signal(it, lambda number, _: handled.append(number)) for it in numbers]
+    try:
+        with signals_deferred:
+            for it in (*numbers, *numbers):
+                arrive(it)
+            assert not handled
+        assert sorted(handled) == sorted(numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_handler_that_is_set_inside_stays() -> None:
+    handled: list[int] = []
+    with signals_deferred:
+        signal.signal(signal.SIGINT, lambda number, _: handled.append(number))
+    arrive()
+    assert handled == [signal.SIGINT]
+
+
+def test_an_error_of_the_block_goes_on() -> None:
+    with pytest.raises(ValueError, match="mine"), signals_deferred:
+        raise ValueError("mine")
+    with pytest.raises(KeyboardInterrupt):
+        arrive()
+
+
+def test_to_enter_a_block_raises_nothing() -> None:
+    """Else what a `finally` does in one would not be done, and the next would defer nothing."""
+    entered = 0
+
+    def use() -> None:
+        nonlocal entered
+        try:
+            pass
+        finally:
+            with signals_deferred:
+                entered += 1
+
+    interrupts = Interrupts("")  # in modules of Python, too
+    while interrupts.call(use):
+        assert entered >= interrupts.place - 1  # the first comes before all of it
+    test_an_interrupt_waits_for_the_end_of_the_block()
+
+
+def test_another_thread_defers_nothing() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with signals_deferred:
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            arrive()
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [GuardedLock, Mutex, Condition])
+def test_an_interrupt_leaves_no_lock_taken(kind: type[GuardedLock | Condition]) -> None:
+    lock = kind()
+
+    def use() -> None:
+        with lock, suppress(ValueError):
+            int("1")
+
+    interrupts = Interrupts(__file__)
+    while interrupts.call(use):
+        assert is_free(lock), interrupts.place
+    assert interrupts.place > 3
+
+
+def is_free(lock: GuardedLock | Condition) -> bool:
+    """Whether another thread can take it."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(lock.acquire(blocking=False))
+        if taken[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+def test_a_guarded_lock_is_an_rlock() -> None:
+    lock = GuardedLock()
+    with lock, lock:
+        assert lock.acquire()
+        lock.release()
+    with pytest.raises(RuntimeError):
+        lock.release()
+    with suppress(ValueError), lock:
+        raise ValueError
+    with pytest.raises(RuntimeError):
+        lock.release()

@@ -1,0 +1,51 @@
+"""Programs in C on sources of kvnative, to check what no call from Python reaches.
+
+They see these sources as they are, without a build; all else comes from libkvn.so.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Check", "compiled"]
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "kvnative/lib"
+TIMEOUT_S = 60
+
+Check = Callable[[str], None]
+"""Runs one check of a program by its name; what is not so fails the test."""
+
+
+def compiled(folder: Path, source: str, *others: str) -> Check:
+    """Compile a program of the tests.
+
+    Args:
+        folder: where the program is put.
+        source: path of its `main`, in the tree.
+        others: sources that it is linked with, in kvnative/src.
+    """
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    program = folder / Path(source).stem
+    flags = ("-std=c11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
+    unused = ("-Wno-unused-function", "-ffunction-sections", "-Wl,--gc-sections")
+    includes = (f"-I{ROOT / it}" for it in ("kvnative/src", "include", "tests/support/native"))
+    library = (f"-L{LIBRARY}", f"-Wl,-rpath,{LIBRARY}", "-lkvn")
+    sources = map(str, [ROOT / source, *(ROOT / "kvnative/src" / it for it in others)])
+    command = ["cc", *flags, *unused, *includes, *sources, *library, "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    def check(name: str) -> None:
+        ran = subprocess.run(
+            [program, name], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+
+    return check

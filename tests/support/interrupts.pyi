@@ -1,0 +1,9 @@
+from collections.abc import Callable
+
+__all__ = ["Interrupts"]
+
+class Interrupts:
+    def __init__(self, inside: str, step: int = 1) -> None: ...
+    @property
+    def place(self) -> int: ...
+    def call(self, function: Callable[[], object]) -> bool: ...

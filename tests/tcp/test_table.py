@@ -1,0 +1,18 @@
+"""The table of registered ranges, and the places of connections: what only C can look at."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compiled import Check, compiled
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    folder = tmp_path_factory.mktemp("table")
+    return compiled(folder, "tests/tcp/table_main.c", "tcp/table.c", "tcp/service.c")
+
+
+@pytest.mark.parametrize("name", ["earliest_deadline", "renewed_under_way", "key_of_reused_place"])
+def test_table(check: Check, name: str) -> None:
+    check(name)

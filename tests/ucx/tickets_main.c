@@ -1,0 +1,33 @@
+/* Checks of the tickets of a worker, which wrap after 2**32. */
+#include "ucx/transfer.c"
+
+#include "check.h"
+
+static void after_the_last_number(void)
+{
+    _Atomic uint64_t tickets[2] = {0};
+    kvn_ucx_worker worker = {.tickets = tickets, .num_announced = UINT32_MAX - 1};
+    kvn_ucx_endpoint endpoint = {.worker = &worker, .remote = {.tag = 7}};
+    const kvn_ucx_route route = {.endpoint = &endpoint};
+    kvn_request *request = calloc(1, sizeof *request);
+    uint32_t before = 0;
+
+    request->route = &route;
+    for (int i = 0; i < 4; i++) { /* the last one, and those after it */
+        put_ticket(request, (unsigned)i % 2);
+        const uint64_t ticket = atomic_load(&tickets[i % 2]);
+        CHECK(ticket >> 32 == 7);
+        CHECK((uint32_t)ticket != 0); /* that is no ticket of its own */
+        CHECK((uint32_t)ticket != before);
+        CHECK(request->ticket == (unsigned)i % 2 + 1);
+        before = (uint32_t)ticket;
+    }
+    free(request);
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {{"after_the_last_number", after_the_last_number}};
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}
