@@ -265,6 +265,7 @@ def test_a_link_that_the_system_refuses_leaves_nothing_open(owner: Owner) -> Non
         import pytest
         from kvplan import LLMException
         from tests.support.held import Held
+        refused = None
         before = Held.now()
         with pytest.raises(LLMException, match="seccomp") as refused:
             transport.connect({owner.metadata()!r})
