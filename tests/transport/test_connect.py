@@ -349,8 +349,11 @@ def test_yama_is_named(
 
 
 def test_permit_any_peer_is_harmless_without_yama() -> None:
-    with LocalTransport(permit_any_peer=True) as transport:
-        transport.connect(transport.metadata()).close()
+    with (
+        LocalTransport(permit_any_peer=True) as transport,
+        transport.connect(transport.metadata()) as link,
+    ):
+        link.check()
 
 
 class TestRegister:
