@@ -132,6 +132,8 @@ def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
     options = {"name": "n" * 127, "traffic_class": 132, "service_level": 4}
     ends[0].open_with(ends.table, options)
     ends[0].close("n" * 127)
+    failure = remote_error(ends, "close", "n" * 127)
+    assert failure.kind == "KeyError"
 
 
 @pytest.mark.parametrize(

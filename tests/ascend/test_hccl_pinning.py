@@ -87,6 +87,9 @@ def test_memory_in_a_page_that_is_pinned_shares_the_pin(sides: tuple[Side, Side]
     whole = one.transport.register((at + 64, 4 * PAGE))
     end = one.transport.register((at + 4 * PAGE + 64, 100))
     one.transport.deregister(whole)
-    one.transport.register((at + 2 * PAGE + 64, 100))  # in the middle of what the end keeps pinned
+    # In the middle of what the end keeps pinned.
+    middle = one.transport.register((at + 2 * PAGE + 64, 100))
+    assert middle.range.region_of(at + 2 * PAGE + 64, 100) is not None
     one.transport.deregister(end)
-    link_both(one, two)
+    for link in link_both(one, two):
+        link.check()

@@ -92,8 +92,10 @@ def test_an_aborted_record_ends_the_wait(acl: Acl, event: int, streams: list[int
 def test_an_abort_ends_the_wait_for_an_event(acl: Acl, event: int, streams: list[int]) -> None:
     hang(acl, event, streams[0])
     acl.ok("aclrtStreamWaitEvent", streams[1], event)
+    assert acl.aclrtSynchronizeStreamWithTimeout(streams[1], 1) == STREAM_TIMEOUT
     acl.ok("aclrtStreamAbort", streams[1])
     acl.ok("aclrtSynchronizeStream", streams[1])
+    assert acl.aclrtSynchronizeStreamWithTimeout(streams[0], 1) == STREAM_TIMEOUT  # it goes on
 
 
 def test_events_that_cannot_be_waited_for(acl: Acl, streams: list[int]) -> None:
@@ -140,6 +142,7 @@ def test_an_event_may_be_destroyed_while_a_stream_waits(acl: Acl, streams: list[
     acl.ok("aclrtRecordEvent", event, streams[0])
     acl.ok("aclrtDestroyEvent", event)
     acl.ok("aclrtSynchronizeStream", streams[1])
+    assert acl.aclrtRecordEvent(event, streams[0]) == HANDLE
 
 
 def test_time_between_events(acl: Acl, streams: list[int]) -> None:

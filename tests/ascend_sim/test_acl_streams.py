@@ -197,5 +197,7 @@ def test_large_copies_can_be_aborted(acl: Acl, stream: int) -> None:
         acl.ok("aclrtMemcpyAsync", device, n, host, n, HOST_TO_DEVICE, stream)
     acl.ok("aclrtStreamAbort", stream)
     acl.ok("aclrtSynchronizeStream", stream)
+    acl.ok("aclrtMemset", device, n, ord("\t"), n)
+    assert bytes(acl.view(device, n)) == b"\t" * n  # no copy goes on
     acl.ok("aclrtFree", device)
     acl.ok("aclrtFreeHost", host)

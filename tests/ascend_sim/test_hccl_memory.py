@@ -109,6 +109,10 @@ def test_bind_comes_before_prepare(ends: Ends) -> None:
 @pytest.mark.parametrize("kind", [DEVICE, PINNED, REGISTERED])
 def test_prepare_takes_memory(ends: Ends, kind: int) -> None:
     ends.connect(kind=kind)
+    lines = ends.log("HcclCommPrepare")[-2:]
+    assert [(it["name"], it["local_regions"], it["remote_regions"]) for it in lines] == [
+        (ends.name, 1, 1)
+    ] * 2
 
 
 def test_prepare_maps_whole_pages_of_the_host_once(ends: Ends) -> None:

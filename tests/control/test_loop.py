@@ -388,8 +388,9 @@ def test_rounds_of_starting_and_stopping_leave_nothing_behind(footprint: None) -
     for _ in range(50):
         loop = ControlLoop("round")
         loop.start()
-        loop.run(Server.listen(loop, LOCAL, Recorder(), Keys()))
+        server = loop.run(Server.listen(loop, LOCAL, Recorder(), Keys()))
         loop.stop()
+        assert server.channels == ()
 
 
 @pytest.mark.parametrize("spare", range(18))

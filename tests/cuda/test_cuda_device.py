@@ -273,7 +273,10 @@ def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:
     program.primary(3)
     program.ok("cuMemHostUnregister", pages.ctypes.data)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
+    assert device.locate(pages.ctypes.data)[0] == "pageable"
     pinned.close()
+    assert device.locate(pages.ctypes.data)[0] == "pageable"
+    device.pin(pages.ctypes.data, PAGE).close()  # and nothing of it is left
 
 
 def test_freeing_waits_for_what_the_program_does(
@@ -287,10 +290,13 @@ def test_freeing_waits_for_what_the_program_does(
     program.ok("cuMemcpyAsync", target.address, buffer.address, 100, stream)
     held = [buffer]
     del buffer
+    address = held[0].address
     thread = threading.Thread(target=held.clear)
     thread.start()
+    assert thread.is_alive()  # nothing ends the kernel before the next line
     cuda_simulator.end_hangs()
     thread.join()
+    assert device.locate(address) == ("pageable", 0)
     program.ok("cuStreamSynchronize", stream)
     program.ok("cuStreamDestroy_v2", stream)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)

@@ -115,6 +115,7 @@ def test_memory_is_freed_when_the_work_is_done(cuda: Cuda, at: At) -> None:
     cuda.set("latency_us", 20_000)
     cuda.ok("cuMemsetD8Async", memory, 4, 64, at.stream)
     cuda.ok("cuEventRecord", event, at.stream)
+    assert cuda.cuEventQuery(event) == NOT_READY
     cuda.ok("cuMemFree_v2", memory)
     cuda.ok("cuEventQuery", event)
     cuda.ok("cuEventDestroy_v2", event)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -195,9 +196,16 @@ def test_an_event_that_is_dropped_warns_and_lets_go(begin: Begin) -> None:
 
 
 def test_it_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
-    with LayerEvent(begin()) as event:
+    task = begin()
+    held = ref(task)
+    with LayerEvent(task) as event:
+        del task
         gc.collect()
+        assert held() is not None
         event.signal(NUM_LAYERS)
+        wait_until(lambda: held().done)  # type: ignore[union-attr]
+    gc.collect()
+    assert held() is None
 
 
 def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:

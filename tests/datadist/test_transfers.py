@@ -261,9 +261,11 @@ def test_the_argument_is_named_that_must_be_a_request_or_a_prefix(
 
 
 def test_a_prefix_stays(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
-    peer.run("datadist.allocate_cache(slots, [CacheKey(0, prefix_id=3)])")
-    for _ in range(2):
+    peer.run("prefix = datadist.allocate_cache(slots, [CacheKey(0, prefix_id=3)])")
+    for content in (3, 4):
+        peer.run(f"datadist.arrays(prefix)[1][0] = {content}")
         user.pull_cache(CacheKey(1, prefix_id=3), slots)
+        assert (user.arrays(slots)[1][0] == content).all()
 
 
 @pytest.mark.over_tcp

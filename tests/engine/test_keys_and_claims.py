@@ -91,13 +91,14 @@ class TestConsumption:
             claimed(registry, key(1))
 
     def test_prefixes_and_registered_caches_are_pulled_by_many(self, registry):
-        registry.allocate(SLOTS, paged=False, keys=[PREFIX])
-        registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
-        for it in (PREFIX, key(1)):
+        prefix = registry.allocate(SLOTS, paged=False, keys=[PREFIX])
+        request = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
+        for it, entry in ((PREFIX, prefix), (key(1), request)):
             claims = [claimed(registry, it, holder) for holder in ("decode", "other")]
             for claim in claims:
+                assert claim.entry is entry
                 registry.release(claim.claim_id, ALL_TENSORS)
-            registry.find(it)
+            assert registry.find(it) == (entry, 0)
 
     def test_a_claimed_request_is_nobody_elses(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
@@ -126,13 +127,14 @@ class TestConsumption:
         assert registry.find(key(1))[0].cache.cache_id == 2
 
     def test_a_lost_holder_has_pulled_nothing(self, registry):
-        registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
+        entry = registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
         for it in (key(1), key(2)):
             claimed(registry, it)
         registry.release_holder("decode")
         registry.release_holder("decode")
-        for it in (key(1), key(2)):
-            claimed(registry, it, "other")
+        for row, it in enumerate((key(1), key(2))):
+            claim = claimed(registry, it, "other")
+            assert (claim.entry, claim.batch_index) == (entry, row)
 
 
 class TestLifetime:

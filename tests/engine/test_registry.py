@@ -231,8 +231,10 @@ class TestEnds:
                 registry.deallocate(cache_id)
             registry.unregister(1)
         registry.register(SLOTS, tensors(), paged=False)
+        assert [*registry.offered()] == [2]
         for _ in range(2):
             registry.unregister(2)
+            assert registry.offered() == {}
 
     def test_each_kind_has_its_own(self, registry):
         registry.allocate(SLOTS, paged=False)

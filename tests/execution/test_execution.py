@@ -209,9 +209,12 @@ class TestOverlap:
 
 
 def test_memory_made_once_serves_many_plans():
-    src, dst = HostMemory.from_arrays(filled(DESC, 1)), HostMemory.from_arrays(filled(DESC, 2))
+    sources, targets = filled(DESC, 1), filled(DESC, 2)
+    src, dst = HostMemory.from_arrays(sources), HostMemory.from_arrays(targets)
     for block in range(12):
         kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [block], [11 - block]), src, dst)
+    for source, target in zip(sources, targets, strict=True):
+        np.testing.assert_array_equal(target.reshape(12, -1), source.reshape(12, -1)[::-1])
 
 
 def test_any_buffer_is_memory():

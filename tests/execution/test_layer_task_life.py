@@ -72,7 +72,6 @@ class TestOnLast:
             with pytest.raises(LLMException):
                 task.wait()
             assert called_for == [task]
-            assert len(outcomes) == 1
 
     def test_not_by_a_deadline_that_stops_nothing(self, transfers):
         called_for = []
@@ -124,10 +123,11 @@ class TestDropped:
     def test_after_it_ended_nothing_is_said(self, transfers):
         task = transfers.layered(PLAN, filled(1), filled(2))
         task.cancel()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             del task
             gc.collect()
+        assert said == []
 
     def test_in_a_forked_child_it_stays_its_parents(self, transfers):
         dst = filled(2)

@@ -1,5 +1,7 @@
 """Memory that overlaps: accepted if and only if no order of the copies changes the result."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -87,6 +89,39 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
     # What is only read may be given twice.
     back = kvplan.plan_pull_blocks(dst, src, [0, 2], [1, 0])
     kvplan.execute(back, [one, one], [source])
+
+
+@pytest.mark.parametrize(("blocks", "accepted"), [([1], True), ([0], False)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
+    blocks: list[int], accepted: bool, swapped: bool
+) -> None:
+    """The layer that a group writes is not the first of its tensors, and another's is."""
+    one = kvplan.KvCacheExtParam(tensor_num_per_layer=1)
+    last, first = (replace(one, dst_layer_range=range(it, it + 1)) for it in (1, 0))
+    layer = CacheDesc(1, (ROWS, ROW), DataType.DT_UINT8)
+    plans = {
+        "last": kvplan.plan_pull_blocks(layer, DESC, [0], [0], ext_param=last),
+        "first": kvplan.plan_pull_blocks(layer, DESC, [0], blocks, ext_param=first),
+    }
+    unused, shared, other = (np.zeros(DESC.shape, np.uint8) for _ in range(3))
+    sources = {
+        "last": np.full(layer.shape, 7, np.uint8),
+        "first": np.full(layer.shape, 9, np.uint8),
+    }
+    targets = {"last": [unused, shared], "first": [shared, other]}
+    names = sorted(plans, reverse=swapped)
+    plan = kvplan.plan_groups({it: plans[it] for it in names})
+    arguments = [sources[it] for it in names], [array for it in names for array in targets[it]]
+    if not accepted:
+        with refused("LLM_PARAM_INVALID", "write the same bytes"):
+            kvplan.execute(plan, *arguments)
+        assert not shared.any()
+        return
+    kvplan.execute(plan, *arguments)
+    assert shared.max(axis=1).tolist() == [7, 9, 0]
+    assert not unused.any()
+    assert not other.any()
 
 
 TWO_STARTS = st.lists(st.sampled_from([0, 6, 12, 24, 36]), min_size=TENSORS, max_size=TENSORS)

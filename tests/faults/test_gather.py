@@ -231,6 +231,21 @@ def test_one_is_stopped_until_the_deadline_passes(make_scene: Callable[..., Scen
     scene.assert_usable()
 
 
+def test_it_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(lambda it: delay(it, 200), never)
+    task = scene.submit()
+    first, second = task.tasks.values()
+    assert not task.wait_done(2_000)  # the first has moved by then, on any but a stalled machine
+    first.wait(LONG_MS)
+    assert (first.done, second.done, task.done) == (True, False, False)
+    assert not task.wait_done(0)
+    task.cancel()
+    assert task.wait_done(LONG_MS)
+    assert [*caught(task.wait).failed] == [1]
+    scene.assert_arrived(0)
+    scene.assert_over()
+
+
 def test_several_wait(make_scene: Callable[..., Scene]) -> None:
     """Threads and a coroutine; all get the same outcome."""
     scene = make_scene(lambda it: limit_bandwidth(it, 2e5), unwrapped)  # 80 ms

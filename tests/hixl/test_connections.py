@@ -145,6 +145,24 @@ def test_a_peer_that_does_not_answer_is_a_timeout(engine: hixl.Hixl, peer: Peer)
     assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
 
 
+def test_a_disconnect_that_the_peer_does_not_confirm_ends_the_connection_here(
+    engine: hixl.Hixl, memory: Memory, make_peer: MakePeer
+) -> None:
+    """It is not known any more, by a second call either; the other peer's connection stays."""
+    peer, other = make_peer(), make_peer()
+    for it in (peer, other):
+        assert engine.connect(it.name, LONG_MS) == hixl.SUCCESS
+    peer.stop()
+    assert engine.disconnect(peer.name, 300) == hixl.TIMEOUT
+    moved = one_range(memory, peer)
+    assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+    assert engine.disconnect(peer.name, 300) == hixl.NOT_CONNECTED
+    peer.resume()
+    assert engine.connect(other.name, LONG_MS) == hixl.ALREADY_CONNECTED
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+    assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+
+
 def test_its_own_name_is_refused(make_engine: MakeEngine) -> None:
     name = free_name()
     engine = make_engine(name)

@@ -333,6 +333,7 @@ def test_an_address_of_the_network_is_open_as_before(
     end = make_end(1, listen="0.0.0.0:0")
     for host in (ours, "127.0.0.1"):
         peer.link(ClusterInfo(1, end.address.replace("0.0.0.0", host)))
+        assert [it.state for it in end.links.status()] == [LinkState.LINKED]
         peer.run("end.links.unlink([1], 5000).raise_for_status()")
 
 

@@ -162,6 +162,27 @@ def test_a_number_that_is_given_must_divide_the_tensors_and_the_default_need_not
     assert len(plan_pull_blocks(desc, desc, [1], [2], ext_param=one).layers) == 5
 
 
+@pytest.mark.parametrize(
+    ("reinterpret", "ranged", "accepted"),
+    [(False, False, False), (False, True, False), (True, True, False), (True, False, True)],
+)
+def test_a_last_layer_may_be_short_only_where_all_tensors_are_paired_as_bytes(
+    reinterpret: bool, ranged: bool, accepted: bool
+) -> None:
+    desc = CacheDesc(5, ROWS, FP16)
+    layers = range(1) if ranged else None
+
+    def plan() -> Plan:
+        given = KvCacheExtParam(layers, layers, tensor_num_per_layer=2)
+        return plan_pull_blocks(desc, desc, [1], [2], ext_param=given, reinterpret=reinterpret)
+
+    if not accepted:
+        with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=2 must divide the 5 tensors"):
+            plan()
+        return
+    assert [len(it.tensors) for it in plan().layers] == [2, 2, 1]
+
+
 def test_layers_of_another_type_are_refused_where_rows_hold_several() -> None:
     desc = CacheDesc(1, (8, 4, 16, 4), DataType.DT_BF16, kv_tensor_format="block layer token dim")
     for wrong in (5, None):

@@ -174,16 +174,39 @@ def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
         assert not found[tokens:].any()
 
 
-def test_packed_elements_whose_innermost_axis_is_cut_have_no_address():
-    src, dst = (
-        CacheDesc(2, shape, DataType.DT_INT4, kv_tensor_format=axes)
-        for shape, axes in (
-            ((4, 4, 2, 8), "block token head dim"),
-            ((4, 4, 8, 2), "block token dim head"),
-        )
-    )
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        # Both innermost axes are 8 elements long, so that only their names tell them apart.
+        ((4, 4, 8, 8, "block token head dim"), (4, 4, 8, 8, "block token dim head")),
+        ((4, 8, 2, 8, "block token head dim"), (4, 2, 8, 8, "block head dim token")),
+        ((4, 2, 8, 8, "block head dim token"), (4, 8, 2, 8, "block token head dim")),
+        # The one axis is innermost on both sides, and is one that transfers cut.
+        ((4, 2, 8, 8, "block head dim token"), (4, 8, 2, 8, "block dim head token")),
+        ((4, 4, 8, 8, "block token dim head"), (4, 8, 4, 8, "block dim token head")),
+        (
+            (4, 4, 2, 8, 2, "block token head dim layer"),
+            (4, 2, 4, 8, 2, "block head token dim layer"),
+        ),
+    ],
+)
+def test_packed_elements_whose_innermost_axis_is_cut_have_no_address(src, dst):
+    descs = [
+        CacheDesc(2, tuple(shape), DataType.DT_INT4, kv_tensor_format=axes)
+        for *shape, axes in (src, dst)
+    ]
     with refused("LLM_PARAM_INVALID", "innermost axis of packed DT_INT4"):
-        plan_pull_blocks(src, dst, [0], [1])
+        plan_pull_blocks(*descs, [0], [1])
+
+
+def test_packed_elements_need_an_innermost_axis_of_whole_bytes():
+    """Three 4-bit elements: the second head would begin in the middle of a byte."""
+    descs = [
+        CacheDesc(2, shape, DataType.DT_INT4, kv_tensor_format=axes)
+        for shape, axes in (((4, 4, 2, 3), "NHD"), ((4, 2, 4, 3), "HND"))
+    ]
+    with refused("LLM_PARAM_INVALID", "innermost axis of packed DT_INT4"):
+        plan_pull_blocks(*descs, [0], [1])
 
 
 @pytest.mark.parametrize("axes", ["block state", "block token group"])

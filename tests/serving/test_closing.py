@@ -62,4 +62,6 @@ def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None
 
 def test_close_right_after_it_was_made(make_worker: MakeWorker) -> None:
     for number in range(20):
-        make_worker(2 + number).close()
+        worker = make_worker(2 + number)
+        worker.close()
+        assert not worker.exchange.is_fetching

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -77,6 +78,36 @@ def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
     producer.finish(0, 11, [4, 9, 2], 21)
     assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
     assert producer.exchange._asks._consumers[2].nbytes <= MAX_GOAL_NBYTES
+
+
+def test_half_a_goal_goes_with_the_link_of_its_consumer(make_worker: MakeWorker) -> None:
+    producer = make_worker(1, push=True, lease_ttl_ms=40)  # looks for links ten times in that
+    others = [make_worker(2), make_worker(3)]
+    no_request = {"handle": b""} if "handle" in Ask.__struct_fields__ else {"sequence": 0}
+    half = Ask(
+        number=7,
+        instance=INSTANCE,
+        digest=bytes(16),
+        transfer="never",
+        parts=2,
+        data=b"a part",
+        **no_request,
+    )
+    for it in others:
+        it.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
+        it.engine.notify(1, encode(half))
+    asks = producer.exchange._asks
+    until(lambda: asks.clusters() == {2, 3})
+    others[0].engine.unlink_clusters([1]).raise_for_status()
+    until(lambda: asks.clusters() == {3})
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread does; only what never comes reaches the deadline."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        select.select([], [], [], 0.001)
 
 
 def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:

@@ -164,6 +164,28 @@ def test_a_request_that_is_computed_again_is_pushed_from_its_new_blocks(
     assert consumer.has(11, [7, 1, 30], 0, 21)
 
 
+def test_a_request_that_is_preempted_between_two_layers_is_pushed_from_its_beginning(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    """The second layer of the first tokens was in a task that was cancelled."""
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(
+        f"""
+        worker.begin(11, [4, 9], 12, 21, {NAME!r})
+        worker.compute(11, [4, 9], 12, 0, [0])
+        worker.exchange.layer_ready(0)
+        worker.exchange.begin_step([], [{NAME!r}])
+        worker.exchange.end_step()
+        worker.compute(12, [4, 9], 16)  # another's now
+        worker.step(11, [3, 5, 6], 0, 21, 21, {NAME!r})
+        worker.enter(0, 11, [3, 5, 6], 21, {NAME!r})
+        """
+    )
+    assert result(consumer).error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+
+
 def test_a_request_that_its_producer_aborts_fails(
     make_peer: MakePeer, make_worker: MakeWorker
 ) -> None:
@@ -236,3 +258,24 @@ def test_each_worker_pushes_the_heads_that_it_has(
         assert it.has(11, [7, 1], 0, 13)
     for it in names:
         assert peer.run(f"result = {it}.freed()") == {"request-11"}
+
+
+@pytest.mark.parametrize("pushes", [(True, False), (False, True)])
+def test_what_one_of_two_producers_has_not_pushed_is_pulled(
+    make_worker: MakeWorker, make_peer: MakePeer, pushes: tuple[bool, bool]
+) -> None:
+    """Each has half of the heads: how much has arrived is what the slower one says."""
+    peer = make_peer(10, push=pushes[0], ranks=2)
+    code = "other = Worker(11, **options); result = other.source.address"
+    address = peer.run(code, options={"rank": 1, "ranks": 2, "push": pushes[1]})
+    sources = [peer.source, type(peer.source)(11, address)]
+    consumer = make_worker(100, push=True)
+    wanted = reference(sources, 0, 11, 13, transfer=NAME)
+    consumer.exchange.fetch("mine", wanted, Target([7, 1]))
+    for it in ("worker", "other"):
+        peer.run(f"{it}.wait_asked({NAME!r})")
+        peer.run(f"{it}.step(11, [4, 9], 0, 13, 13, {NAME!r})")
+        peer.run(f"{it}.enter(0, 11, [4, 9], 13, {NAME!r})")
+    it = result(consumer)
+    assert (it.error, it.pushed) == (None, 0)
+    assert consumer.has(11, [7, 1], 0, 13)

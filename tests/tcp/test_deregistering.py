@@ -230,3 +230,5 @@ class TestTable:
     def test_it_may_end_with_all_addresses(self, service: TcpService) -> None:
         service.add_range(3, 2**64 - 4, 4, True, 1)
         service.remove_range(3)
+        with pytest.raises(ValueError, match="slot 3 holds no range"):
+            service.remove_range(3)

@@ -16,6 +16,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport, identity
+from tests.support.held import Held
 from tests.support.refusals import refused
 from tests.transport.owner import Owner
 
@@ -137,6 +138,21 @@ class TestIdentity:
         message = refusal(transport, altered(metadata, **{f"board__{field}": other}))
         assert re.search("closed its transport|inode differs|size differs", message)
 
+    @pytest.mark.parametrize(
+        "changes",
+        [{"identity__start_time": 1}, {"board__inode": 1}, {"board__num_slots": 1}],
+        ids=["another process", "another table", "another size"],
+    )
+    def test_a_refused_link_leaves_nothing_open(
+        self, owner: Owner, transport: LocalTransport, changes: dict[str, int]
+    ) -> None:
+        metadata = altered(owner.metadata(), **changes)
+        refusal(transport, metadata)  # what the first one loads stays
+        before = Held.now()
+        refusal(transport, metadata)
+        assert not before.new().descriptors
+        before.check_nothing_new()
+
     def test_a_name_with_spaces_and_parentheses(self, owner: Owner) -> None:
         before = identity.start_time(owner.pid)
         owner.run("open('/proc/self/comm', 'w').write(') S 1 (a b)')")
@@ -247,6 +263,24 @@ class TestPermission:
         assert "as one user" not in message
 
 
+def test_a_link_that_the_system_refuses_leaves_nothing_open(owner: Owner) -> None:
+    """Refused by the probe of memory that is in no arena, when all else was opened."""
+    owner.run(REGISTERED)
+    connect = f"""
+        import pytest
+        from kvplan import LLMException
+        from tests.support.held import Held
+        refused = None
+        before = Held.now()
+        with pytest.raises(LLMException, match="seccomp") as refused:
+            transport.connect({owner.metadata()!r})
+        result = sorted(before.new().descriptors)
+    """
+    with owners([]) as (importer,):
+        importer.run(NO_PROCESS_VM, connect)  # what the first one loads stays
+        assert importer.run(connect) == []  # though the error, and its frames, are held
+
+
 def test_a_sandbox_without_process_vm(owner: Owner) -> None:
     with owners([]) as (importer,):
         importer.run(NO_PROCESS_VM)
@@ -320,8 +354,11 @@ def test_yama_is_named(
 
 
 def test_permit_any_peer_is_harmless_without_yama() -> None:
-    with LocalTransport(permit_any_peer=True) as transport:
-        transport.connect(transport.metadata()).close()
+    with (
+        LocalTransport(permit_any_peer=True) as transport,
+        transport.connect(transport.metadata()) as link,
+    ):
+        link.check()
 
 
 class TestRegister:

@@ -180,7 +180,8 @@ class TcpTransport(BaseTransport):
             native = service.link(ours, theirs, peer=str(peer), secret=secret, dials=streams.dials)
         except LLMException:
             raise
-        except (RuntimeError, OSError) as error:  # of the native layer; no thread can be had
+        # Of the native layer, and where the process can have no more threads.
+        except (RuntimeError, OSError, MemoryError) as error:
             raise link_failed(f"{peer} cannot be reached over tcp: {reason_of(error)}") from error
         finally:
             with self._mutex:

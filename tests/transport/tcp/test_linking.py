@@ -145,6 +145,23 @@ def test_congestion_control_is_set_on_every_connection(ends: Ends) -> None:
     assert found == sorted(["reno"] * 4 + [usual] * 4)
 
 
+@pytest.mark.parametrize("refuses", range(4))
+def test_no_connection_stays_where_one_of_several_refuses_congestion_control(refuses: int) -> None:
+    class Mixed(Dialled):
+        """One of its sockets, being UDP, has no congestion control."""
+
+        def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+            kinds = [socket.SOCK_DGRAM if it == refuses else socket.SOCK_STREAM for it in indices]
+            self.opened = [socket.socket(socket.AF_INET, it) for it in kinds]
+            return self.opened
+
+    streams = Mixed(1)
+    with TcpTransport(connections=2, congestion="reno") as transport:
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "cannot be reached over tcp"):
+            transport.connect(PEER, timeout_ms=20_000, streams=streams)
+        assert [it.fileno() for it in streams.opened] == [-1] * 4
+
+
 def congestion_of(file: Path) -> str:
     with socket.socket(fileno=os.dup(int(file.name))) as it:
         if it.family != socket.AF_INET:

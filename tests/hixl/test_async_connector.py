@@ -1,0 +1,133 @@
+"""Tasks of several remote engines in the background: order, bounds and states, by a model."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvplan.hixl.async_connector import AsyncConnector
+from kvplan.hixl.values import AsyncConnectStatus
+from tests.support.refusals import refused
+
+DEADLINE_S = 30.0  # only a task that never begins or ends reaches it
+NAMES = ["a", "b", "c"]
+CAPACITY = 3
+
+
+class Tasks(RuleBasedStateMachine):
+    """One thread: which task runs, and which wait, follows from the order of the calls."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.connector = AsyncConnector(1, CAPACITY, "test")
+        self.begun: queue.Queue[int] = queue.Queue()
+        self.end: queue.Queue[object] = queue.Queue()
+        self.number = 0
+        # The model: what runs, and what waits, by remote engine in the order of their first task.
+        self.running: tuple[str, bool, int] | None = None
+        self.waiting: dict[str, list[tuple[bool, int]]] = {}
+        self.states: dict[str, AsyncConnectStatus] = {}
+
+    @rule(name=st.sampled_from(NAMES), connects=st.booleans())
+    def submit(self, name: str, connects: bool) -> None:
+        number = self.number = self.number + 1
+
+        def run() -> bool:
+            self.begun.put(number)
+            outcome = self.end.get(timeout=DEADLINE_S)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return bool(outcome)
+
+        if sum(map(len, self.waiting.values())) >= CAPACITY:
+            with refused("LLM_LINK_BUSY", f"{CAPACITY} asynchronous connects wait; at most"):
+                self.connector.submit(name, connects=connects, run=run)
+            return
+        self.connector.submit(name, connects=connects, run=run)
+        self.waiting.setdefault(name, []).append((connects, number))
+        pending = AsyncConnectStatus.CONNECT_PENDING, AsyncConnectStatus.DISCONNECT_PENDING
+        self.states[name] = pending[not connects]
+        if self.running is None:
+            self.next_begins(name)
+        self.look()
+
+    @precondition(lambda self: self.running is not None)
+    @rule(outcome=st.sampled_from([True, False, ValueError("a mistake")]))
+    def one_ends(self, outcome: object) -> None:
+        assert self.running is not None
+        name, connects, _ = self.running
+        self.running = None
+        self.end.put(outcome)
+        if name in self.waiting:  # the next one of the same engine, whoever waits
+            self.next_begins(name)
+        else:
+            ended = AsyncConnectStatus.NOT_CONNECT
+            if connects:
+                done = outcome is True
+                ended = AsyncConnectStatus.CONNECTED if done else AsyncConnectStatus.CONNECT_FAILED
+            self.states[name] = ended
+            if self.waiting:
+                self.next_begins(next(iter(self.waiting)))
+            else:
+                self.connector.join()
+        self.look()
+
+    def next_begins(self, name: str) -> None:
+        connects, number = self.waiting[name].pop(0)
+        if not self.waiting[name]:
+            del self.waiting[name]
+            running = AsyncConnectStatus.CONNECTING, AsyncConnectStatus.DISCONNECTING
+            self.states[name] = running[not connects]
+        self.running = name, connects, number
+        assert self.begun.get(timeout=DEADLINE_S) == number
+
+    def look(self) -> None:
+        assert self.connector.states() == self.states
+
+    def teardown(self) -> None:
+        if not hasattr(self, "connector"):
+            return
+        self.connector.stop()
+        with refused("LLM_ENGINE_FINALIZED"):
+            self.connector.submit("a", connects=True, run=lambda: True)
+        if self.running is not None:
+            self.end.put(True)
+        self.connector.join()
+        assert self.begun.empty()  # what waited has not begun
+
+
+TestTasks = Tasks.TestCase
+TestTasks.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """Set, it ends all tasks that wait for it."""
+    held = threading.Event()
+    yield held
+    held.set()
+
+
+def test_engines_wait_for_each_other_only_where_threads_are_short(held: threading.Event) -> None:
+    connector = AsyncConnector(2, 8, "test")
+    begun: queue.Queue[str] = queue.Queue()
+    for name in NAMES:
+
+        def run(name: str = name) -> bool:
+            begun.put(name)
+            return held.wait(DEADLINE_S)
+
+        connector.submit(name, connects=True, run=run)
+    assert {begun.get(timeout=DEADLINE_S) for _ in range(2)} == {"a", "b"}
+    assert begun.empty()
+    assert connector.states()["c"] is AsyncConnectStatus.CONNECT_PENDING
+    held.set()
+    assert begun.get(timeout=DEADLINE_S) == "c"
+    connector.join()
+    assert connector.states() == dict.fromkeys(NAMES, AsyncConnectStatus.CONNECTED)

@@ -1,0 +1,135 @@
+"""What test_allocations.py runs: an operation, with each allocation of the native layer failing."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+
+import kvplan
+from kvnative._backend import NativeError
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    KvCacheExtParam,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    Options,
+    Transfers,
+)
+from tests.support.held import Held
+
+SHIM = ctypes.CDLL(None)  # it is preloaded
+DESC = CacheDesc(2, (8, 1 << 15), DataType.DT_INT8)
+BLOCKS, ORDER = [1, 3, 5], [6, 0, 2]
+
+
+def filled(value: int) -> list[np.ndarray]:
+    return [np.full(DESC.shape, value, np.int8) for _ in range(2)]
+
+
+def assert_arrived(target: list[np.ndarray]) -> None:
+    for array in target:
+        assert (array[ORDER] == 7).all()
+        assert not np.delete(array, ORDER, axis=0).any()
+
+
+def executed() -> None:
+    target = filled(0)
+    with Transfers(2) as transfers:
+        plan = kvplan.plan_pull_blocks(DESC, DESC, BLOCKS, ORDER)
+        transfers.execute(plan, filled(7), target)
+    assert_arrived(target)
+
+
+def submitted() -> None:
+    target = filled(0)
+    with Transfers(2) as transfers:
+        plan = kvplan.plan_pull_blocks(DESC, DESC, BLOCKS, ORDER)
+        transfers.submit(plan, filled(7), target).wait()
+    assert_arrived(target)
+
+
+def layered() -> None:
+    target = filled(0)
+    with Transfers(2) as transfers:
+        one = KvCacheExtParam(tensor_num_per_layer=1)
+        plan = kvplan.plan_push_blocks(DESC, DESC, BLOCKS, ORDER, ext_param=one)
+        task = transfers.layered(plan, filled(7), target)
+        for layer in (1, 0):
+            task.ready(layer)
+        task.wait()
+    assert_arrived(target)
+
+
+def engines(transport: str) -> None:
+    with ExitStack() as held:
+        caches: list[Cache] = []
+        made = [held.enter_context(LlmDataDist(it, LlmRole.MIX)) for it in (1, 2)]
+        for number, engine in enumerate(made):
+            engine.initialize(Options(transport=transport, listen_ip_info="127.0.0.1:0"))
+            caches.append(engine.allocate_blocks_cache(DESC))
+            for array in engine.arrays(caches[-1]):
+                array[:] = 0 if number else 7
+        owner, user = made
+        cluster = ClusterInfo(1, owner.listen_address or "")
+        try:
+            results = user.link_clusters([cluster], timeout_ms=5_000)
+        except MemoryError as error:
+            raise AssertionError("of several clusters each has a result") from error
+        results.raise_for_status()
+        user.pull_blocks(CacheIndex(1, caches[0].cache_id), caches[1], BLOCKS, ORDER)
+        assert_arrived(user.arrays(caches[1]))
+        lease = owner.lease_blocks(caches[0], BLOCKS, ttl_ms=60_000)
+        user.pull_blocks(lease, caches[1], None, ORDER)
+        owner.release(lease)
+        user.unlink_clusters([1], timeout_ms=5_000).raise_for_status()
+
+
+OPERATIONS: dict[str, Callable[[], None]] = {
+    "executed": executed,
+    "submitted": submitted,
+    "layered": layered,
+    "local": lambda: engines("local"),
+    "tcp": lambda: engines("tcp"),
+}
+
+
+def main(name: str) -> None:
+    """Print what came of each allocation that failed: a status, an exception, or SUCCESS."""
+    faulthandler.dump_traceback_later(100, exit=True)
+    operation = OPERATIONS[name]
+    operation()  # what is loaded once
+    assert SHIM.failing_allocations_begin(ctypes.c_long(0))
+    operation()
+    count = SHIM.failing_allocations_end()
+    before = Held.now()
+    outcomes: list[str] = []
+    for number in range(1, count + 1):
+        SHIM.failing_allocations_begin(ctypes.c_long(number))
+        try:
+            operation()
+        except (LLMException, NativeError, MemoryError) as error:
+            sys.stderr.write(f"{number}: {error!r}\n")
+            status = getattr(error, "status_code", None)
+            outcomes.append(type(error).__name__ if status is None else status.name)
+        else:
+            outcomes.append("SUCCESS")
+        finally:
+            SHIM.failing_allocations_end()
+        operation()
+    before.check_nothing_new()
+    sys.stdout.write(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,345 @@
+"""A timeout of 0 is 0 in every public call that has one: never the default, and never no limit."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from contextlib import ExitStack
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import (
+    AddressRanges,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    GatherGroup,
+    Group,
+    HostMemory,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+    Options,
+    Placement,
+    Shard,
+    Transfers,
+    hixl,
+    llm_datadist,
+    plan_pull_blocks,
+    serving,
+)
+from tests.support.wrappers import delay
+
+FOR_EVER_MS = 600_000
+DEADLINE_S = 20.0  # only a call that takes 0 for something else reaches it
+
+EXEMPT = {
+    "kvplan.Estimate",  # what was estimated
+    "kvplan.execute",  # `Transfers.execute` of transfers that no test can hold up
+    "kvplan.serving.PullResult",  # what was measured
+    "kvplan.llm_datadist.LayerSynchronizer.synchronize_layer",  # a program's own
+}
+
+PAGED = CacheDesc(
+    2,
+    (4, 16, 1, 1024),
+    DataType.DT_INT32,
+    kv_tensor_format="block token head dim",
+    shard=Shard(range(1), range(1), 1, 1),
+)
+HOST, DEVICE = (CacheDesc(2, (4, 1 << 14), DataType.DT_INT32, it) for it in Placement)
+SLOTS = CacheDesc(2, (4, 1 << 16), DataType.DT_INT32)
+
+
+class Scene:
+    """An engine that is linked with another one, and whose transfers never end by themselves."""
+
+    def __init__(self, held: ExitStack) -> None:
+        self.transfers = Transfers(2, lambda it: delay(it, FOR_EVER_MS))
+        self.owner = held.enter_context(LlmDataDist(1, LlmRole.MIX))
+        self.owner.initialize(Options(listen_ip_info="127.0.0.1:0"))
+        self.user = LlmDataDist(2, LlmRole.MIX, transfers=self.transfers)
+        held.enter_context(self.user).initialize(Options(sync_kv_cache_wait_time=FOR_EVER_MS))
+        self.theirs = self.owner.allocate_blocks_cache(PAGED)
+        self.their_slots = self.owner.allocate_cache(SLOTS)
+        self.mine = {it: self.user.allocate_blocks_cache(it) for it in (PAGED, HOST, DEVICE)}
+        self.slots = [self.user.allocate_cache(SLOTS) for _ in range(2)]
+        self.remote = CacheIndex(1, self.theirs.cache_id)
+        self.remote_slot = CacheIndex(1, self.their_slots.cache_id)
+        self.address = self.owner.listen_address or ""
+        self.user.link_clusters([ClusterInfo(1, self.address)], 10_000).raise_for_status()
+        self.exchange = serving.Exchange(
+            self.owner, self.theirs, serving.Compatibility({}), b"instance"
+        )
+        held.callback(self.exchange.close)
+        self.hixl = hixl.Hixl()
+        assert self.hixl.initialize("127.0.0.1") == hixl.SUCCESS
+        held.callback(self.hixl.finalize)
+        self.official = llm_datadist.LLMDataDist(llm_datadist.LLMRole.DECODER, 3)
+        self.official.init({"llm.EnableCacheManager": "1"})
+        held.callback(self.official.finalize)
+        held.callback(self.transfers.close, cancel=True)  # first: the engine would wait for them
+
+    @property
+    def cache(self) -> Cache:
+        return self.mine[PAGED]
+
+    @property
+    def ranges(self) -> AddressRanges:
+        (mine, _), (theirs, _) = self.user.arrays(self.cache), self.owner.arrays(self.theirs)
+        local, remote = (np.array([it.ctypes.data], np.uint64) for it in (mine, theirs))
+        return AddressRanges(1, local, remote, np.array([mine.nbytes], np.uint64))
+
+    def pulled(self) -> Any:
+        return self.user.submit_pull_blocks(self.remote, self.cache, [1], [2])
+
+    def gathered(self) -> Any:
+        return self.user.submit_gather_blocks([self.remote], self.cache, [[1]], [2])
+
+    def pushed(self) -> Any:
+        task = self.user.push_layers(self.cache, self.remote, src_blocks=[1], dst_blocks=[2])
+        task.ready(0)
+        return task
+
+    def verify(self, timeout_ms: float) -> None:
+        plan, src, dst = self.executed()
+        sides = HostMemory.from_arrays(src), HostMemory.from_arrays(dst)
+        self.transfers.verify(plan, *sides, timeout_ms=timeout_ms)
+
+    def freed_by_a_book_of(self, ttl_ms: float) -> int:
+        book = serving.LeaseBook(self.user, self.cache, ttl_ms)
+        numbered = {"sequence": 0} if "sequence" in inspect.signature(book.enter).parameters else {}
+        book.enter(request="request", blocks=[1], digest=b"digest", **numbered)
+        return len(book.take_freed())
+
+    def executed(self) -> tuple[Any, ...]:
+        plan = plan_pull_blocks(PAGED, PAGED, [1], [2])
+        return plan, *([np.zeros(PAGED.shape, np.int32) for _ in range(2)] for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with ExitStack() as held:
+        yield Scene(held)
+
+
+TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
+
+CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
+    # A transfer that moves ends with LLM_TIMEOUT; one that is asked about has no outcome yet.
+    "kvplan.LlmDataDist.pull_cache": (
+        TIMEOUT,
+        lambda it: it.user.pull_cache(it.remote_slot, it.slots[0], timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.push_cache": (
+        TIMEOUT,
+        lambda it: it.user.push_cache(it.slots[0], it.remote_slot, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.copy_cache": (
+        TIMEOUT,
+        lambda it: it.user.copy_cache(*it.slots, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.pull_blocks": (
+        TIMEOUT,
+        lambda it: it.user.pull_blocks(it.remote, it.cache, [1], [2], timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.push_blocks": (
+        TIMEOUT,
+        lambda it: it.user.push_blocks(it.cache, it.remote, [1], [2], timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.copy_blocks": (
+        TIMEOUT,
+        lambda it: it.user.copy_blocks(it.cache, {1: [2]}, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.swap_blocks": (
+        TIMEOUT,
+        lambda it: it.user.swap_blocks(it.mine[HOST], it.mine[DEVICE], {1: 2}, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.pull_groups": (
+        TIMEOUT,
+        lambda it: it.user.pull_groups({"all": Group(it.remote, it.cache, [1], [2])}, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.push_groups": (
+        TIMEOUT,
+        lambda it: it.user.push_groups({"all": Group(it.cache, it.remote, [1], [2])}, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.pull_ranges": (
+        TIMEOUT,
+        lambda it: it.user.pull_ranges(it.ranges, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.push_ranges": (
+        TIMEOUT,
+        lambda it: it.user.push_ranges(it.ranges, timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.gather_blocks": (
+        TIMEOUT,
+        lambda it: it.user.gather_blocks([it.remote], it.cache, [[1]], [2], timeout_ms=0),
+    ),
+    "kvplan.LlmDataDist.gather_groups": (
+        TIMEOUT,
+        lambda it: it.user.gather_groups(
+            {"all": GatherGroup([it.remote], it.cache, [[1]], [2])}, timeout_ms=0
+        ),
+    ),
+    "kvplan.Transfers.execute": (
+        TIMEOUT,
+        lambda it: it.transfers.execute(*it.executed(), timeout_ms=0),
+    ),
+    "kvplan.Transfers.verify": (TIMEOUT, lambda it: it.verify(0)),
+    "kvplan.TransferTask.wait": (TIMEOUT, lambda it: it.pulled().wait(0)),
+    "kvplan.TransferTask.wait_done": (False, lambda it: it.pulled().wait_done(0)),
+    "kvplan.GatherTask.wait": (TIMEOUT, lambda it: it.gathered().wait(0)),
+    "kvplan.GatherTask.wait_done": (False, lambda it: it.gathered().wait_done(0)),
+    "kvplan.LayerTask.wait": (TIMEOUT, lambda it: it.pushed().wait(0)),
+    "kvplan.LayerTask.wait_done": (False, lambda it: it.pushed().wait_done(0)),
+    # What is not there does not come at once.
+    "kvplan.Completions.wait": (False, lambda it: it.user.completions().wait(0)),
+    "kvplan.Notifications.wait": (False, lambda it: it.user.notifications().wait(0)),
+    "kvplan.serving.Exchange.wait": (False, lambda it: it.exchange.wait(0)),
+    # No conversation takes no time, and no lease is for none: that is refused.
+    "kvplan.LlmDataDist.link_clusters": (
+        INVALID,
+        lambda it: it.user.link_clusters([ClusterInfo(1, it.address)], 0),
+    ),
+    "kvplan.LlmDataDist.link_clusters_async": (
+        INVALID,
+        lambda it: asyncio.run(it.user.link_clusters_async([ClusterInfo(1, it.address)], 0)),
+    ),
+    "kvplan.LlmDataDist.unlink_clusters": (INVALID, lambda it: it.user.unlink_clusters([1], 0)),
+    "kvplan.LlmDataDist.notify": (ValueError, lambda it: it.user.notify(1, b"x", timeout_ms=0)),
+    "kvplan.LlmDataDist.lease_blocks": (
+        INVALID,
+        lambda it: it.user.lease_blocks(it.cache, [1], ttl_ms=0),
+    ),
+    "kvplan.LlmDataDist.lease_slot": (
+        INVALID,
+        lambda it: it.user.lease_slot(it.slots[0], ttl_ms=0),
+    ),
+    "kvplan.LlmDataDist.leased_blocks": (
+        INVALID,
+        lambda it: it.user.leased_blocks(it.cache, [1], ttl_ms=0).__enter__(),
+    ),
+    "kvplan.LlmDataDist.renew": (
+        INVALID,
+        lambda it: it.user.renew(it.user.lease_blocks(it.cache, [1], ttl_ms=FOR_EVER_MS), 0),
+    ),
+    "kvplan.serving.LeaseBook": (1, lambda it: it.freed_by_a_book_of(0)),
+    **{
+        f"kvplan.Options({name})": (
+            INVALID,
+            partial(lambda name, _: Options(**{name: 0}), name),
+        )
+        for name in ("heartbeat_interval_ms", "heartbeat_timeout_ms")
+    },
+    **{
+        f"kvplan.serving.ExchangeOptions({name})": (
+            INVALID,
+            partial(lambda name, _: serving.ExchangeOptions(**{name: 0}), name),
+        )
+        for name in serving.ExchangeOptions.__annotations__
+        if name.endswith("_ms")
+    },
+    **{
+        f"kvplan.hixl.Hixl.{name}": (
+            hixl.PARAM_INVALID,
+            partial(lambda name, it: getattr(it.hixl, name)("127.0.0.1:1", 0), name),
+        )
+        for name in ("connect", "disconnect", "connect_async", "disconnect_async")
+    },
+    "kvplan.hixl.Hixl.send_notify": (
+        hixl.PARAM_INVALID,
+        lambda it: it.hixl.send_notify("127.0.0.1:1", hixl.NotifyDesc("a", "b"), 0),
+    ),
+    "kvplan.hixl.Hixl.transfer_sync": (
+        hixl.PARAM_INVALID,
+        lambda it: it.hixl.transfer_sync(
+            "127.0.0.1:1", hixl.READ, [hixl.TransferOpDesc(1, 1, 1)], 0
+        ),
+    ),
+    **{
+        f"kvplan.llm_datadist.LLMDataDist.{name}": (
+            INVALID,
+            partial(lambda name, it: getattr(it.official, name)([], 0), name),
+        )
+        for name in ("link_clusters", "unlink_clusters")
+    },
+    "kvplan.llm_datadist.CacheTask.synchronize": (
+        TIMEOUT,
+        lambda it: llm_datadist.CacheTask(Running()).synchronize(0),
+    ),
+    "kvplan.llm_datadist.CacheTask.get_results": (
+        [TIMEOUT],
+        lambda it: llm_datadist.CacheTask(Running()).get_results(0),
+    ),
+}
+
+
+class Running:
+    """A transfer that has no outcome yet, and is not waited for."""
+
+    running_status = TIMEOUT
+
+    def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
+        assert timeout_s == 0
+        return [None]
+
+
+def public_calls() -> Iterator[str]:
+    """Every public function, method and class that takes a time in milliseconds, by its name."""
+
+    def times(function: Callable[..., object]) -> list[str]:
+        names = inspect.signature(function).parameters
+        return [it for it in names if "timeout" in it or it.endswith("_ms")]
+
+    modules: list[ModuleType] = [kvplan, hixl, serving, llm_datadist]
+    for module in modules:
+        for name in module.__all__:
+            whole, value = f"{module.__name__}.{name}", getattr(module, name)
+            if not inspect.isclass(value):
+                if inspect.isfunction(value) and times(value):
+                    yield whole
+                continue
+            if inspect.isfunction(value.__init__) and (found := times(value.__init__)):
+                options = dataclasses.is_dataclass(value) and whole not in EXEMPT
+                yield from (f"{whole}({it})" for it in found) if options else [whole]
+            for method, function in inspect.getmembers(value, inspect.isfunction):
+                if not method.startswith("_") and times(function):
+                    yield f"{whole}.{method}"
+
+
+def test_every_public_call_that_takes_a_time_is_looked_at() -> None:
+    assert {*public_calls()} == {*CALLS} | EXEMPT
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
+    expected, call = CALLS[name]
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call(scene))
+        except LLMException as error:
+            outcome.set_result(error.status_code)
+        except BaseException as error:
+            outcome.set_result(type(error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        found = outcome.result(DEADLINE_S)
+    except NotInTime:
+        pytest.fail("it waits, as if no timeout was given")
+    assert found == expected
