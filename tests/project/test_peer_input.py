@@ -178,7 +178,7 @@ ENTRY = control.TableEntry(
 )
 CONTROL = [
     control.Notify(b"data"),
-    control.Failed(1, "reason"),
+    control.Failed("reason", 1),
     control.Table(1, True, (ENTRY,), (1, 2)),
     control.Find(1, 2, 3),
     control.Found(1, 2, ENTRY),
