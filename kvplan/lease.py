@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from kvplan.planning.blocks import RequestBlocks
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, UINT64_MAX, check_type, check_width, shown
 
@@ -243,6 +244,24 @@ class BlockLease(_Packed):
                 if it not in mine:
                     raise invalid(f"{argument}[{position}]={shown(it)} is no block of {self}")
         return blocks  # what is no sequence the planner refuses
+
+    def request(
+        self, argument: str, blocks: Blocks | None, num_tokens: int | None, skipped: int
+    ) -> tuple[Blocks, int | None]:
+        """Return the block table of a transfer with this lease, and how many tokens it moves.
+
+        Args:
+            argument: the name of `blocks`.
+            blocks, num_tokens: as given; None: those of the lease.
+            skipped: tokens before those that are moved.
+
+        Raises:
+            TypeError, LLMException: as `named` and `num_tokens`.
+        """
+        if blocks is not None:
+            return self.named(argument, blocks), num_tokens
+        num_tokens = self.num_tokens("num_tokens", num_tokens, skipped)
+        return self.blocks if num_tokens is None else RequestBlocks(self.blocks), num_tokens
 
     def num_tokens(self, argument: str, given: int | None, skipped: int) -> int | None:
         """How many tokens a transfer of all its blocks moves: `given`, or what it has.

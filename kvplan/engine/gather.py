@@ -12,6 +12,7 @@ from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask, ch
 from kvplan.engine.groups import GroupOperation, check_groups, joined, named
 from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
+from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import GroupPlan, plan_groups
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -425,6 +426,8 @@ def _argument(group: str, field: str) -> str:
 def _table(name: str, group: GatherGroup, index: int) -> Blocks:
     argument, table = _argument(name, f"src_blocks[{index}]"), group.src_blocks[index]
     if isinstance(lease := group.sources[index], BlockLease):
+        if table is None and _num_tokens(name, group) is not None:
+            return RequestBlocks(lease.blocks)
         return lease.named(argument, table)
     if table is None:
         raise invalid(f"{argument} is None; it must name blocks")

@@ -161,8 +161,7 @@ class LocalOperations(OperationRunner):
 
         Args:
             cache: only its id matters, if it has one.
-            blocks: source block -> the blocks that it is copied to. Empty: nothing to do (its twins
-                refuse that: a plan copies something).
+            blocks: source block -> the blocks that it is copied to. Empty: nothing is copied.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
@@ -176,9 +175,6 @@ class LocalOperations(OperationRunner):
                 no such cache; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
-        if blocks == {}:
-            self._running()
-            return
         with Operation(self._running(), "copy_blocks", tag=tag) as operation:
             while not operation.done:
                 prepared = _copy_blocks(operation, cache, blocks, coalesce)

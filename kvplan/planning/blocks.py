@@ -28,9 +28,20 @@ _MOST = 1 << 21
 _TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
+class RequestBlocks(tuple[int, ...]):
+    """All blocks of a request, as a lease has them: a transfer of fewer tokens takes the first."""
+
+    __slots__ = ()
+
+
 def has_blocks(blocks: object) -> bool:
     """Whether a block table was given; what is not a block table is the planner's to refuse."""
-    return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)
+    return blocks is not None and not is_empty(blocks)
+
+
+def is_empty(blocks: object) -> bool:
+    """Whether it is a block table without blocks, of a request of which nothing is to be moved."""
+    return isinstance(blocks, Sized) and len(blocks) == 0
 
 
 def are_whole(num_tokens: int | None, coalesce: Coalesce | bool, *skipped: int) -> bool:
@@ -89,9 +100,9 @@ def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
 
 
 def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
-    """Return `table` as int64 if it is not empty and every entry is in [0, cache.count)."""
+    """Return `table` as int64 if every entry is in [0, cache.count)."""
     if table.size == 0:
-        raise invalid(f"{name} is empty; at least one block is needed")
+        return np.empty(0, np.int64)
     try:
         indices = table.astype(np.int64, copy=False)
     except OverflowError:  # one is beyond 64 bits
@@ -109,7 +120,7 @@ def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
     """Refuse a block that is named twice: which of its writes would win is not defined."""
-    if table.size == 1:
+    if table.size <= 1:
         return
     if cache.count <= _SPARSE * table.size:
         seen = np.zeros(cache.count, np.bool_)
@@ -132,7 +143,7 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
 def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[Indices, Indices]:
     """Return the pairs of two tables in ascending order of source, then destination block.
 
-    All blocks are below `count`.
+    All blocks are below `count`; there is at least one pair.
     """
     middle = src_table.item(len(src_table) // 2)  # most tables that are not in order show it here
     if (

@@ -22,7 +22,7 @@ from kvplan.planning.plan import OBSERVERS, Kind, Operation, Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
 from kvplan.status import LLMException, invalid
-from kvplan.types import KvCacheExtParam
+from kvplan.types import BlocksCacheKey, KvCacheExtParam, RemoteCache
 from kvplan.validation import INT64_MAX, check_index, check_type, check_width
 
 
@@ -106,7 +106,7 @@ def _slot_tables(
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
         src_has = source.extent("token") - src_token
         dst_has = len(dst_rows) * target.extent("token") - dst_token
-        num_tokens = max(1, min(src_has, dst_has))
+        num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0
     return BlockTables(np.array([slot]), dst_rows, src_token, dst_token, num_tokens)
 
 
@@ -134,7 +134,7 @@ def plan_to_blocks(
     dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
     check_distinct("dst_blocks", dst_table, target)
     given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
-    paged = given.size > 0
+    paged = given.size > 0 or (dst_table.size == 0 and _is_paged(src, src_blocks))
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
     by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
     if by_tokens:
@@ -147,6 +147,8 @@ def plan_to_blocks(
             slot_index("src_batch_index", src_batch_index, src, source)
         src_table = check_indices("src_blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
+        if num_tokens is not None:
+            tables = tables.of_leases(source, target, src_blocks, dst_blocks)
         return plan_block_to_block(
             operation, source, target, tables, ext_param, how, reinterpret, by_layer, heads
         )
@@ -171,7 +173,7 @@ def plan_to_blocks(
             operation, "C2B", source, target, tables, ext_param, how, heads, reinterpret
         )
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
-    if int(starts[-1]) >= source.stride:
+    if len(starts) and int(starts[-1]) >= source.stride:
         raise invalid(
             f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
             f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
@@ -188,6 +190,15 @@ def plan_to_blocks(
         operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how,
         reinterpret, tables, by_rows=True,
     )  # fmt: skip
+
+
+def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
+    """Whether a cache has blocks, of which none are moved; a description alone may have either."""
+    if isinstance(cache, Side):
+        return cache.paged
+    if isinstance(cache, RemoteCache):
+        return isinstance(cache.key, BlocksCacheKey)
+    return blocks is not None
 
 
 def plan_block_to_block(
@@ -230,7 +241,7 @@ def plan_block_to_block(
     if num_blocks == 1:
         segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
     else:
-        if how is Coalesce.SORTED:
+        if how is Coalesce.SORTED and num_blocks:
             count = max(source.count, target.count)
             src_table, dst_table = sorted_pairs(src_table, dst_table, count)
         # In place where the sorted pairs are new arrays: fewer pages to touch in a large plan.

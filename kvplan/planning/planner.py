@@ -143,6 +143,7 @@ def plan_pull_blocks(
             the remote cache is contiguous, its slot `src_batch_index` is cut into chunks of one
             block stride, and chunk i goes to `dst_blocks[i]`; a last chunk that the row does not
             fill is copied as far as the row reaches.
+        dst_blocks: the blocks that are written. Empty, with `src_blocks` that are too: no bytes.
         src_batch_index: the slot; None: the one that the key of a `RemoteCache` names, otherwise 0.
         num_tokens: how many tokens are moved, where the last block is not full or the blocks are of
             unequal size; None: whole blocks, which must hold as many on both sides. It needs a
@@ -154,8 +155,8 @@ def plan_pull_blocks(
         ValueError: num_tokens, src_token or dst_token outside int64.
         TypeError: an argument of another type, or block tables that do not hold integers.
         LLMException: LLM_PARAM_INVALID for a block, slot, token or layer out of range, tables of
-            unequal length, a destination block named twice, blocks of unequal size, or caches that
-            cannot match: other data types, heads or dimensions.
+            unequal length or not of one request, a destination block named twice, blocks of
+            unequal size, or caches that cannot match: other data types, heads or dimensions.
     """
     return plan_to_blocks(
         "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
@@ -211,8 +212,8 @@ def plan_copy_blocks(
     Raises:
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for a block out of range, a destination block named twice,
-            nothing to copy, or, inside one cache, a block that is both read and written: the
-            result would depend on the order.
+            or, inside one cache, a block that is both read and written: the result would depend
+            on the order.
     """
     check_mapping("blocks", blocks)
     source = side("src", src, paged=True)
@@ -257,8 +258,8 @@ def plan_swap_blocks(
     Raises:
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for caches of which not exactly one is on the host, of
-            unequal num_tensors or block size, a block out of range, a destination block named
-            twice, or nothing to swap.
+            unequal num_tensors or block size, a block out of range, or a destination block named
+            twice.
     """
     check_mapping("src_to_dst", src_to_dst)
     source, target = side("src", src, paged=True), side("dst", dst, paged=True)

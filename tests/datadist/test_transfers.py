@@ -373,7 +373,7 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
     ),
     "push of no blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.push_blocks(blocks, CacheIndex(1, PAGED), [], []),
+        lambda it, slots, blocks: it.push_blocks(blocks, CacheIndex(1, PAGED), [], [0]),
     ),
     "push of slots as blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,

@@ -118,8 +118,8 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: pull_blocks([-HUGE], [1]), [f"src_blocks[0]={-HUGE}", "[0, 8)"]),
     (lambda: pull_blocks([0, 1], [5, 5]), ["dst_blocks[1]=5", "dst_blocks[0]", "distinct"]),
     (lambda: pull_blocks([0, 1], [1]), ["src_blocks has 2", "dst_blocks 1", "equal length"]),
-    (lambda: pull_blocks([0], []), ["dst_blocks is empty", "at least one"]),
-    (lambda: pull_blocks([0], np.empty(0, int)), ["dst_blocks is empty"]),
+    (lambda: pull_blocks([0], []), ["src_blocks has 1 block", "dst_blocks 0"]),
+    (lambda: pull_blocks([0], np.empty(0, int)), ["src_blocks has 1 block", "dst_blocks 0"]),
     (
         lambda: plan_pull_blocks(SLOTS, BLOCKS, [0], [1], reinterpret=True),
         ["src block of 16 bytes", "dst block of 4 bytes", "equal"],
@@ -129,8 +129,6 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: slot_to_blocks([0, 8]), ["dst_blocks[1]=8", "[0, 8)"]),
     (lambda: slot_to_blocks([3, 2, 3]), ["dst_blocks[2]=3", "dst_blocks[0]"]),
     # Copies and swaps of blocks.
-    (lambda: copy_blocks({}), ["blocks (source) is empty", "at least one"]),
-    (lambda: copy_blocks({0: []}), ["blocks (destination) is empty", "at least one"]),
     (lambda: copy_blocks({0: [8]}), ["blocks (destination)[0]=8", "[0, 8)"]),
     (lambda: copy_blocks({8: [0]}), ["blocks (source)[0]=8", "[0, 8)"]),
     (lambda: copy_blocks({0: [1], 8: []}), ["blocks (source)[1]=8", "[0, 8)"]),
@@ -150,7 +148,6 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
         ),
         ["block 1", "order"],
     ),
-    (lambda: swap_blocks({}), ["src_to_dst (source) is empty"]),
     (lambda: swap_blocks({5: 0}), ["src_to_dst (source)[0]=5", "[0, 5)"]),
     (lambda: swap_blocks({4: 8}), ["src_to_dst (destination)[0]=8", "[0, 8)"]),
     (lambda: swap_blocks({0: 1, 2: 1}), ["src_to_dst (destination)[1]=1", "distinct"]),
