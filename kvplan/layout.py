@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 
 from kvplan.status import invalid
@@ -28,6 +29,10 @@ _NAMED = {"NHD": "block token head dim", "HND": "block head token dim"}
 _LETTERS = {"L": "layer", "B": "block", "H": "head", "N": "token", "C": "kv dim"}
 _VLLM = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
+OPAQUE = "opaque "
+"""Begins a kv_tensor_format that is not a layout: the name of one that kvplan does not know. It is
+compared with that of the other side, and not read."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
@@ -49,24 +54,7 @@ class CacheLayout:
     axes: tuple[str, ...]
 
     def __init__(self, axes: str) -> None:
-        text = check_type("axes", axes, str)
-        if text in _NAMED:
-            text = _NAMED[text]
-        elif text in _VLLM:
-            text = " ".join(_LETTERS[letter] for letter in text.removeprefix("L"))
-        names = tuple(text.split())
-        for name in names:
-            if name not in AXES:
-                raise invalid(
-                    f"axes={shown(axes)}: {shown(name)} is not an axis; known are {', '.join(AXES)}"
-                )
-        if len(set(names)) < len(names):
-            raise invalid(f"axes={shown(axes)} names an axis twice")
-        if sum(name in ROW_AXES for name in names) != 1:
-            raise invalid(f"axes={shown(axes)} must name exactly one of block and slot")
-        if ("token" in names) is ("state" in names):
-            raise invalid(f"axes={shown(axes)} must name either token or state")
-        object.__setattr__(self, "axes", names)
+        object.__setattr__(self, "axes", _axes_of("axes", check_type("axes", axes, str)))
 
     @property
     def row_axis(self) -> int:
@@ -80,32 +68,61 @@ class CacheLayout:
         return f"CacheLayout({str(self)!r})"
 
 
-def is_axes(kv_tensor_format: str) -> bool:
-    """Whether a `kv_tensor_format` is a known name, or a text of axes: says `block` or `slot`."""
-    known = kv_tensor_format in _NAMED or kv_tensor_format in _VLLM
-    return known or any(axis in kv_tensor_format.split() for axis in ROW_AXES)
+def _axes_of(argument: str, text: str) -> tuple[str, ...]:
+    """Return the names of the axes that a text says.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: as `CacheLayout`; names `argument`.
+    """
+    given = f"{argument}={shown(text)}"
+    if text in _NAMED:
+        names = tuple(_NAMED[text].split())
+    elif text in _VLLM:
+        names = tuple(" ".join(_LETTERS[letter] for letter in text.removeprefix("L")).split())
+    else:
+        names = tuple(text.split())
+    for name in names:
+        if name not in AXES:
+            if len(names) == 1:
+                raise invalid(f"{given} is not a layout; {_nearest(text)}")
+            near = get_close_matches(name, AXES, 1)
+            guess = f"; did you mean {near[0]}?" if near else ""
+            raise invalid(
+                f"{given}: {shown(name)} is not an axis; known are {', '.join(AXES)}{guess}"
+            )
+    if len(set(names)) < len(names):
+        raise invalid(f"{given} names an axis twice")
+    if sum(name in ROW_AXES for name in names) != 1:
+        raise invalid(f"{given} must name exactly one of block and slot")
+    if ("token" in names) is ("state" in names):
+        raise invalid(f"{given} must name either token or state")
+    return names
+
+
+def _nearest(text: str) -> str:
+    """The names of layouts that are most like a word that is none."""
+    near = get_close_matches(text.upper(), (*_NAMED, *_VLLM), 2)
+    nearest = f"the nearest are {' and '.join(near)}" if near else f"known are {', '.join(_NAMED)}"
+    return (
+        f"{nearest}; name the axes, as in 'block token head dim', or write {OPAQUE!r} before a "
+        "name that is only compared"
+    )
 
 
 @lru_cache(maxsize=256)
 def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
 
-    None: it is no text of axes, nor a known name for as many dimensions; rows are opaque then. A
-    text of axes is one that says `block` or `slot`.
+    None: there is no text, or it begins with `OPAQUE`; rows are opaque then.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: a text of axes that is wrong, or has another number.
+        LLMException: LLM_PARAM_INVALID: a text that is not a layout, or has another number of axes.
     """
-    if kv_tensor_format is None:
+    if kv_tensor_format is None or kv_tensor_format.startswith(OPAQUE):
         return None
-    if kv_tensor_format in _NAMED or kv_tensor_format in _VLLM:
-        layout = CacheLayout(kv_tensor_format)
-        if kv_tensor_format in _VLLM and len(layout.axes) + 1 == rank:
-            layout = CacheLayout(f"layer {layout}")
-        return layout if len(layout.axes) == rank else None
-    if not is_axes(kv_tensor_format):
-        return None
-    layout = CacheLayout(kv_tensor_format)
+    layout = CacheLayout(" ".join(_axes_of("kv_tensor_format", kv_tensor_format)))
+    if kv_tensor_format in _VLLM and len(layout.axes) + 1 == rank:
+        layout = CacheLayout(f"layer {layout}")
     if len(layout.axes) != rank:
         raise invalid(
             f"kv_tensor_format={shown(kv_tensor_format)} names {len(layout.axes)} axes; the shape "

@@ -152,15 +152,16 @@ class CacheDesc:
         seq_len_dim_index: of the dimension that counts tokens; -1: not said.
         kv_tensor_format: what the dimensions mean, outermost first, as `CacheLayout` takes it
             ("block head token dim", or "HND"); it then says which dimension counts rows and which
-            tokens. Any other text is compared with the other side's, and not read.
+            tokens. "opaque NAME" is the name of a layout that kvplan does not know, which is only
+            compared with the other side's. None: not known.
         shard: which part of the model's cache it holds; None: all of it, or not known.
 
     Raises:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
-            below 1, a format that is not a text of at most 256 characters, an index outside the
-            shape, a row that is not contiguous or not whole bytes, tensors too large to address,
+            below 1, a format that is not a layout of as many dimensions, or has more than 256
+            characters, an index outside the shape, a row that is not contiguous or not whole bytes, tensors too large to address,
             or a shard that the shape does not fit, or whose heads no layout shows.
     """
 
@@ -298,14 +299,8 @@ class CacheDesc:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """What the dimensions mean; None: the format does not say, rows are opaque."""
-        layout = layout_of(self.kv_tensor_format, len(self.shape))
-        if layout is None or self.kv_tensor_format == str(layout):
-            return layout
-        # A name, as the reference's callers write it, is only a label if the indices say otherwise.
-        tokens = (-1, layout.axes.index("token"))
-        agrees = self.batch_dim_index == layout.row_axis and self.seq_len_dim_index in tokens
-        return layout if agrees else None
+        """What the dimensions mean; None: not known, rows are opaque."""
+        return layout_of(self.kv_tensor_format, len(self.shape))
 
     @property
     def batch_size(self) -> int:

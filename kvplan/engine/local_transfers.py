@@ -344,7 +344,7 @@ def _copy_blocks(
     own, memory = operation.own("cache", cache, paged=True)
     if operation.moves and type(blocks) is dict and are_whole(None, coalesce):
         to = blocks.values()
-        if {*map(type, to)} <= {list, tuple}:
+        if {*map(type, to)} <= {list, tuple} and all(to):  # else a source might not be checked
             read = [it for it, written in blocks.items() for _ in written]
             bound = operation.engine.transfers.rows.bind(
                 "copy_blocks", "B2B", own, own, memory, memory, read, [*chain(*to)], ungrouped(own)

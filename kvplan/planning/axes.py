@@ -104,7 +104,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
             and _layers_inside(source) == _layers_inside(target)
             and _row_signature(source, chunked) == _row_signature(target, chunked)
         )
-    if source.label is not None and target.label is not None and source.label != target.label:
+    if source.layout is not target.layout or source.label != target.label:
         refuse_unlike("layout", source, target)
     if _row_signature(source, chunked, named=False) != _row_signature(target, chunked, named=False):
         refuse_unlike("shape of a row", source, target)

@@ -43,7 +43,7 @@ class Side:
         data_type, shape: of a tensor, as it lies in memory; None and (): not known, rows are opaque
             bytes (a plan of schema 1, a peer's bare addresses).
         layout: what the dimensions are; None: not known.
-        label: a kv_tensor_format that is no layout: only compared.
+        label: the name of a layout that is not known, only compared (`kvplan.layout.OPAQUE`).
         shard: which part of the model's cache it is; None: all of it, or not known.
     """
 

@@ -220,7 +220,7 @@ class TestMessages:
             58_000,
             (1,),
             DataType.DT_INT8,
-            kv_tensor_format="\N{ROMAN NUMERAL ONE}" * 256,
+            kv_tensor_format="opaque " + "\N{ROMAN NUMERAL ONE}" * 249,
         )
         two.registry.allocate(desc, paged=True)
         assert one.links.get(2).cache(CacheIndex(2, 1)).desc == desc
