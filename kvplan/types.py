@@ -6,7 +6,7 @@ Names, fields and defaults are those of the reference's C++ and Python interface
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -161,8 +161,9 @@ class CacheDesc:
         ValueError: num_tensors outside uint32, or a dimension outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
             below 1, a format that is not a layout of as many dimensions, or has more than 256
-            characters, an index outside the shape, a row that is not contiguous or not whole bytes, tensors too large to address,
-            or a shard that the shape does not fit, or whose heads no layout shows.
+            characters, an index outside the shape, a row that is not contiguous or not whole
+            bytes, tensors too large to address, or a shard that the shape does not fit, or whose
+            heads no layout shows.
     """
 
     num_tensors: int
@@ -407,15 +408,18 @@ class Cache:
         cache_desc: its description.
         cache_id: in the engine of this process; -1: it is known by its addresses alone.
         tensor_addrs: the address of each tensor; empty: none are given.
+        owner: the token of the engine that made it; empty: made by hand.
     """
 
     cache_desc: CacheDesc
     cache_id: int = -1
     tensor_addrs: tuple[int, ...] = ()
+    owner: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         check_type("cache_desc", self.cache_desc, CacheDesc)
         check_width("cache_id", self.cache_id, -1, INT64_MAX)
+        check_type("owner", self.owner, bytes)
         if not isinstance(self.tensor_addrs, tuple | list):
             raise TypeError(
                 f"tensor_addrs={shown(self.tensor_addrs)} must be a tuple or list of int"

@@ -38,7 +38,7 @@ class GatherGroup:
     Args:
         sources: for each peer its paged cache, whose shard says which layers and heads it has, or
             a lease of it; None: that peer has nothing of this group.
-        dst: the local paged cache; only its id matters, if it has one.
+        dst: the local paged cache.
         src_blocks: for each of `sources`, the blocks of the request there; of a lease None: all of
             its.
         dst_blocks: local blocks.
@@ -84,7 +84,7 @@ class GatherOperations(OperationRunner):
         Args:
             sources: remote paged caches, or leases of them; their shards say which layers and heads
                 they have.
-            dst: the local paged cache; only its id matters, if it has one.
+            dst: the local paged cache.
             src_blocks: for each source, the blocks of the request there; of a lease None: all of
                 its.
             dst_blocks: local blocks.

@@ -37,8 +37,8 @@ class Group:
     """What one transfer moves between one pair of paged caches, beside other groups.
 
     Args:
-        src, dst: of a pull the remote cache and the local one, of a push the other way round; of
-            a local one only its id matters, if it has one. In place of a remote one a lease.
+        src, dst: of a pull the remote cache and the local one, of a push the other way round. In
+            place of a remote one a lease.
         src_blocks, dst_blocks: the blocks of the request there; of a lease None: all of its.
         num_tokens: tokens that are moved; None: whole blocks.
         src_token, dst_token: tokens of the block tables to skip, on each side.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import are_whole, has_blocks, is_empty
+from kvplan.planning.blocks import are_whole, read_blocks
 from kvplan.planning.layers import ALL_LAYERS, source_tensors
 from kvplan.planning.planner import plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -53,7 +53,7 @@ class LayerOperations(OperationRunner):
         `dst_blocks[i]`.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote slot or paged cache; or a lease, which names blocks; or addresses, which
                 then are all destination tensors: a `dst_layer_range` must be None or hold all of
                 them.
@@ -164,11 +164,10 @@ def _push_layers(
     """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
     if type(dst) is BlockLease:
         dst_blocks, num_tokens = dst.request("dst_blocks", dst_blocks, num_tokens, dst_token)
-    from_blocks, to_blocks = has_blocks(src_blocks), dst_blocks is not None
+    from_blocks, to_blocks = read_blocks(src_blocks, dst_blocks), dst_blocks is not None
     if from_blocks and not to_blocks:
         raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
-    either = None if is_empty(dst_blocks) else from_blocks
-    source, ours = operation.own("src", src, paged=either, table="src_blocks")
+    source, ours = operation.own("src", src, paged=from_blocks, table="src_blocks")
     as_bytes = reinterpret or operation.engine.reinterpret
     if check_type("ext_param", ext_param, KvCacheExtParam).tensor_num_per_layer is None:
         said = source.said_tensors_per_layer("src", None)

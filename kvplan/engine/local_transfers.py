@@ -45,7 +45,7 @@ class LocalOperations(OperationRunner):
         """Copy a slot into another, of one cache or two, wherever they are placed.
 
         Args:
-            src, dst: the caches; only their ids matter, if they have one.
+            src, dst: the caches.
             src_batch_index, dst_batch_index: the slots.
             offset: bytes into the row at which to begin, on both sides.
             size: bytes to copy; -1: the rest of the source row.
@@ -160,7 +160,7 @@ class LocalOperations(OperationRunner):
         """Copy blocks of a paged cache, each to any number of others of it.
 
         Args:
-            cache: only its id matters, if it has one.
+            cache: a cache of this engine.
             blocks: source block -> the blocks that it is copied to. Empty: nothing is copied.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
@@ -234,7 +234,7 @@ class LocalOperations(OperationRunner):
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).
 
         Args:
-            src, dst: paged caches, one of each placement; only their ids matter, if they have one.
+            src, dst: paged caches, one of each placement.
             src_to_dst: source block -> destination block.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared, only_moves
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import are_whole, has_blocks, is_empty
+from kvplan.planning.blocks import are_whole, read_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_pull_blocks, plan_pull_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -51,7 +51,7 @@ class PullOperations(OperationRunner):
 
         Args:
             src: the remote slot, or a lease of it.
-            dst: the local cache; only its id matters, if it has one.
+            dst: the local cache.
             batch_index: the local slot.
             size: bytes of a row to pull; -1: all of the local row, from its offset on.
             ext_param: the layers.
@@ -201,7 +201,7 @@ class PullOperations(OperationRunner):
 
         Args:
             src: the remote paged cache, or slot; or a lease, which names blocks.
-            dst: the local paged cache; only its id matters, if it has one.
+            dst: the local paged cache.
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` is a slot,
                 cut into chunks of one block; chunk i goes to `dst_blocks[i]`. Of a lease None: all
                 that it names.
@@ -389,7 +389,7 @@ def _pull_blocks(
     if type(src) is BlockLease and src.paged:
         src_blocks, num_tokens = src.request("src_blocks", src_blocks, num_tokens, src_token)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey, BlockLease)
-    paged = None if is_empty(dst_blocks) else has_blocks(src_blocks)
+    paged = read_blocks(src_blocks, dst_blocks)
     source, slot, theirs = operation.peer(
         "src", src, kinds, paged=paged, writable=False, table="src_blocks"
     )

@@ -47,7 +47,7 @@ class PushOperations(OperationRunner):
         """Push a slot of a local cache into a slot of a remote one.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote slot, or a lease of it.
             src_batch_index: the local slot.
             size: -1: the whole row; nothing else, as in the reference.
@@ -191,7 +191,7 @@ class PushOperations(OperationRunner):
         """Push blocks of a local paged cache into blocks of a remote one.
 
         Args:
-            src: the local paged cache; only its id matters, if it has one.
+            src: the local paged cache.
             dst: the remote paged cache; or a lease, which names blocks.
             src_blocks: local blocks.
             dst_blocks: remote blocks, one for each of `src_blocks`. Of a lease None: all

@@ -211,14 +211,11 @@ class Operation:
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: it is contiguous
-                where a paged one is needed, or the other way round.
+            LLMException: as `CacheRegistry.resolve`; LLM_PARAM_INVALID: it is contiguous where a
+                paged one is needed, or the other way round.
         """
         registry = self.engine.registry
-        if type(cache) is Cache and cache.cache_id != -1:
-            entry = registry.get(cache.cache_id)
-        else:
-            entry = registry.resolve(cache, argument)
+        entry = registry.resolve(cache, argument)
         if self.cache_id < 0:
             self.cache_id = entry.cache.cache_id
         found = entry.side

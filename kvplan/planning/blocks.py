@@ -34,9 +34,14 @@ class RequestBlocks(tuple[int, ...]):
     __slots__ = ()
 
 
-def has_blocks(blocks: object) -> bool:
-    """Whether a block table was given; what is not a block table is the planner's to refuse."""
-    return blocks is not None and not is_empty(blocks)
+def read_blocks(src_blocks: object, dst_blocks: object) -> bool | None:
+    """Return whether blocks are read, not a slot; None: nothing is, as none are written.
+
+    What is not a block table is the planner's to refuse.
+    """
+    if isinstance(dst_blocks, Sized) and len(dst_blocks) == 0:
+        return None
+    return not (src_blocks is None or (isinstance(src_blocks, Sized) and len(src_blocks) == 0))
 
 
 def is_empty(blocks: object) -> bool:
