@@ -105,7 +105,9 @@ class LlmDataDist(
         return None if self._engine is None else self._engine.device
 
     def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
-        """Begin to take calls, and to listen if the options say where; a second time: nothing.
+        """Begin to take calls, and to listen if the options say where.
+
+        A second call has no effect if it has the same options, or none.
 
         Args:
             options: typed, or the reference's keys with text values; None: defaults.
@@ -113,12 +115,19 @@ class LlmDataDist(
         Raises:
             TypeError: options of another type.
             ValueError, LLMException: an option that cannot be (LLM_PARAM_INVALID), or what could
-                not be had, such as the port to listen at. Nothing is left behind then.
+                not be had, such as the port to listen at. Nothing is left behind then. A second
+                call with other options: LLM_PARAM_INVALID, and the engine stays as it is.
         """
+        given = options
         options = Options.of(options)
         with self._mutex:
             if self._engine is not None:
-                self._running()
+                running = self._running().options
+                if given is not None and options != running:
+                    raise invalid(
+                        f"cluster {self._cluster_id} is initialized with other options: "
+                        f"{options.differences(running)}; finalize() it first"
+                    )
                 return
             started = perf_counter()
             engine = Engine(self._cluster_id, self._role, options, self._transfers, self._metrics)

@@ -85,6 +85,21 @@ def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
     assert not datadist.initialized
 
 
+def test_a_second_initialize_with_other_options_is_refused() -> None:
+    options = {"ListenIpInfo": "127.0.0.1:0", "kvplan.verify": "all"}
+    with LlmDataDist(2, LlmRole.MIX) as datadist:
+        datadist.initialize(options)
+        address = datadist.listen_address
+        for same in (options, Options.of(options), None):
+            datadist.initialize(same)
+        text = "other options: listen_ip_info='', not '127.0.0.1:0', verify='off', not 'all'; fin"
+        with refused("LLM_PARAM_INVALID", text):
+            datadist.initialize({})
+        with refused("LLM_PARAM_INVALID", "heartbeat_interval_ms=10, not 1000"):
+            datadist.initialize({**options, "kvplan.heartbeat_interval_ms": "10"})
+        assert datadist.listen_address == address
+
+
 def test_an_engine_that_is_initialized_again_has_no_old_state(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     for _ in range(2):
