@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from kvplan.status import invalid
-from kvplan.validation import UINT32_MAX, check_type, check_width, shown
+from kvplan.validation import UINT32_MAX, as_int, check_type, check_width, shown
 
 AXES = {
     "block": "blocks of a paged cache",
@@ -131,43 +134,63 @@ def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     return layout
 
 
+Layers = range | tuple[int, ...]
+"""Numbers of layers of the model, ascending; a range where each follows the one before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Which part of the model's cache a cache holds: layers (pipeline) and KV heads (tensor).
 
     Args:
-        layers: layers of the model, a range of step 1; None: all of `num_layers`.
-        heads: KV heads of the model, a range of step 1; None: all of `num_heads`.
+        layers: layers of the model, ascending: a range, or a sequence of their numbers, which need
+            not follow each other (`[0, 6, 12]` of a hybrid model); None: all of `num_layers`.
+        heads: KV heads of the model that follow each other, likewise; None: all of `num_heads`.
         num_layers: of the model; None: not known, where `layers` is None.
         num_heads: KV heads of the model; None: not known, where `heads` is None.
 
     Raises:
         TypeError: a field of another type.
-        LLMException: LLM_PARAM_INVALID: an empty range, a step other than 1, a range outside of
-            the model, or a range without the model's number.
+        LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
+            the model, heads that do not follow each other, or numbers without the model's total.
     """
 
-    layers: range | None = None
+    layers: Layers | None = None
     heads: range | None = None
     num_layers: int | None = None
     num_heads: int | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            layers: Sequence[int] | None = None,
+            heads: Sequence[int] | None = None,
+            num_layers: int | None = None,
+            num_heads: int | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name, total_name in (("layers", "num_layers"), ("heads", "num_heads")):
             part, total = getattr(self, name), getattr(self, total_name)
             if total is not None:
+                total = as_int(total_name, total)
                 check_width(total_name, total, 0, UINT32_MAX)
                 if total == 0:
                     raise invalid(f"{total_name}=0 is out of range [1, 2**32)")
+                object.__setattr__(self, total_name, total)
             if part is None:
                 if total is not None:
                     object.__setattr__(self, name, range(total))
                 continue
-            check_type(name, part, range)
+            numbers = _numbers(name, part)
             if total is None:
-                raise invalid(f"{name}={part} needs {total_name}, how many the model has")
-            if part.step != 1 or not part or part.start < 0 or part.stop > total:
-                raise invalid(f"{name}={part} must be a non-empty range of step 1 in [0, {total})")
+                raise invalid(f"{name}={shown(part)} needs {total_name}, how many the model has")
+            if not numbers or numbers[0] < 0 or numbers[-1] >= total:
+                raise invalid(f"{name}={shown(part)} must be one or more of [0, {total})")
+            if name == "heads" and not isinstance(numbers, range):
+                raise invalid(f"heads={shown(part)} must follow each other, as a range of step 1")
+            object.__setattr__(self, name, numbers)
 
     def __str__(self) -> str:
         words = []
@@ -179,8 +202,37 @@ class Shard:
                 continue
             if len(part) == total:
                 words.append(f"all {total} {name}s")
-            elif len(part) == 1:
-                words.append(f"{name} {part.start} of {total}")
             else:
-                words.append(f"{name}s {part.start}..{part.stop - 1} of {total}")
+                words.append(f"{name}{'s' * (len(part) > 1)} {numbers_text(part)} of {total}")
         return ", ".join(words) or "whole"
+
+
+def _numbers(name: str, given: Any) -> Layers:
+    """Return ascending numbers; a range if each follows the one before."""
+    if isinstance(given, range) and given.step == 1:
+        return given
+    if isinstance(given, str | bytes) or not (
+        isinstance(given, Sequence) or hasattr(given, "__array__")
+    ):
+        raise TypeError(
+            f"{name}={shown(given)} must be a range or a sequence of int, not "
+            f"{type(given).__name__}"
+        )
+    numbers = tuple([as_int(f"{name}[{i}]", it) for i, it in enumerate(given)])
+    if any(b <= a for a, b in pairwise(numbers)):
+        raise invalid(f"{name}={shown(given)} must ascend, each number once")
+    return consecutive(numbers)
+
+
+def consecutive(numbers: Layers) -> Layers:
+    """Return ascending numbers as a range if each follows the one before."""
+    if numbers and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return range(numbers[0], numbers[-1] + 1)
+    return numbers
+
+
+def numbers_text(numbers: Layers) -> str:
+    """`5`, `5..9` or `0, 6, 12`."""
+    if not isinstance(numbers, range):
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"

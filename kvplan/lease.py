@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
-from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
@@ -15,7 +14,7 @@ from msgspec import Meta
 
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.status import invalid
-from kvplan.validation import INT64_MAX, UINT64_MAX, check_type, check_width, shown
+from kvplan.validation import INT64_MAX, UINT64_MAX, as_int, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
@@ -272,8 +271,10 @@ class BlockLease(_Packed):
         Raises:
             LLMException: LLM_PARAM_INVALID: the request has fewer, or none that are not skipped.
         """
-        if self.tokens is None or type(skipped) is not int or type(given) not in (int, NoneType):
-            return given  # what is no number the planner refuses
+        if self.tokens is None:
+            return given
+        skipped = as_int("the first token", skipped)
+        given = None if given is None else as_int(argument, given)
         left = self.tokens - skipped
         wanted = left if given is None else given
         if wanted > left or left < 1:

@@ -17,10 +17,12 @@ from kvplan.validation import (
     INT64_MAX,
     UINT32_MAX,
     UINT64_MAX,
+    as_int,
     check_index,
     check_type,
     check_width,
     shown,
+    take_ints,
 )
 
 if TYPE_CHECKING:
@@ -176,12 +178,17 @@ class CacheDesc:
     shard: Shard | None = None
 
     def __post_init__(self) -> None:
+        take_ints(self, "num_tensors", "batch_dim_index", "seq_len_dim_index")
         if check_width("num_tensors", self.num_tensors, 0, UINT32_MAX) == 0:
             raise invalid("num_tensors=0 is out of range [1, 2**32)")
         if not isinstance(self.shape, tuple | list):
             raise TypeError(f"shape={shown(self.shape)} must be a tuple or list of int")
         # A list is what half of the callers write; a frozen value holds a tuple.
-        object.__setattr__(self, "shape", tuple(self.shape))
+        shape = [
+            it if type(it) is int else as_int(f"shape[{dim}]", it)
+            for dim, it in enumerate(self.shape)
+        ]
+        object.__setattr__(self, "shape", tuple(shape))
         for dim, length in enumerate(self.shape):
             if check_width(f"shape[{dim}]", length, -(2**63), INT64_MAX) < 1:
                 raise invalid(f"shape[{dim}]={length} is out of range [1, 2**63)")
@@ -347,6 +354,7 @@ class CacheKey:
     prefix_id: int = NO_ID
 
     def __post_init__(self) -> None:
+        take_ints(self, "cluster_id", "req_id", "model_id", "prefix_id")
         for name in ("cluster_id", "req_id", "model_id", "prefix_id"):
             check_width(name, getattr(self, name), 0, UINT64_MAX)
 
@@ -369,6 +377,7 @@ class BlocksCacheKey:
     model_id: int = 0
 
     def __post_init__(self) -> None:
+        take_ints(self, "cluster_id", "model_id")
         for name in ("cluster_id", "model_id"):
             check_width(name, getattr(self, name), 0, UINT64_MAX)
 
@@ -388,6 +397,7 @@ class CacheKeyByIdAndIndex:
     batch_index: int = 0
 
     def __post_init__(self) -> None:
+        take_ints(self, "cluster_id", "cache_id", "batch_index")
         check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
         check_width("cache_id", self.cache_id, -(2**63), INT64_MAX)
         check_width("batch_index", self.batch_index, 0, UINT32_MAX)

@@ -73,9 +73,12 @@ class ClusterKey:
                 its owner may read or write it.
         """
         try:
+            path = Path(path).expanduser()
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise invalid(f"cluster key {os.fspath(path)}: {error.strerror}") from None
+        except RuntimeError as error:  # the home of no user
+            raise invalid(f"cluster key {os.fspath(path)}: {error}") from None
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

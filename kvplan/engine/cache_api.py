@@ -222,7 +222,8 @@ class CacheOperations(OperationRunner):
         """Return a NumPy view of each tensor, of the cache's shape; nothing is copied.
 
         An allocated cache's memory lives as long as they do. Types that NumPy lacks (bfloat16,
-        float8) come as unsigned integers of the same width.
+        float8) come as unsigned integers of the same width; `torch.from_numpy(array).view(
+        torch.bfloat16)` reads them as what they are.
 
         Raises:
             TypeError: no Cache.

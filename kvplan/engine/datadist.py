@@ -24,7 +24,7 @@ from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_oper
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
-from kvplan.validation import UINT64_MAX, check_type, check_width
+from kvplan.validation import UINT64_MAX, as_int, check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
@@ -67,7 +67,9 @@ class LlmDataDist(
                 f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
                 "LlmDataDist(cluster_id, role)"
             )
-        self._cluster_id = check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        self._cluster_id = check_width(
+            "cluster_id", as_int("cluster_id", cluster_id), 0, UINT64_MAX
+        )
         self._role = check_type("role", role, LlmRole)
         self._transfers = transfers
         self._metrics = Metrics()

@@ -12,7 +12,7 @@ from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask, ch
 from kvplan.engine.groups import GroupOperation, check_groups, joined, named
 from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import RequestBlocks
+from kvplan.planning.blocks import RequestBlocks, check_table
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import GroupPlan, plan_groups
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -431,6 +431,7 @@ def _table(name: str, group: GatherGroup, index: int) -> Blocks:
         return lease.named(argument, table)
     if table is None:
         raise invalid(f"{argument} is None; it must name blocks")
+    check_table(argument, table)
     return table
 
 

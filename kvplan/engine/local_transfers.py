@@ -19,6 +19,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 if TYPE_CHECKING:
     from kvplan.execution import ComputeEvent, TransferTask
     from kvplan.planning import Coalesce, Plan
+    from kvplan.planning.blocks import BlockPairs
     from kvplan.types import Cache
 
 
@@ -151,7 +152,7 @@ class LocalOperations(OperationRunner):
     def copy_blocks(
         self,
         cache: Cache,
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
@@ -161,7 +162,8 @@ class LocalOperations(OperationRunner):
 
         Args:
             cache: a cache of this engine.
-            blocks: source block -> the blocks that it is copied to. Empty: nothing is copied.
+            blocks: source block -> the blocks that it is copied to; or pairs of source and
+                destination block, or an array or tensor of two such columns.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
@@ -183,7 +185,7 @@ class LocalOperations(OperationRunner):
     def plan_copy_blocks(
         self,
         cache: Cache,
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
@@ -198,7 +200,7 @@ class LocalOperations(OperationRunner):
     def submit_copy_blocks(
         self,
         cache: Cache,
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         tag: str = "",
@@ -224,7 +226,7 @@ class LocalOperations(OperationRunner):
         self,
         src: Cache,
         dst: Cache,
-        src_to_dst: Mapping[int, int],
+        src_to_dst: Mapping[int, int] | BlockPairs,
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
@@ -235,7 +237,7 @@ class LocalOperations(OperationRunner):
 
         Args:
             src, dst: paged caches, one of each placement.
-            src_to_dst: source block -> destination block.
+            src_to_dst: source block -> destination block; or pairs, as of `copy_blocks`.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
@@ -259,7 +261,7 @@ class LocalOperations(OperationRunner):
         self,
         src: Cache,
         dst: Cache,
-        src_to_dst: Mapping[int, int],
+        src_to_dst: Mapping[int, int] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
@@ -276,7 +278,7 @@ class LocalOperations(OperationRunner):
         self,
         src: Cache,
         dst: Cache,
-        src_to_dst: Mapping[int, int],
+        src_to_dst: Mapping[int, int] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
@@ -337,7 +339,7 @@ def _copy_cache(
 def _copy_blocks(
     operation: Operation,
     cache: Cache,
-    blocks: Mapping[int, Sequence[int]],
+    blocks: Mapping[int, Sequence[int]] | BlockPairs,
     coalesce: Coalesce | bool,
 ) -> Prepared:
     """Blocks of one cache to others of it."""
@@ -359,7 +361,7 @@ def _swap_blocks(
     operation: Operation,
     src: Cache,
     dst: Cache,
-    src_to_dst: Mapping[int, int],
+    src_to_dst: Mapping[int, int] | BlockPairs,
     coalesce: Coalesce | bool,
     reinterpret: bool,
 ) -> Prepared:

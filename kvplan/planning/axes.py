@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from kvplan.inspection.units import plural
+from kvplan.layout import Layers
 from kvplan.planning.blocks import Indices, RequestBlocks
 from kvplan.planning.segments import MAX_REPEATS, Coalesce, Repeat, Segments
 from kvplan.planning.side import Side
@@ -123,7 +124,7 @@ def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
         return True
 
 
-def _layers_inside(side: Side) -> tuple[range, int | None] | None:
+def _layers_inside(side: Side) -> tuple[Layers, int | None] | None:
     """The layers of the model that rows hold together; None: a row has one."""
     shard, inside = side.shard, side.extent("layer")
     if inside == 1:

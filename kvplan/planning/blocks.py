@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
+from kvplan.validation import shown
 
 Blocks = Sequence[int] | NDArray[np.integer]
+BlockPairs = Sequence[Sequence[int]] | NDArray[np.integer]
+"""Pairs of a source and a destination block, or an array of two such columns."""
 Indices = NDArray[np.int64]
 
 _MANY = 512
@@ -65,7 +68,7 @@ def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
     return check_indices(name, block_table(name, blocks), cache)
 
 
-def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
+def block_table(name: str, blocks: Any) -> NDArray[Any]:
     """Return `blocks` as a flat array of integers (not of bool or float), perhaps empty."""
     if isinstance(blocks, np.ndarray):
         # A copy: a plan keeps it. A masked array would hide entries from the checks.
@@ -75,6 +78,8 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
         if table.size and table.dtype.kind not in "iu":
             raise TypeError(f"{name} must hold integers, not {table.dtype}")
         return table
+    if not isinstance(blocks, Sequence) and hasattr(blocks, "__array__"):  # a tensor
+        return block_table(name, as_array(name, blocks))
     if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
         raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
     held = tuple(blocks)  # as they are now: another thread may go on to change them
@@ -87,6 +92,63 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
         if type(it := held[position]) is not int and np.asarray(it).dtype.kind == "b":
             raise TypeError(f"{name} must hold int, not bool")
     return table
+
+
+def check_table(name: str, blocks: object) -> None:
+    """Refuse a single block in place of the block table of one source of several.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if isinstance(blocks, int | np.integer):
+        raise TypeError(
+            f"{name}={blocks} must be a block table, a sequence of int: there is one for each "
+            "source, as in [[1, 2]]"
+        )
+
+
+def as_array(name: str, given: object) -> NDArray[Any]:
+    """Return a tensor of another library, of the host, as an array.
+
+    Raises:
+        TypeError: it is on a device, or cannot be read.
+    """
+    try:
+        return np.asarray(given)
+    except Exception as error:  # whatever its library raises
+        raise TypeError(
+            f"{name} is a {type(given).__name__} that cannot be read here, such as one on a "
+            f"device; give its numbers as a list or an array of the host: {error}"
+        ) from error
+
+
+def table_pairs(name: str, given: object) -> list[tuple[int, int]]:
+    """Return pairs of source and destination blocks: pairs, or an array or tensor of two columns.
+
+    Raises:
+        TypeError: neither.
+    """
+    pairs = given
+    if not isinstance(given, Sequence) and hasattr(given, "__array__"):
+        pairs = as_array(name, given)
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or (pairs.size and pairs.dtype.kind not in "iu"):
+            raise TypeError(
+                f"{name} of shape {pairs.shape} and {pairs.dtype} must have two columns of "
+                "integers, the source and the destination block"
+            )
+        return [(src, dst) for src, dst in pairs.tolist()]
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise TypeError(
+            f"{name}={shown(given)} must be a mapping, or pairs of a source and a destination "
+            f"block, not {type(given).__name__}"
+        )
+    for position, pair in enumerate(given):
+        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(
+                f"{name}[{position}]={shown(pair)} must be a pair of a source and a destination "
+                "block"
+            )
+    return [(src, dst) for src, dst in given]
 
 
 def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:

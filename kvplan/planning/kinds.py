@@ -23,7 +23,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, KvCacheExtParam, RemoteCache
-from kvplan.validation import INT64_MAX, check_index, check_type, check_width
+from kvplan.validation import INT64_MAX, as_int, check_index, check_type, check_width
 
 
 def plan_slot_to_slot(
@@ -49,6 +49,12 @@ def plan_slot_to_slot(
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
+    size, src_offset, dst_offset = (
+        it if type(it) is int else as_int(name, it)
+        for name, it in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
+    )
+    if num_tokens is not None:
+        num_tokens = as_int("num_tokens", num_tokens)
     if num_tokens is not None or not _move_as_bytes(
         source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
     ):
@@ -68,8 +74,6 @@ def plan_slot_to_slot(
     for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
         if type(offset) is not int or not 0 <= offset < row.stride:
             check_index(name, offset, row.stride)
-    if type(size) is not int:
-        check_type("size", size, int)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
     # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
@@ -136,11 +140,14 @@ def plan_to_blocks(
     given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
     paged = given.size > 0 or (dst_table.size == 0 and _is_paged(src, src_blocks))
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
+    if type(src_token) is not int or type(dst_token) is not int:
+        src_token, dst_token = as_int("src_token", src_token), as_int("dst_token", dst_token)
     by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
     if by_tokens:
         for name, value in (("src_token", src_token), ("dst_token", dst_token)):
             check_width(name, value, 0, INT64_MAX)
         if num_tokens is not None:
+            num_tokens = as_int("num_tokens", num_tokens)
             check_width("num_tokens", num_tokens, 0, INT64_MAX)
     if paged:
         if src_batch_index is not None:  # only 0 will do

@@ -12,7 +12,13 @@ from itertools import chain
 import numpy as np
 
 from kvplan.planning.axes import BlockTables
-from kvplan.planning.blocks import Blocks, block_indices, check_distinct
+from kvplan.planning.blocks import (
+    BlockPairs,
+    Blocks,
+    block_indices,
+    check_distinct,
+    table_pairs,
+)
 from kvplan.planning.kinds import plan_block_to_block, plan_slot_to_slot, plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
@@ -20,7 +26,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Described, Side, is_same_cache, side
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam, Placement
-from kvplan.validation import check_mapping, shown
+from kvplan.validation import shown
 
 _TENSOR_BY_TENSOR = KvCacheExtParam(tensor_num_per_layer=1)
 
@@ -197,7 +203,7 @@ def plan_push_blocks(
 
 def plan_copy_blocks(
     src: Described,
-    blocks: Mapping[int, Sequence[int]],
+    blocks: Mapping[int, Sequence[int]] | BlockPairs,
     dst: Described | None = None,
     *,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
@@ -206,7 +212,8 @@ def plan_copy_blocks(
     """Plan copies of blocks, each to any number of others, in this process (B2B).
 
     Args:
-        blocks: source block -> the blocks that it is copied to.
+        blocks: source block -> the blocks that it is copied to; or pairs of source and destination
+            block, or an array or tensor of two such columns.
         dst: the cache copied to; None, or one with the id or the addresses of `src`, for the same.
 
     Raises:
@@ -215,14 +222,18 @@ def plan_copy_blocks(
             or, inside one cache, a block that is both read and written: the result would depend
             on the order.
     """
-    check_mapping("blocks", blocks)
+    if not isinstance(blocks, Mapping):
+        blocks = _grouped(table_pairs("blocks", blocks))
     source = side("src", src, paged=True)
     within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
     odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
     if odd:
         block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
-        raise TypeError(f"blocks[{block!r}]={shown(to)} must be a sequence of int")
+        raise TypeError(
+            f"blocks[{block!r}]={shown(to)} must be a sequence of int, of the blocks that it is "
+            "copied to"
+        )
     read = block_indices("blocks (source)", list(blocks), source)
     dst_table = block_indices("blocks (destination)", [*chain(*blocks.values())], target)
     check_distinct("blocks (destination)", dst_table, target)
@@ -245,7 +256,7 @@ def plan_copy_blocks(
 def plan_swap_blocks(
     src: Described,
     dst: Described,
-    src_to_dst: Mapping[int, int],
+    src_to_dst: Mapping[int, int] | BlockPairs,
     *,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
     reinterpret: bool = False,
@@ -253,7 +264,8 @@ def plan_swap_blocks(
     """Plan a swap in (host to device) or out (device to host) of blocks, in this process (B2B).
 
     Args:
-        src_to_dst: source block -> destination block.
+        src_to_dst: source block -> destination block; or pairs of them, or an array or tensor of
+            two such columns.
 
     Raises:
         TypeError: an argument of another type.
@@ -261,20 +273,32 @@ def plan_swap_blocks(
             unequal num_tensors or block size, a block out of range, or a destination block named
             twice.
     """
-    check_mapping("src_to_dst", src_to_dst)
+    if isinstance(src_to_dst, Mapping):
+        read, written = list(src_to_dst), list(src_to_dst.values())
+    else:
+        pairs = table_pairs("src_to_dst", src_to_dst)
+        read, written = [src for src, _ in pairs], [dst for _, dst in pairs]
     source, target = side("src", src, paged=True), side("dst", dst, paged=True)
     if {source.placement, target.placement} != {Placement.HOST, Placement.DEVICE}:
         raise invalid(
             f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
             "swap needs one HOST and one DEVICE"
         )
-    src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
-    dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
+    src_table = block_indices("src_to_dst (source)", read, source)
+    dst_table = block_indices("src_to_dst (destination)", written, target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return plan_block_to_block(
         "swap_blocks", source, target, BlockTables(src_table, dst_table), ungrouped(source),
         coalesce, reinterpret, False,
     )  # fmt: skip
+
+
+def _grouped(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return source block -> the blocks that it is copied to."""
+    grouped: dict[int, list[int]] = {}
+    for src, dst in pairs:
+        grouped.setdefault(src, []).append(dst)
+    return grouped
 
 
 def ungrouped(cache: Described) -> KvCacheExtParam:

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from kvplan.layout import CacheLayout, Shard
+from kvplan.layout import CacheLayout, Layers, Shard
 from kvplan.planning.axes import BlockTables
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
@@ -135,7 +135,7 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
         "shard": None
         if shard is None
         else {
-            "layers": None if shard.layers is None else [shard.layers.start, shard.layers.stop],
+            "layers": None if shard.layers is None else _layers_document(shard.layers),
             "heads": None if shard.heads is None else [shard.heads.start, shard.heads.stop],
             "num_layers": shard.num_layers,
             "num_heads": shard.num_heads,
@@ -201,12 +201,22 @@ def _named(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {error.args[0]}") from None
 
 
+def _layers_document(layers: Layers) -> list[int] | dict[str, list[int]]:
+    if isinstance(layers, range):
+        return [layers.start, layers.stop]
+    return {"numbers": [*layers]}
+
+
 def _shard(name: str, document: Any) -> Shard | None:
     if document is None:
         return None
     _check_fields(name, document, {it.name for it in fields(Shard)})
     layers, heads = (
-        None if document[it] is None else _range(f"{name}.{it}", document[it])
+        None
+        if document[it] is None
+        else _integers(f"{name}.{it}", document[it]["numbers"])
+        if it == "layers" and isinstance(document[it], dict) and [*document[it]] == ["numbers"]
+        else _range(f"{name}.{it}", document[it])
         for it in ("layers", "heads")
     )
     with _named(name):

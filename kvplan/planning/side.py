@@ -20,7 +20,7 @@ from kvplan.types import (
     Placement,
     RemoteCache,
 )
-from kvplan.validation import check_index, check_type
+from kvplan.validation import as_int, check_index, check_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -256,6 +256,8 @@ def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
 
 def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
     """Return the slot: `given`, or the one that the key of a remote cache names, or 0."""
+    if given is not None and type(given) is not int:
+        given = as_int(argument, given)
     slot = 0 if given is None else given
     if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
         named = cache.key.batch_index

@@ -43,8 +43,10 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
     "link": lambda it: it.link("name", {2: 0, 3: 1}),
     "unlink": lambda it: it.unlink(1),
     "query_register_mem_status": lambda it: it.query_register_mem_status(1),
-    "register_cache": lambda it: it.register_cache(DESC, [bytearray(64)] * 2),
-    "register_blocks_cache": lambda it: it.register_blocks_cache(DESC, [bytearray(64)] * 2),
+    "register_cache": lambda it: it.register_cache(DESC, [bytearray(64), bytearray(64)]),
+    "register_blocks_cache": lambda it: it.register_blocks_cache(
+        DESC, [bytearray(64), bytearray(64)]
+    ),
     "unregister_cache": lambda it: it.unregister_cache(1),
     "allocate_cache": lambda it: it.allocate_cache(DESC),
     "allocate_blocks_cache": lambda it: it.allocate_blocks_cache(DESC),

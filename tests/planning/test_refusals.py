@@ -294,7 +294,7 @@ TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: layers(None, None, "2"), "tensor_num_per_layer='2'"),
     (lambda: layers(None, None, 2.0), "tensor_num_per_layer=2.0"),
     (lambda: layers(None, None, True), "tensor_num_per_layer=True"),
-    (lambda: copy_blocks([(0, 1)]), "blocks=[(0, 1)]"),
+    (lambda: copy_blocks(5), "blocks=5 must be a mapping, or pairs"),
     (lambda: copy_blocks({0: 1}), "blocks[0]=1"),
     (lambda: copy_blocks({0: {1}}), "blocks[0]={1}"),
     (lambda: copy_blocks({0: "12"}), "blocks (destination)"),
@@ -302,7 +302,7 @@ TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: copy_blocks({"0": [1]}), "blocks (source)"),
     (lambda: copy_blocks({True: [2]}), "blocks (source)"),
     (lambda: copy_blocks({0: [True]}), "blocks (destination)"),
-    (lambda: swap_blocks([0, 1]), "src_to_dst=[0, 1]"),
+    (lambda: swap_blocks([0, 1]), "src_to_dst[0]=0 must be a pair"),
     (lambda: swap_blocks({0: [1]}), "src_to_dst (destination)"),
     (lambda: swap_blocks({0: None}), "src_to_dst (destination)"),
     (lambda: pull_cache().for_layers((0, 1)), "layers=(0, 1)"),  # type: ignore[attr-defined]
