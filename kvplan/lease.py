@@ -269,6 +269,7 @@ class BlockLease(_Packed):
             skipped: tokens before those.
 
         Raises:
+            TypeError: a number that is not an int.
             LLMException: LLM_PARAM_INVALID: the request has fewer, or none that are not skipped.
         """
         if self.tokens is None:
