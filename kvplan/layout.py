@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from kvplan.status import invalid
-from kvplan.validation import UINT32_MAX, check_type, check_width, shown
+from kvplan.validation import UINT32_MAX, as_int, check_type, check_width, shown
 
 AXES = {
     "block": "blocks of a paged cache",
@@ -27,6 +31,10 @@ _NAMED = {"NHD": "block token head dim", "HND": "block head token dim"}
 # vLLM's letters: L layer, B block, H head, N token, C channels, of which keys are the first half.
 _LETTERS = {"L": "layer", "B": "block", "H": "head", "N": "token", "C": "kv dim"}
 _VLLM = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+OPAQUE = "opaque "
+"""Begins a kv_tensor_format that is not a layout: the name of one that kvplan does not know. It is
+compared with that of the other side, and not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +57,7 @@ class CacheLayout:
     axes: tuple[str, ...]
 
     def __init__(self, axes: str) -> None:
-        text = check_type("axes", axes, str)
-        if text in _NAMED:
-            text = _NAMED[text]
-        elif text in _VLLM:
-            text = " ".join(_LETTERS[letter] for letter in text.removeprefix("L"))
-        names = tuple(text.split())
-        for name in names:
-            if name not in AXES:
-                raise invalid(
-                    f"axes={shown(axes)}: {shown(name)} is not an axis; known are {', '.join(AXES)}"
-                )
-        if len(set(names)) < len(names):
-            raise invalid(f"axes={shown(axes)} names an axis twice")
-        if sum(name in ROW_AXES for name in names) != 1:
-            raise invalid(f"axes={shown(axes)} must name exactly one of block and slot")
-        if ("token" in names) is ("state" in names):
-            raise invalid(f"axes={shown(axes)} must name either token or state")
-        object.__setattr__(self, "axes", names)
+        object.__setattr__(self, "axes", _axes_of("axes", check_type("axes", axes, str)))
 
     @property
     def row_axis(self) -> int:
@@ -80,32 +71,61 @@ class CacheLayout:
         return f"CacheLayout({str(self)!r})"
 
 
-def is_axes(kv_tensor_format: str) -> bool:
-    """Whether a `kv_tensor_format` is a known name, or a text of axes: says `block` or `slot`."""
-    known = kv_tensor_format in _NAMED or kv_tensor_format in _VLLM
-    return known or any(axis in kv_tensor_format.split() for axis in ROW_AXES)
+def _axes_of(argument: str, text: str) -> tuple[str, ...]:
+    """Return the names of the axes that a text says.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: as `CacheLayout`; names `argument`.
+    """
+    given = f"{argument}={shown(text)}"
+    if text in _NAMED:
+        names = tuple(_NAMED[text].split())
+    elif text in _VLLM:
+        names = tuple(" ".join(_LETTERS[letter] for letter in text.removeprefix("L")).split())
+    else:
+        names = tuple(text.split())
+    for name in names:
+        if name not in AXES:
+            if len(names) == 1:
+                raise invalid(f"{given} is not a layout; {_nearest(text)}")
+            near = get_close_matches(name, AXES, 1)
+            guess = f"; did you mean {near[0]}?" if near else ""
+            raise invalid(
+                f"{given}: {shown(name)} is not an axis; known are {', '.join(AXES)}{guess}"
+            )
+    if len(set(names)) < len(names):
+        raise invalid(f"{given} names an axis twice")
+    if sum(name in ROW_AXES for name in names) != 1:
+        raise invalid(f"{given} must name exactly one of block and slot")
+    if ("token" in names) is ("state" in names):
+        raise invalid(f"{given} must name either token or state")
+    return names
+
+
+def _nearest(text: str) -> str:
+    """The names of layouts that are most like a word that is none."""
+    near = get_close_matches(text.upper(), (*_NAMED, *_VLLM), 2)
+    nearest = f"the nearest are {' and '.join(near)}" if near else f"known are {', '.join(_NAMED)}"
+    return (
+        f"{nearest}; name the axes, as in 'block token head dim', or write {OPAQUE!r} before a "
+        "name that is only compared"
+    )
 
 
 @lru_cache(maxsize=256)
 def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
 
-    None: it is no text of axes, nor a known name for as many dimensions; rows are opaque then. A
-    text of axes is one that says `block` or `slot`.
+    None: there is no text, or it begins with `OPAQUE`; rows are opaque then.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: a text of axes that is wrong, or has another number.
+        LLMException: LLM_PARAM_INVALID: a text that is not a layout, or has another number of axes.
     """
-    if kv_tensor_format is None:
+    if kv_tensor_format is None or kv_tensor_format.startswith(OPAQUE):
         return None
-    if kv_tensor_format in _NAMED or kv_tensor_format in _VLLM:
-        layout = CacheLayout(kv_tensor_format)
-        if kv_tensor_format in _VLLM and len(layout.axes) + 1 == rank:
-            layout = CacheLayout(f"layer {layout}")
-        return layout if len(layout.axes) == rank else None
-    if not is_axes(kv_tensor_format):
-        return None
-    layout = CacheLayout(kv_tensor_format)
+    layout = CacheLayout(" ".join(_axes_of("kv_tensor_format", kv_tensor_format)))
+    if kv_tensor_format in _VLLM and len(layout.axes) + 1 == rank:
+        layout = CacheLayout(f"layer {layout}")
     if len(layout.axes) != rank:
         raise invalid(
             f"kv_tensor_format={shown(kv_tensor_format)} names {len(layout.axes)} axes; the shape "
@@ -114,43 +134,63 @@ def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     return layout
 
 
+Layers = range | tuple[int, ...]
+"""Numbers of layers of the model, ascending; a range where each follows the one before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Which part of the model's cache a cache holds: layers (pipeline) and KV heads (tensor).
 
     Args:
-        layers: layers of the model, a range of step 1; None: all of `num_layers`.
-        heads: KV heads of the model, a range of step 1; None: all of `num_heads`.
+        layers: layers of the model, ascending: a range, or a sequence of their numbers, which need
+            not follow each other (`[0, 6, 12]` of a hybrid model); None: all of `num_layers`.
+        heads: KV heads of the model that follow each other, likewise; None: all of `num_heads`.
         num_layers: of the model; None: not known, where `layers` is None.
         num_heads: KV heads of the model; None: not known, where `heads` is None.
 
     Raises:
         TypeError: a field of another type.
-        LLMException: LLM_PARAM_INVALID: an empty range, a step other than 1, a range outside of
-            the model, or a range without the model's number.
+        LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
+            the model, heads that do not follow each other, or numbers without the model's total.
     """
 
-    layers: range | None = None
+    layers: Layers | None = None
     heads: range | None = None
     num_layers: int | None = None
     num_heads: int | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            layers: Sequence[int] | None = None,
+            heads: Sequence[int] | None = None,
+            num_layers: int | None = None,
+            num_heads: int | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name, total_name in (("layers", "num_layers"), ("heads", "num_heads")):
             part, total = getattr(self, name), getattr(self, total_name)
             if total is not None:
+                total = as_int(total_name, total)
                 check_width(total_name, total, 0, UINT32_MAX)
                 if total == 0:
                     raise invalid(f"{total_name}=0 is out of range [1, 2**32)")
+                object.__setattr__(self, total_name, total)
             if part is None:
                 if total is not None:
                     object.__setattr__(self, name, range(total))
                 continue
-            check_type(name, part, range)
+            numbers = _numbers(name, part)
             if total is None:
-                raise invalid(f"{name}={part} needs {total_name}, how many the model has")
-            if part.step != 1 or not part or part.start < 0 or part.stop > total:
-                raise invalid(f"{name}={part} must be a non-empty range of step 1 in [0, {total})")
+                raise invalid(f"{name}={shown(part)} needs {total_name}, how many the model has")
+            if not numbers or numbers[0] < 0 or numbers[-1] >= total:
+                raise invalid(f"{name}={shown(part)} must be one or more of [0, {total})")
+            if name == "heads" and not isinstance(numbers, range):
+                raise invalid(f"heads={shown(part)} must follow each other, as a range of step 1")
+            object.__setattr__(self, name, numbers)
 
     def __str__(self) -> str:
         words = []
@@ -162,8 +202,37 @@ class Shard:
                 continue
             if len(part) == total:
                 words.append(f"all {total} {name}s")
-            elif len(part) == 1:
-                words.append(f"{name} {part.start} of {total}")
             else:
-                words.append(f"{name}s {part.start}..{part.stop - 1} of {total}")
+                words.append(f"{name}{'s' * (len(part) > 1)} {numbers_text(part)} of {total}")
         return ", ".join(words) or "whole"
+
+
+def _numbers(name: str, given: Any) -> Layers:
+    """Return ascending numbers; a range if each follows the one before."""
+    if isinstance(given, range) and given.step == 1:
+        return given
+    if isinstance(given, str | bytes) or not (
+        isinstance(given, Sequence) or hasattr(given, "__array__")
+    ):
+        raise TypeError(
+            f"{name}={shown(given)} must be a range or a sequence of int, not "
+            f"{type(given).__name__}"
+        )
+    numbers = tuple([as_int(f"{name}[{i}]", it) for i, it in enumerate(given)])
+    if any(b <= a for a, b in pairwise(numbers)):
+        raise invalid(f"{name}={shown(given)} must ascend, each number once")
+    return consecutive(numbers)
+
+
+def consecutive(numbers: Layers) -> Layers:
+    """Return ascending numbers as a range if each follows the one before."""
+    if numbers and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return range(numbers[0], numbers[-1] + 1)
+    return numbers
+
+
+def numbers_text(numbers: Layers) -> str:
+    """`5`, `5..9` or `0, 6, 12`."""
+    if not isinstance(numbers, range):
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"

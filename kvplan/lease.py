@@ -7,14 +7,22 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
-from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from kvplan.planning.blocks import RequestBlocks
 from kvplan.status import invalid
-from kvplan.validation import INT64_MAX, UINT64_MAX, check_type, check_width, printable, shown
+from kvplan.validation import (
+    INT64_MAX,
+    UINT64_MAX,
+    as_int,
+    check_type,
+    check_width,
+    printable,
+    shown,
+)
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
@@ -244,6 +252,24 @@ class BlockLease(_Packed):
                     raise invalid(f"{argument}[{position}]={shown(it)} is no block of {self}")
         return blocks  # what is no sequence the planner refuses
 
+    def request(
+        self, argument: str, blocks: Blocks | None, num_tokens: int | None, skipped: int
+    ) -> tuple[Blocks, int | None]:
+        """Return the block table of a transfer with this lease, and how many tokens it moves.
+
+        Args:
+            argument: the name of `blocks`.
+            blocks, num_tokens: as given; None: those of the lease.
+            skipped: tokens before those that are moved.
+
+        Raises:
+            TypeError, LLMException: as `named` and `num_tokens`.
+        """
+        if blocks is not None:
+            return self.named(argument, blocks), num_tokens
+        num_tokens = self.num_tokens("num_tokens", num_tokens, skipped)
+        return self.blocks if num_tokens is None else RequestBlocks(self.blocks), num_tokens
+
     def num_tokens(self, argument: str, given: int | None, skipped: int) -> int | None:
         """How many tokens a transfer of all its blocks moves: `given`, or what it has.
 
@@ -251,10 +277,13 @@ class BlockLease(_Packed):
             skipped: tokens before those.
 
         Raises:
+            TypeError: a number that is not an int.
             LLMException: LLM_PARAM_INVALID: the request has fewer, or none that are not skipped.
         """
-        if self.tokens is None or type(skipped) is not int or type(given) not in (int, NoneType):
-            return given  # what is no number the planner refuses
+        if self.tokens is None:
+            return given
+        skipped = as_int("the first token", skipped)
+        given = None if given is None else as_int(argument, given)
         left = self.tokens - skipped
         wanted = left if given is None else given
         if wanted > left or left < 1:

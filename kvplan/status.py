@@ -82,7 +82,9 @@ class LLMException(RuntimeError):
     def __str__(self) -> str:
         # Tests of programs raise it with numbers of their own, too.
         name = getattr(self.status_code, "name", self.status_code)
-        return f"{super().__str__()} ({name})".lstrip()
+        text, status = super().__str__(), f"({name})"
+        # The message may be the text of another one, which has it.
+        return text if text.endswith(status) else f"{text} {status}".lstrip()
 
 
 def invalid(message: str) -> LLMException:

@@ -6,7 +6,7 @@ Names, fields and defaults are those of the reference's C++ and Python interface
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,12 @@ from kvplan.validation import (
     INT64_MAX,
     UINT32_MAX,
     UINT64_MAX,
+    as_int,
     check_index,
     check_type,
     check_width,
     shown,
+    take_ints,
 )
 
 if TYPE_CHECKING:
@@ -152,16 +154,18 @@ class CacheDesc:
         seq_len_dim_index: of the dimension that counts tokens; -1: not said.
         kv_tensor_format: what the dimensions mean, outermost first, as `CacheLayout` takes it
             ("block head token dim", or "HND"); it then says which dimension counts rows and which
-            tokens. Any other text is compared with the other side's, and not read.
+            tokens. "opaque NAME" is the name of a layout that kvplan does not know, which is only
+            compared with the other side's. None: not known.
         shard: which part of the model's cache it holds; None: all of it, or not known.
 
     Raises:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
-            below 1, a format that is not a text of at most 256 characters, an index outside the
-            shape, a row that is not contiguous or not whole bytes, tensors too large to address,
-            or a shard that the shape does not fit, or whose heads no layout shows.
+            below 1, a format that is not a layout of as many dimensions, or has more than 256
+            characters, an index outside the shape, a row that is not contiguous or not whole
+            bytes, tensors too large to address, or a shard that the shape does not fit, or whose
+            heads no layout shows.
     """
 
     num_tensors: int
@@ -174,12 +178,17 @@ class CacheDesc:
     shard: Shard | None = None
 
     def __post_init__(self) -> None:
+        take_ints(self, "num_tensors", "batch_dim_index", "seq_len_dim_index")
         if check_width("num_tensors", self.num_tensors, 0, UINT32_MAX) == 0:
             raise invalid("num_tensors=0 is out of range [1, 2**32)")
         if not isinstance(self.shape, tuple | list):
             raise TypeError(f"shape={shown(self.shape)} must be a tuple or list of int")
         # A list is what half of the callers write; a frozen value holds a tuple.
-        object.__setattr__(self, "shape", tuple(self.shape))
+        shape = [
+            it if type(it) is int else as_int(f"shape[{dim}]", it)
+            for dim, it in enumerate(self.shape)
+        ]
+        object.__setattr__(self, "shape", tuple(shape))
         for dim, length in enumerate(self.shape):
             if check_width(f"shape[{dim}]", length, -(2**63), INT64_MAX) < 1:
                 raise invalid(f"shape[{dim}]={length} is out of range [1, 2**63)")
@@ -298,14 +307,8 @@ class CacheDesc:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """What the dimensions mean; None: the format does not say, rows are opaque."""
-        layout = layout_of(self.kv_tensor_format, len(self.shape))
-        if layout is None or self.kv_tensor_format == str(layout):
-            return layout
-        # A name, as the reference's callers write it, is only a label if the indices say otherwise.
-        tokens = (-1, layout.axes.index("token"))
-        agrees = self.batch_dim_index == layout.row_axis and self.seq_len_dim_index in tokens
-        return layout if agrees else None
+        """What the dimensions mean; None: not known, rows are opaque."""
+        return layout_of(self.kv_tensor_format, len(self.shape))
 
     @property
     def batch_size(self) -> int:
@@ -351,6 +354,7 @@ class CacheKey:
     prefix_id: int = NO_ID
 
     def __post_init__(self) -> None:
+        take_ints(self, "cluster_id", "req_id", "model_id", "prefix_id")
         for name in ("cluster_id", "req_id", "model_id", "prefix_id"):
             check_width(name, getattr(self, name), 0, UINT64_MAX)
 
@@ -373,6 +377,7 @@ class BlocksCacheKey:
     model_id: int = 0
 
     def __post_init__(self) -> None:
+        take_ints(self, "cluster_id", "model_id")
         for name in ("cluster_id", "model_id"):
             check_width(name, getattr(self, name), 0, UINT64_MAX)
 
@@ -392,6 +397,7 @@ class CacheKeyByIdAndIndex:
     batch_index: int = 0
 
     def __post_init__(self) -> None:
+        take_ints(self, "cluster_id", "cache_id", "batch_index")
         check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
         check_width("cache_id", self.cache_id, -(2**63), INT64_MAX)
         check_width("batch_index", self.batch_index, 0, UINT32_MAX)
@@ -412,15 +418,18 @@ class Cache:
         cache_desc: its description.
         cache_id: in the engine of this process; -1: it is known by its addresses alone.
         tensor_addrs: the address of each tensor; empty: none are given.
+        owner: the token of the engine that made it; empty: made by hand.
     """
 
     cache_desc: CacheDesc
     cache_id: int = -1
     tensor_addrs: tuple[int, ...] = ()
+    owner: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         check_type("cache_desc", self.cache_desc, CacheDesc)
         check_width("cache_id", self.cache_id, -1, INT64_MAX)
+        check_type("owner", self.owner, bytes)
         if not isinstance(self.tensor_addrs, tuple | list):
             raise TypeError(
                 f"tensor_addrs={shown(self.tensor_addrs)} must be a tuple or list of int"

@@ -105,6 +105,17 @@ def check_width(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def take_ints(value: object, *names: str) -> None:
+    """Have attributes of a frozen value that stand for an int, such as np.int64, be int.
+
+    Raises:
+        TypeError: one does not.
+    """
+    for name in names:
+        if type(number := getattr(value, name)) is not int:
+            object.__setattr__(value, name, as_int(name, number))
+
+
 def as_int(name: str, value: SupportsIndex) -> int:
     """Return `value` as an int if it stands for one, as NumPy's integers do; a bool does not.
 
@@ -117,7 +128,7 @@ def as_int(name: str, value: SupportsIndex) -> int:
     raise TypeError(f"{name}={shown(value)} must be {mismatch(value, int)}")
 
 
-def check_index(name: str, value: object, size: int) -> int:
+def check_index(name: str, value: SupportsIndex, size: int) -> int:
     """Return `value` if it is an index in [0, size).
 
     Raises:
@@ -126,7 +137,7 @@ def check_index(name: str, value: object, size: int) -> int:
     """
     if type(value) is int and 0 <= value < size:  # almost always
         return value
-    number = check_type(name, value, int)
+    number = as_int(name, value)
     if not 0 <= number < size:
         raise invalid(f"{name}={number} is out of range [0, {size})")
     return number

@@ -76,11 +76,14 @@ class ClusterKey:
                 random, or others than its owner may read or write it.
         """
         try:
+            path = Path(path).expanduser()
             descriptor = open_regular(path)
         except OSError as error:
             raise invalid(f"cluster key {os.fspath(path)}: {error.strerror}") from None
         except LLMException:
             raise invalid(f"cluster key {os.fspath(path)}: it is not a regular file") from None
+        except RuntimeError as error:  # the home of no user
+            raise invalid(f"cluster key {os.fspath(path)}: {error}") from None
         try:
             status = os.fstat(descriptor)
             if status.st_uid not in (os.geteuid(), 0):

@@ -113,10 +113,14 @@ class Unlinked(_Body, frozen=True):
 
 
 class ShardEntry(_Message, frozen=True):
-    """Which part of the model's cache a cache is: [first, one past the last), and of how many."""
+    """Which part of the model's cache a cache is: [first, one past the last), and of how many.
+
+    Layers that do not follow each other are named by `numbers`.
+    """
 
     layers: tuple[Uint32, Uint32, Uint32] | None
     heads: tuple[Uint32, Uint32, Uint32] | None
+    numbers: Annotated[tuple[Uint32, ...], Meta(max_length=65536)] = ()
 
 
 class TableEntry(_Message, frozen=True):

@@ -56,7 +56,8 @@ class Coordinates:
         rows: of the request, in its order.
         tokens_moved: numbers of those that the plan moves, as in `Cells.order`.
         entries: positions of each row in the block table.
-        first_layer, first_head: numbers in the model.
+        layers: their numbers in the model; None: they are not known.
+        first_head: its number in the model.
     """
 
     def __init__(self, plan: Plan, name: str) -> None:
@@ -87,7 +88,7 @@ class Coordinates:
             first = tables.src_token if self.knows_tokens else self.shift
             self.tokens_moved = range(first, last if count is None else first + count)
         shard = side.shard
-        self.first_layer = 0 if shard is None or shard.layers is None else shard.layers.start
+        self.layers = None if shard is None else shard.layers
         self.first_head = 0 if shard is None or shard.heads is None else shard.heads.start
 
     def cells(self, tensor: int, offsets: Offsets) -> Cells:
@@ -105,6 +106,10 @@ class Coordinates:
             entry = where[row]
         order = entry * self.tokens + token + self.shift
         return Cells(offsets, layer, part, self._index("head", offsets), row, token, order)
+
+    def model_layer(self, layer: int) -> int:
+        """The number of a layer in the model."""
+        return layer if self.layers is None else self.layers[layer]
 
     def _index(self, axis: str, offsets: Offsets) -> Offsets:
         stride = self.side.stride_of(axis)

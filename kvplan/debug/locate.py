@@ -171,7 +171,7 @@ def _compare(
         part.name,
         wrong_nbytes,
         elsewhere,
-        tuple(it + dst.first_layer for it in layers),
+        tuple(map(dst.model_layer, layers)),
         "+".join("KV"[it] for it in kv) if dst.has_kv else "",
         tuple(it + dst.first_head for it in heads) if dst.has_heads else (),
         tuple(spans_of(orders)) if dst.knows_tokens else (),

@@ -48,7 +48,7 @@ class Search:
             held = self._holds_of_source(from_source, src_tensor, read.offsets)
         heads, tokens = cells.head + dst.first_head, cells.order
         return Wrong(
-            int(cells.layer[0]) + dst.first_layer,
+            dst.model_layer(int(cells.layer[0])),
             "KV"[int(cells.part[0])] if dst.has_kv else "",
             (int(heads.min()), int(heads.max())) if dst.has_heads else None,
             (int(tokens.min()), int(tokens.max())) if dst.knows_tokens else None,
@@ -107,7 +107,7 @@ class Search:
                     # Tensors of a layer that are not keys and values have no names.
                     which = f", in dst tensor {tensor}" if dst.parts > 1 else ""
                     which = f" {'KV'[part]}" if dst.has_kv else which
-                    return f"what is expected of layer {layer + dst.first_layer}{which}"
+                    return f"what is expected of layer {dst.model_layer(layer)}{which}"
         return ""
 
     def _request_shifts(self, here: Bytes) -> list[int]:

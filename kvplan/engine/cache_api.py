@@ -197,11 +197,15 @@ class CacheOperations(OperationRunner):
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it was registered; LLM_FAILED: not initialized;
+            LLMException: LLM_PARAM_INVALID: it was registered, or the cache of its id is another;
+                LLM_KV_CACHE_NOT_EXIST: a cache of another engine; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
         check_type("cache", cache, Cache)
         with self._recorded("deallocate_cache", cache=cache.cache_id) as engine, signals_deferred:
+            engine.registry.check_owner(cache, "cache")
+            if cache.cache_id in engine.registry.living:
+                engine.registry.resolve(cache)
             engine.registry.deallocate(cache.cache_id)
             engine.leases.end_cache(cache.cache_id)
 
@@ -219,7 +223,8 @@ class CacheOperations(OperationRunner):
         """Return a NumPy view of each tensor, of the cache's shape; nothing is copied.
 
         An allocated cache's memory lives as long as they do. Types that NumPy lacks (bfloat16,
-        float8) come as unsigned integers of the same width.
+        float8) come as unsigned integers of the same width; `torch.from_numpy(array).view(
+        torch.bfloat16)` reads them as what they are.
 
         Raises:
             TypeError: no Cache.
@@ -251,7 +256,7 @@ class CacheOperations(OperationRunner):
         after another. So equal contents have equal checksums, whatever number the block has.
 
         Args:
-            cache: only its id matters, if it has one; or a lease of this engine that has not ended.
+            cache: a cache; or a lease of this engine that has not ended.
             blocks: of a paged cache, or slots of another one; None: those of the lease, or all.
 
         Raises:
@@ -290,7 +295,7 @@ class CacheOperations(OperationRunner):
         """Fill each tensor, wherever the cache is.
 
         Args:
-            cache: only its id matters, if it has one.
+            cache: a cache of this engine.
             arrays: one for each tensor, of the shape that `arrays` has, and of elements as wide.
 
         Raises:

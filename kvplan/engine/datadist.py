@@ -26,7 +26,7 @@ from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import system_error
 from kvplan.types import LlmRole
-from kvplan.validation import UINT64_MAX, check_type, check_width
+from kvplan.validation import UINT64_MAX, as_int, check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
@@ -69,7 +69,9 @@ class LlmDataDist(
                 f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
                 "LlmDataDist(cluster_id, role)"
             )
-        self._cluster_id = check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        self._cluster_id = check_width(
+            "cluster_id", as_int("cluster_id", cluster_id), 0, UINT64_MAX
+        )
         self._role = check_type("role", role, LlmRole)
         self._transfers = transfers
         self._metrics = Metrics()
@@ -107,7 +109,9 @@ class LlmDataDist(
         return None if self._engine is None else self._engine.device
 
     def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
-        """Begin to take calls, and to listen if the options say where; a second time: nothing.
+        """Begin to take calls, and to listen if the options say where.
+
+        A second call has no effect if it has the same options, or none.
 
         Args:
             options: typed, or the reference's keys with text values; None: defaults.
@@ -116,12 +120,19 @@ class LlmDataDist(
             TypeError: options of another type.
             ValueError, LLMException: an option that cannot be (LLM_PARAM_INVALID); too little
                 memory, or too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); or
-                what could not be had, such as the port to listen at. Nothing is left behind then.
+                what could not be had, such as the port to listen at. Nothing is left behind then. A
+                second call with other options: LLM_PARAM_INVALID, and the engine stays as it is.
         """
+        given = options
         options = Options.of(options)
         with self._mutex, signals_deferred:
             if self._engine is not None:
-                self._running()
+                running = self._running().options
+                if given is not None and options != running:
+                    raise invalid(
+                        f"cluster {self._cluster_id} is initialized with other options: "
+                        f"{options.differences(running)}; finalize() it first"
+                    )
                 return
             started = perf_counter()
             try:

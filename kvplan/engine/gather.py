@@ -12,6 +12,7 @@ from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask, ch
 from kvplan.engine.groups import GroupOperation, check_groups, joined, named
 from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
+from kvplan.planning.blocks import RequestBlocks, check_table
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import GroupPlan, plan_groups
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -37,7 +38,7 @@ class GatherGroup:
     Args:
         sources: for each peer its paged cache, whose shard says which layers and heads it has, or
             a lease of it; None: that peer has nothing of this group.
-        dst: the local paged cache; only its id matters, if it has one.
+        dst: the local paged cache.
         src_blocks: for each of `sources`, the blocks of the request there; of a lease None: all of
             its.
         dst_blocks: local blocks.
@@ -83,7 +84,7 @@ class GatherOperations(OperationRunner):
         Args:
             sources: remote paged caches, or leases of them; their shards say which layers and heads
                 they have.
-            dst: the local paged cache; only its id matters, if it has one.
+            dst: the local paged cache.
             src_blocks: for each source, the blocks of the request there; of a lease None: all of
                 its.
             dst_blocks: local blocks.
@@ -425,9 +426,12 @@ def _argument(group: str, field: str) -> str:
 def _table(name: str, group: GatherGroup, index: int) -> Blocks:
     argument, table = _argument(name, f"src_blocks[{index}]"), group.src_blocks[index]
     if isinstance(lease := group.sources[index], BlockLease):
+        if table is None and _num_tokens(name, group) is not None:
+            return RequestBlocks(lease.blocks)
         return lease.named(argument, table)
     if table is None:
         raise invalid(f"{argument} is None; it must name blocks")
+    check_table(argument, table)
     return table
 
 

@@ -13,7 +13,7 @@ from kvplan.device.memory import DeviceMemory
 from kvplan.engine.runner import Operation, OperationRunner
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import has_blocks
+from kvplan.planning.blocks import is_empty
 from kvplan.planning.groups import GroupPlan, check_group_name, plan_groups
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_pull_blocks, plan_push_blocks
@@ -37,8 +37,8 @@ class Group:
     """What one transfer moves between one pair of paged caches, beside other groups.
 
     Args:
-        src, dst: of a pull the remote cache and the local one, of a push the other way round; of
-            a local one only its id matters, if it has one. In place of a remote one a lease.
+        src, dst: of a pull the remote cache and the local one, of a push the other way round. In
+            place of a remote one a lease.
         src_blocks, dst_blocks: the blocks of the request there; of a lease None: all of its.
         num_tokens: tokens that are moved; None: whole blocks.
         src_token, dst_token: tokens of the block tables to skip, on each side.
@@ -285,14 +285,15 @@ class GroupOperation(Operation):
                 num_tokens = group.num_tokens
                 if isinstance(lease := getattr(group, theirs), BlockLease):
                     leases.append(lease)
-                    if (src_blocks if pulls else dst_blocks) is None:
-                        skipped = group.src_token if pulls else group.dst_token
-                        num_tokens = lease.num_tokens("num_tokens", num_tokens, skipped)
                     if pulls:
-                        src_blocks = lease.named("src_blocks", src_blocks)
+                        src_blocks, num_tokens = lease.request(
+                            "src_blocks", src_blocks, num_tokens, group.src_token
+                        )
                     else:
-                        dst_blocks = lease.named("dst_blocks", dst_blocks)
-                if not has_blocks(src_blocks):
+                        dst_blocks, num_tokens = lease.request(
+                            "dst_blocks", dst_blocks, num_tokens, group.dst_token
+                        )
+                if src_blocks is None or (is_empty(src_blocks) and not is_empty(dst_blocks)):
                     raise invalid(f"src_blocks={src_blocks} must name blocks")
                 plans[name] = plan(
                     peer if pulls else own,

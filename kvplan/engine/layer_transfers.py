@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import are_whole, has_blocks
+from kvplan.planning.blocks import are_whole, read_blocks
 from kvplan.planning.layers import ALL_LAYERS, source_tensors
 from kvplan.planning.planner import plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -53,7 +53,7 @@ class LayerOperations(OperationRunner):
         `dst_blocks[i]`.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote slot or paged cache; or a lease, which names blocks; or addresses, which
                 then are all destination tensors: a `dst_layer_range` must be None or hold all of
                 them.
@@ -163,10 +163,8 @@ def _push_layers(
 ) -> Prepared:
     """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
     if type(dst) is BlockLease:
-        if dst_blocks is None:
-            num_tokens = dst.num_tokens("num_tokens", num_tokens, dst_token)
-        dst_blocks = dst.named("dst_blocks", dst_blocks)
-    from_blocks, to_blocks = has_blocks(src_blocks), dst_blocks is not None
+        dst_blocks, num_tokens = dst.request("dst_blocks", dst_blocks, num_tokens, dst_token)
+    from_blocks, to_blocks = read_blocks(src_blocks, dst_blocks), dst_blocks is not None
     if from_blocks and not to_blocks:
         raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
     source, ours = operation.own("src", src, paged=from_blocks, table="src_blocks")

@@ -75,6 +75,8 @@ class Leases:
             kind = "paged" if paged else "contiguous"
             raise invalid(f"cache={cache} must be a {kind} cache of this engine that peers reach")
         table = block_indices("blocks" if paged else "batch_index", blocks, entry.side)
+        if not table.size:
+            raise invalid("blocks is empty; a lease has at least one block")
         check_distinct("blocks", table, entry.side)
         if tokens is not None:
             _check_tokens(tokens, len(table), entry.side)

@@ -18,6 +18,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 if TYPE_CHECKING:
     from kvplan.execution import ComputeEvent, TransferTask
     from kvplan.planning import Coalesce, Plan
+    from kvplan.planning.blocks import BlockPairs
     from kvplan.types import Cache
 
 
@@ -44,7 +45,7 @@ class LocalOperations(OperationRunner):
         """Copy a slot into another, of one cache or two, wherever they are placed.
 
         Args:
-            src, dst: the caches; only their ids matter, if they have one.
+            src, dst: the caches.
             src_batch_index, dst_batch_index: the slots.
             offset: bytes into the row at which to begin, on both sides.
             size: bytes to copy; -1: the rest of the source row.
@@ -150,7 +151,7 @@ class LocalOperations(OperationRunner):
     def copy_blocks(
         self,
         cache: Cache,
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
@@ -159,9 +160,9 @@ class LocalOperations(OperationRunner):
         """Copy blocks of a paged cache, each to any number of others of it.
 
         Args:
-            cache: only its id matters, if it has one.
-            blocks: source block -> the blocks that it is copied to. Empty: nothing to do (its twins
-                refuse that: a plan copies something).
+            cache: a cache of this engine.
+            blocks: source block -> the blocks that it is copied to; or pairs of source and
+                destination block, or an array or tensor of two such columns.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             tag: what logs and recordings call the transfer, such as the id of the request: at most
@@ -175,9 +176,6 @@ class LocalOperations(OperationRunner):
                 no such cache; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
-        if blocks == {}:
-            self._running()
-            return
         with Operation(self._running(), "copy_blocks", tag=tag) as operation:
             while not operation.done:
                 prepared = _copy_blocks(operation, cache, blocks, coalesce)
@@ -186,7 +184,7 @@ class LocalOperations(OperationRunner):
     def plan_copy_blocks(
         self,
         cache: Cache,
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
@@ -201,7 +199,7 @@ class LocalOperations(OperationRunner):
     def submit_copy_blocks(
         self,
         cache: Cache,
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         tag: str = "",
@@ -227,7 +225,7 @@ class LocalOperations(OperationRunner):
         self,
         src: Cache,
         dst: Cache,
-        src_to_dst: Mapping[int, int],
+        src_to_dst: Mapping[int, int] | BlockPairs,
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
@@ -237,8 +235,8 @@ class LocalOperations(OperationRunner):
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).
 
         Args:
-            src, dst: paged caches, one of each placement; only their ids matter, if they have one.
-            src_to_dst: source block -> destination block.
+            src, dst: paged caches, one of each placement.
+            src_to_dst: source block -> destination block; or pairs, as of `copy_blocks`.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
@@ -262,7 +260,7 @@ class LocalOperations(OperationRunner):
         self,
         src: Cache,
         dst: Cache,
-        src_to_dst: Mapping[int, int],
+        src_to_dst: Mapping[int, int] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
@@ -279,7 +277,7 @@ class LocalOperations(OperationRunner):
         self,
         src: Cache,
         dst: Cache,
-        src_to_dst: Mapping[int, int],
+        src_to_dst: Mapping[int, int] | BlockPairs,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
@@ -340,14 +338,14 @@ def _copy_cache(
 def _copy_blocks(
     operation: Operation,
     cache: Cache,
-    blocks: Mapping[int, Sequence[int]],
+    blocks: Mapping[int, Sequence[int]] | BlockPairs,
     coalesce: Coalesce | bool,
 ) -> Prepared:
     """Blocks of one cache to others of it."""
     own, memory = operation.own("cache", cache, paged=True)
     if operation.moves and type(blocks) is dict and are_whole(None, coalesce):
         to = blocks.values()
-        if {*map(type, to)} <= {list, tuple}:
+        if {*map(type, to)} <= {list, tuple} and all(to):  # else a source might not be checked
             read = [it for it, written in blocks.items() for _ in written]
             bound = operation.engine.transfers.rows.bind(
                 "copy_blocks", "B2B", own, own, memory, memory, read, [*chain(*to)]
@@ -362,7 +360,7 @@ def _swap_blocks(
     operation: Operation,
     src: Cache,
     dst: Cache,
-    src_to_dst: Mapping[int, int],
+    src_to_dst: Mapping[int, int] | BlockPairs,
     coalesce: Coalesce | bool,
     reinterpret: bool,
 ) -> Prepared:

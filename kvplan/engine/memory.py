@@ -73,6 +73,7 @@ def memory_of_tensors(
         for position, address in enumerate(addresses):
             if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
                 raise invalid(f"tensors[{position}]=0 is no address of memory")
+        _check_apart(np.array(addresses, np.uint64), desc.tensor_nbytes)
         return memory_at(
             desc, addresses, device=device, writable=writable is not False, owner=_USER
         )
@@ -89,6 +90,7 @@ def memory_of_tensors(
         memory = HostMemory.from_forms(forms)
     else:
         memory = DeviceMemory.from_forms(on_device, forms)
+    _check_apart(memory.addresses, desc.tensor_nbytes)
     if writable and not memory.writable:
         raise invalid("writable=True, but one of the tensors is a read-only array")
     if writable is False and memory.writable:
@@ -104,6 +106,24 @@ def memory_of_tensors(
             )
         return HostMemory(memory.addresses, memory.nbytes, writable=False, owner=memory)
     return memory
+
+
+def _check_apart(addresses: NDArray[np.uint64], nbytes: int) -> None:
+    """Refuse tensors of one cache that share memory: it would be written twice.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    order = np.argsort(addresses, kind="stable")
+    gaps = np.diff(addresses[order])
+    close = np.flatnonzero(gaps < np.uint64(nbytes))
+    if len(close):
+        first, second = sorted(order[close[0] : close[0] + 2].tolist())
+        raise invalid(
+            f"tensors[{second}] at {int(addresses[second]):#x} shares memory with "
+            f"tensors[{first}] at {int(addresses[first]):#x}, of {nbytes} bytes; a cache needs "
+            "memory of its own for each tensor"
+        )
 
 
 def _check_on_device(form: TensorForm, given: object, device: Device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -167,6 +167,15 @@ class Options:
             check_resource_file("global_resource_config", self.global_resource_config)
         check_mapping("other", self.other)
         object.__setattr__(self, "other", dict(self.other))  # the caller's may change
+
+    def differences(self, other: Options) -> str:
+        """Return the options that differ from those of `other`, each with both values."""
+        pairs = [(it.name, getattr(self, it.name), getattr(other, it.name)) for it in fields(self)]
+        return ", ".join(
+            f"{name}={shown(mine)}, not {shown(theirs)}"
+            for name, mine, theirs in pairs
+            if mine != theirs
+        )
 
     @classmethod
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:

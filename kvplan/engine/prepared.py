@@ -404,7 +404,7 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
 
         Args:
             src: the remote cache.
-            dst: the local cache; only its id matters, if it has one.
+            dst: the local cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
 
@@ -430,7 +430,7 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
 
         Args:
             src: the remote cache.
-            dst: the local cache; only its id matters, if it has one.
+            dst: the local cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
 
@@ -455,7 +455,7 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
         """Prepare `push_blocks` from a paged cache of this process into one of a peer.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
@@ -480,7 +480,7 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
         """Prepare `push_cache` of whole rows; the slot that `dst` names is not used.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
@@ -505,7 +505,7 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
         """Prepare `push_layers` from a paged cache of this process into one of a peer.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote cache.
             ext_param: the layers.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
@@ -523,7 +523,7 @@ class PrepareOperations(PullOperations, PushOperations, LayerOperations, LocalOp
         """Prepare `copy_blocks` of a paged cache.
 
         Args:
-            cache: only its id matters, if it has one.
+            cache: a cache of this engine.
 
         Raises:
             TypeError, LLMException: as `plan_copy_blocks`.

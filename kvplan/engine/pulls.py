@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared, only_moves
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import are_whole, has_blocks
+from kvplan.planning.blocks import are_whole, read_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_pull_blocks, plan_pull_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -51,7 +51,7 @@ class PullOperations(OperationRunner):
 
         Args:
             src: the remote slot, or a lease of it.
-            dst: the local cache; only its id matters, if it has one.
+            dst: the local cache.
             batch_index: the local slot.
             size: bytes of a row to pull; -1: all of the local row, from its offset on.
             ext_param: the layers.
@@ -201,11 +201,11 @@ class PullOperations(OperationRunner):
 
         Args:
             src: the remote paged cache, or slot; or a lease, which names blocks.
-            dst: the local paged cache; only its id matters, if it has one.
+            dst: the local paged cache.
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` is a slot,
                 cut into chunks of one block; chunk i goes to `dst_blocks[i]`. Of a lease None: all
                 that it names.
-            dst_blocks: local blocks.
+            dst_blocks: local blocks. Empty, with `src_blocks` that are too: no bytes are moved.
             ext_param: the layers.
             num_tokens: tokens of the request that are moved; None: whole blocks. It needs a layout
                 on both sides (`kv_tensor_format`), as does anything that lies differently there.
@@ -387,16 +387,14 @@ def _pull_blocks(
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
     target, ours = operation.own("dst", dst, paged=True)
     if type(src) is BlockLease and src.paged:
-        if src_blocks is None:
-            num_tokens = src.num_tokens("num_tokens", num_tokens, src_token)
-        src_blocks = src.named("src_blocks", src_blocks)
+        src_blocks, num_tokens = src.request("src_blocks", src_blocks, num_tokens, src_token)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey, BlockLease)
+    paged = read_blocks(src_blocks, dst_blocks)
     source, slot, theirs = operation.peer(
-        "src", src, kinds, paged=has_blocks(src_blocks), writable=False, table="src_blocks"
+        "src", src, kinds, paged=paged, writable=False, table="src_blocks"
     )
     is_whole = are_whole(num_tokens, coalesce, src_token, dst_token)
-    if operation.moves and source.paged and is_whole:
-        assert src_blocks is not None
+    if operation.moves and source.paged and is_whole and src_blocks is not None:
         bound = operation.engine.transfers.rows.bind(
             "pull_blocks", "B2B", source, target, theirs, ours, src_blocks, dst_blocks, ext_param
         )

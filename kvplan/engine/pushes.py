@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared, only_moves
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import are_whole, has_blocks
+from kvplan.planning.blocks import are_whole, is_empty
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -47,7 +47,7 @@ class PushOperations(OperationRunner):
         """Push a slot of a local cache into a slot of a remote one.
 
         Args:
-            src: the local cache; only its id matters, if it has one.
+            src: the local cache.
             dst: the remote slot, or a lease of it.
             src_batch_index: the local slot.
             size: -1: the whole row; nothing else, as in the reference.
@@ -191,7 +191,7 @@ class PushOperations(OperationRunner):
         """Push blocks of a local paged cache into blocks of a remote one.
 
         Args:
-            src: the local paged cache; only its id matters, if it has one.
+            src: the local paged cache.
             dst: the remote paged cache; or a lease, which names blocks.
             src_blocks: local blocks.
             dst_blocks: remote blocks, one for each of `src_blocks`. Of a lease None: all
@@ -362,7 +362,7 @@ def _push_blocks(
     operation: Operation,
     src: Cache,
     dst: CacheIndex | BlocksCacheKey | BlockLease,
-    src_blocks: Blocks,
+    src_blocks: Blocks | None,
     dst_blocks: Blocks | None,
     num_tokens: int | None,
     src_token: int,
@@ -372,12 +372,10 @@ def _push_blocks(
     reinterpret: bool,
 ) -> Prepared:
     """Local blocks into remote ones."""
-    if not has_blocks(src_blocks):
+    if src_blocks is None or (is_empty(src_blocks) and not is_empty(dst_blocks)):
         raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
     if type(dst) is BlockLease:
-        if dst_blocks is None:
-            num_tokens = dst.num_tokens("num_tokens", num_tokens, dst_token)
-        dst_blocks = dst.named("dst_blocks", dst_blocks)
+        dst_blocks, num_tokens = dst.request("dst_blocks", dst_blocks, num_tokens, dst_token)
     elif dst_blocks is None:
         raise TypeError("dst_blocks is None; it must name a block for each of src_blocks")
     source, ours = operation.own("src", src, paged=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -51,6 +52,9 @@ class CacheRegistry:
         on_change: called after `offered` has changed, in the thread that has changed it.
         device: that holds caches with Placement.DEVICE; None: the host holds all.
 
+    Attributes:
+        owner: the token that `Cache.owner` of each cache is.
+
     Raises:
         LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
     """
@@ -82,6 +86,7 @@ class CacheRegistry:
         # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
         # What is looked through is a copy, therefore, and what is taken out may be gone.
         self._mutex = Mutex()
+        self.owner = secrets.token_bytes(8)
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}
@@ -271,7 +276,7 @@ class CacheRegistry:
             raise not_exist(f"cache_id={cache_id} is not here; there are {there}") from None
 
     def resolve(self, cache: Cache, argument: str = "cache") -> CacheEntry:
-        """The cache that `cache` means: by its id alone, or without one by its addresses.
+        """Return the cache that `cache` is: by its id, or without one by its addresses.
 
         Args:
             cache: of this engine, or memory of this process.
@@ -279,14 +284,42 @@ class CacheRegistry:
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: no such id; LLM_PARAM_INVALID: neither id nor
-                addresses, or addresses that are not mapped.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: no such id, or a cache of another engine;
+                LLM_PARAM_INVALID: another description or other addresses than the cache of this id
+                has; neither id nor addresses, or addresses that are not mapped.
         """
         if type(cache) is not Cache:
             check_type(argument, cache, Cache)
-        if cache.cache_id != -1:
-            return self.get(cache.cache_id)
-        return ad_hoc(cache, self._device)
+        entry = self._entries.get(cache.cache_id)
+        if entry is not None and entry.cache is cache:  # almost always
+            return entry
+        if cache.cache_id == -1:
+            return ad_hoc(cache, self._device)
+        self.check_owner(cache, argument)
+        entry = self.get(cache.cache_id)
+        own = entry.cache
+        for name, given, here in (
+            ("cache_desc", cache.cache_desc, own.cache_desc),
+            ("tensor_addrs", cache.tensor_addrs or own.tensor_addrs, own.tensor_addrs),
+        ):
+            if given != here:
+                raise invalid(
+                    f"{argument}={shown(cache)}: cache {own.cache_id} of this engine has "
+                    f"{name}={shown(here)}; give the Cache that the engine returned"
+                )
+        return entry
+
+    def check_owner(self, cache: Cache, argument: str) -> None:
+        """Refuse a cache of another engine: ids start at 1 in each.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST.
+        """
+        if cache.owner not in (b"", self.owner):
+            raise not_exist(
+                f"{argument}={shown(cache)} was made by another engine, or by this one before it "
+                "was finalized; give a Cache that this engine returned"
+            )
 
     @property
     def living(self) -> dict[int, CacheEntry]:
@@ -429,7 +462,7 @@ class CacheRegistry:
             offered = offer(self._transports, ranges, memory.writable, keep=span)
             undo.callback(offered.deregister)
             entry = CacheEntry(
-                cache=Cache(desc, cache_id, tuple(memory.addresses.tolist())),
+                cache=Cache(desc, cache_id, tuple(memory.addresses.tolist()), self.owner),
                 paged=paged,
                 memory=memory,
                 blocks_key=next((key for key in keys if isinstance(key, BlocksCacheKey)), None),

@@ -105,6 +105,8 @@ class Routes:
         entry = self._living.get(here.cache_id)
         if link is None or entry is None:
             return False
+        if entry.cache is not here and entry.cache != here:
+            return False
         routes = link.routes  # before anything is looked up: it may be another meanwhile
         if link.state is not _LINKED:
             return False

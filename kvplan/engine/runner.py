@@ -201,29 +201,27 @@ class Operation:
             self.end(error)
 
     def own(
-        self, argument: str, cache: Cache, *, paged: bool, table: str = ""
+        self, argument: str, cache: Cache, *, paged: bool | None, table: str = ""
     ) -> tuple[Side, TensorMemory]:
         """Return the cache of this process that an argument names, to plan with and to transfer.
 
         Args:
+            paged: whether rows are blocks; None: nothing is moved, and they may be either.
             table: the argument that would name blocks of it, where the caller might have given it.
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: it is contiguous
-                where a paged one is needed, or the other way round.
+            LLMException: as `CacheRegistry.resolve`; LLM_PARAM_INVALID: it is contiguous where a
+                paged one is needed, or the other way round.
         """
         registry = self.engine.registry
-        if type(cache) is Cache and cache.cache_id != -1:
-            entry = registry.get(cache.cache_id)
-        else:
-            entry = registry.resolve(cache, argument)
+        entry = registry.resolve(cache, argument)
         if self.cache_id < 0:
             self.cache_id = entry.cache.cache_id
         found = entry.side
         if found is None:  # addresses alone do not say which kind they are
-            return side(argument, entry.cache, paged=paged), entry.memory
-        if found.paged is not paged:
+            return side(argument, entry.cache, paged=paged is not False), entry.memory
+        if paged is not None and found.paged is not paged:
             self._refuse_kind(argument, found.name, paged, table)
         return found, entry.memory
 
@@ -233,7 +231,7 @@ class Operation:
         key: AnyCacheKey | BlockLease,
         kinds: tuple[type[AnyCacheKey | BlockLease], ...],
         *,
-        paged: bool,
+        paged: bool | None,
         writable: bool,
         table: str = "",
     ) -> tuple[Side, int, TensorMemory]:
@@ -243,7 +241,7 @@ class Operation:
 
         Args:
             kinds: of key that the operation takes.
-            table: as for `own`.
+            paged, table: as for `own`.
 
         Raises:
             TypeError: another kind of key.
@@ -259,9 +257,10 @@ class Operation:
         if isinstance(key, BlockLease):
             found = link.leased(key, writable=writable)
             self.leases = (key.lease_id,)
-            if (theirs := link.side(found)).paged is not paged:
+            theirs = link.side(found)
+            if paged is not None and theirs.paged is not paged:
                 self._refuse_kind(argument, str(key), paged, table)
-            if not paged and (slot := key.slot(argument)) >= theirs.count:
+            if not theirs.paged and (slot := key.slot(argument)) >= theirs.count:
                 _refuse_slot(argument, key, theirs)
             return theirs, slot, link.memory(found, writable=writable).leased([key])
         if isinstance(key, CacheKeyByIdAndIndex):
@@ -277,9 +276,9 @@ class Operation:
             else:
                 found, slot = link.find(key)
         theirs = link.side(found)
-        if theirs.paged is not paged:
+        if paged is not None and theirs.paged is not paged:
             self._refuse_kind(argument, str(key), paged, table)
-        if slot >= (1 if paged else theirs.count):
+        if slot >= (1 if theirs.paged else theirs.count):
             _refuse_slot(argument, key, theirs)
         return theirs, slot, link.memory(found, writable=writable)
 

@@ -112,8 +112,9 @@ class LayerTask(TransferTask):
             )
         index = layer - layers.start
         gate = None if event is None else self._gate(event)
-        self._check(index)
-        self._layered.open(index, gate)
+        if self.plan.nbytes:  # else it has ended
+            self._check(index)
+            self._layered.open(index, gate)
         if self._on_last and self._layered.sealed:
             self._notify_last()
 
@@ -147,7 +148,8 @@ class LayerTask(TransferTask):
 
     def progress(self) -> LayerProgress:
         """Return which layers wait, move, are done or have failed."""
-        states = list(zip(self._layers, self._layered.states(), strict=True))
+        found = self._layered.states() if self.plan.nbytes else [LAYER_DONE] * len(self._layers)
+        states = list(zip(self._layers, found, strict=True))
         kinds = (LAYER_WAITING, LAYER_MOVING, LAYER_DONE, LAYER_FAILED)
         return LayerProgress(
             *(tuple(it for it, state in states if state == kind) for kind in kinds)

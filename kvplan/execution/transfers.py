@@ -199,7 +199,8 @@ class Transfers:
         """
         check_type("plan", plan, Plan)
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
-        layer_size = plan.tensors_per_layer * (len(descriptors) // plan.num_tensor_pairs)
+        per_pair = len(descriptors) // plan.num_tensor_pairs
+        layer_size = plan.tensors_per_layer * per_pair or 1  # of a plan of no bytes any
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:

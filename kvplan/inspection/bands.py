@@ -246,7 +246,7 @@ def _starts(bands: Bands) -> Numbers:
     changes = np.zeros(max(len(bands.state) - 1, 0), np.bool_)
     for column in places:
         changes |= column[1:] != column[:-1]
-    return np.concatenate(([0], np.flatnonzero(changes) + 1))
+    return np.concatenate(([0], np.flatnonzero(changes) + 1))[: len(bands.state)]
 
 
 def _reduced(name: str, column: Numbers, starts: Numbers) -> Numbers:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvplan.layout import numbers_text
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
@@ -150,7 +152,7 @@ def model_layers(plan: Plan, src: Span, dst: Span) -> tuple[Span, Span] | None:
     for side, (first, last) in ((plan.src, src), (plan.dst, dst)):
         layers = side.shard.layers if side.shard is not None else None
         if layers is not None:
-            numbers.append((first + layers.start, last + layers.start))
+            numbers.append((layers[first], layers[last]))
     return (numbers[0], numbers[-1]) if numbers else None
 
 
@@ -159,8 +161,17 @@ def model_text(plan: Plan, part: slice = slice(None)) -> str:
     numbers = model_layers(plan, local_layers(plan, "src", part), local_layers(plan, "dst", part))
     if numbers is None:
         return ""
-    src, dst = (to_text(*it) for it in numbers)
+    src, dst = (_between(plan, it) for it in numbers)
     return src if src == dst else f"{src} -> {dst}"
+
+
+def _between(plan: Plan, ends: Span) -> str:
+    """Numbers of the model from one to another, of those that a side has: `2..5`, or `0, 6, 12`."""
+    for side in (plan.src, plan.dst):
+        layers = side.shard.layers if side.shard is not None else None
+        if isinstance(layers, tuple) and ends[0] in layers and ends[1] in layers:
+            return numbers_text(layers[layers.index(ends[0]) : layers.index(ends[1]) + 1])
+    return to_text(*ends)
 
 
 def layers_text(plan: Plan, part: slice) -> str:

@@ -161,7 +161,7 @@ def _row_nbytes(plan: Plan) -> int:
 def _transposed(plan: Plan) -> str:
     """What it costs that rows lie differently: how many runs make up a row."""
     segments = plan.segments
-    if not segments.repeats:
+    if not segments.repeats or not len(segments):
         return ""
     runs = int(segments.runs().max())
     index = int(segments.runs().argmax())

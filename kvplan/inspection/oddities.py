@@ -52,6 +52,8 @@ def _cut(plan: Plan) -> Iterator[str]:
     if not segments.repeats:
         return
     runs = segments.runs()
+    if not len(runs):
+        return
     index = int(runs.argmax())
     nbytes = nbytes_text(int(segments.nbytes[index]))
     count = f"{int(runs[index]):,} runs of {nbytes}"

@@ -141,7 +141,7 @@ def _packed(columns: dict[str, list[int]]) -> dict[str, list[int] | int | str]:
     packed: dict[str, list[int] | int | str] = {}
     for name, column in columns.items():
         if not any(it != column[0] for it in column):
-            packed[name] = column[0]
+            packed[name] = column[0] if column else 0
             continue
         like = next((it for it, other in packed.items() if other == column), None)
         packed[name] = column if like is None else like

@@ -434,7 +434,7 @@ def _sizes(plans: Sequence[Plan]) -> Iterator[Size]:
         ]
         for plan, size, weight in zip(plans, sizes, weights, strict=True)
     ]
-    largest = max(max(it) for it in counts)
+    largest = max((max(it) for it in counts if it), default=1)
     for (low, high), *row in zip(edges, *counts, strict=True):
         if any(row):
             exact = low == high

@@ -43,7 +43,13 @@ def blocks_of(plan: Plan) -> tuple[Rows, Rows] | None:
 def _runs_of_blocks(plan: Plan) -> _Run | None:
     """The runs, where whole blocks are moved to whole blocks."""
     segments, stride = plan.segments, plan.dst.stride
-    if plan.kind != "B2B" or plan.split or segments.repeats or plan.src.stride != stride:
+    if (
+        plan.kind != "B2B"
+        or not len(segments)
+        or plan.split
+        or segments.repeats
+        or plan.src.stride != stride
+    ):
         return None
     columns = [getattr(segments, name) for name in segments.columns()]
     if any(bool((column % np.uint64(stride)).any()) for column in columns):

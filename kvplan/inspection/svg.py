@@ -87,7 +87,7 @@ class _Axis:
         rows = sum(high - low + 1 for low, high in extents)
         used = min(WIDTH - 2 * MARGIN, max(rows * ROW + gaps * 16, 300))
         self.gap = min(16.0, 0.35 * used / gaps) if gaps else 0.0
-        self.size = (used - self.gap * gaps) / rows
+        self.size = (used - self.gap * gaps) / max(rows, 1)
         self.parts = parts
         self.extents: list[tuple[int, int, float]] = []
         x = (WIDTH - used) / 2

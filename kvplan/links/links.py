@@ -26,7 +26,7 @@ from kvplan.links.unlinking import Unlinker
 from kvplan.links.values import ClusterInfo, LinkResults, check_clusters, link_failed
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
-from kvplan.validation import check_type, check_width
+from kvplan.validation import as_int, check_type
 
 if TYPE_CHECKING:
     from kvnative._host import Arena
@@ -349,6 +349,9 @@ def _admit_by_address(hello: Hello) -> None:
 
 
 def _seconds(timeout_ms: int) -> float:
-    if check_width("timeout_ms", timeout_ms, -(2**31), _INT32_MAX) < 1:
-        raise invalid(f"timeout_ms={timeout_ms} is out of range [1, {_INT32_MAX}]")
-    return timeout_ms / 1000
+    milliseconds = as_int("timeout_ms", timeout_ms)
+    if not 1 <= milliseconds <= _INT32_MAX:
+        text = f"timeout_ms={milliseconds} is out of range [1, {_INT32_MAX}]"
+        # Outside of the reference's field it is a ValueError, as any other number is.
+        raise invalid(text) if -_INT32_MAX <= milliseconds <= _INT32_MAX else ValueError(text)
+    return milliseconds / 1000

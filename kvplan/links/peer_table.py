@@ -108,7 +108,7 @@ def _shard(entry: ShardEntry | None) -> Shard | None:
         (None, None) if it is None else (range(it[0], it[1]), it[2])
         for it in (entry.layers, entry.heads)
     )
-    return Shard(layers, heads, num_layers, num_heads)
+    return Shard(entry.numbers or layers, heads, num_layers, num_heads)
 
 
 class PeerTable:

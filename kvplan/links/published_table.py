@@ -99,12 +99,12 @@ def _shard_entry(shard: Shard | None) -> ShardEntry | None:
     if shard is None:
         return None
     parts = ((shard.layers, shard.num_layers), (shard.heads, shard.num_heads))
-    return ShardEntry(
-        *(
-            None if part is None or total is None else (part.start, part.stop, total)
-            for part, total in parts
-        )
+    layers, heads = (
+        None if part is None or total is None else (part[0], part[-1] + 1, total)
+        for part, total in parts
     )
+    numbers = shard.layers if isinstance(shard.layers, tuple) else ()
+    return ShardEntry(layers, heads, numbers)
 
 
 class Publisher:

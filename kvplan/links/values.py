@@ -13,7 +13,7 @@ from typing import Any, Self
 from kvplan.control.endpoint import Endpoint
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
-from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+from kvplan.validation import UINT64_MAX, check_type, check_width, shown, take_ints
 
 UINT16_MAX = 2**16 - 1
 
@@ -32,6 +32,7 @@ class IpInfo:
 
     def __post_init__(self) -> None:
         check_type("ip", self.ip, str)
+        take_ints(self, "port")
         check_width("port", self.port, 0, UINT16_MAX)
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ class ClusterInfo:
     remote_role_type: int = 0
 
     def __post_init__(self) -> None:
+        take_ints(self, "remote_cluster_id")
         check_width("remote_cluster_id", self.remote_cluster_id, 0, UINT64_MAX)
         for name in ("remote", "local"):
             object.__setattr__(self, name, _addresses(name, getattr(self, name)))
@@ -94,6 +96,8 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
     for position, address in enumerate(given):
         if not isinstance(address, Address):
             raise TypeError(f'{name}[{position}]={shown(address)} must be "ip:port" or an IpInfo')
+        if name == "remote":
+            Endpoint.parse(str(address))
     return tuple(given)
 
 

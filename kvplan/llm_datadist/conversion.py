@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import IPv4Address
 from typing import overload
 
 import kvplan
-from kvplan.layout import is_axes
+from kvplan.layout import OPAQUE
 from kvplan.links import ClusterInfo, IpInfo
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.utils.utils import check_isinstance
@@ -19,6 +20,7 @@ from kvplan.llm_datadist.v2.llm_types import (
     CacheKeyByIdAndIndex,
 )
 from kvplan.status import LLMException, invalid
+from kvplan.types import MAX_FORMAT
 from kvplan.validation import UINT32_MAX, UINT64_MAX, shown
 
 AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
@@ -27,7 +29,7 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     """Return the description; refuse one without data type or placement, or that cannot be made.
 
-    A format that would say of a row what the original does not read is left out.
+    A format that would say of a row what the original does not read is only compared.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
@@ -42,15 +44,12 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     text = cache_desc.kv_tensor_format
     if text is None:
         return plain
-    try:
+    with suppress(LLMException):  # it is no layout, or not of this shape
         named = replace(plain, kv_tensor_format=text)
-    except LLMException:
-        if not is_axes(text):
-            raise
-        return plain  # a text of axes that are not those of the shape: only a label
-    layout = named.layout
-    plain_rows = layout is None or (layout.row_axis == 0 and "layer" not in layout.axes)
-    return named if plain_rows else plain
+        layout = named.layout
+        if layout is None or (layout.row_axis == 0 and "layer" not in layout.axes):
+            return named
+    return replace(plain, kv_tensor_format=f"{OPAQUE}{text}"[:MAX_FORMAT])
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:

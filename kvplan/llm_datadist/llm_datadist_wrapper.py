@@ -236,7 +236,7 @@ def unregister_cache(cache_id: int) -> None:
 @_as_status
 def deallocate_cache_v2(cache_id: int) -> None:
     """Free an allocated cache; an unknown one is fine."""
-    _engine().deallocate_cache(tuples.cache_called(cache_id))
+    _engine().deallocate_cache(tuples.cache_called(_engine(), cache_id))
 
 
 @_as_status
@@ -267,7 +267,7 @@ def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.
     """Pull a slot or blocks into a cache."""
     size, slot, src_blocks, dst_blocks, src_tensors, dst_tensors, *rest = pull_param
     src_offset, dst_offset, tensors_per_layer = rest
-    key, dst = tuples.key_of(cache_key), tuples.cache_called(cache_id)
+    key, dst = tuples.key_of(cache_key), tuples.cache_called(_engine(), cache_id)
     layers = tuples.layers_of(src_tensors, dst_tensors, tensors_per_layer)
     if isinstance(key, kvplan.CacheKey) and _is_remote_mode():
         raise LLMException(
@@ -293,7 +293,7 @@ def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.
 def copy_cache_v2(copy_param: tuples.CopyParam) -> None:
     """Copy a slot, or blocks where there are pairs of them."""
     dst_id, src_id, dst_slot, src_slot, offset, size, _, pairs = copy_param
-    src, dst = tuples.cache_called(src_id), tuples.cache_called(dst_id)
+    src, dst = tuples.cache_called(_engine(), src_id), tuples.cache_called(_engine(), dst_id)
     if pairs:
         _engine().copy_blocks(dst, each_once(pairs))
     elif (dst_id, dst_slot) != (src_id, src_slot):  # else there is nothing to copy
@@ -336,7 +336,7 @@ def transfer_cache_v2(
     if is_blocks and not src:  # a row to a row, whatever they are
         src, dst = [slot], [to.batch_index if isinstance(to, kvplan.CacheIndex) else 0]
     task = engine.push_layers(
-        tuples.cache_called(cache_id),
+        tuples.cache_called(_engine(), cache_id),
         to,
         src_batch_index=0 if is_blocks else slot,
         src_blocks=src or None,

@@ -11,10 +11,13 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from kvplan.planning.blocks import Indices
+from kvplan.inspection.units import plural
+from kvplan.layout import Layers
+from kvplan.planning.blocks import Indices, RequestBlocks
 from kvplan.planning.segments import MAX_REPEATS, Coalesce, Repeat, Segments
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
+from kvplan.validation import INT64_MAX
 
 _MODEL_AXES = ("kv", "head", "dim", "group", "state")
 
@@ -33,6 +36,24 @@ class BlockTables(NamedTuple):
     src_token: int = 0
     dst_token: int = 0
     num_tokens: int | None = None
+
+    def of_leases(
+        self, source: Side, target: Side, src_blocks: object, dst_blocks: object
+    ) -> BlockTables:
+        """Leave out blocks of leases that lie beyond what the other table can hold.
+
+        Args:
+            src_blocks, dst_blocks: the tables as given; those of leases are `RequestBlocks`.
+        """
+        src, dst = self.src, self.dst
+        src_size, dst_size = source.extent("token"), target.extent("token")
+        if type(src_blocks) is RequestBlocks:
+            most = len(dst) * dst_size - self.dst_token + self.src_token
+            src = src[: -(-max(most, 0) // src_size)]
+        if type(dst_blocks) is RequestBlocks:
+            most = len(src) * src_size - self.src_token + self.dst_token
+            dst = dst[: -(-max(most, 0) // dst_size)]
+        return self._replace(src=src, dst=dst)
 
 
 class Cut(NamedTuple):
@@ -84,7 +105,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
             and _layers_inside(source) == _layers_inside(target)
             and _row_signature(source, chunked) == _row_signature(target, chunked)
         )
-    if source.label is not None and target.label is not None and source.label != target.label:
+    if source.layout is not target.layout or source.label != target.label:
         refuse_unlike("layout", source, target)
     if _row_signature(source, chunked, named=False) != _row_signature(target, chunked, named=False):
         refuse_unlike("shape of a row", source, target)
@@ -103,7 +124,7 @@ def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
         return True
 
 
-def _layers_inside(side: Side) -> tuple[range, int | None] | None:
+def _layers_inside(side: Side) -> tuple[Layers, int | None] | None:
     """The layers of the model that rows hold together; None: a row has one."""
     shard, inside = side.shard, side.extent("layer")
     if inside == 1:
@@ -278,6 +299,9 @@ def _token_runs(
     src_has = len(tables.src) * src_size - tables.src_token
     dst_has = len(tables.dst) * dst_size - tables.dst_token
     num_tokens = tables.num_tokens
+    if not len(tables.dst) and not num_tokens and (not len(tables.src) or not source.paged):
+        nothing = np.empty(0, np.int64)
+        return nothing, nothing, src_size
     if by_state and (num_tokens is not None or tables.src_token or tables.dst_token):
         raise invalid(
             f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}"
@@ -293,9 +317,10 @@ def _token_runs(
     for name, has in (("src", src_has), ("dst", dst_has)):
         if not 1 <= num_tokens <= has:
             raise invalid(
-                f"num_tokens={num_tokens} is out of range [1, {max(has, 0)}], what the {name} rows "
-                f"hold from {name}_token={getattr(tables, f'{name}_token')} on"
+                f"num_tokens={num_tokens} is out of range [1, {max(has, 0)}], what the {name} "
+                f"rows hold from {name}_token={getattr(tables, f'{name}_token')} on"
             )
+    _check_one_request(source, target, tables, num_tokens)
     tokens: int | Indices
     step = min(src_size, dst_size)
     if not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token)):
@@ -324,6 +349,36 @@ def _token_runs(
         _offsets(target, tables.dst, tables.dst_token, starts, step),
         tokens,
     )
+
+
+def _check_one_request(source: Side, target: Side, tables: BlockTables, num_tokens: int) -> None:
+    """Refuse tables that cannot be of one request, of which `num_tokens` are moved.
+
+    They hold as many tokens, or both end in the block that has the last token of the request; that
+    may come after those that are moved.
+    """
+    last, most = num_tokens, INT64_MAX
+    texts, needed = [], []
+    held = set()
+    for name, cache, table, skipped in (
+        ("src", source, tables.src, tables.src_token),
+        ("dst", target, tables.dst, tables.dst_token),
+    ):
+        size, count = cache.extent("token"), len(table)
+        held.add(count * size)
+        last = max(last, (count - 1) * size - skipped + 1)
+        most = min(most, count * size - skipped)
+        if cache.paged:
+            texts.append(f"{name}_blocks has {plural(count, 'block')} of {plural(size, 'token')}")
+            needed.append(f"{-(-(skipped + num_tokens) // size)} of {name}_blocks")
+        else:
+            texts.append(f"the {name} slot has {plural(size, 'token')}")
+    if last > most and len(held) > 1:
+        raise invalid(
+            f"{' and '.join(texts)}: no request fills both from src_token={tables.src_token} and "
+            f"dst_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
+            f"{' and '.join(needed)}"
+        )
 
 
 def _offsets(side: Side, table: Indices, token: int, starts: Indices, step: int) -> Indices:

@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
+from kvplan.validation import shown
 
 Blocks = Sequence[int] | NDArray[np.integer]
+BlockPairs = Sequence[Sequence[int]] | NDArray[np.integer]
+"""Pairs of a source and a destination block, or an array of two such columns."""
 Indices = NDArray[np.int64]
 
 _MANY = 512
@@ -28,9 +31,25 @@ _MOST = 1 << 21
 _TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
-def has_blocks(blocks: object) -> bool:
-    """Whether a block table was given; what is not a block table is the planner's to refuse."""
-    return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)
+class RequestBlocks(tuple[int, ...]):
+    """All blocks of a request, as a lease has them: a transfer of fewer tokens takes the first."""
+
+    __slots__ = ()
+
+
+def read_blocks(src_blocks: object, dst_blocks: object) -> bool | None:
+    """Return whether blocks are read, not a slot; None: nothing is, as none are written.
+
+    What is not a block table is the planner's to refuse.
+    """
+    if isinstance(dst_blocks, Sized) and len(dst_blocks) == 0:
+        return None
+    return not (src_blocks is None or (isinstance(src_blocks, Sized) and len(src_blocks) == 0))
+
+
+def is_empty(blocks: object) -> bool:
+    """Whether it is a block table without blocks, of a request of which nothing is to be moved."""
+    return isinstance(blocks, Sized) and len(blocks) == 0
 
 
 def are_whole(num_tokens: int | None, coalesce: Coalesce | bool, *skipped: int) -> bool:
@@ -49,7 +68,7 @@ def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
     return check_indices(name, block_table(name, blocks), cache)
 
 
-def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
+def block_table(name: str, blocks: Any) -> NDArray[Any]:
     """Return `blocks` as a flat array of integers (not of bool or float), perhaps empty."""
     if isinstance(blocks, np.ndarray):
         # A copy: a plan keeps it. A masked array would hide entries from the checks.
@@ -59,6 +78,8 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
         if table.size and table.dtype.kind not in "iu":
             raise TypeError(f"{name} must hold integers, not {table.dtype}")
         return table
+    if not isinstance(blocks, Sequence) and hasattr(blocks, "__array__"):  # a tensor
+        return block_table(name, as_array(name, blocks))
     if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
         raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
     held = tuple(blocks)  # as they are now: another thread may go on to change them
@@ -71,6 +92,63 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
         if type(it := held[position]) is not int and np.asarray(it).dtype.kind == "b":
             raise TypeError(f"{name} must hold int, not bool")
     return table
+
+
+def check_table(name: str, blocks: object) -> None:
+    """Refuse a single block in place of the block table of one source of several.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if isinstance(blocks, int | np.integer):
+        raise TypeError(
+            f"{name}={blocks} must be a block table, a sequence of int: there is one for each "
+            "source, as in [[1, 2]]"
+        )
+
+
+def as_array(name: str, given: object) -> NDArray[Any]:
+    """Return a tensor of another library, of the host, as an array.
+
+    Raises:
+        TypeError: it is on a device, or cannot be read.
+    """
+    try:
+        return np.asarray(given)
+    except Exception as error:  # whatever its library raises
+        raise TypeError(
+            f"{name} is a {type(given).__name__} that cannot be read here, such as one on a "
+            f"device; give its numbers as a list or an array of the host: {error}"
+        ) from error
+
+
+def table_pairs(name: str, given: object) -> list[tuple[int, int]]:
+    """Return pairs of source and destination blocks: pairs, or an array or tensor of two columns.
+
+    Raises:
+        TypeError: neither.
+    """
+    pairs = given
+    if not isinstance(given, Sequence) and hasattr(given, "__array__"):
+        pairs = as_array(name, given)
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or (pairs.size and pairs.dtype.kind not in "iu"):
+            raise TypeError(
+                f"{name} of shape {pairs.shape} and {pairs.dtype} must have two columns of "
+                "integers, the source and the destination block"
+            )
+        return [(src, dst) for src, dst in pairs.tolist()]
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise TypeError(
+            f"{name}={shown(given)} must be a mapping, or pairs of a source and a destination "
+            f"block, not {type(given).__name__}"
+        )
+    for position, pair in enumerate(given):
+        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(
+                f"{name}[{position}]={shown(pair)} must be a pair of a source and a destination "
+                "block"
+            )
+    return [(src, dst) for src, dst in given]
 
 
 def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
@@ -89,9 +167,9 @@ def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
 
 
 def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
-    """Return `table` as int64 if it is not empty and every entry is in [0, cache.count)."""
+    """Return `table` as int64 if every entry is in [0, cache.count)."""
     if table.size == 0:
-        raise invalid(f"{name} is empty; at least one block is needed")
+        return np.empty(0, np.int64)
     try:
         indices = table.astype(np.int64, copy=False)
     except OverflowError:  # one is beyond 64 bits
@@ -109,7 +187,7 @@ def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
     """Refuse a block that is named twice: which of its writes would win is not defined."""
-    if table.size == 1:
+    if table.size <= 1:
         return
     if cache.count <= _SPARSE * table.size:
         seen = np.zeros(cache.count, np.bool_)
@@ -132,7 +210,7 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
 def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[Indices, Indices]:
     """Return the pairs of two tables in ascending order of source, then destination block.
 
-    All blocks are below `count`.
+    All blocks are below `count`; there is at least one pair.
     """
     middle = src_table.item(len(src_table) // 2)  # most tables that are not in order show it here
     if (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
+from kvplan.layout import Layers, consecutive, numbers_text
 from kvplan.planning.axes import heads_of
-from kvplan.planning.blocks import Blocks
+from kvplan.planning.blocks import Blocks, check_table
 from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
@@ -19,7 +20,10 @@ from kvplan.validation import INT64_MAX, check_type, check_width
 
 
 class _Part(NamedTuple):
-    """Layers and KV heads of the model."""
+    """Layers and KV heads of the model; layers are positions among the numbers that any cache has.
+
+    Where all have ranges of layers, a position is the number.
+    """
 
     layers: range
     heads: range
@@ -70,13 +74,19 @@ def plan_gather(
             f"sources has {len(sources)} caches and src_blocks {len(src_blocks)} block tables; "
             "at least one is needed, and as many of both"
         )
+    for index, table in enumerate(src_blocks):
+        check_table(f"src_blocks[{index}]", table)
     sides = [side(f"sources[{i}]", it, paged=True) for i, it in enumerate(sources)]
     target = side("dst", dst, paged=True)
-    wanted = _part_of("dst", target)
+    caches = {"dst": target} | {f"sources[{i}]": it for i, it in enumerate(sides)}
+    held = {name: _layers_of(name, it) for name, it in caches.items()}
+    numbers = _numbers_of(held.values())
+    wanted, *parts = [
+        _Part(_positions(name, held[name], numbers), heads_of(it)[0]) for name, it in caches.items()
+    ]
     if rank is None:
         rank = wanted.heads.start // len(wanted.heads)
     check_width("rank", check_type("rank", rank, int), 0, INT64_MAX)
-    parts = [_part_of(f"sources[{i}]", it) for i, it in enumerate(sides)]
     for index, (source, part) in enumerate(zip(sides, parts, strict=True)):
         totals = [_num_layers(it, own) for it, own in ((source, part), (target, wanted))]
         if totals[0] != totals[1]:
@@ -85,7 +95,7 @@ def plan_gather(
                 f"and {totals[1]}: sources[{index}] is {source}; dst is {target}"
             )
     plans: list[Plan | None] = []
-    for index, share in enumerate(_shares(parts, wanted, rank)):
+    for index, share in enumerate(_shares(parts, wanted, rank, numbers)):
         if share is None:
             plans.append(None)
             continue
@@ -118,7 +128,7 @@ def plan_gather(
     return plans
 
 
-def _part_of(name: str, cache: Side) -> _Part:
+def _layers_of(name: str, cache: Side) -> Layers:
     if cache.layout is None:
         raise invalid(
             f"{name} has no layout, and what it has of the model is not known: {cache}; give its "
@@ -126,9 +136,26 @@ def _part_of(name: str, cache: Side) -> _Part:
         )
     layers = cache.shard.layers if cache.shard is not None else None
     if layers is None:
-        views = cache.num_tensors * cache.extent("layer")
-        layers = range(views // cache.usual_tensors_per_layer)
-    return _Part(layers, heads_of(cache)[0])
+        layers = range(cache.num_tensors * cache.extent("layer") // cache.usual_tensors_per_layer)
+    return layers
+
+
+def _numbers_of(several: Iterable[Layers]) -> Layers:
+    """The numbers of the layers that any cache has; all from 0 on where each has a range."""
+    held = list(several)
+    if all(isinstance(it, range) for it in held):
+        return range(max(it[-1] for it in held) + 1)
+    return tuple(sorted({*chain(*held)}))
+
+
+def _positions(name: str, layers: Layers, numbers: Layers) -> range:
+    first = numbers.index(layers[0])
+    if consecutive(numbers[first : first + len(layers)]) != layers:
+        raise invalid(
+            f"{name} has layers {numbers_text(layers)} of the model, between which others have "
+            "some; gather the caches of such layers apart"
+        )
+    return range(first, first + len(layers))
 
 
 def _num_layers(cache: Side, part: _Part) -> int:
@@ -137,7 +164,7 @@ def _num_layers(cache: Side, part: _Part) -> int:
     return len(part.layers) if known is None else known
 
 
-def _shares(parts: list[_Part], wanted: _Part, rank: int) -> list[_Part | None]:
+def _shares(parts: list[_Part], wanted: _Part, rank: int, numbers: Layers) -> list[_Part | None]:
     """What is taken from each source, so that nothing of `wanted` is taken twice or missing."""
     cells: list[set[tuple[int, int]]] = [set() for _ in parts]
     layers = _pieces([it.layers for it in parts], wanted.layers)
@@ -151,9 +178,8 @@ def _shares(parts: list[_Part], wanted: _Part, rank: int) -> list[_Part | None]:
             ]
             if not having:
                 raise invalid(
-                    f"no source has layers {some_layers.start}..{some_layers.stop - 1}, heads "
-                    f"{some_heads.start}..{some_heads.stop - 1} of the model, which dst needs; the "
-                    f"sources have {', '.join(map(_text, parts))}"
+                    f"no source has {_text(_Part(some_layers, some_heads), numbers, ', ')} of the "
+                    f"model, which dst needs; the sources have {_texts(parts, numbers)}"
                 )
             cells[having[rank % len(having)]].add((i, j))
     shares: list[_Part | None] = []
@@ -166,7 +192,7 @@ def _shares(parts: list[_Part], wanted: _Part, rank: int) -> list[_Part | None]:
         if len(own) != len(rows) * len(columns) or not is_range:
             raise invalid(
                 f"sources[{index}] overlaps others so that no one range of layers and heads can be "
-                f"taken from it; the sources have {', '.join(map(_text, parts))}: give sources "
+                f"taken from it; the sources have {_texts(parts, numbers)}: give sources "
                 "whose parts are equal or apart"
             )
         shares.append(
@@ -193,8 +219,11 @@ def _shifted(part: range, by: int) -> range:
     return range(part.start + by, part.stop + by)
 
 
-def _text(part: _Part) -> str:
-    return (
-        f"layers {part.layers.start}..{part.layers.stop - 1} heads "
-        f"{part.heads.start}..{part.heads.stop - 1}"
-    )
+def _text(part: _Part, numbers: Layers, between: str = " ") -> str:
+    layers = consecutive(numbers[part.layers.start : part.layers.stop])
+    text = numbers_text(layers) if isinstance(layers, tuple) else f"{layers[0]}..{layers[-1]}"
+    return f"layers {text}{between}heads {part.heads.start}..{part.heads.stop - 1}"
+
+
+def _texts(parts: list[_Part], numbers: Layers) -> str:
+    return ", ".join(_text(it, numbers) for it in parts)

@@ -22,8 +22,8 @@ from kvplan.planning.plan import OBSERVERS, Kind, Operation, Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
 from kvplan.status import LLMException, invalid
-from kvplan.types import KvCacheExtParam
-from kvplan.validation import INT64_MAX, check_index, check_type, check_width
+from kvplan.types import BlocksCacheKey, KvCacheExtParam, RemoteCache
+from kvplan.validation import INT64_MAX, as_int, check_index, check_type, check_width
 
 
 def plan_slot_to_slot(
@@ -49,6 +49,12 @@ def plan_slot_to_slot(
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
+    size, src_offset, dst_offset = (
+        it if type(it) is int else as_int(name, it)
+        for name, it in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
+    )
+    if num_tokens is not None:
+        num_tokens = as_int("num_tokens", num_tokens)
     if num_tokens is not None or not _move_as_bytes(
         source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
     ):
@@ -68,8 +74,6 @@ def plan_slot_to_slot(
     for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
         if type(offset) is not int or not 0 <= offset < row.stride:
             check_index(name, offset, row.stride)
-    if type(size) is not int:
-        check_type("size", size, int)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
     # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
@@ -106,7 +110,7 @@ def _slot_tables(
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
         src_has = source.extent("token") - src_token
         dst_has = len(dst_rows) * target.extent("token") - dst_token
-        num_tokens = max(1, min(src_has, dst_has))
+        num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0
     return BlockTables(np.array([slot]), dst_rows, src_token, dst_token, num_tokens)
 
 
@@ -134,19 +138,24 @@ def plan_to_blocks(
     dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
     check_distinct("dst_blocks", dst_table, target)
     given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
-    paged = given.size > 0
+    paged = given.size > 0 or (dst_table.size == 0 and _is_paged(src, src_blocks))
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
+    if type(src_token) is not int or type(dst_token) is not int:
+        src_token, dst_token = as_int("src_token", src_token), as_int("dst_token", dst_token)
     by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
     if by_tokens:
         for name, value in (("src_token", src_token), ("dst_token", dst_token)):
             check_width(name, value, 0, INT64_MAX)
         if num_tokens is not None:
+            num_tokens = as_int("num_tokens", num_tokens)
             check_width("num_tokens", num_tokens, 0, INT64_MAX)
     if paged:
         if src_batch_index is not None:  # only 0 will do
             slot_index("src_batch_index", src_batch_index, src, source)
         src_table = check_indices("src_blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
+        if num_tokens is not None:
+            tables = tables.of_leases(source, target, src_blocks, dst_blocks)
         return plan_block_to_block(
             operation, source, target, tables, ext_param, how, reinterpret, by_layer, heads
         )
@@ -171,7 +180,7 @@ def plan_to_blocks(
             operation, "C2B", source, target, tables, ext_param, how, heads, reinterpret
         )
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
-    if int(starts[-1]) >= source.stride:
+    if len(starts) and int(starts[-1]) >= source.stride:
         raise invalid(
             f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
             f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
@@ -188,6 +197,15 @@ def plan_to_blocks(
         operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how,
         reinterpret, tables, by_rows=True,
     )  # fmt: skip
+
+
+def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
+    """Whether a cache has blocks, of which none are moved; a description alone may have either."""
+    if isinstance(cache, Side):
+        return cache.paged
+    if isinstance(cache, RemoteCache):
+        return isinstance(cache.key, BlocksCacheKey)
+    return blocks is not None
 
 
 def plan_block_to_block(
@@ -230,7 +248,7 @@ def plan_block_to_block(
     if num_blocks == 1:
         segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
     else:
-        if how is Coalesce.SORTED:
+        if how is Coalesce.SORTED and num_blocks:
             count = max(source.count, target.count)
             src_table, dst_table = sorted_pairs(src_table, dst_table, count)
         # In place where the sorted pairs are new arrays: fewer pages to touch in a large plan.

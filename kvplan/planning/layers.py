@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvplan.layout import Layers, consecutive, numbers_text
 from kvplan.planning.side import Side
 from kvplan.status import invalid
 from kvplan.types import DEFAULT_TENSORS_PER_LAYER, KvCacheExtParam, LayerRange
-from kvplan.validation import check_type, shown
+from kvplan.validation import as_int, check_type, shown
 
 ALL_LAYERS = KvCacheExtParam()
 
@@ -48,7 +49,7 @@ def pair_views(
         check_type("ext_param", ext_param, KvCacheExtParam)
     given = ext_param.tensor_num_per_layer
     if given is not None and type(given) is not int:
-        check_type("tensor_num_per_layer", given, int)
+        given = as_int("tensor_num_per_layer", given)
     src_given, dst_given = ext_param.src_layer_range, ext_param.dst_layer_range
     src_layers = None if src_given is None else _layers("src_layer_range", src_given)
     dst_layers = None if dst_given is None else _layers("dst_layer_range", dst_given)
@@ -156,35 +157,46 @@ def _in_model(
         )
     if src_given and dst_given and of_src != of_dst:
         raise invalid(
-            f"src_layer_range={src_range} is {of_src} of the model, and dst_layer_range="
-            f"{dst_range} is {of_dst}; they must be the same layers"
+            f"src_layer_range={src_range} is layers {numbers_text(of_src)} of the model, and "
+            f"dst_layer_range={dst_range} is {numbers_text(of_dst)}; they must be the same layers"
         )
-    both = range(max(of_src.start, of_dst.start), min(of_src.stop, of_dst.stop))
+    both = _in_common(of_src, of_dst)
     if not both:
         raise invalid(
-            f"src has layers {of_src.start}..{of_src.stop - 1} of the model and dst "
-            f"{of_dst.start}..{of_dst.stop - 1}: none in common"
+            f"src has layers {numbers_text(of_src)} of the model and dst {numbers_text(of_dst)}: "
+            "none in common"
         )
     for name, given, part in (("src", src_given, of_src), ("dst", dst_given, of_dst)):
         if given and part != both:
             raise invalid(
-                f"{name}_layer_range is {part} of the model, of which the other side has only "
-                f"{both}"
+                f"{name}_layer_range is layers {numbers_text(part)} of the model, of which the "
+                f"other side has only {numbers_text(both)}"
             )
-    src_shift, dst_shift = src_range.start - of_src.start, dst_range.start - of_dst.start
-    return (
-        range(both.start + src_shift, both.stop + src_shift),
-        range(both.start + dst_shift, both.stop + dst_shift),
-    )
+    found = []
+    for name, part, local in (("src", of_src, src_range), ("dst", of_dst, dst_range)):
+        at = part.index(both[0])
+        if consecutive(part[at : at + len(both)]) != both:
+            raise invalid(
+                f"src and dst have layers {numbers_text(both)} of the model in common, which do "
+                f"not follow each other in {name}, {numbers_text(part)}; move them by layer "
+                "ranges, one for each stretch"
+            )
+        found.append(range(local.start + at, local.start + at + len(both)))
+    return found[0], found[1]
 
 
-def _model_layers(side: Side, local: range) -> tuple[range, int | None]:
+def _in_common(a: Layers, b: Layers) -> Layers:
+    if isinstance(a, range) and isinstance(b, range):
+        return range(max(a.start, b.start), min(a.stop, b.stop))
+    return consecutive(tuple(sorted({*a} & {*b})))
+
+
+def _model_layers(side: Side, local: range) -> tuple[Layers, int | None]:
     """The numbers in the model of a cache's layers `local`, and how many the model has."""
     shard = side.shard
     if shard is None or shard.layers is None:
         return local, local.stop
-    first = shard.layers.start
-    return range(local.start + first, local.stop + first), shard.num_layers
+    return consecutive(shard.layers[local.start : local.stop]), shard.num_layers
 
 
 def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
@@ -202,8 +214,7 @@ def _layers(name: str, given: LayerRange) -> range | None:
                 raise invalid(f"{name}={given} has step {given.step}; the step must be 1")
             return given
         case (first, last):
-            check_type(f"{name}[0]", first, int)
-            check_type(f"{name}[1]", last, int)
+            first, last = as_int(f"{name}[0]", first), as_int(f"{name}[1]", last)
             if first == last == -1:
                 return None
             return range(first, last + 1)

@@ -12,7 +12,13 @@ from itertools import chain
 import numpy as np
 
 from kvplan.planning.axes import BlockTables
-from kvplan.planning.blocks import Blocks, block_indices, check_distinct
+from kvplan.planning.blocks import (
+    BlockPairs,
+    Blocks,
+    block_indices,
+    check_distinct,
+    table_pairs,
+)
 from kvplan.planning.kinds import plan_block_to_block, plan_slot_to_slot, plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
@@ -20,7 +26,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Described, is_same_cache, side
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam, Placement
-from kvplan.validation import check_mapping, shown
+from kvplan.validation import shown
 
 _BLOCK_LISTS = (Sequence, np.ndarray)
 
@@ -141,6 +147,7 @@ def plan_pull_blocks(
             the remote cache is contiguous, its slot `src_batch_index` is cut into chunks of one
             block stride, and chunk i goes to `dst_blocks[i]`; a last chunk that the row does not
             fill is copied as far as the row reaches.
+        dst_blocks: the blocks that are written. Empty, with `src_blocks` that are too: no bytes.
         src_batch_index: the slot; None: the one that the key of a `RemoteCache` names, otherwise 0.
         num_tokens: how many tokens are moved, where the last block is not full or the blocks are of
             unequal size; None: whole blocks, which must hold as many on both sides. It needs a
@@ -152,8 +159,8 @@ def plan_pull_blocks(
         ValueError: num_tokens, src_token or dst_token outside int64.
         TypeError: an argument of another type, or block tables that do not hold integers.
         LLMException: LLM_PARAM_INVALID for a block, slot, token or layer out of range, tables of
-            unequal length, a destination block named twice, blocks of unequal size, or caches that
-            cannot match: other data types, heads or dimensions.
+            unequal length or not of one request, a destination block named twice, blocks of
+            unequal size, or caches that cannot match: other data types, heads or dimensions.
     """
     return plan_to_blocks(
         "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
@@ -194,7 +201,7 @@ def plan_push_blocks(
 
 def plan_copy_blocks(
     src: Described,
-    blocks: Mapping[int, Sequence[int]],
+    blocks: Mapping[int, Sequence[int]] | BlockPairs,
     dst: Described | None = None,
     *,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
@@ -203,23 +210,28 @@ def plan_copy_blocks(
     """Plan copies of blocks, each to any number of others, in this process (B2B).
 
     Args:
-        blocks: source block -> the blocks that it is copied to.
+        blocks: source block -> the blocks that it is copied to; or pairs of source and destination
+            block, or an array or tensor of two such columns.
         dst: the cache copied to; None, or one with the id or the addresses of `src`, for the same.
 
     Raises:
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for a block out of range, a destination block named twice,
-            nothing to copy, or, inside one cache, a block that is both read and written: the
-            result would depend on the order.
+            or, inside one cache, a block that is both read and written: the result would depend
+            on the order.
     """
-    check_mapping("blocks", blocks)
+    if not isinstance(blocks, Mapping):
+        blocks = _grouped(table_pairs("blocks", blocks))
     source = side("src", src, paged=True)
     within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
     odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
     if odd:
         block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
-        raise TypeError(f"blocks[{block!r}]={shown(to)} must be a sequence of int")
+        raise TypeError(
+            f"blocks[{block!r}]={shown(to)} must be a sequence of int, of the blocks that it is "
+            "copied to"
+        )
     read = block_indices("blocks (source)", list(blocks), source)
     dst_table = block_indices("blocks (destination)", [*chain(*blocks.values())], target)
     check_distinct("blocks (destination)", dst_table, target)
@@ -242,7 +254,7 @@ def plan_copy_blocks(
 def plan_swap_blocks(
     src: Described,
     dst: Described,
-    src_to_dst: Mapping[int, int],
+    src_to_dst: Mapping[int, int] | BlockPairs,
     *,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
     reinterpret: bool = False,
@@ -250,25 +262,38 @@ def plan_swap_blocks(
     """Plan a swap in (host to device) or out (device to host) of blocks, in this process (B2B).
 
     Args:
-        src_to_dst: source block -> destination block.
+        src_to_dst: source block -> destination block; or pairs of them, or an array or tensor of
+            two such columns.
 
     Raises:
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for caches of which not exactly one is on the host, of
-            unequal num_tensors or block size, a block out of range, a destination block named
-            twice, or nothing to swap.
+            unequal num_tensors or block size, a block out of range, or a destination block named
+            twice.
     """
-    check_mapping("src_to_dst", src_to_dst)
+    if isinstance(src_to_dst, Mapping):
+        read, written = list(src_to_dst), list(src_to_dst.values())
+    else:
+        pairs = table_pairs("src_to_dst", src_to_dst)
+        read, written = [src for src, _ in pairs], [dst for _, dst in pairs]
     source, target = side("src", src, paged=True), side("dst", dst, paged=True)
     if {source.placement, target.placement} != {Placement.HOST, Placement.DEVICE}:
         raise invalid(
             f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
             "swap needs one HOST and one DEVICE"
         )
-    src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
-    dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
+    src_table = block_indices("src_to_dst (source)", read, source)
+    dst_table = block_indices("src_to_dst (destination)", written, target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return plan_block_to_block(
         "swap_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS,
         coalesce, reinterpret, False,
     )  # fmt: skip
+
+
+def _grouped(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return source block -> the blocks that it is copied to."""
+    grouped: dict[int, list[int]] = {}
+    for src, dst in pairs:
+        grouped.setdefault(src, []).append(dst)
+    return grouped

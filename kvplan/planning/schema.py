@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from kvplan.layout import CacheLayout, Shard
+from kvplan.layout import CacheLayout, Layers, Shard
 from kvplan.planning.axes import BlockTables
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
@@ -89,7 +89,7 @@ def _parse(document: Any) -> Plan:
             _integers("nbytes", columns["nbytes"]),
             [(_integers(f"repeats[{i}]", it[0]), it[1], it[2]) for i, it in enumerate(repeats)],
         ),
-        num_slices=_positive("num_slices", document["num_slices"]),
+        num_slices=check_width("num_slices", document["num_slices"], 0, INT64_MAX),
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
         split=_split(document["split"]),
         reinterpret=check_type("reinterpret", document["reinterpret"], bool),
@@ -135,7 +135,7 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
         "shard": None
         if shard is None
         else {
-            "layers": None if shard.layers is None else [shard.layers.start, shard.layers.stop],
+            "layers": None if shard.layers is None else _layers_document(shard.layers),
             "heads": None if shard.heads is None else [shard.heads.start, shard.heads.stop],
             "num_layers": shard.num_layers,
             "num_heads": shard.num_heads,
@@ -201,12 +201,22 @@ def _named(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {error.args[0]}") from None
 
 
+def _layers_document(layers: Layers) -> list[int] | dict[str, list[int]]:
+    if isinstance(layers, range):
+        return [layers.start, layers.stop]
+    return {"numbers": [*layers]}
+
+
 def _shard(name: str, document: Any) -> Shard | None:
     if document is None:
         return None
     _check_fields(name, document, {it.name for it in fields(Shard)})
     layers, heads = (
-        None if document[it] is None else _range(f"{name}.{it}", document[it])
+        None
+        if document[it] is None
+        else _integers(f"{name}.{it}", document[it]["numbers"])
+        if it == "layers" and isinstance(document[it], dict) and [*document[it]] == ["numbers"]
+        else _range(f"{name}.{it}", document[it])
         for it in ("layers", "heads")
     )
     with _named(name):
@@ -219,25 +229,27 @@ def _tables(document: Any) -> BlockTables | None:
     _check_fields("tables", document, {*BlockTables._fields})
     src, dst = (
         np.array(
-            [check_width(f"tables.{it}", row, 0, INT64_MAX) for row in _rows(it, document[it])],
+            [
+                check_width(f"tables.{it}", row, 0, INT64_MAX)
+                for row in check_type(f"tables.{it}", document[it], list)
+            ],
             np.int64,
         )
         for it in ("src", "dst")
     )
     src_token, dst_token, num_tokens = (document[it] for it in BlockTables._fields[2:])
+    least = 1 if len(dst) else 0
+    if len(src) < least:
+        raise ValueError("tables.src is empty; a request has a row on both sides, or none")
     return BlockTables(
         src,
         dst,
         check_width("tables.src_token", src_token, 0, INT64_MAX),
         check_width("tables.dst_token", dst_token, 0, INT64_MAX),
-        None if num_tokens is None else _positive("tables.num_tokens", num_tokens),
+        None
+        if num_tokens is None
+        else check_width("tables.num_tokens", num_tokens, least, INT64_MAX),
     )
-
-
-def _rows(name: str, values: Any) -> list[Any]:
-    if not check_type(f"tables.{name}", values, list):
-        raise ValueError(f"tables.{name} is empty; a request has at least one row")
-    return cast(list[Any], values)
 
 
 def _check_fields(name: str, document: Any, expected: set[str]) -> dict[str, Any]:

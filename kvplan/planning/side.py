@@ -20,7 +20,7 @@ from kvplan.types import (
     Placement,
     RemoteCache,
 )
-from kvplan.validation import check_index, check_type
+from kvplan.validation import as_int, check_index, check_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,7 +43,7 @@ class Side:
         data_type, shape: of a tensor, as it lies in memory; None and (): not known, rows are opaque
             bytes (a plan of schema 1, a peer's bare addresses).
         layout: what the dimensions are; None: not known.
-        label: a kv_tensor_format that is no layout: only compared.
+        label: the name of a layout that is not known, only compared (`kvplan.layout.OPAQUE`).
         shard: which part of the model's cache it is; None: all of it, or not known.
     """
 
@@ -260,6 +260,8 @@ def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
 
 def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
     """Return the slot: `given`, or the one that the key of a remote cache names, or 0."""
+    if given is not None and type(given) is not int:
+        given = as_int(argument, given)
     slot = 0 if given is None else given
     if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
         named = cache.key.batch_index

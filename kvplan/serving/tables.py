@@ -192,12 +192,14 @@ def missing_of(
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         units = -(-num_tokens // unit) - missing // unit
+        # A consumer may hold blocks for tokens to come.
+        held = -(-num_tokens // group.block_tokens) - table.skipped
         found.append(
             Missing(
                 group.name,
                 [it.lease for it in theirs],
                 group.cache,
-                table.blocks,
+                table.blocks[:held],
                 units,
                 (missing - first) // unit,
                 (missing - begin) // unit,

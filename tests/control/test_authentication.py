@@ -162,6 +162,15 @@ class TestKeyFile:
         assert ClusterKey.load(path) == KEY
         assert KEY.secret.hex() not in repr(KEY)
 
+    def test_may_be_named_by_the_home_of_its_user(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        KEY.save(tmp_path / "key")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert ClusterKey.load("~/key") == KEY
+        with pytest.raises(LLMException, match="cluster key ~nobody-of-this-name/key: Could not"):
+            ClusterKey.load("~nobody-of-this-name/key")
+
     def test_is_never_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "key"
         KEY.save(path)

@@ -304,7 +304,8 @@ def test_the_error_for_another_version_names_both(conversation: Conversation, ve
     conversation.far_channel()
     conversation.loop.run(conversation.channel.connection.send(frame))
     refusal = (
-        f"the peer speaks version {version} of the control protocol; this side speaks version 4"
+        f"the peer speaks version {version} of the control protocol; this side speaks version "
+        f"{PROTOCOL_VERSION}"
     )
     assert conversation.far.next() == ("lost", refusal)
     assert conversation.near.next() == ("lost", f"the peer refuses: {refusal}")

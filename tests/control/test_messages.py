@@ -118,7 +118,7 @@ def test_no_part_of_a_frame_is_a_frame_nor_one_with_more_behind_it(body: Body) -
 
 
 def test_another_version_is_refused_by_both_names() -> None:
-    with pytest.raises(WrongVersion, match=r"version 9 .* version 4"):
+    with pytest.raises(WrongVersion, match=rf"version 9 .* version {PROTOCOL_VERSION}"):
         decode(b"\x09" + encode(Ping())[1:])
 
 

@@ -50,12 +50,12 @@ def test_a_block_is_copied_to_many(engine: LlmDataDist) -> None:
         assert (now == then).all()
 
 
-def test_no_blocks_are_copied_at_once(engine: LlmDataDist) -> None:
-    cache = engine.allocate_blocks_cache(desc())
+def test_no_blocks_are_no_bytes(engine: LlmDataDist) -> None:
+    cache, host = (engine.allocate_blocks_cache(desc(it)) for it in reversed(Placement))
     engine.copy_blocks(cache, {})
-    for twin in (engine.plan_copy_blocks, engine.submit_copy_blocks):
-        with pytest.raises(LLMException):
-            twin(cache, {})
+    engine.submit_copy_blocks(cache, {1: []}).wait()
+    engine.swap_blocks(cache, host, {})
+    assert engine.plan_copy_blocks(cache, {}).nbytes == 0
 
 
 @pytest.mark.parametrize("src", Placement)

@@ -229,9 +229,9 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
         INVALID,
         lambda it, slots, blocks: it.push_layers(blocks, THERE, src_blocks=[0], dst_blocks=[0]),
     ),
-    "no destination blocks": (
+    "a destination block that is named twice": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(slots, PAGED_THERE, dst_blocks=[]),
+        lambda it, slots, blocks: it.push_layers(slots, PAGED_THERE, dst_blocks=[1] * 9),
     ),
     "blocks of unequal number": (
         INVALID,

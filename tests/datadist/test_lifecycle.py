@@ -43,8 +43,10 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
     "link": lambda it: it.link("name", {2: 0, 3: 1}),
     "unlink": lambda it: it.unlink(1),
     "query_register_mem_status": lambda it: it.query_register_mem_status(1),
-    "register_cache": lambda it: it.register_cache(DESC, [bytearray(64)] * 2),
-    "register_blocks_cache": lambda it: it.register_blocks_cache(DESC, [bytearray(64)] * 2),
+    "register_cache": lambda it: it.register_cache(DESC, [bytearray(64), bytearray(64)]),
+    "register_blocks_cache": lambda it: it.register_blocks_cache(
+        DESC, [bytearray(64), bytearray(64)]
+    ),
     "unregister_cache": lambda it: it.unregister_cache(1),
     "allocate_cache": lambda it: it.allocate_cache(DESC),
     "allocate_blocks_cache": lambda it: it.allocate_blocks_cache(DESC),
@@ -83,6 +85,21 @@ def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
     datadist.finalize()
     datadist.finalize()
     assert not datadist.initialized
+
+
+def test_a_second_initialize_with_other_options_is_refused() -> None:
+    options = {"ListenIpInfo": "127.0.0.1:0", "kvplan.verify": "all"}
+    with LlmDataDist(2, LlmRole.MIX) as datadist:
+        datadist.initialize(options)
+        address = datadist.listen_address
+        for same in (options, Options.of(options), None):
+            datadist.initialize(same)
+        text = "other options: listen_ip_info='', not '127.0.0.1:0', verify='off', not 'all'; fin"
+        with refused("LLM_PARAM_INVALID", text):
+            datadist.initialize({})
+        with refused("LLM_PARAM_INVALID", "heartbeat_interval_ms=10, not 1000"):
+            datadist.initialize({**options, "kvplan.heartbeat_interval_ms": "10"})
+        assert datadist.listen_address == address
 
 
 def test_an_engine_that_is_initialized_again_has_no_old_state(make_engine: MakeEngine) -> None:

@@ -143,7 +143,7 @@ def test_the_same_is_refused_in_the_same_words(user: LlmDataDist, there: There) 
     push = user.prepare_push_blocks(cache, there.paged)
     wrong: list[tuple[Any, Any]] = [
         ([1], [8]), ([8], [1]), ([1, 2], [3]), ([1, 2], [3, 3]), ([True], [1]), ("1", [1]),
-        ([], []), ([1.0], [1]), (np.array([[1]]), [1]),
+        ([], [1]), ([1], []), ([1.0], [1]), (np.array([[1]]), [1]),
     ]  # fmt: skip
     for tables in wrong:
         assert said(pull.run, *tables) == said(user.pull_blocks, there.paged, cache, *tables)

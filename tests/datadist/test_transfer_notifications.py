@@ -11,6 +11,7 @@ import pytest
 from kvnative._executor import Backend
 from kvplan import (
     BlocksCacheKey,
+    Cache,
     CacheDesc,
     CacheIndex,
     ClusterInfo,
@@ -67,6 +68,48 @@ def calls_of(user: LlmDataDist) -> Calls:
 
 
 NAMES = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "pull_groups", "push_groups"]
+
+
+def push_no_layers(user: LlmDataDist, paged: Cache, **more: Any) -> None:
+    param = KvCacheExtParam(tensor_num_per_layer=2)
+    task = user.push_layers(paged, BLOCKS, src_blocks=[], dst_blocks=[], ext_param=param, **more)
+    for layer in task.layers:
+        task.ready(layer)
+    task.wait()
+
+
+NOTHING: dict[str, Callable[..., object]] = {
+    "pull": lambda it, paged, **more: it.pull_blocks(BLOCKS, paged, [], [], **more),
+    "pull of a slot": lambda it, paged, **more: it.pull_blocks(SLOTS, paged, [], [], **more),
+    "submitted pull": lambda it, paged, **more: it.submit_pull_blocks(
+        BLOCKS, paged, [], [], **more
+    ).wait(),
+    "push": lambda it, paged, **more: it.push_blocks(paged, BLOCKS, [], [], **more),
+    "submitted push": lambda it, paged, **more: it.submit_push_blocks(
+        paged, BLOCKS, (), (), **more
+    ).wait(),
+    "prepared": lambda it, paged, **more: it.prepare_pull_blocks(BLOCKS, paged).run([], [], **more),
+    "groups": lambda it, paged, **more: it.pull_groups(
+        {"kv": Group(BLOCKS, paged, [], [])}, **more
+    ),
+    "pushed groups": lambda it, paged, **more: it.push_groups(
+        {"kv": Group(paged, BLOCKS, [], [])}, **more
+    ),
+    "layers": push_no_layers,
+}
+
+
+def test_no_blocks_are_a_success_that_notifies(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    paged = user.allocate_blocks_cache(DESC)
+    for name, call in NOTHING.items():
+        call(user, paged, notify=name.encode())
+        assert peer.run(NEXT) == (2, name.encode())
+    user.pull_blocks(BLOCKS, paged, [], [])
+    with refused("LLM_PARAM_INVALID", "equal length"):
+        user.pull_blocks(BLOCKS, paged, [1], [])
+    with refused("LLM_PARAM_INVALID", "src_blocks must name blocks of it"):
+        user.pull_blocks(BLOCKS, paged, [], [1])
 
 
 @pytest.mark.over_tcp

@@ -16,8 +16,10 @@ from kvplan import (
     CacheIndex,
     CacheKey,
     DataType,
+    Group,
     KvCacheExtParam,
     LlmDataDist,
+    LlmRole,
     LLMStatusCode,
     Placement,
 )
@@ -98,9 +100,58 @@ def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:
     assert not mine[2].any()
 
 
-def test_only_the_id_of_a_local_cache_matters(user: LlmDataDist, slots: Cache) -> None:
-    user.pull_cache(CacheIndex(1, CACHE), Cache(CacheDesc(1, (1,), DataType.DT_INT8), 1))
+def test_a_local_cache_made_by_hand_has_the_description_of_its_id(
+    user: LlmDataDist, slots: Cache
+) -> None:
+    with refused("LLM_PARAM_INVALID", "dst=.* of this engine has cache_desc="):
+        user.pull_cache(CacheIndex(1, CACHE), Cache(CacheDesc(1, (1,), DataType.DT_INT8), 1))
+    user.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, 1))
     assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][0]).all()
+
+
+FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
+    "pull": lambda it, slots, paged: it.pull_cache(CacheIndex(1, CACHE), slots),
+    "pull of blocks": lambda it, slots, paged: it.pull_blocks(
+        CacheIndex(1, PAGED), paged, [0], [1]
+    ),
+    "submitted pull": lambda it, slots, paged: it.submit_pull_blocks(
+        CacheIndex(1, PAGED), paged, [0], [1]
+    ),
+    "push": lambda it, slots, paged: it.push_cache(slots, CacheIndex(1, CACHE)),
+    "push of blocks": lambda it, slots, paged: it.push_blocks(
+        paged, CacheIndex(1, PAGED), [0], [1]
+    ),
+    "layers": lambda it, slots, paged: it.push_layers(slots, CacheIndex(1, CACHE)),
+    "prepared": lambda it, slots, paged: it.prepare_pull_blocks(CacheIndex(1, PAGED), paged),
+    "groups": lambda it, slots, paged: it.pull_groups(
+        {"kv": Group(CacheIndex(1, PAGED), paged, [0], [1])}
+    ),
+    "gather": lambda it, slots, paged: it.gather_blocks([CacheIndex(1, PAGED)], paged, [[0]], [1]),
+    "copy": lambda it, slots, paged: it.copy_cache(slots, slots, 0, 1),
+    "copy of blocks": lambda it, slots, paged: it.copy_blocks(paged, {0: [1]}),
+    "swap": lambda it, slots, paged: it.swap_blocks(paged, paged, {0: 1}),
+    "arrays": lambda it, slots, paged: it.arrays(slots),
+    "memory": lambda it, slots, paged: it.memory(slots),
+    "read": lambda it, slots, paged: it.read_cache(slots),
+    "write": lambda it, slots, paged: it.write_cache(slots, []),
+    "fingerprint": lambda it, slots, paged: it.fingerprint(paged),
+    "lease": lambda it, slots, paged: it.lease_blocks(paged, [0]),
+    "deallocate": lambda it, slots, paged: it.deallocate_cache(slots),
+}
+
+
+def test_a_cache_of_another_engine_is_refused(
+    user: LlmDataDist, slots: Cache, blocks: Cache
+) -> None:
+    """Ids start at 1 in each engine: the cache of that id here is not touched."""
+    with LlmDataDist(9, LlmRole.MIX) as other:
+        other.initialize()
+        foreign = other.allocate_cache(SLOTS), other.allocate_blocks_cache(BLOCKS)
+        assert [it.cache_id for it in foreign] == [slots.cache_id, blocks.cache_id]
+        for call in FOREIGN.values():
+            with refused("LLM_KV_CACHE_NOT_EXIST", "was made by another engine"):
+                call(user, *foreign)
+    assert not any(it.any() for it in (*user.arrays(slots), *user.arrays(blocks)))
 
 
 def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, machine: Machine) -> None:
@@ -397,7 +448,7 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
     ),
     "push of no blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.push_blocks(blocks, CacheIndex(1, PAGED), [], []),
+        lambda it, slots, blocks: it.push_blocks(blocks, CacheIndex(1, PAGED), [], [0]),
     ),
     "push of slots as blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,

@@ -268,3 +268,24 @@ def test_one_request_from_two_engines(make_engine: MakeEngine) -> None:
     assert [int(it[:3].max()) for it in arrays] == [0, 0, 0, 0]
     with refused(INVALID, r"no source has layers 1\.\.1"):
         user.gather_blocks(sources[:1], mine, [[1]], [3])
+
+
+def test_a_layout_on_one_side_only_is_refused_before_a_byte_moves(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(
+        """
+        desc = CacheDesc(2, (6, 2, 4, 8), DataType.DT_INT32, kv_tensor_format="HND")
+        cache = datadist.allocate_blocks_cache(desc)
+        for array in datadist.arrays(cache):
+            array[:] = 7
+        """
+    )
+    unsaid = user.allocate_blocks_cache(CacheDesc(2, (6, 2, 4, 8), DataType.DT_INT32))
+    for move in (user.pull_blocks, lambda key, own, *rows: user.push_blocks(own, key, *rows)):
+        for _ in range(2):  # what was refused once takes no shorter way
+            with refused("LLM_PARAM_INVALID", "differ in layout"):
+                move(CacheIndex(1, 1), unsaid, [1], [2])
+    assert not any(it.any() for it in user.arrays(unsaid))
+    user.pull_blocks(CacheIndex(1, 1), unsaid, [1], [2], reinterpret=True)
+    assert all((it[2] == 7).all() for it in user.arrays(unsaid))

@@ -242,7 +242,7 @@ def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptur
 
 
 def test_of_registered_arrays(engine: LlmDataDist) -> None:
-    cache = engine.register_blocks_cache(DESC, [np.zeros(DESC.shape, np.float32)] * 2)
+    cache = engine.register_blocks_cache(DESC, [np.zeros(DESC.shape, np.float32) for _ in range(2)])
     engine.lease_blocks(cache, [1])
     engine.unregister_cache(cache.cache_id)
     assert engine.leases() == []

@@ -199,3 +199,14 @@ def test_the_calls_of_an_engine_compare_too():
         cache = datadist.register_blocks_cache(desc, tensors, BlocksCacheKey(1))
         datadist.arrays(cache)[0][4, 2, 3] = 7
         assert (tensors[0][4, 3, 2] == 7).all()
+
+
+def test_tensors_that_share_memory_are_refused(registry):
+    desc = CacheDesc(2, (8, 16), DataType.DT_INT8)
+    array, longer = np.zeros((8, 16), np.int8), np.zeros((12, 16), np.int8)
+    address = array.ctypes.data
+    for tensors in ([array, array], [longer[4:], longer[:8]], [address, address]):
+        with refused("LLM_PARAM_INVALID", r"tensors\[1\] at .* shares memory with tensors\[0\]"):
+            registry.register(desc, tensors, paged=True)
+    parts = np.zeros((16, 16), np.int8)
+    assert registry.register(desc, [parts[8:], parts[:8]], paged=True)

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 from functools import partial
 from types import CodeType
 
@@ -201,11 +202,21 @@ def test_every_transport_offers_it(transport):
 
 
 class TestResolve:
-    def test_the_id_alone_says_which(self, registry):
+    def test_a_copy_and_one_made_by_hand_are_the_cache_of_that_id(self, registry):
         entry = registry.allocate(SLOTS, paged=True)
-        other = Cache(BLOCKS, cache_id=1, tensor_addrs=(1, 2))
-        assert registry.resolve(other) is entry
-        assert registry.resolve(pickle.loads(pickle.dumps(entry.cache))) is entry
+        made = entry.cache
+        for same in (made, pickle.loads(pickle.dumps(made)), Cache(SLOTS, 1),
+                     Cache(SLOTS, 1, made.tensor_addrs)):  # fmt: skip
+            assert registry.resolve(same) is entry
+
+    def test_one_that_differs_is_refused_with_what_is_here(self, registry):
+        made = registry.allocate(SLOTS, paged=True).cache
+        with refused("LLM_PARAM_INVALID", r"dst=.*: cache 1 of this engine has cache_desc="):
+            registry.resolve(Cache(BLOCKS, 1), "dst")
+        with refused("LLM_PARAM_INVALID", r"cache 1 of this engine has tensor_addrs="):
+            registry.resolve(replace(made, tensor_addrs=(1,) * SLOTS.num_tensors))
+        with refused("LLM_KV_CACHE_NOT_EXIST", "dst=.* was made by another engine"):
+            registry.resolve(replace(made, owner=b"another"), "dst")
 
     def test_without_id_the_addresses(self, registry):
         arrays = tensors()

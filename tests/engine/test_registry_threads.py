@@ -157,7 +157,9 @@ def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
     """When `unregister` returns, its user takes the memory away."""
     with Sending() as transport, ThreadPoolExecutor(2) as threads:
         registry = made(transport)
-        entry = registry.register(SLOTS, [np.zeros(SLOTS.shape, np.uint8)] * 2, paged=False)
+        entry = registry.register(
+            SLOTS, [np.zeros(SLOTS.shape, np.uint8) for _ in range(2)], paged=False
+        )
         cache_id, events = entry.cache.cache_id, transport.events
         calls = {"unregister": registry.unregister, "renew": lambda it: registry.renew([it])}
         try:

@@ -86,7 +86,7 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
         assert bound is None
         return
     if bound is None:  # of no row at src there is no pair of rows
-        assert plan.kind != "B2B"
+        assert plan.kind != "B2B" or plan.nbytes == 0
         return
     assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
     assert bound[0].nbytes == plan.nbytes
@@ -142,7 +142,11 @@ def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -
                 assert (bound is not None) is (read.step == written.step == 1)
 
 
-@given(st.dictionaries(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4), min_size=1))
+@given(
+    st.dictionaries(
+        st.integers(0, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1
+    )
+)
 def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, list[int]]) -> None:
     """What is read and written is left to the planner, which takes a block to itself."""
     own, memory = cache(9)

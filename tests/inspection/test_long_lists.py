@@ -183,7 +183,9 @@ def test_what_is_wrong_is_refused_before_the_first_line() -> None:
 
 def test_long_names_and_large_numbers_are_wrapped() -> None:
     most = 2**63 - 1
-    desc = CacheDesc(2**32 - 2, (8192, 16, 1 << 20), FP16, kv_tensor_format="no layout " * 20)
+    desc = CacheDesc(
+        2**32 - 2, (8192, 16, 1 << 20), FP16, kv_tensor_format="opaque" + " no layout" * 20
+    )
     plan = plan_push_blocks(
         Cache(desc, most), RemoteCache(BlocksCacheKey(most, most), desc), range(0, 60, 2), range(30)
     )

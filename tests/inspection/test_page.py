@@ -77,7 +77,7 @@ def test_it_is_written_where_a_path_is_given(tmp_path: Path) -> None:
 def named(name: str) -> list[str]:
     """Documents in which a name of a user is everywhere that one can be."""
     of_peer = RemoteCache(BlocksCacheKey(1), DESC)
-    opaque = CacheDesc(2, (4, 8), FP16, kv_tensor_format=name)
+    opaque = CacheDesc(2, (4, 8), FP16, kv_tensor_format=f"opaque {name}")
     labelled = plan_pull_blocks(opaque, opaque, [1], [2])
     pulled = plan_pull_blocks(of_peer, DESC, [1], [2])
     groups = GroupPlan({name: PLAN, "other": labelled})

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
@@ -270,13 +271,29 @@ class TestBadArguments:
             (None, "remote of cluster 2 has 0 addresses; exactly one"),
             (("127.0.0.1:1", "127.0.0.1:2"), "has 2 addresses"),
             ("127.0.0.1:0", "nobody listens on port 0"),
-            ("127.0.0.1", "endpoint='127.0.0.1' must be"),
-            ("127.0.0.1:66666", r"port '66666' is out of range \[0, 65535\]"),
         ],
     )
     def test_addresses(self, end: End, remote: Any, message: str) -> None:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             end.links.link([ClusterInfo(2, remote)], 1000)
+
+    @pytest.mark.parametrize(
+        ("remote", "message"),
+        [
+            ("127.0.0.1", "endpoint='127.0.0.1' must be"),
+            ("", "endpoint='' must be"),
+            ("127.0.0.1:66666", r"port '66666' is out of range \[0, 65535\]"),
+            ("host:port", "port 'port' is out of range"),
+            (("127.0.0.1", 26000), "endpoint='127.0.0.1' must be"),
+        ],
+    )
+    def test_addresses_that_cannot_be_are_refused_at_once(self, remote: Any, message: str) -> None:
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
+            ClusterInfo(2, remote)
+
+    def test_numbers_of_numpy(self) -> None:
+        info = ClusterInfo(np.int64(2), IpInfo("127.0.0.1", np.uint16(7)))
+        assert repr(info) == repr(ClusterInfo(2, IpInfo("127.0.0.1", 7)))
 
     def test_this_cluster_itself(self, end: End) -> None:
         with pytest.raises(LLMException, match="remote_cluster_id=1 is this engine's own"):

@@ -220,7 +220,7 @@ class TestMessages:
             58_000,
             (1,),
             DataType.DT_INT8,
-            kv_tensor_format="\N{ROMAN NUMERAL ONE}" * 256,
+            kv_tensor_format="opaque " + "\N{ROMAN NUMERAL ONE}" * 249,
         )
         two.registry.allocate(desc, paged=True)
         assert one.links.get(2).cache(CacheIndex(2, 1)).desc == desc
@@ -245,9 +245,10 @@ class TestMessages:
             ({"shape": (2**62,)}, "cache 1 of the peer's table: "),
             ({"batch_dim_index": 3}, "cache 1 of the peer's table: batch_dim_index=3"),
             ({"data_type": DataType.DT_STRING}, "cache 1 of the peer's table: data_type"),
-            ({"shard": ShardEntry((1, 1, 4), None)}, "layers=range.1, 1. must be a non-empty"),
-            ({"shard": ShardEntry((3, 1, 4), None)}, "layers=range.3, 1. must be a non-empty"),
-            ({"shard": ShardEntry((0, 5, 4), None)}, "must be a non-empty .* in \\[0, 4\\)"),
+            ({"shard": ShardEntry((1, 1, 4), None)}, "layers=range.1, 1. must be one or more of"),
+            ({"shard": ShardEntry((3, 1, 4), None)}, "layers=range.3, 1. must be one or more of"),
+            ({"shard": ShardEntry((0, 5, 4), None)}, "must be one or more of \\[0, 4\\)"),
+            ({"shard": ShardEntry((0, 5, 8), None, (3, 1))}, "must ascend"),
             ({"shard": ShardEntry((0, 0, 0), None)}, "num_layers=0 is out of range"),
             ({"shard": ShardEntry((0, 2**32 - 1, 2**32 - 1), None)}, "which do not divide"),
             ({"shard": ShardEntry(None, (0, 1, 8))}, "names no axis head"),

@@ -61,7 +61,7 @@ def test_a_description_keeps_its_fields(data_type: DataType) -> None:
     official = CacheDesc(3, [4, 5], data_type, Placement.HOST, 0, 1, "ND")
     ours = desc_of(official)
     assert ours == kvplan.CacheDesc(
-        3, (4, 5), kvplan.DataType(data_type.value), Placement.HOST, 0, 1, "ND"
+        3, (4, 5), kvplan.DataType(data_type.value), Placement.HOST, 0, 1, "opaque ND"
     )
     assert ours.data_type.name == data_type.name
     assert ours.tensor_nbytes == official.size

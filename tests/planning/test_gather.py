@@ -46,7 +46,10 @@ def requests(draw: st.DrawFn) -> tuple[list[Cache], list[list[int]], Cache, list
     )
     tables = [draw(st.permutations(range(it.rows))) for it in sources]
     most = min([len(dst_blocks) * dst.tokens, *(it.rows * it.tokens for it in sources)])
-    return sources, tables, dst, dst_blocks, draw(st.integers(1, most)), draw(st.integers(0, 5))
+    num_tokens = draw(st.integers(1, most))
+    tables = [it[: -(-num_tokens // own.tokens)] for it, own in zip(tables, sources, strict=True)]
+    dst_blocks = dst_blocks[: -(-num_tokens // dst.tokens)]
+    return sources, tables, dst, dst_blocks, num_tokens, draw(st.integers(0, 5))
 
 
 @given(requests())

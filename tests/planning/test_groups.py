@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, DataType, GroupPlan, plan_groups, plan_pull_blocks, reference
-from tests.planning.unlike import Cache, caches, expected, models
+from tests.planning.unlike import Cache, caches, expected, models, of_one_request
 from tests.support.refusals import refused
 
 INVALID = "LLM_PARAM_INVALID"
@@ -153,7 +153,7 @@ def transfers(draw: st.DrawFn) -> Drawn:
     src, dst = draw(caches(model)), draw(caches(model))
     assume(set(src.layers) & set(dst.layers) and set(src.heads) & set(dst.heads))
     rows = [draw(st.permutations(range(it.rows))) for it in (src, dst)]
-    most = min(src.rows * src.tokens, dst.rows * dst.tokens)
+    *rows, most = of_one_request(src, dst, *rows, 0, 0)
     return src, dst, *rows, draw(st.integers(1, most))
 
 

@@ -163,7 +163,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("segments", {"src_offsets": [0]}, ["segments", "dst_offsets"]),
     ("segments.more", [], ["segments", "more"]),
     ("segments.nbytes", [4], ["columns", "one length"]),
-    ("segments.nbytes", [4, 0], ["none of 0 bytes"]),
+    ("segments.nbytes", [4, 0], ["none has 0 bytes"]),
     ("segments.nbytes", [4, -8], ["nbytes", "-8"]),
     ("segments.nbytes", [4, 8.0], ["nbytes=[4, 8.0]"]),
     ("segments.nbytes", [4, True], ["nbytes=[4, True]"]),
@@ -194,8 +194,8 @@ def test_a_wrong_field_is_named(path: str, value: Any, parts: list[str]) -> None
         assert part in message
 
 
-def test_empty_segments_are_no_plan() -> None:
-    assert "at least one" in refusal(
+def test_a_plan_without_segments_has_no_slices_of_each() -> None:
+    assert "num_slices" in refusal(
         changed("segments", {"repeats": [], **{name: [] for name in Segments.columns()}})
     )
 

@@ -298,4 +298,31 @@ def test_every_exported_name_is_there() -> None:
 def test_a_format_that_no_peer_would_take_is_refused(text: str) -> None:
     with pytest.raises(LLMException, match="kv_tensor_format"):
         desc(kv_tensor_format=text)
-    assert desc(kv_tensor_format="N" * 256).kv_tensor_format
+    assert desc(kv_tensor_format=f"opaque {'N' * 249}").kv_tensor_format
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("NDH", ["kv_tensor_format='NDH' is not a layout", "the nearest are NHD and HND"]),
+        ("nhd", ["the nearest are NHD"]),
+        ("LBHCN", ["the nearest are LBNHC and LBHNC"]),
+        ("ND", ["is not a layout", "'block token head dim'", "'opaque '"]),
+        ("opaque", ["is not a layout", "'opaque '"]),
+        ("", ["exactly one of block and slot"]),
+        ("block tokens head dim", ["'tokens' is not an axis", "did you mean token?"]),
+        ("token head dim", ["exactly one of block and slot"]),
+        ("block token head", ["names 3 axes; the shape has 4"]),
+        ("block head token dim state", ["either token or state"]),
+    ],
+)
+def test_a_text_that_is_no_layout_is_refused_with_the_nearest(text: str, parts: list[str]) -> None:
+    with refused("LLM_PARAM_INVALID") as raised:
+        desc(shape=(8, 16, 2, 4), kv_tensor_format=text)
+    for part in ("kv_tensor_format", *parts):
+        assert part in str(raised.value)
+
+
+def test_a_name_of_which_the_indices_say_otherwise_is_refused() -> None:
+    with refused("LLM_PARAM_INVALID", "batch_dim_index=1 and kv_tensor_format='NHD' differ"):
+        desc(shape=(1, 8, 16, 4), kv_tensor_format="NHD", batch_dim_index=1)

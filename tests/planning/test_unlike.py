@@ -19,7 +19,7 @@ from kvplan import (
     plan_push_cache,
     reference,
 )
-from tests.planning.unlike import caches, expected, models
+from tests.planning.unlike import caches, expected, models, of_one_request
 from tests.support.refusals import refused
 
 
@@ -43,7 +43,10 @@ def transfers(draw):
     src_has, dst_has = len(src_blocks) * src.tokens, len(dst_blocks) * dst.tokens
     src_token = draw(st.integers(0, src_has - 1))
     dst_token = draw(st.integers(0, dst_has - 1))
-    num_tokens = draw(st.integers(1, min(src_has - src_token, dst_has - dst_token)))
+    src_blocks, dst_blocks, last = of_one_request(
+        src, dst, src_blocks, dst_blocks, src_token, dst_token
+    )
+    num_tokens = draw(st.integers(1, last))
     return src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
 
 
@@ -124,7 +127,8 @@ def test_a_slot_is_cut_into_blocks_by_its_tokens(data, function):
     src, dst = data.draw(sides("slot"))
     slot = data.draw(st.integers(0, src.rows - 1))
     dst_blocks = data.draw(tables(dst))
-    num_tokens = data.draw(st.integers(1, min(src.tokens, len(dst_blocks) * dst.tokens)))
+    _, dst_blocks, last = of_one_request(src, dst, [slot], dst_blocks, 0, 0)
+    num_tokens = data.draw(st.integers(1, last))
     plan = function(
         src.desc, dst.desc, None, dst_blocks, src_batch_index=slot, num_tokens=num_tokens
     )
@@ -159,7 +163,8 @@ def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
         2, (rows, heads, dst_tokens, 2 * packed), DataType.DT_INT4, kv_tensor_format="HND"
     )
     tokens = min(src_tokens, dst_tokens) * rows
-    plan = plan_pull_blocks(src, dst, range(rows), order, num_tokens=tokens)
+    read, order = range(-(-tokens // src_tokens)), order[: -(-tokens // dst_tokens)]
+    plan = plan_pull_blocks(src, dst, read, order, num_tokens=tokens)
     rng = np.random.default_rng(0)
     source = [
         rng.integers(0, 256, (rows, src_tokens, heads, packed), np.uint8, endpoint=False)
@@ -167,8 +172,8 @@ def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
     ]
     target = [np.zeros((rows, heads, dst_tokens, packed), np.uint8) for _ in range(2)]
     reference.execute(plan, source, target)
-    for read, written in zip(source, target, strict=True):
-        request = read.reshape(-1, heads, packed)[:tokens]
+    for there, written in zip(source, target, strict=True):
+        request = there.reshape(-1, heads, packed)[:tokens]
         found = written[list(order)].transpose(0, 2, 1, 3).reshape(-1, heads, packed)
         np.testing.assert_array_equal(found[:tokens], request)
         assert not found[tokens:].any()

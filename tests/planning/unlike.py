@@ -130,6 +130,19 @@ def expected(
     return result
 
 
+def of_one_request(
+    src: Cache, dst: Cache, src_blocks: list[int], dst_blocks: list[int], src_token: int,
+    dst_token: int,
+) -> tuple[list[int], list[int], int]:  # fmt: skip
+    """Cut the longer of two tables, so that both end with the same token; and return its number."""
+    last = min(len(src_blocks) * src.tokens - src_token, len(dst_blocks) * dst.tokens - dst_token)
+    return (
+        src_blocks[: -(-(src_token + last) // src.tokens)],
+        dst_blocks[: -(-(dst_token + last) // dst.tokens)],
+        last,
+    )
+
+
 def parts(total: int) -> st.SearchStrategy[range]:
     """A non-empty range of [0, total)."""
     return st.tuples(st.integers(0, total - 1), st.integers(1, total)).map(

@@ -210,9 +210,10 @@ def test_push_needs_host_memory() -> None:
 
 def test_its_engine_has_the_device_that_the_cache_is_on() -> None:
     it = VllmWorker("prefill", engine={"kvplan.accelerator": "none", "llm.DeviceId": "1"})
-    layer = CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32))
-    layer.device = SimpleNamespace(type="cuda", index=5)
-    it.worker.register(dict.fromkeys(it.layers, layer))
+    layers = {name: CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32)) for name in it.layers}
+    for layer in layers.values():
+        layer.device = SimpleNamespace(type="cuda", index=5)
+    it.worker.register(layers)
     assert it.worker._engine is not None
     assert it.worker._engine._running().options.device_id == 5
     it.worker.close()

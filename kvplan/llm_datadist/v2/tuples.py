@@ -60,9 +60,10 @@ def desc_of(packed: CacheDesc) -> tuple[kvplan.CacheDesc, bool]:
     return desc, bool(is_blocks)
 
 
-def cache_called(cache_id: int) -> kvplan.Cache:
-    """Return a cache of this process by its id; the engine knows the rest."""
-    return kvplan.Cache(_ANY, cache_id)
+def cache_called(engine: kvplan.LlmDataDist, cache_id: int) -> kvplan.Cache:
+    """Return a cache of the engine by its id; one that is not there is refused where it is used."""
+    entry = engine._running().registry.living.get(cache_id)
+    return kvplan.Cache(_ANY, cache_id) if entry is None else entry.cache
 
 
 def key_of(

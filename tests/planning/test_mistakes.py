@@ -1,0 +1,161 @@
+"""What callers write by mistake, or from another library: taken, or refused with what to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    KvCacheExtParam,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    Plan,
+    plan_copy_blocks,
+    plan_gather,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_swap_blocks,
+)
+
+
+class Tensor:
+    """What torch's tensors have: no Sequence, and each element a tensor."""
+
+    def __init__(self, values: Any, device: str = "cpu") -> None:
+        self._values = np.asarray(values)
+        self._device = device
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self._device != "cpu":
+            raise TypeError(f"can't convert {self._device} device type tensor to numpy")
+        return self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return Tensor(self._values[index])
+
+    def __index__(self) -> int:
+        return int(self._values)
+
+
+def blocks(placement: Placement = Placement.DEVICE) -> CacheDesc:
+    return CacheDesc(4, (8, 16, 2, 4), DataType.DT_FLOAT16, placement, kv_tensor_format="NHD")
+
+
+NHD, HOST = blocks(), blocks(Placement.HOST)
+NUMBERS = [np.int64, np.uint32, Tensor]
+
+Made = Callable[[Any], object]
+TAKEN: dict[str, Made] = {
+    "description": lambda n: CacheDesc(n(4), (n(8), 16), DataType.DT_INT8, batch_dim_index=n(0)),
+    "key": lambda n: CacheKey(n(1), n(2), n(3)),
+    "key of blocks": lambda n: BlocksCacheKey(n(1), n(2)),
+    "index": lambda n: CacheIndex(n(1), n(2), n(3)),
+    "tokens": lambda n: plan_pull_blocks(
+        NHD, NHD, [1], [2], num_tokens=n(5), src_token=n(2), dst_token=n(0)
+    ),
+    "slot": lambda n: plan_pull_cache(NHD, NHD, src_batch_index=n(1), dst_batch_index=n(2)),
+    "bytes": lambda n: plan_pull_cache(NHD, NHD, size=n(8), src_offset=n(2), dst_offset=n(0)),
+    "layers": lambda n: plan_pull_blocks(
+        NHD, NHD, [1], [2], ext_param=KvCacheExtParam((n(0), n(0)), (n(1), n(1)), n(2))
+    ),
+    "block tables": lambda n: plan_pull_blocks(NHD, NHD, [n(1), n(2)], (n(3), n(4))),
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_stands_for_an_int_is_taken_as_one(name: str, number: Any) -> None:
+    """Nothing of NumPy or of a tensor stays in the value."""
+    made, wanted = TAKEN[name](number), TAKEN[name](int)
+    assert made == wanted
+    assert repr(made) == repr(wanted)
+    if isinstance(made, Plan):
+        assert made.to_dict() == wanted.to_dict()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("wrong", [1.0, True, "1", None, np.float64(1), np.True_])
+def test_what_stands_for_no_int_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"cluster_id=.* must be int"):
+        CacheKey(wrong)
+    with pytest.raises(TypeError, match=r"src_token=.* must be int"):
+        plan_pull_blocks(NHD, NHD, [1], [2], src_token=wrong)
+
+
+MAPPINGS = [
+    {0: [1, 2], 3: [4]},
+    [(0, 1), (0, 2), (3, 4)],
+    ([0, 1], [0, 2], [3, 4]),
+    np.array([[0, 1], [0, 2], [3, 4]]),
+    Tensor([[0, 1], [0, 2], [3, 4]]),
+]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_pairs_and_tensors_are_taken_as_a_mapping(mapping: Any) -> None:
+    assert plan_copy_blocks(NHD, mapping) == plan_copy_blocks(NHD, MAPPINGS[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mapping", [{0: 1, 2: 3}, [(0, 1), (2, 3)], Tensor([[0, 1], [2, 3]])])
+def test_pairs_and_tensors_are_swapped(mapping: Any) -> None:
+    assert plan_swap_blocks(HOST, NHD, mapping) == plan_swap_blocks(HOST, NHD, {0: 1, 2: 3})
+
+
+def test_a_tensor_is_a_block_table() -> None:
+    wanted = plan_pull_blocks(NHD, NHD, [1, 2], [3, 4])
+    assert plan_pull_blocks(NHD, NHD, Tensor([1, 2]), Tensor([3, 4])) == wanted  # type: ignore[arg-type]
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a block for each source": (
+        lambda: plan_gather([NHD], NHD, [1], [2]),  # type: ignore[list-item]
+        r"src_blocks\[0\]=1 must be a block table, .* one for each source, as in \[\[1, 2\]\]",
+    ),
+    "a number for a sequence": (
+        lambda: plan_copy_blocks(NHD, {0: 1}),  # type: ignore[dict-item]
+        r"blocks\[0\]=1 must be a sequence of int, of the blocks that it is copied to",
+    ),
+    "a flat list of pairs": (
+        lambda: plan_copy_blocks(NHD, [0, 1]),  # type: ignore[list-item]
+        r"blocks\[0\]=0 must be a pair of a source and a destination block",
+    ),
+    "three columns": (
+        lambda: plan_swap_blocks(HOST, NHD, np.zeros((2, 3), int)),
+        r"src_to_dst of shape \(2, 3\) and int64 must have two columns",
+    ),
+    "a tensor on a device": (
+        lambda: plan_pull_blocks(NHD, NHD, Tensor([1], "cuda:0"), [2]),  # type: ignore[arg-type]
+        "src_blocks is a Tensor that cannot be read here, .* as a list .* cuda:0 device type",
+    ),
+    "a set": (lambda: plan_pull_blocks(NHD, NHD, {1}, [2]), "must be a sequence of int, not set"),  # type: ignore[arg-type]
+    "numbers that are not int": (
+        lambda: plan_pull_blocks(NHD, NHD, Tensor([1.5]), [2]),  # type: ignore[arg-type]
+        "src_blocks must hold integers, not float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_refused_with_what_to_give(name: str) -> None:
+    call, text = REFUSED[name]
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_a_status_is_said_once() -> None:
+    first = LLMException("it is late", status_code=LLMStatusCode.LLM_TIMEOUT)
+    again = LLMException(f"pull: {first}", status_code=LLMStatusCode.LLM_TIMEOUT)
+    assert str(again) == "pull: it is late (LLM_TIMEOUT)"
+    other = LLMException(f"pull: {first}", status_code=LLMStatusCode.LLM_FAILED)
+    assert str(other) == "pull: it is late (LLM_TIMEOUT) (LLM_FAILED)"
