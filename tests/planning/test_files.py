@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ def test_errors_name_the_file_the_group_and_the_field(tmp_path: Path) -> None:
         kvplan.load_plan(path)
 
 
-def test_no_more_is_read_than_a_plan_can_have() -> None:
-    with pytest.raises(LLMException, match="/dev/zero has more than 128 MiB"):
-        kvplan.load_plan("/dev/zero")
+def test_no_more_is_read_than_a_plan_can_have(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.touch()
+    os.truncate(path, (128 << 20) + 1)
+    with pytest.raises(LLMException, match=r"plan\.json has more than 128 MiB"):
+        kvplan.load_plan(path)
