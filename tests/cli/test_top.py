@@ -256,3 +256,15 @@ def test_nothing_that_an_engine_says_commands_the_terminal() -> None:
     said["links"][0] |= dict.fromkeys(("state", "transport", "way", "last_error"), escape)
     said["in_flight"][0] |= dict.fromkeys(("operation", "tag"), escape)
     assert "\x1b" not in shown([checked(Answer(10, said, "")), Answer(11, None, escape)])
+
+
+def test_a_cancelled_transfer_is_no_failure() -> None:
+    def did(**statuses: int) -> list[Answer]:
+        row = {"statuses": statuses, "nbytes": 0, "count": sum(statuses.values()), "buckets": []}
+        seconds = float(sum(statuses.values()))
+        return [Answer(10, document(seconds=seconds, operations={"pull_cache": row}), "")]
+
+    after = did(LLM_SUCCESS=4, LLM_CANCELLED=3, LLM_TIMEOUT=2, LLM_FAILED=1)
+    (engine,) = compared(did(LLM_SUCCESS=2), after)
+    assert engine.rates.operations == pytest.approx(1)
+    assert engine.rates.failed * 8 == pytest.approx(3)
