@@ -231,7 +231,8 @@ class NotificationOperations(OperationRunner):
     ) -> None:
         """Send a notification; on return the peer's engine has it, for its program to read.
 
-        It is delivered once. After LLM_TIMEOUT, or a link that broke meanwhile, it may have been.
+        It is delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED it may have been; after
+        any other error it was not.
 
         Args:
             cluster_id: of the peer.

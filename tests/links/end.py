@@ -15,6 +15,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus
+from kvplan.links.notifying import Inbox
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Transport
 
@@ -31,6 +32,7 @@ class End:
         *,
         listen: str = "127.0.0.1:0",
         transports: Sequence[Transport] | None = None,
+        inbox: Inbox | None = None,
         **options: Any,
     ) -> None:
         self.cluster_id = cluster_id
@@ -38,7 +40,9 @@ class End:
         given = Options(**options)
         self.registry = CacheRegistry(self.transports, given, self._changed)
         self.log = _Log(cluster_id)
-        self.links = Links(cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports)
+        self.links = Links(
+            cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports, inbox=inbox
+        )
         self.links.start()
         if listen:
             self.links.listen(Endpoint.parse(listen))
