@@ -394,7 +394,7 @@ class Operation:
         finally:
             try:
                 status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
-                if not status.is_failure:
+                if error is not None and not status.is_failure:
                     failure = None
                 if not recorded:
                     if engine.recorder is not None:  # first: what is counted is recorded
