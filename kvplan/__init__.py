@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     )
     from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
     from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
-    from kvplan.lease import BlockLease
+    from kvplan.lease import BlockLease, LeaseEnd
     from kvplan.links import (
         ClusterInfo,
         IpInfo,
@@ -125,6 +125,7 @@ __all__ = [
     "LayerEvent",
     "LayerProgress",
     "LayerTask",
+    "LeaseEnd",
     "LinkResult",
     "LinkResults",
     "LinkState",
@@ -182,7 +183,7 @@ _LAZY = {
         "kvplan.engine.gather_task": "GatherError GatherTask",
         "kvplan.engine.groups": "Group",
         "kvplan.engine.layer_event": "LayerEvent",
-        "kvplan.lease": "BlockLease",
+        "kvplan.lease": "BlockLease LeaseEnd",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
         "kvplan.engine.memory_report": "MemoryReport",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
@@ -42,6 +43,20 @@ _LETTERS: Final = {"H": 2**16, "I": 2**32, "Q": 2**64}  # of struct, and what it
 def tag_of(name: str) -> str:
     """A tag of any name: its beginning, with "?" for what is not printable."""
     return printable(name[:MAX_TAG])
+
+
+class LeaseEnd(Enum):
+    """How a lease has ended.
+
+    Attributes:
+        RELEASED: by its owner.
+        EXPIRED: its `ttl_ms` has passed before that.
+        CACHE_FREED: with its cache.
+    """
+
+    RELEASED = "released"
+    EXPIRED = "expired"
+    CACHE_FREED = "cache freed"
 
 
 class LeaseWord(NamedTuple):

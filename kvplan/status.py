@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 class LLMStatusCode(IntEnum):
-    """Outcome of an operation; names and values are those of the reference (section 4)."""
+    """Outcome of an operation; names and values are those of the reference (section 4).
+
+    LLM_CANCELLED is kvplan's own. Its number cannot be one of the reference's, which are uint32.
+    """
 
     LLM_SUCCESS = 0
     LLM_FAILED = 0xFFFFFFFF
@@ -41,6 +44,12 @@ class LLMStatusCode(IntEnum):
     LLM_DEVICE_MEM_ERROR = 507053
     LLM_SUSPECT_REMOTE_ERROR = 507057
     LLM_UNKNOWN_ERROR = -1
+    LLM_CANCELLED = -2
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether an operation with this outcome counts as failed: a cancelled one does not."""
+        return self not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_CANCELLED)
 
     def __str__(self) -> str:
         return f"LLMStatusCode.{self.name}"

@@ -290,7 +290,8 @@ def _engine_rates(old: dict[str, Any], new: dict[str, Any]) -> Rates:
 
 
 def _failures(row: dict[str, Any]) -> int:
-    return sum(count for status, count in row["statuses"].items() if status != "LLM_SUCCESS")
+    no_failure = ("LLM_SUCCESS", "LLM_CANCELLED")
+    return sum(count for status, count in row["statuses"].items() if status not in no_failure)
 
 
 def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None:

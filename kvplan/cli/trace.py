@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,10 +17,10 @@ import click
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.files import save
-from kvplan.recording.queries import Write, select, who_wrote
+from kvplan.recording.queries import OPERATIONS, Write, select, who_wrote
 from kvplan.recording.reader import follow, read
 from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
-from kvplan.status import invalid
+from kvplan.status import LLMStatusCode, invalid
 from kvplan.validation import printable
 
 SCHEMA_VERSION: Final = 1
@@ -113,9 +114,11 @@ def command(
 ) -> ExitCode:
     """List the transfers that FILEs have, which engines recorded (see docs/how-to/recording.md).
 
-    A FILE may still be written; its older files (FILE.1 and so on) are read with it. Exits with 0;
-    with 1 if --replay has found a difference; with 2 if a FILE cannot be read.
+    A FILE may still be written; its older files (FILE.1 and so on) are read with it. A folder
+    stands for all recordings in it, such as those of KVPLAN_RECORD. Exits with 0; with 1 if
+    --replay has found a difference; with 2 if a FILE cannot be read.
     """
+    files = tuple(_recordings_of(files))
     chosen = _Filter(tag, cluster, operation, failed, since)
     if following:
         if (
@@ -128,9 +131,13 @@ def command(
             or explained is not None
         ):
             raise click.UsageError("--follow takes one FILE, and lists it")
+        if operation is not None:
+            _check_operation(operation, [])
         _follow(files[0], chosen, as_json=as_json)
         return ExitCode.OK
-    recordings = [read(it) for it in files]
+    recordings = [read(path) for path in files]
+    if operation is not None:
+        _check_operation(operation, recordings)
     if explained is not None or saved is not None:
         return _one_plan(recordings, explained, saved, as_json=as_json)
     if block is not None:
@@ -155,6 +162,39 @@ def command(
     for recording, rows in found:
         _list(recording, rows)
     return ExitCode.OK
+
+
+def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files, and for a folder its recordings in the order of their names."""
+    from kvplan.engine.records import SUFFIX  # the engine: for a folder only
+
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(path.glob(f"*{SUFFIX}"))
+        if not found:
+            raise click.UsageError(f"{path}: there is no file *{SUFFIX} in this folder")
+        yield from found
+
+
+def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
+    """Refuse an operation that neither engines have nor the recordings.
+
+    Raises:
+        click.UsageError: with the nearest names.
+    """
+    known = sorted(
+        OPERATIONS.union(
+            row.operation
+            for recording in recordings
+            for row in recording.rows
+            if not isinstance(row, Dropped)
+        )
+    )
+    if name not in known:
+        near = ", ".join(get_close_matches(name, known, 3) or known)
+        raise click.UsageError(f"--operation {name}: there is no such operation; near it: {near}")
 
 
 def _say(*lines: str) -> None:
@@ -209,7 +249,8 @@ def _line(it: AnyRecord) -> str:
         what = "a file of the recording" if it.count is None else plural(it.count, "row")
         return f"{begin} -- {what} missing --"
     ms = f"{it.seconds * 1e3:.3f}"
-    outcome = f"{it.status.name}: {it.error}" if it.failed else "done"
+    succeeded = it.status is LLMStatusCode.LLM_SUCCESS
+    outcome = "done" if succeeded else f"{it.status.name}: {it.error}"
     if isinstance(it, Event):
         fields = " ".join(
             f"{name}={_short(value)}"
@@ -217,7 +258,7 @@ def _line(it: AnyRecord) -> str:
             if value not in (None, "") and name != "peer"
         )
         peer = str(it.fields.get("peer", ""))
-        note = f"{it.status.name}: " if it.failed else ""
+        note = "" if succeeded else f"{it.status.name}: "
         text = " ".join(filter(None, [fields, f"{note}{it.error}" if it.error or note else ""]))
         return f"{begin} {it.operation:<15} {peer:>6}  {text}".rstrip()
     peer = "" if it.peer is None else str(it.peer)
@@ -343,6 +384,8 @@ def _replay(found: _Found, *, as_json: bool) -> ExitCode:
     for recording, rows in found:
         for it in _transfers(rows):
             plan = it.plan
+            if plan is None and not it.error:
+                continue  # it had nothing to move, such as a notification
             key = ("" if plan is None else plan.fingerprint, it.within)
             outcome = known.get(key)
             if outcome is None:  # plans that are equal do the same

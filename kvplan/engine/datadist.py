@@ -13,7 +13,7 @@ from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
 from kvplan.engine.groups import GroupOperations
-from kvplan.engine.leases import LeaseOperations
+from kvplan.engine.lease_api import LeaseOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.prepared import PrepareOperations

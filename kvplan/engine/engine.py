@@ -138,6 +138,7 @@ class Engine:
             held.callback(self.links.close)
             self.routes = Routes(self.registry, self.links, self.transfers, metrics)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
+            held.callback(self.leases.close)
             self.links.start()
             self.transport_names = [it.name for it in transports]
             if options.status_socket:

@@ -245,7 +245,7 @@ class GatherOperations(OperationRunner):
     ) -> None:
         check_timeout(timeout_ms)
         engine, name = self._running(), _name_of(groups)
-        task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
+        task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure, tag))
         try:
             self._begin(task, groups, rank, coalesce, tag)
             task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
@@ -264,7 +264,7 @@ class GatherOperations(OperationRunner):
         after: ComputeEvent | None,
     ) -> GatherTask:
         engine, name = self._running(), _name_of(groups)
-        task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
+        task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure, tag))
         try:
             report = engine.prompt.report()
             self._begin(task, groups, rank, coalesce, tag, after)

@@ -54,13 +54,19 @@ class GatherNotices:
         operation: its name.
         notify: what they are sent when every byte from all of them has arrived; None: nothing.
         notify_failure: what they are sent if the gather fails before; None: nothing.
+        tag: of the gather.
     """
 
     def __init__(
-        self, engine: Engine, operation: str, notify: bytes | None, notify_failure: bytes | None
+        self,
+        engine: Engine,
+        operation: str,
+        notify: bytes | None,
+        notify_failure: bytes | None,
+        tag: str = "",
     ) -> None:
         self._new = partial(
-            Operation, engine, "notify", notify=notify, notify_failure=notify_failure
+            Operation, engine, "notify", notify=notify, notify_failure=notify_failure, tag=tag
         )
         self._operation = operation
         self._operations: dict[PeerLink, Operation] = {}  # begun: the links stay until they end

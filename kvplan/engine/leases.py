@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from numbers import Real
 from typing import TYPE_CHECKING, Final
 
-from kvnative._signals import Mutex, signals_deferred
+from kvnative._signals import Condition
 from kvplan.engine.claims import not_exist
-from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
-from kvplan.lease import BlockLease, LeaseWord
+from kvplan.lease import BlockLease, LeaseEnd, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
+from kvplan.transport.lease_expiry import Deadlines, seconds_left
 from kvplan.types import Cache
-from kvplan.validation import check_type, shown
+from kvplan.validation import as_int, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.registry import CacheRegistry
@@ -25,10 +29,18 @@ if TYPE_CHECKING:
 
 
 _MAX_TTL_MS: Final = 1e12  # some 31 years
+_RETRY_NS: Final = 1_000_000_000  # after a peer that may still write was waited for
+_STOPPED_S: Final = 1.0  # of `close`, for a callback that is being called
+_RELEASED: Final = LeaseEnd.RELEASED  # to look it up takes 0.2 us in Python 3.11
+OnReleased = Callable[[BlockLease, LeaseEnd], object]
 
 
 class Leases:
-    """Those of one engine; may be used from several threads.
+    """The leases of one engine; any thread may call.
+
+    A lease is live, then ending (a peer may still write with it), then ended, which is reported
+    once. One thread, started by the first lease that expires, ends leases at their deadlines, and
+    ends again those that a peer has held up.
 
     Args:
         cluster_id, instance: of the engine.
@@ -36,7 +48,7 @@ class Leases:
         transports: what checks the leases for peers.
 
     Attributes:
-        observer: called with "lease" and "release" and the lease, where that has happened.
+        observer: called when a lease has begun (with None), and when it has ended.
     """
 
     def __init__(
@@ -50,13 +62,17 @@ class Leases:
         self._instance = instance
         self._registry = registry
         self._transports = {it.name: it for it in transports}
-        self._mutex = Mutex()  # re-entrant: a signal handler may come back here
+        self._changed = Condition()  # re-entrant: a signal handler may come back here
+        self._thread: threading.Thread | None = None
+        self._closed = False
         self._last_id = 0
         self._live: dict[int, BlockLease] = {}
-        self._deadlines: dict[int, int] = {}  # of those that expire: CLOCK_MONOTONIC, ns
-        self._callbacks: dict[object, Callable[[BlockLease], object]] = {}
-        self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
-        self.observer: Callable[[str, BlockLease], object] | None = None
+        self._ending: dict[int, tuple[BlockLease, LeaseEnd]] = {}
+        self._held_up: set[int] = set()  # ending ones that a peer has held up
+        # When a live lease expires, and an ending one is ended again: CLOCK_MONOTONIC.
+        self._deadlines: Deadlines[int] = Deadlines()
+        self._callbacks: dict[object, OnReleased] = {}
+        self.observer: Callable[[BlockLease, LeaseEnd | None], object] | None = None
 
     def begin(
         self,
@@ -79,9 +95,11 @@ class Leases:
             raise invalid("blocks is empty; a lease has at least one block")
         check_distinct("blocks", table, entry.side)
         if tokens is not None:
-            _check_tokens(tokens, len(table), entry.side)
+            tokens = _check_tokens(tokens, len(table), entry.side)
         deadline_ns = 0 if ttl_ms is None else _deadline_ns(ttl_ms)
-        with self._mutex:
+        with self._changed:
+            if deadline_ns:
+                self._start_thread()
             self._last_id += 1
             lease_id = self._last_id
         words = self._begin_words(deadline_ns)
@@ -97,10 +115,10 @@ class Leases:
                 words,
                 tokens,
             )
-            with self._mutex:
+            with self._changed:
                 self._live[lease_id] = it
                 if deadline_ns:
-                    self._deadlines[lease_id] = deadline_ns
+                    self._wake_at(lease_id, deadline_ns)
         except BaseException:
             self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
@@ -108,32 +126,24 @@ class Leases:
             self.end_cache(cache_id)
             raise not_exist(f"cache_id={cache_id} was freed when it was leased")
         if self.observer is not None:
-            self.observer("lease", it)
+            self.observer(it, None)
         return it
 
     def end(self, lease: BlockLease) -> None:
         """See `LeaseOperations.release`."""
-        lease_id, live = lease.lease_id, self._live
-        with self._mutex:
-            if live.get(lease_id) is not lease and self._held(lease) is None:
+        lease_id = lease.lease_id
+        with self._changed:
+            if self._live.get(lease_id) is not lease and self._held(lease) is None:
                 return
-            if lease_id in live:
-                self._ending[lease_id] = lease
-                del live[lease_id]
-                self._deadlines.pop(lease_id, None)
-        self._end_words(lease.places())
-        # Once, of several threads that release it.
-        if self._ending.pop(lease_id, None) is None:
-            return
-        if self.observer is not None:
-            self.observer("release", lease)
-        for it in list(self._callbacks.values()):
-            try:
-                it(lease)
-            except Exception:
-                logger.exception("on_released: a callback has failed")
+            self._move_to_ending(lease_id, _RELEASED)
+        try:
+            self._end_words(lease.places())
+        except BaseException:
+            self._try_again([lease_id])
+            raise
+        self._conclude(lease_id)
 
-    def on_released(self, callback: Callable[[BlockLease], object]) -> Callable[[], None]:
+    def on_released(self, callback: OnReleased) -> Callable[[], None]:
         """See `LeaseOperations.on_released`."""
         token = object()
         self._callbacks[token] = callback
@@ -146,43 +156,153 @@ class Leases:
     def renew(self, lease: BlockLease, ttl_ms: float) -> None:
         """See `LeaseOperations.renew`."""
         renewed_ns = _deadline_ns(ttl_ms)
-        with self._mutex:
+        with self._changed:
             self.standing(lease)
             if (deadline_ns := self._deadlines.get(lease.lease_id)) is None:
                 raise invalid(f"{lease} was made without ttl_ms: it does not expire")
-            if (late_ns := time.monotonic_ns() - deadline_ns) >= 0:
-                raise not_exist(f"{lease} expired {late_ns / 1e6:.1f} ms ago: release it")
-            self._deadlines[lease.lease_id] = renewed_ns
             try:
                 self._renew_words(lease, renewed_ns)
             except LLMException as error:  # it has expired on one of them: on all, then
-                self._deadlines[lease.lease_id] = deadline_ns
                 with suppress(LLMException):
                     self._renew_words(lease, deadline_ns)
-                raise not_exist(f"{lease} expired just now: release it") from error
+                raise not_exist(f"{lease} expired just now") from error
+            self._wake_at(lease.lease_id, renewed_ns)
 
     def standing(self, lease: BlockLease) -> BlockLease:
-        """Return a lease of this engine that was not released.
+        """Return a lease of this engine that has not ended.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID.
         """
-        with self._mutex:
-            if self._held(lease) is None or lease.lease_id not in self._live:
-                raise not_exist(f"{lease} was released")
+        with self._changed:
+            held = self._held(lease)
+            if held is None or not self._is_live(lease.lease_id, time.monotonic_ns()):
+                raise not_exist(f"{lease} was released or has expired")
         return lease
 
+    def deadline(self, lease: BlockLease) -> float | None:
+        """See `LeaseOperations.lease_deadline`."""
+        with self._changed:
+            deadline_ns = self._deadlines.get(self.standing(lease).lease_id)
+        return None if deadline_ns is None else deadline_ns / 1e9
+
     def end_cache(self, cache_id: int) -> None:
-        """End those of a cache that was freed: its memory is looked after where that ends."""
-        for it in self.live():
-            if it.cache_id == cache_id:
-                with suppress(LLMException):
-                    self.end(it)
+        """End the leases of a cache that was freed; those that a peer holds up end later."""
+        with self._changed:
+            ended = [number for number, held in self._live.items() if held.cache_id == cache_id]
+            for number in ended:
+                self._move_to_ending(number, LeaseEnd.CACHE_FREED)
+        self._end_all(ended)
 
     def live(self) -> list[BlockLease]:
-        """Those that have not ended, in the order in which they were made."""
-        with self._mutex:
-            return list(self._live.values())
+        """Return the leases that have not ended, the oldest first."""
+        now_ns = time.monotonic_ns()
+        with self._changed:
+            return [held for number, held in self._live.items() if self._is_live(number, now_ns)]
+
+    def close(self) -> None:
+        """Stop the thread; leases that are left end with their transports."""
+        with self._changed:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOPPED_S)
+
+    def _start_thread(self) -> None:
+        """With the mutex: start the thread that ends leases, unless it runs."""
+        if self._thread is not None or self._closed:
+            return
+        self._thread = start_thread(f"kvplan-leases-{self._cluster_id}", self._run)
+
+    def _wake_at(self, lease_id: int, deadline_ns: int) -> None:
+        """With the mutex: have the thread look at a lease at a time."""
+        if self._deadlines.set(lease_id, deadline_ns):
+            self._changed.notify()
+
+    def _is_live(self, lease_id: int, now_ns: int) -> bool:
+        """With the mutex: a lease has expired at its deadline, however late the thread is."""
+        deadline_ns = self._deadlines.get(lease_id)
+        return lease_id in self._live and (deadline_ns is None or now_ns < deadline_ns)
+
+    def _run(self) -> None:
+        """End leases at their deadlines, until the engine closes."""
+        while (late := self._wait_for_late()) is not None:
+            self._end_all(late)
+
+    def _wait_for_late(self) -> list[int] | None:
+        """Wait for leases that are to be ended; None: the engine closes."""
+        with self._changed:
+            while not self._closed:
+                now_ns, late = time.monotonic_ns(), []
+                while (lease_id := self._deadlines.pop_late(now_ns)) is not None:
+                    self._move_to_ending(lease_id, LeaseEnd.EXPIRED)
+                    late.append(lease_id)
+                if late:
+                    return late
+                next_ns = self._deadlines.next_ns()
+                self._changed.wait(None if next_ns is None else seconds_left(next_ns))
+        return None
+
+    def _move_to_ending(self, lease_id: int, end: LeaseEnd) -> None:
+        """With the mutex: end a live lease, whose peers are still to be waited for."""
+        if (lease := self._live.get(lease_id)) is None:
+            return
+        deadline_ns = self._deadlines.pop(lease_id, None)
+        if deadline_ns is not None and deadline_ns <= time.monotonic_ns():
+            end = LeaseEnd.EXPIRED  # before it was released
+        self._ending[lease_id] = lease, end
+        del self._live[lease_id]
+
+    def _end_all(self, lease_ids: Iterable[int]) -> None:
+        """End leases that are ending, together: a peer that is stopped is waited for once."""
+        words: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        ended = [held for number in lease_ids if (held := self._ending.get(number)) is not None]
+        for lease, _ in ended:
+            for name, word in lease.places():
+                words[name].append(word)
+        numbers = [lease.lease_id for lease, _ in ended]
+        try:
+            with ExitStack() as ends:  # a peer holds one transport up: the others end all the same
+                for name, of_transport in words.items():
+                    ends.callback(self._transports[name].end_leases, of_transport)
+        except Exception as error:
+            if not self._held_up.issuperset(numbers):
+                logger.warning("event=leases_held_up leases=%s reason=%s", numbers[:8], error)
+            self._try_again(numbers)
+            return
+        for number in numbers:
+            self._conclude(number)
+
+    def _try_again(self, lease_ids: Iterable[int]) -> None:
+        """End leases again later, as a peer may still write with them."""
+        again_ns = time.monotonic_ns() + _RETRY_NS
+        with (
+            self._changed,
+            suppress(LLMException),
+        ):  # no more threads: `release` can be called again
+            for number in lease_ids:
+                self._held_up.add(number)
+                self._wake_at(number, again_ns)
+            self._start_thread()
+
+    def _conclude(self, lease_id: int) -> None:
+        """Report a lease with which no peer writes any more; once, of several threads."""
+        if (ended := self._ending.pop(lease_id, None)) is None:
+            return
+        if self._held_up:
+            self._held_up.discard(lease_id)
+        if self.observer is not None:
+            self.observer(*ended)
+        callbacks = self._callbacks
+        for callback in list(callbacks.values()) if callbacks else ():
+            try:
+                callback(*ended)
+            except BaseException as error:
+                logger.exception("on_released: a callback has failed")
+                is_exit = not isinstance(error, Exception)
+                if is_exit and threading.current_thread() is not self._thread:
+                    raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
         """With the mutex: whether it was not released, to its end; refuses one of others."""
@@ -190,7 +310,8 @@ class Leases:
             if lease.cluster_id == self._cluster_id:
                 return None  # of this engine before it was restarted: it ended with that
             raise invalid(f"{lease} is of cluster {lease.cluster_id}; only its owner can end it")
-        held = self._live.get(lease.lease_id) or self._ending.get(lease.lease_id)
+        ending = self._ending.get(lease.lease_id)
+        held = self._live.get(lease.lease_id) or (ending and ending[0])
         if held is None and lease.lease_id <= self._last_id:
             return None
         if held is not lease and held != lease:
@@ -231,149 +352,21 @@ class Leases:
 
 
 def _deadline_ns(ttl_ms: object) -> int:
-    if not isinstance(ttl_ms, (int, float)) or isinstance(ttl_ms, bool):
+    """Return the time `ttl_ms` milliseconds from now: CLOCK_MONOTONIC."""
+    if not isinstance(ttl_ms, Real) or isinstance(ttl_ms, bool):
         raise TypeError(f"ttl_ms={ttl_ms!r} must be a number")
-    if not 0 < ttl_ms <= _MAX_TTL_MS:
-        raise invalid(f"ttl_ms={ttl_ms} must be in (0, {_MAX_TTL_MS:g}]")
-    return time.monotonic_ns() + int(ttl_ms * 1e6)
+    given = float(ttl_ms)
+    if not 0 < given <= _MAX_TTL_MS:
+        raise invalid(f"ttl_ms={given:g} must be in (0, {_MAX_TTL_MS:g}]")
+    return time.monotonic_ns() + int(given * 1e6)
 
 
-def _check_tokens(tokens: int, num_blocks: int, side: Side) -> None:
-    """Refuse what so many blocks of the cache cannot have."""
+def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
+    """Return `tokens`, or refuse what so many blocks of the cache cannot have."""
     if side.layout is None or "token" not in side.layout.axes:
         raise invalid(f"tokens={shown(tokens)} needs a cache whose layout says what a token is")
     most = num_blocks * side.extent("token")
-    if not 1 <= check_type("tokens", tokens, int) <= most:
-        raise invalid(f"tokens={tokens} must be in [1, {most}], what the blocks hold")
-
-
-class LeaseOperations(OperationRunner):
-    """Blocks that peers reach only as long as they are one request's: see docs/how-to/leases.md."""
-
-    def lease_blocks(
-        self,
-        cache: Cache,
-        blocks: Blocks,
-        *,
-        tag: str = "",
-        ttl_ms: float | None = None,
-        tokens: int | None = None,
-    ) -> BlockLease:
-        """Lease blocks of a paged cache, for peers to pull from or push to.
-
-        Send the lease to them (`to_bytes`, `from_bytes`). Several leases may have one block. They
-        end with `release`, or when the cache is freed.
-
-        Args:
-            cache: of this engine; peers reach it.
-            blocks: in the order of the request, each once.
-            tag: what messages call it, such as the id of the request: at most 64 characters.
-            ttl_ms: milliseconds after which no transfer with it succeeds; by this process's clock,
-                and checked where the lease is, so that no one has to be alive for it. Its blocks
-                are another request's after `release` only, which waits for peers that write. Over
-                ucx and hccl a thread of this process ends it then. None: it does not expire.
-            tokens: of the request, from the first block on. A transfer that names no blocks of the
-                lease moves so many, and none moves more. None: whole blocks.
-
-        Raises:
-            TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: a block out of range or given twice, a contiguous
-                cache, a bad tag, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
-                such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
-                LLM_OUT_OF_MEMORY: there are 131,072.
-        """
-        with signals_deferred:
-            return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens, paged=True)
-
-    def lease_slot(
-        self, cache: Cache, batch_index: int = 0, *, tag: str = "", ttl_ms: float | None = None
-    ) -> BlockLease:
-        """Lease a slot of a contiguous cache; all else is as for `lease_blocks`.
-
-        Peers use it in place of the key: `pull_cache`, `push_cache`, and `pull_blocks` without
-        `src_blocks`.
-
-        Raises:
-            TypeError, LLMException: as `lease_blocks`; LLM_PARAM_INVALID: a slot out of range,
-                or a paged cache.
-        """
-        check_type("batch_index", batch_index, int)
-        with signals_deferred:
-            return self._running().leases.begin(cache, [batch_index], tag, ttl_ms, paged=False)
-
-    @contextmanager
-    def leased_blocks(
-        self,
-        cache: Cache,
-        blocks: Blocks,
-        *,
-        tag: str = "",
-        ttl_ms: float | None = None,
-        tokens: int | None = None,
-    ) -> Iterator[BlockLease]:
-        """`lease_blocks` as a `with` block, at whose end the lease is released.
-
-        Raises:
-            TypeError, LLMException: as `lease_blocks`, and at the end as `release`.
-        """
-        lease = self.lease_blocks(cache, blocks, tag=tag, ttl_ms=ttl_ms, tokens=tokens)
-        try:
-            yield lease
-        finally:
-            self.release(lease)
-
-    def release(self, lease: BlockLease) -> None:
-        """End a lease: on return its blocks can be another request's at once. Idempotent.
-
-        No transfer with it succeeds from here on, and no peer writes with it; those that are
-        writing are waited for.
-
-        Raises:
-            TypeError: no BlockLease.
-            LLMException: LLM_PARAM_INVALID: not a lease of this engine; LLM_TIMEOUT: a peer that
-                was writing does not get on (it is stopped, say): it may still write to the blocks.
-                The lease has ended; a later call returns when that peer has gone on or died.
-        """
-        if type(lease) is not BlockLease:
-            check_type("lease", lease, BlockLease)
-        with signals_deferred:
-            self._running().leases.end(lease)
-
-    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
-        """Let a lease that has not expired do so in `ttl_ms` milliseconds from now; peers keep it.
-
-        Raises:
-            TypeError: no BlockLease, or no number.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: it was released or has expired;
-                LLM_PARAM_INVALID: not a lease of this engine, one made without ttl_ms, or ttl_ms
-                is not > 0.
-        """
-        with signals_deferred:
-            self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
-
-    def on_released(self, callback: Callable[[BlockLease], object]) -> Callable[[], None]:
-        """Call `callback` with each lease of this engine whose blocks are free from now on.
-
-        That is when `release` is about to return, or the cache was freed; in the thread that did
-        it. It may release and lease others; what it raises is logged.
-
-        Returns:
-            A function that removes the callback.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized, or in a forked child;
-                LLM_ENGINE_FINALIZED.
-            TypeError: it cannot be called.
-        """
-        if not callable(callback):
-            raise TypeError(f"callback={callback!r} must be callable with a BlockLease")
-        return self._running().leases.on_released(callback)
-
-    def leases(self) -> list[BlockLease]:
-        """Return the leases of this engine that were not released, expired ones among them.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized, or in a forked child;
-                LLM_ENGINE_FINALIZED.
-        """
-        return self._running().leases.live()
+    number = as_int("tokens", tokens)
+    if not 1 <= number <= most:
+        raise invalid(f"tokens={number} must be in [1, {most}], what the blocks hold")
+    return number

@@ -237,28 +237,32 @@ class _CallingThread:
 class NotificationOperations(OperationRunner):
     """What peers are told, and what they tell."""
 
-    def notify(self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None) -> None:
+    def notify(
+        self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
+    ) -> None:
         """Send a notification; on return the peer's engine has it, for its program to read.
 
-        It is delivered once. After LLM_TIMEOUT, or a link that broke meanwhile, it may have been.
+        It is delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED it may have been; after
+        any other error it was not.
 
         Args:
             cluster_id: of the peer.
             data: 1 to 4096 bytes.
             timeout_ms: milliseconds that it may take; None: SyncKvCacheWaitTime.
+            tag: what logs and recordings call it, such as the id of a request.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: cluster_id is no uint64; timeout_ms is not > 0.
-            LLMException: LLM_PARAM_INVALID: no bytes, too many, or this engine's own cluster;
-                LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
+            LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
+                cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
                 LLM_LINK_BUSY: the peer has too many that it has not read; LLM_TIMEOUT.
         """
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         check_notification("data", data)
         if timeout_ms is not None and not timeout_ms > 0:
             raise ValueError(f"timeout_ms={timeout_ms} must be > 0 or None")
-        with Operation(self._running(), "notify") as operation:
+        with Operation(self._running(), "notify", tag=tag) as operation:
             engine = operation.engine
             if cluster_id == engine.cluster_id:
                 raise invalid(f"cluster_id={cluster_id} is this engine's own")

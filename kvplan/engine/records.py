@@ -16,7 +16,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
-    from kvplan.lease import BlockLease
+    from kvplan.lease import BlockLease, LeaseEnd
     from kvplan.links import PeerLink
     from kvplan.recording.writer import Recorder
 
@@ -126,7 +126,7 @@ def _record(
     return recorder
 
 
-def _record_lease(recorder: Recorder, what: str, lease: BlockLease) -> None:
+def _record_lease(recorder: Recorder, lease: BlockLease, end: LeaseEnd | None) -> None:
     fields = {
         "lease": lease.lease_id,
         "cache": lease.cache_id,
@@ -134,7 +134,10 @@ def _record_lease(recorder: Recorder, what: str, lease: BlockLease) -> None:
         "tag": lease.tag,
         "tokens": lease.tokens,
     }
-    recorder.event(what, LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
+    operation = "lease"
+    if end is not None:
+        operation, fields["end"] = "release", end.value
+    recorder.event(operation, LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
 
 
 def _record_link(recorder: Recorder, link: PeerLink) -> None:

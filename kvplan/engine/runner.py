@@ -382,6 +382,7 @@ class Operation:
         recorded, seconds = self._recorded, perf_counter() - self.started
         engine, plan, link = self.engine, self.plan, self.link
         moved = plan if error is None else None  # every byte of it has arrived
+        failure = error
         nbytes = 0
         try:
             # First: the link stays until its peer knows whether the key is consumed.
@@ -391,8 +392,10 @@ class Operation:
                 nbytes = moved.nbytes
         finally:
             try:
+                status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                if error is not None and not status.is_failure:
+                    failure = None
                 if not recorded:
-                    status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
                     if engine.recorder is not None:  # first: what is counted is recorded
                         reason = "" if error is None else error_text(error)
                         engine.recorder.transfer(self, status, seconds, nbytes, reason)
@@ -407,10 +410,10 @@ class Operation:
                     if error is not None:
                         link.forget()  # no memory of the peer is taken for granted
                     pulls = self.name.startswith(("pull", "gather"))
-                    link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
+                    link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, failure)
         if recorded:
             return
-        if logger.logger.isEnabledFor(logging.INFO if error is None else logging.WARNING):
+        if logger.logger.isEnabledFor(logging.INFO if failure is None else logging.WARNING):
             log_operation(
                 self.name,
                 seconds,

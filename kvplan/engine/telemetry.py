@@ -121,14 +121,15 @@ def log_operation(
         seconds: how long it took.
         error: what it failed with; None: it did not.
     """
-    level = logging.INFO if error is None else logging.WARNING
+    status = status_of(error)
+    level = logging.WARNING if status.is_failure else logging.INFO
     if not logger.isEnabledFor(level):
         return
     shown = {
         "operation": operation,
         **fields,
         "us": f"{seconds * 1e6:.1f}",
-        "status": status_of(error).name,
+        "status": status.name,
         "error": _reason(error),
     }
     pairs = (f"{key}={_quoted(value)}" for key, value in shown.items() if value is not None)

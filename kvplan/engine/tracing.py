@@ -69,7 +69,7 @@ class Tracer:
             attributes["kvplan.bytes"] = plan.nbytes if error is None else 0
             attributes["kvplan.descriptors"] = plan.num_descriptors
         try:
-            if error is not None:
+            if error is not None and status.is_failure:
                 span.set_status(self._trace.StatusCode.ERROR, error_text(error))
             span.set_attributes(attributes)
             span.end()

@@ -49,7 +49,7 @@ _LOSING = {KVN_UNMAPPED, KVN_PEER_GONE, KVN_FAILED}
 _FAILED = LLMStatusCode.LLM_FAILED
 _CODES = {
     KVN_TIMEOUT: LLMStatusCode.LLM_TIMEOUT,
-    KVN_CANCELLED: LLMStatusCode.LLM_FAILED,
+    KVN_CANCELLED: LLMStatusCode.LLM_CANCELLED,
     KVN_INVALID: LLMStatusCode.LLM_PARAM_INVALID,
     KVN_NO_MEMORY: LLMStatusCode.LLM_OUT_OF_MEMORY,
     KVN_PEER_GONE: LLMStatusCode.LLM_LINK_FAILED,
@@ -199,7 +199,7 @@ class TransferTask:
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
 
-        A finished transfer stays as it is; waiting for a cancelled one raises LLM_FAILED.
+        A finished transfer stays as it is; waiting for a cancelled one raises LLM_CANCELLED.
 
         Args:
             reason: what was wrong: its message and status are what is raised and logged then. Of

@@ -361,11 +361,12 @@ class PeerLink(LinkLifecycle):
 
         Raises:
             LLMException: LLM_LINK_BUSY: the peer has too many unread; LLM_TIMEOUT, LLM_LINK_FAILED:
-                it may have arrived or not; LLM_NOT_YET_LINK: the link has ended.
+                it may have arrived or not; LLM_NOT_YET_LINK: the link had ended before.
         """
         if not self.notifier.send_directly(data):
             timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
-            self._wait_for(self.notifier.send(self._live_channel(), data, timeout_s), timeout_s)
+            sending = self.notifier.send(self._live_channel(), data, timeout_s)
+            self._wait_for(sending, timeout_s, "; the notification may have been delivered")
 
     def notify_soon(self, data: bytes) -> None:
         """Send a notification and do not wait; whether it was delivered is logged if it was not."""
@@ -470,19 +471,27 @@ class PeerLink(LinkLifecycle):
             raise self.refusal()
         return self.channel
 
-    def _wait_for(self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """Run a request in the control thread; says why there is no reply."""
+    def _wait_for(
+        self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None, effect: str = ""
+    ) -> _T:
+        """Run a request in the control thread; says why there is no reply.
+
+        Args:
+            effect: what the request may have done at the peer. Then a link that ends meanwhile is
+                never LLM_NOT_YET_LINK, which says that nothing was done.
+        """
         try:
             return self._control.run(reply)
         except TimeoutError:
             timeout_s = self.wait_s if timeout_s is None else timeout_s
             raise LLMException(
-                f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms",
+                f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms"
+                f"{effect}",
                 status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from None
         except ChannelClosed as error:
-            if not self.is_live:
-                raise self.refusal() from error
-            raise link_failed(
-                f"the link to cluster {self.cluster_id} has ended: {error}"
-            ) from error
+            if self.is_live:
+                why = link_failed(f"the link to cluster {self.cluster_id} has ended: {error}")
+            else:
+                why = self.refusal()
+            raise (link_failed(f"{why.args[0]}{effect}") if effect else why) from error

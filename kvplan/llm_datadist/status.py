@@ -15,7 +15,7 @@ __all__ = [
     "raise_if_true",
 ]
 
-_code_2_status = {int(it): it for it in LLMStatusCode if it is not LLMStatusCode.LLM_UNKNOWN_ERROR}
+_code_2_status = {int(code): code for code in LLMStatusCode if code >= 0}
 
 
 class Status:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from kvplan.planning.side import Side
 
 PUSHES = "push"
+OPERATIONS: Final = frozenset(
+    (
+        *("pull", "pull_cache", "pull_blocks", "pull_groups", "pull_ranges"),
+        *("push", "push_cache", "push_blocks", "push_groups", "push_ranges", "push_layers"),
+        *("copy", "copy_cache", "copy_blocks", "swap", "swap_blocks"),
+        *("gather_blocks", "gather_groups", "notify", "lease", "release"),
+        *("link_state", "link_clusters", "unlink_clusters", "link", "unlink", "set_role"),
+        *("allocate_cache", "allocate_blocks_cache", "deallocate_cache"),
+        *("register_cache", "register_blocks_cache", "unregister_cache"),
+        *("remap_registered_memory", "remove_cache_key", "read_cache", "write_cache"),
+        "fingerprint",
+    )
+)
+"""Names by which `select` finds rows: operations of engines, and which way bytes go."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,8 @@ class Write:
         group = f", group {self.group}" if self.group else ""
         tag = f" of {it.tag}" if it.tag else ""
         part = ", a part of it" if self.partial else ""
-        failed = f"; failed, and may have written it: {it.error}" if it.failed else ""
+        how = "failed" if it.failed else "was cancelled"
+        failed = f"; {how}, and may have written it: {it.error}" if it.error else ""
         return (
             f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{group}{part}"
             f"{by}{failed}"

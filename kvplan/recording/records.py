@@ -80,8 +80,8 @@ class Transfer:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed."""
-        return self.status is not LLMStatusCode.LLM_SUCCESS
+        """Whether it has failed: a cancelled one has not."""
+        return self.status.is_failure
 
     @property
     def verb(self) -> str:
@@ -169,8 +169,8 @@ class Event:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed."""
-        return self.status is not LLMStatusCode.LLM_SUCCESS
+        """Whether it has failed: a cancelled one has not."""
+        return self.status.is_failure
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class Producers:
         data, timeout_ms = encode(message), self._link_timeout_ms
         sending = self._sending.setdefault(cluster_id, asyncio.Semaphore(_MOST_SENT))
         async with sending:
-            send = partial(self._engine.notify, cluster_id, data, timeout_ms=timeout_ms)
+            tag = type(message).__name__
+            send = partial(self._engine.notify, cluster_id, data, timeout_ms=timeout_ms, tag=tag)
             await asyncio.get_running_loop().run_in_executor(self._threads, send)
 
     def answered(self, cluster_id: int, hello: Hello) -> None:

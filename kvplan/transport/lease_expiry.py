@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Final
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvnative._signals import Condition
 from kvplan.logs import Log
@@ -17,6 +17,54 @@ if TYPE_CHECKING:
 
 _LOG: Final = Log("kvplan")
 _RETRY_NS: Final = 10_000_000  # after a device did not take it
+_MAX_OLD: Final = 64  # heap entries beyond twice the keys
+_Key = TypeVar("_Key", bound="int | tuple[int, int]")
+
+
+class Deadlines(dict[_Key, int]):
+    """Deadlines of keys, in ns, with the earliest at hand. Callers hold a lock of their own.
+
+    Use `set` to add and to change, as a heap has the order. A later deadline leaves the heap as is:
+    the old entry is moved when its time comes. So a lease that is renewed often has one entry, and
+    the entries of removed keys are dropped in bulk.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[int, _Key]] = []
+
+    def set(self, key: _Key, deadline_ns: int) -> bool:
+        """Set the deadline of a key; return True if it is the earliest of all."""
+        before = self.get(key)
+        self[key] = deadline_ns
+        if before is None or deadline_ns < before:
+            heappush(self._heap, (deadline_ns, key))
+            if len(self._heap) > 2 * len(self) + _MAX_OLD:
+                self._heap = [(when, held) for held, when in self.items()]
+                heapify(self._heap)
+        return self._heap[0][0] >= deadline_ns
+
+    def next_ns(self) -> int | None:
+        """Return a time before which no deadline passes; None: there are no keys."""
+        return self._heap[0][0] if self and self._heap else None
+
+    def pop_late(self, now_ns: int) -> _Key | None:
+        """Remove and return a key whose deadline has passed; None: there is none."""
+        while self._heap and self._heap[0][0] <= now_ns:
+            _, key = heappop(self._heap)
+            deadline_ns = self.get(key)
+            if deadline_ns is None:
+                continue
+            if deadline_ns <= now_ns:
+                del self[key]
+                return key
+            heappush(self._heap, (deadline_ns, key))
+        return None
+
+
+def seconds_left(deadline_ns: int, clock: Callable[[], int] = time.monotonic_ns) -> float:
+    """Return how long a thread may wait for a deadline."""
+    return min(max(deadline_ns - clock(), 0) / 1e9, threading.TIMEOUT_MAX)
 
 
 class LeaseExpiry:
@@ -37,9 +85,7 @@ class LeaseExpiry:
         self._end = end
         self._name = name
         self._clock = clock
-        self._deadlines: dict[tuple[int, int], int] = {}
-        # What `_deadlines` held at some time, by deadline; what it does not hold any more is old.
-        self._order: list[tuple[int, int, int]] = []
+        self._deadlines: Deadlines[tuple[int, int]] = Deadlines()
         self._changed = Condition()  # re-entrant: a signal handler may end a lease
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -47,12 +93,11 @@ class LeaseExpiry:
     def add(self, slot: int, generation: int, deadline_ns: int) -> None:
         """End a lease at its deadline; where that has passed, on return."""
         with self._changed:
-            self._deadlines[slot, generation] = deadline_ns
-            heappush(self._order, (deadline_ns, slot, generation))
+            is_first = self._deadlines.set((slot, generation), deadline_ns)
             self._end_late()
             if self._thread is None and not self._closed:
                 self._thread = start_thread(self._name, self._run)
-            elif self._order and self._order[0][0] >= deadline_ns:
+            elif is_first:
                 self._changed.notify()
 
     def renew(self, slot: int, generation: int, deadline_ns: int) -> None:
@@ -73,15 +118,12 @@ class LeaseExpiry:
         """The lease is ended by others; unknown: nothing happens."""
         with self._changed:
             self._deadlines.pop((slot, generation), None)
-            if not self._deadlines:
-                self._order.clear()
 
     def close(self) -> None:
         """Forget all, and wait for the thread's end."""
         with self._changed:
             self._closed = True
             self._deadlines.clear()
-            self._order.clear()
             thread, self._thread = self._thread, None
             self._changed.notify()
         if thread is not None:
@@ -90,24 +132,15 @@ class LeaseExpiry:
     def _run(self) -> None:
         with self._changed:
             while not self._closed:
-                left_s = None
-                if self._order:
-                    left_ns = self._order[0][0] - self._clock()
-                    left_s = min(max(left_ns, 0) / 1e9, threading.TIMEOUT_MAX)
-                self._changed.wait(left_s)
+                next_ns = self._deadlines.next_ns()
+                self._changed.wait(None if next_ns is None else seconds_left(next_ns, self._clock))
                 self._end_late()
 
     def _end_late(self) -> None:
         """With the lock: end all whose deadline has passed."""
-        while self._order and self._order[0][0] <= self._clock():
-            deadline_ns, slot, generation = heappop(self._order)
-            if self._deadlines.get((slot, generation)) != deadline_ns:
-                continue
+        while (late := self._deadlines.pop_late(self._clock())) is not None:
             try:
-                self._end(slot, generation)
+                self._end(*late)
             except LLMException as error:
-                _LOG.warning("event=lease_not_ended slot=%d reason=%s", slot, error)
-                self._deadlines[slot, generation] = retried_ns = self._clock() + _RETRY_NS
-                heappush(self._order, (retried_ns, slot, generation))
-            else:
-                self._deadlines.pop((slot, generation), None)
+                _LOG.warning("event=lease_not_ended slot=%d reason=%s", late[0], error)
+                self._deadlines.set(late, self._clock() + _RETRY_NS)

@@ -256,3 +256,30 @@ def test_nothing_that_an_engine_says_commands_the_terminal() -> None:
     said["links"][0] |= dict.fromkeys(("state", "transport", "way", "last_error"), escape)
     said["in_flight"][0] |= dict.fromkeys(("operation", "tag"), escape)
     assert "\x1b" not in shown([checked(Answer(10, said, "")), Answer(11, None, escape)])
+
+
+def test_a_cancelled_transfer_is_no_failure() -> None:
+    def did(**statuses: int) -> list[Answer]:
+        row = {"statuses": statuses, "nbytes": 0, "count": sum(statuses.values()), "buckets": []}
+        seconds = float(sum(statuses.values()))
+        return [Answer(10, document(seconds=seconds, operations={"pull_cache": row}), "")]
+
+    after = did(LLM_SUCCESS=4, LLM_CANCELLED=3, LLM_TIMEOUT=2, LLM_FAILED=1)
+    (engine,) = compared(did(LLM_SUCCESS=2), after)
+    assert engine.rates.operations == pytest.approx(1)
+    assert engine.rates.failed * 8 == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("instance", "rate"), [("ab", 7.0), ("cd", 0.0)])
+def test_a_link_with_a_peer_that_was_restarted_begins_anew(instance: str, rate: float) -> None:
+    """Its counters are another link's; the peer has the same cluster id."""
+
+    def said(seconds: float, **link: Any) -> list[Answer]:
+        links = [document()["links"][0] | {"cluster_id": 3}, document()["links"][0] | link]
+        return [Answer(10, document(seconds=seconds, links=links), "")]
+
+    after = said(2.0, instance=instance, operations=27, bytes_pulled=27, bytes_pushed=27)
+    (engine,) = compared(said(1.0, operations=20, bytes_pulled=20, bytes_pushed=20), after)
+    other, link = engine.links
+    assert (other.operations, other.pulled, other.pushed) == (0, 0, 0)
+    assert (link.operations, link.pulled, link.pushed) == (rate, rate, rate)

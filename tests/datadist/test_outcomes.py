@@ -85,7 +85,7 @@ def test_a_request_is_claimed_until_the_outcome(linked: Linked) -> None:
     with refused(REPEATED):
         second.pull_cache(KEY, other)
     task.cancel()
-    with refused(LLMStatusCode.LLM_FAILED):
+    with refused(LLMStatusCode.LLM_CANCELLED):
         task.wait()
     second.pull_cache(KEY, other)
     with refused(NOT_EXIST):

@@ -156,6 +156,10 @@ def one_wrong(change: Any) -> Any:
             "what is expected of head 0",
         ),
         (
+            lambda row, right, source: np.copyto(row[:, 0], right[3][8][:, -1]),
+            "what is expected of head 3",
+        ),
+        (
             lambda row, right, source: np.copyto(row, right[0][8]),
             "what is expected of layer 0 K",
         ),
@@ -165,7 +169,7 @@ def one_wrong(change: Any) -> Any:
         ),
         (lambda row, right, source: row.view(np.uint16).__ixor__(1), ""),
     ],
-    ids=["empty", "filled", "block", "token", "head", "layer", "other request", "flipped"],
+    ids=["empty", "filled", "block", "token", "head", "last", "layer", "other", "flipped"],
 )
 def test_what_the_bytes_are_instead_is_recognized(change: Any, holds: str) -> None:
     first = one_wrong(change)

@@ -96,7 +96,7 @@ class TestOffloading:
         task.block_stream(compute)
         if ends == "cancel":
             task.cancel()
-        with refused("LLM_FAILED" if ends == "cancel" else "LLM_TIMEOUT"):
+        with refused("LLM_CANCELLED" if ends == "cancel" else "LLM_TIMEOUT"):
             task.wait(20)
         simulator.end_hangs()
         compute.wait()

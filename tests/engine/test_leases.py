@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy, deepcopy
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from pickle import dumps, loads
+from queue import SimpleQueue
+from threading import current_thread
+from threading import enumerate as enumerate_threads
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import BlockLease, Cache, CacheDesc, DataType, LlmDataDist, LLMException, LlmRole
+from kvplan import (
+    BlockLease,
+    Cache,
+    CacheDesc,
+    DataType,
+    LeaseEnd,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+)
+from kvplan.engine.leases import Leases
+from kvplan.engine.registry import CacheRegistry
 from kvplan.lease import LeaseWord, _digest
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.registrations import MAX_LEASES
 from kvplan.transport.tcp.transport import TcpTransport
 from kvplan.transport.ucx.transport import UcxTransport
+from tests.engine.caches import BLOCKS
 from tests.support.refusals import refused
 
+WAIT_S = 30  # for what happens at once
 DESC = CacheDesc(2, (8, 64), DataType.DT_FLOAT)
 LEASE = BlockLease(
     7, bytes(range(16)), 3, 17, (5, 2, 900), True, "cmpl-3", (LeaseWord("local", 70_000, 9),)
@@ -193,14 +212,177 @@ def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
     with refused("LLM_PARAM_INVALID", "without ttl_ms"):
         engine.renew(for_ever, 5)
     short = engine.lease_blocks(cache, [4], ttl_ms=1e-6)
-    with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 expired"):
-        engine.renew(short, 5)
-    assert engine.leases() == [lease, for_ever, short]  # its blocks are not free before it ends
-    engine.release(short)
-    with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 was released"):
-        engine.renew(short, 5)
+    for _ in range(2):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 was released or has expired"):
+            engine.renew(short, 5)
+        with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 was released or has expired"):
+            engine.lease_deadline(short)
+        assert engine.leases() == [lease, for_ever]
+        engine.release(short)
     with refused("LLM_PARAM_INVALID", "cluster 7"):
         engine.renew(LEASE, 5)
+
+
+def test_deadlines(engine: LlmDataDist, cache: Cache) -> None:
+    assert engine.lease_deadline(engine.lease_blocks(cache, [3])) is None
+    for began, lease in (
+        (time.monotonic(), engine.lease_blocks(cache, [3], ttl_ms=60_000)),
+        (time.monotonic(), engine.lease_slot(engine.allocate_cache(DESC), ttl_ms=60_000)),
+    ):
+        deadline = engine.lease_deadline(lease)
+        assert deadline is not None
+        assert began + 60 <= deadline <= time.monotonic() + 60
+        engine.renew(lease, 120_000)
+        renewed = engine.lease_deadline(lease)
+        assert renewed is not None
+        assert deadline + 59 < renewed <= time.monotonic() + 120
+        engine.release(lease)
+        with refused("LLM_KV_CACHE_NOT_EXIST", "was released"):
+            engine.lease_deadline(lease)
+    with refused("LLM_PARAM_INVALID", "cluster 7"):
+        engine.lease_deadline(LEASE)
+    with pytest.raises(TypeError, match="BlockLease"):
+        engine.lease_deadline(b"lease")  # type: ignore[arg-type]
+
+
+def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
+    """Each is reported once, as what it was, by one thread for all; renewed ones stay."""
+    ended: SimpleQueue[tuple[int, LeaseEnd, str]] = SimpleQueue()
+    engine.on_released(lambda it, end: ended.put((it.lease_id, end, current_thread().name)))
+    here, there = current_thread().name, "kvplan-leases-1"
+    kept = engine.lease_blocks(cache, [0], ttl_ms=3_600_000)
+    short = [engine.lease_blocks(cache, [it], ttl_ms=5) for it in range(3)]
+    for _ in range(2):
+        engine.renew(kept, 1e-6 if _ else 3_600_000)
+    reported = sorted((ended.get(timeout=WAIT_S) for _ in range(4)), key=lambda it: it[0])
+    assert reported == [(it, LeaseEnd.EXPIRED, there) for it in (1, 2, 3, 4)]
+    assert engine.leases() == []
+    for lease in short:
+        engine.release(lease)  # it has ended
+    released = engine.lease_blocks(cache, [0], ttl_ms=3_600_000)
+    engine.lease_blocks(cache, [1], ttl_ms=3_600_000)
+    engine.release(released)
+    engine.deallocate_cache(cache)
+    assert [ended.get_nowait() for _ in range(2)] == [
+        (5, LeaseEnd.RELEASED, here),
+        (6, LeaseEnd.CACHE_FREED, here),
+    ]
+    assert [it.name for it in enumerate_threads()].count(there) == 1
+    engine.finalize()
+    assert there not in [it.name for it in enumerate_threads()]
+    assert ended.empty()
+
+
+def test_a_callback_that_exits_ends_no_thread(engine: LlmDataDist, cache: Cache) -> None:
+    ended: SimpleQueue[int] = SimpleQueue()
+    engine.on_released(lambda it, _: sys.exit(it.lease_id))
+    engine.on_released(lambda it, _: ended.put(it.lease_id))
+    for number in (1, 2):
+        engine.lease_blocks(cache, [0], ttl_ms=1)
+        assert ended.get(timeout=WAIT_S) == number
+    with pytest.raises(SystemExit):
+        engine.release(engine.lease_blocks(cache, [0]))
+
+
+class Words:
+    """A transport of leases alone, which fails as it is told to; `standing` is not ended."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.standing: dict[int, int] = {}
+        self.number = 0
+        self.held_up = 0  # calls of `end_leases` that fail
+        self.refuses = False  # to renew
+        self.calls: list[list[int]] = []  # of `end_leases`
+
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
+        self.number += 1
+        self.standing[self.number] = deadline_ns
+        return self.number, 7
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        if self.refuses:
+            raise LLMException("expired", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        self.standing[slot] = deadline_ns
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        self.calls.append([slot for slot, _ in leases])
+        for slot in self.calls[-1]:
+            self.standing.pop(slot, None)
+        if self.held_up:
+            self.held_up -= 1
+            raise LLMException("it is stopped", status_code=LLMStatusCode.LLM_TIMEOUT)
+
+
+@pytest.fixture
+def words() -> list[Words]:
+    return [Words("tcp"), Words("local")]
+
+
+@pytest.fixture
+def leases(registry: CacheRegistry, words: list[Words]) -> Iterator[Leases]:
+    leases = Leases(1, bytes(16), registry, words)  # type: ignore[arg-type]
+    yield leases
+    leases.close()
+
+
+@pytest.fixture
+def blocks(registry: CacheRegistry) -> Cache:
+    return registry.allocate(BLOCKS, paged=True).cache
+
+
+def test_a_transport_that_is_held_up_keeps_no_word_of_others(
+    leases: Leases, words: list[Words], blocks: Cache
+) -> None:
+    lease = leases.begin(blocks, [1], "", None, paged=True)
+    words[0].held_up = 1
+    with refused("LLM_TIMEOUT", "it is stopped"):
+        leases.end(lease)
+    assert [it.standing for it in words] == [{}, {}]
+
+
+def test_a_renewal_that_one_transport_refuses_is_none(
+    leases: Leases, words: list[Words], blocks: Cache
+) -> None:
+    lease = leases.begin(blocks, [1], "", 1e9, paged=True)
+    before, deadline = [dict(it.standing) for it in words], leases.deadline(lease)
+    words[1].refuses = True
+    with refused("LLM_KV_CACHE_NOT_EXIST", "expired just now"):
+        leases.renew(lease, 2e9)
+    assert [it.standing for it in words] == before
+    assert leases.deadline(lease) == deadline
+
+
+@pytest.mark.parametrize("end", LeaseEnd)
+def test_held_up_leases_end_later_and_are_reported_then(
+    leases: Leases,
+    words: list[Words],
+    blocks: Cache,
+    caplog: pytest.LogCaptureFixture,
+    end: LeaseEnd,
+) -> None:
+    """Those that end together are ended in one call: a peer that is stopped costs a second."""
+    ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
+    leases.on_released(lambda *it: ended.put(it))
+    # All are late before the thread has a look.
+    with leases._mutex:
+        ttl_ms = 1e-6 if end is LeaseEnd.EXPIRED else None
+        made = [leases.begin(blocks, [it], "", ttl_ms, paged=True) for it in (1, 2)]
+        words[0].held_up = 1
+        if end is LeaseEnd.CACHE_FREED:
+            leases.end_cache(blocks.cache_id)
+        elif end is LeaseEnd.RELEASED:
+            made = made[:1]
+            with refused("LLM_TIMEOUT", "it is stopped"):
+                leases.end(made[0])
+    assert made[0] not in leases.live()
+    assert sorted(ended.get(timeout=WAIT_S)[0].lease_id for _ in made) == [
+        it.lease_id for it in made
+    ]
+    assert words[0].calls == [[it.lease_id for it in made]] * 2
+    assert sum("leases_held_up" in it.getMessage() for it in caplog.records) == (
+        end is not LeaseEnd.RELEASED  # the caller was told
+    )
 
 
 def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
@@ -223,8 +405,8 @@ def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptur
     """Once for each lease, whatever has ended it; the callback may use the engine."""
     seen: list[tuple[int, list[BlockLease]]] = []
     first, second, third = (engine.lease_blocks(cache, [it]) for it in range(3))
-    remove = engine.on_released(lambda it: seen.append((it.lease_id, engine.leases())))
-    broken = engine.on_released(lambda it: 1 // 0)
+    remove = engine.on_released(lambda it, _: seen.append((it.lease_id, engine.leases())))
+    broken = engine.on_released(lambda *_: 1 // 0)
     for _ in range(2):
         engine.release(first)
     assert seen == [(1, [second, third])]

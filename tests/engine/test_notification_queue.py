@@ -121,6 +121,17 @@ def test_what_lies_there_when_the_link_ends_is_kept(arrived: Notifications) -> N
     sender.close()
 
 
+def test_what_lies_there_is_kept_where_the_queue_is_full(arrived: Notifications) -> None:
+    """The peer was told that it has arrived."""
+    sender = Sender(arrived, 1)
+    while sender.flood():
+        assert len(arrived) <= MAX_UNREAD_OF_ONE
+    assert sender.sent > len(arrived) == MAX_UNREAD_OF_ONE
+    arrived.detach(sender.receiving)
+    assert [int(it.data) for it in arrived] == list(range(sender.sent))
+    sender.close()
+
+
 def test_a_forked_child_takes_nothing_from_its_parent(arrived: Notifications) -> None:
     sender = Sender(arrived, 1)
     count = sender.flood()

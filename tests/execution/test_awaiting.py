@@ -75,7 +75,7 @@ def test_a_cancelled_await_cancels_the_transfer(layered):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(task, 0.02)
             assert task.done
-            with refused(LLMStatusCode.LLM_FAILED, "cancelled"):
+            with refused(LLMStatusCode.LLM_CANCELLED, "cancelled"):
                 await task
 
     asyncio.run(main())

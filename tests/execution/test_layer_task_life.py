@@ -204,4 +204,4 @@ begun.wait()
         del task
         transfers.close()  # which cancels what nobody can make ready any more
         thread.join()
-        assert raised[0].status_code is LLMStatusCode.LLM_FAILED
+        assert raised[0].status_code is LLMStatusCode.LLM_CANCELLED

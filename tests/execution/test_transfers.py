@@ -11,6 +11,7 @@ import pytest
 import kvplan
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, limit_bandwidth
 
@@ -97,6 +98,26 @@ def test_closing_ends_what_is_in_flight_to_peers_and_inside():
             for task in tasks:
                 with pytest.raises(LLMException, match="cancelled"):
                     task.wait()
+
+
+@pytest.mark.parametrize("line", [1, 8])
+def test_a_submit_that_is_interrupted_leaves_nothing_in_flight(line):
+    """Its caller has no handle: `close`, which waits for what is in flight, returns."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    transfers = Transfers(1, lambda backend: delay(backend, FOR_EVER_MS))
+    making = {kvplan.TransferTask.__init__.__code__}
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(line, lambda: transfers.submit(PLAN, tensors(), tensors()), interrupt, making)
+    closing = threading.Thread(target=transfers.close)
+    closing.start()
+    closing.join(20)
+    was_closed = not closing.is_alive()
+    transfers.close(cancel=True)
+    closing.join()
+    assert was_closed
 
 
 LARGE = CacheDesc(1, (64, 1 << 20), DataType.DT_UINT8)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvplan import BlockLease, Cache, LlmDataDist, LLMStatusCode
-from tests.faults.contents import DESC, Tensor, pattern
+import numpy as np
+
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LlmDataDist, LLMStatusCode
+from tests.faults.contents import DESC, Tensor, own, pattern
 from tests.faults.peer import Peer
 from tests.faults.transfers import LONG_MS
 
@@ -35,6 +37,41 @@ def lease_at(peer: Peer, memory: str = "allocated", ttl_ms: float | None = None)
         ttl_ms=ttl_ms,
     )
     return BlockLease.from_bytes(blob)
+
+
+LARGE: Final = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
+"""16 MiB: some 2 ms, in 32 pieces or more."""
+PUSH: Final = """
+from threading import Thread
+desc = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
+source = datadist.allocate_blocks_cache(desc)
+for it in datadist.arrays(source):
+    it[:] = 1
+datadist.link_clusters([ClusterInfo(8, address)], 10_000).raise_for_status()
+
+def push(lease):
+    try:
+        while True:
+            datadist.push_blocks(source, lease, range(4), timeout_ms=60_000)
+    except LLMException as error:
+        why.append(error.status_code.name)
+"""
+"""Makes a peer's `push`, which goes on until it fails; `BEGIN` begins it in a thread."""
+BEGIN: Final = """
+lease, why = BlockLease.from_bytes(blob), []
+thread = Thread(target=push, args=(lease,), daemon=True)
+thread.start()
+"""
+
+
+def pushed_into(owner: LlmDataDist, machine: str, memory: str) -> tuple[list[Tensor], Cache]:
+    """A cache of LARGE, all zero; hold its arrays as long as it is registered."""
+    if memory == "registered":
+        empty = [np.zeros(LARGE.shape, np.uint8) for _ in range(LARGE.num_tensors)]
+        arrays, given = own(machine, 8, empty)
+        return arrays, owner.register_blocks_cache(LARGE, given)
+    cache = owner.allocate_blocks_cache(LARGE)
+    return owner.arrays(cache), cache
 
 
 def here(user: LlmDataDist, seed: int | None = None) -> tuple[Cache, list[Tensor]]:

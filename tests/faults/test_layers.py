@@ -247,7 +247,7 @@ def test_a_task_that_is_dropped_with_layers_open_is_cancelled(
     with pytest.warns(ResourceWarning, match="never ready"):
         del task
     assert user.metrics()["in_flight"] == 0
-    assert counted(user) == {"LLM_FAILED": 1}
+    assert counted(user) == {"LLM_CANCELLED": 1}
     user.unlink_clusters([1]).raise_for_status()
 
 
@@ -371,7 +371,7 @@ def test_an_await_that_is_cancelled_cancels_it(make_engine: MakeEngine, peer: Pe
     task = asyncio.run(push())
     assert task.done
     task.ready(1)
-    assert failed(task).status_code is LLMStatusCode.LLM_FAILED
+    assert failed(task).status_code is LLMStatusCode.LLM_CANCELLED
     assert user.metrics()["in_flight"] == 0
     user.unlink_clusters([1]).raise_for_status()
 
@@ -435,7 +435,7 @@ def test_ready_and_cancel_and_wait_race(make_engine: MakeEngine, peer: Peer) -> 
         if outcomes[-1] is LLMStatusCode.LLM_SUCCESS:
             arrived(peer)
     assert sum(counted(user).values()) == len(outcomes)
-    assert set(outcomes) <= {LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED}
+    assert set(outcomes) <= {LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_CANCELLED}
     assert counted(user).get("LLM_SUCCESS", 0) == outcomes.count(LLMStatusCode.LLM_SUCCESS)
     assert user.metrics()["in_flight"] == 0
     status = link_of(user, 1)

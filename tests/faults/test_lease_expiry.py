@@ -5,14 +5,26 @@ from __future__ import annotations
 import subprocess
 import time
 from contextlib import closing
+from queue import SimpleQueue
 
 import pytest
 
-from kvplan import CacheIndex, KvCacheExtParam, LlmDataDist, LlmRole
-from tests.faults.conftest import Attempt, MakeEngine
+from kvplan import BlockLease, CacheIndex, KvCacheExtParam, LeaseEnd, LlmDataDist, LlmRole
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import pattern
 from tests.faults.gate import DEADLINE_S, Gate
-from tests.faults.leased import MINE, NOT_EXIST, THEIRS, here, lease_at, mover, there
+from tests.faults.leased import (
+    BEGIN,
+    MINE,
+    NOT_EXIST,
+    PUSH,
+    THEIRS,
+    here,
+    lease_at,
+    mover,
+    pushed_into,
+    there,
+)
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
 from tests.faults.transfers import LONG_MS, link
@@ -160,9 +172,37 @@ def test_renewed(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
             result = str(error)
         """
     )
-    assert "lease 1 of cmpl-3 expired" in again
+    assert "lease 1 of cmpl-3 was released or has expired" in again
     with refused(NOT_EXIST, EXPIRED):
         mover(user, direction, lease, cache)()
+
+
+@memories
+@pytest.mark.parametrize("does", ["pushes on", "is killed"])
+def test_the_owner_has_the_blocks_back(
+    make_engine: MakeEngine, make_peer: MakePeer, machine: str, memory: str, does: str
+) -> None:
+    """Of a peer that writes when they expire, without a call of the owner; no byte comes later."""
+    owner, peer = make_engine(8, heartbeat_timeout_ms=60_000), make_peer(1)
+    ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
+    owner.on_released(lambda *it: ended.put(it))
+    peer.run(PUSH, address=owner.listen_address)
+    arrays, cache = pushed_into(owner, machine, memory)
+    lease = owner.lease_blocks(cache, range(4), ttl_ms=HOUR_MS)
+    peer.run(BEGIN, blob=lease.to_bytes())
+    give_up = time.monotonic() + DEADLINE_S
+    while not arrays[0].any():
+        assert time.monotonic() < give_up
+    owner.renew(lease, 1.0)
+    if does == "is killed":
+        peer.kill()
+    assert ended.get(timeout=DEADLINE_S) == (lease, LeaseEnd.EXPIRED)
+    assert owner.leases() == []
+    for it in arrays:
+        it[:] = 2
+    if does == "pushes on":
+        assert peer.run("thread.join(30); result = why") == ["LLM_KV_CACHE_NOT_EXIST"]
+    assert all((it == 2).all() for it in arrays)
 
 
 PAIRS = KvCacheExtParam(tensor_num_per_layer=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvplan import (
@@ -22,9 +21,21 @@ from kvplan import (
 )
 from kvplan.lease import LeaseWord
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
-from tests.faults.contents import DESC, own, pattern
+from tests.faults.contents import DESC, pattern
 from tests.faults.gate import DEADLINE_S, Gate
-from tests.faults.leased import MINE, NOT_EXIST, RELEASED, THEIRS, here, lease_at, mover, there
+from tests.faults.leased import (
+    BEGIN,
+    MINE,
+    NOT_EXIST,
+    PUSH,
+    RELEASED,
+    THEIRS,
+    here,
+    lease_at,
+    mover,
+    pushed_into,
+    there,
+)
 from tests.faults.outcomes import COUNT, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
@@ -197,29 +208,6 @@ def test_the_owner_is_restarted(make_engine: MakeEngine, make_peer: MakePeer) ->
     peer.run("datadist.release(old); result = len(datadist.leases())")
 
 
-LARGE = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)  # 16 MiB: some 2 ms, in 32 pieces or more
-PUSH = """
-from threading import Thread
-desc = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
-source = datadist.allocate_blocks_cache(desc)
-for it in datadist.arrays(source):
-    it[:] = 1
-datadist.link_clusters([ClusterInfo(8, address)], 10_000).raise_for_status()
-
-def push(lease):
-    try:
-        while True:
-            datadist.push_blocks(source, lease, range(4), timeout_ms=60_000)
-    except LLMException as error:
-        why.append(error.status_code.name)
-"""
-BEGIN = """
-lease, why = BlockLease.from_bytes(blob), []
-thread = Thread(target=push, args=(lease,), daemon=True)
-thread.start()
-"""
-
-
 def ends(owner: LlmDataDist, lease: BlockLease) -> bool:
     """Release it; False: a peer may still write."""
     try:
@@ -238,16 +226,10 @@ def test_no_byte_changes_after_a_release(
 ) -> None:
     owner, peer = make_engine(8, heartbeat_timeout_ms=60_000), make_peer(1)
     peer.run(PUSH, address=owner.listen_address)
-    kept = []  # what is registered
+    kept = []  # what may be registered
     for _ in range(1 if does == "is killed" else 4):
-        if memory == "registered":
-            empty = [np.zeros(LARGE.shape, np.uint8) for _ in range(LARGE.num_tensors)]
-            arrays, given = own(machine, 8, empty)
-            kept.append(arrays)
-            cache = owner.register_blocks_cache(LARGE, given)
-        else:
-            cache = owner.allocate_blocks_cache(LARGE)
-            arrays = owner.arrays(cache)
+        arrays, cache = pushed_into(owner, machine, memory)
+        kept.append(arrays)
         lease = owner.lease_blocks(cache, range(4))
         peer.run(BEGIN, blob=lease.to_bytes())
         deadline = time.monotonic() + DEADLINE_S

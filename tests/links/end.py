@@ -16,6 +16,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus
+from kvplan.links.notifying import Inbox
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Transport
 
@@ -33,6 +34,7 @@ class End:
         listen: str = "127.0.0.1:0",
         transports: Sequence[Transport] | None = None,
         keyless: bool = False,
+        inbox: Inbox | None = None,
         **options: Any,
     ) -> None:
         self.cluster_id = cluster_id
@@ -40,7 +42,9 @@ class End:
         given = Options(**options)
         self.registry = CacheRegistry(self.transports, given, self._changed)
         self.log = _Log(cluster_id)
-        self.links = Links(cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports)
+        self.links = Links(
+            cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports, inbox=inbox
+        )
         if keyless:  # as at an address of the network
             object.__setattr__(self.links._engine, "keys", Keys())
         self.links.start()

@@ -59,7 +59,7 @@ class Connection:
         return b"newest"
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:
-        assert timeout_ms > 0
+        assert 1_000 < timeout_ms < 120_000  # some seconds, in milliseconds
         assert self.holds.wait(DEADLINE_S)
         if self.refusal is not None:
             raise self.refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -217,3 +218,35 @@ def test_a_peer_that_has_ended_the_link_agrees_to_unlink(make_end: MakeEnd) -> N
 
     assert two.links._control.run(request_that_arrives_late()) == Unlinked()
     assert two.state(1) is None
+
+
+class _UnlinkingInbox:
+    """Has the sender's link ended when a notification has arrived, and before it is answered."""
+
+    def __init__(self) -> None:
+        self.arrived: list[bytes] = []
+        self.unlink: Callable[[], object] = lambda: None
+
+    def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
+        self.arrived.append(data)
+        self.unlink()
+        return 0
+
+    def attach(self, cluster_id: int, direct: socket.socket) -> None:
+        raise OSError
+
+    def detach(self, direct: socket.socket) -> None:
+        direct.close()
+
+
+def test_not_yet_link_is_only_said_of_a_notification_that_was_not_sent(make_end: MakeEnd) -> None:
+    inbox = _UnlinkingInbox()
+    one, two = make_end(1), make_end(2, inbox=inbox)
+    one.link(two.cluster)
+    link = one.links.get(2)
+    inbox.unlink = lambda: one.links.unlink([2], 5000, force=True).raise_for_status()
+    with refused(LLMStatusCode.LLM_LINK_FAILED, "unlinked by force; .* may have been delivered"):
+        link.notify(b"once")
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK, "unlinked by force"):
+        link.notify(b"never")
+    assert inbox.arrived == [b"once"]

@@ -58,6 +58,7 @@ OURS = {
     "class LLMException(self, *args, status_code=LLMStatusCode.LLM_SUCCESS)": "class LLMException"
     "(self, *args, status_code=LLMStatusCode.LLM_FAILED, origin=None, unconfirmed=())",
 }
+OUR_MEMBERS = {"LLMStatusCode": ["    LLM_CANCELLED = -2"]}
 
 
 def written() -> dict[str, list[str]]:
@@ -66,7 +67,7 @@ def written() -> dict[str, list[str]]:
     for block in (Path(__file__).with_name("surface.txt")).read_text().strip().split("\n\n"):
         head, *members = block.splitlines()
         name = head.split()[1].partition("(")[0]
-        found[name] = [OURS.get(head, head), *members]
+        found[name] = [OURS.get(head, head), *members, *OUR_MEMBERS.get(name, ())]
     return found
 
 
@@ -147,7 +148,7 @@ def test_nothing_that_was_counted_is_lost() -> None:
     assert sum(line.startswith("    ") and "(" in line for line in lines) == 39
     assert sum("property" in line for line in lines) == 69
     assert sum("settable" in line for line in lines) == 31
-    assert sum(" = " in line for line in lines) == 56
+    assert sum(" = " in line for line in lines) == 56 + 1  # ours
 
 
 def test_the_package_exports_the_official_names() -> None:

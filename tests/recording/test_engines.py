@@ -167,6 +167,7 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
     found = {it.operation: it for it in theirs.events if it.operation in ("lease", "release")}
     assert found["lease"].fields["blocks"] == [4, 5]
     assert found["lease"].fields["tag"] == found["release"].fields["tag"] == "request 8"
+    assert found["release"].fields["end"] == "released"
     assert not theirs.complete  # it was killed
     assert [it.operation for it in select(theirs, tag="request*")] == ["lease", "release"]
 

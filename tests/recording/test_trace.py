@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole, load_plan
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    KvCacheExtParam,
+    LlmDataDist,
+    LlmRole,
+    load_plan,
+)
 from kvplan.cli import main
 from kvplan.recording import read
+from kvplan.recording.queries import OPERATIONS
 from tests.recording.test_reading import assert_is_a_trace
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,6 +48,7 @@ def recorded(tmp_path_factory):
         with refused("LLM_PARAM_INVALID"):
             prefill.push_blocks(ours, there, [8], [64], tag="request 9")
         decode.copy_blocks(theirs, {41: [50]}, tag="request 7")
+        prefill.notify(2, b"done", tag="request 7 done")
         there = f"{theirs.cache_id}:43"
     return folder / "prefill.kvrec", folder / "decode.kvrec", there
 
@@ -67,9 +80,14 @@ def test_lists_one_line_a_transfer(recorded, capsys):
     ("options", "tags"),
     [
         (["--tag", "request 8"], ["request 8"]),
-        (["--tag", "request*", "--cluster", "2"], ["request 7", "request 8", "request 9"]),
+        (
+            ["--tag", "request*", "--cluster", "2"],
+            ["request 7", "request 8", "request 9", "request 7 done"],
+        ),
         (["--failed"], ["request 9"]),
         (["--operation", "push", "--since", "1h"], ["request 7", "request 8", "request 9"]),
+        (["--operation", "notify"], ["request 7 done"]),
+        (["--operation", "swap_blocks"], []),
         (["--since", "2099-01-01"], []),
         (["--cluster", "5"], []),
     ],
@@ -119,6 +137,51 @@ def test_plans_are_executed_again(recorded, capsys):
     assert [it["parted"] for it in document["transfers"]] == [""] * 4
 
 
+def test_a_folder_is_all_recordings_in_it(recorded, capsys, tmp_path):
+    prefill, decode, block = recorded
+    assert run(capsys, prefill.parent) == run(capsys, decode, prefill)
+    assert run(capsys, decode, prefill.parent / "prefill.kvrec", "--block", block) == run(
+        capsys, prefill.parent, "--block", block
+    )
+    (tmp_path / "notes.txt").touch()
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "there is no file *.kvrec in this folder" in capsys.readouterr().err
+
+
+def test_operations_of_engines_are_known():
+    """Each that an engine counts: a table that lacks one would refuse what is recorded."""
+    source = "\n".join(it.read_text() for it in (ROOT / "kvplan/engine").glob("*.py"))
+    call = r"(?:Operation\((?:self\._running\(\)|engine), |_recorded\(|_reported\(|operation = )"
+    named = set(re.findall(call + r'"([a-z_]+)"', source))
+    assert len(named) > 20
+    assert named - OPERATIONS == set()
+
+
+def test_a_cancelled_transfer_is_no_failure(capsys, caplog, tmp_path):
+    """It has an outcome of its own: in logs, metrics, links and recordings."""
+    path = tmp_path / "a.kvrec"
+    caplog.set_level("INFO", "kvplan")
+    with LlmDataDist(1, LlmRole.PROMPT) as prefill, LlmDataDist(2, LlmRole.DECODER) as decode:
+        decode.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        prefill.initialize()
+        prefill.link_clusters([ClusterInfo(2, decode.listen_address)]).raise_for_status()
+        ours, theirs = prefill.allocate_cache(DESC), decode.allocate_cache(DESC)
+        prefill.record(path)
+        there = CacheIndex(2, theirs.cache_id)
+        task = prefill.push_layers(ours, there, ext_param=PAIRS, tag="request 7")
+        task.cancel()
+        with refused("LLM_CANCELLED", "cancelled"):
+            task.wait()
+        assert prefill.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_CANCELLED": 1}
+        assert prefill.links()[0].last_error == ""
+    (line,) = (it for it in caplog.records if "operation=push_layers" in it.getMessage())
+    assert (line.levelname, "status=LLM_CANCELLED" in line.getMessage()) == ("INFO", True)
+    assert "LLM_CANCELLED: " in run(capsys, path, "--tag", "request 7")
+    found = json.loads(run(capsys, path, "--tag", "request 7", "--json"))["recordings"][0]["rows"]
+    assert [it["status"] for it in found] == ["LLM_CANCELLED"]
+    assert "\n0 of " in run(capsys, path, "--failed")
+
+
 def test_exports(recorded, capsys, tmp_path):
     trace, page = tmp_path / "out.json", tmp_path / "out.html"
     run(capsys, *recorded[:2], "--perfetto", trace, "--html", page)
@@ -137,6 +200,8 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "--plan", "0"], "row 0 is no transfer"),
         (["{0}", "--block", "x"], "it is CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
+        (["{0}", "--operation", "pull_blcks"], "near it: pull_blocks"),
+        (["{0}", "--follow", "--operation", "pusch"], "near it: push"),
         (["{0}", "--follow", "--block", "1:2"], "--follow takes one FILE"),
         (["{0}.missing"], "No such file"),
         (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 too"),

@@ -137,7 +137,7 @@ class Mover(threading.Thread):
                 self._move(job, BlockLease.from_bytes(job.lease))
             except LLMException as error:
                 status = error.status_code
-                if job.kind == "cancel" and status is LLMStatusCode.LLM_FAILED:
+                if job.kind == "cancel" and status is LLMStatusCode.LLM_CANCELLED:
                     return "cancelled" if "cancelled" in str(error) else f"{status.name}: {error}"
                 if attempt == 2 or status not in NOT_LINKED:
                     return status.name if status in EXPECTED else f"{status.name}: {error}"

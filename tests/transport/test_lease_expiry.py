@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
 
 from kvplan import LLMException
-from kvplan.transport.lease_expiry import LeaseExpiry
+from kvplan.transport.lease_expiry import Deadlines, LeaseExpiry
 from tests.support.refusals import refused
 
 NAME = "kvplan-test-leases"
@@ -47,6 +48,28 @@ def expiry(ended: Ended) -> Iterator[LeaseExpiry]:
     yield expiry
     expiry.close()
     assert NAME not in {it.name for it in threading.enumerate()}
+
+
+def test_deadlines_keep_no_memory_of_renewals_and_removed_keys() -> None:
+    """A lease of an hour that is renewed each second, and 20,000 that end before their hour."""
+    deadlines: Deadlines[int] = Deadlines()
+    deadlines.set(0, HOUR_NS)
+    tracemalloc.start()
+    for number in range(1, 20_001):
+        assert not deadlines.set(0, HOUR_NS + number)
+        deadlines.set(number, 2 * HOUR_NS)
+        del deadlines[number]
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert nbytes < 100_000
+    next_ns = deadlines.next_ns()
+    assert next_ns is not None
+    assert HOUR_NS <= next_ns <= HOUR_NS + 20_000
+    assert deadlines.pop_late(HOUR_NS + 19_999) is None
+    assert deadlines.next_ns() == HOUR_NS + 20_000
+    assert deadlines.pop_late(3 * HOUR_NS) == 0
+    assert deadlines.pop_late(3 * HOUR_NS) is None
+    assert deadlines.next_ns() is None
 
 
 def test_in_the_order_of_their_deadlines_and_not_before(ended: Ended) -> None:
