@@ -22,10 +22,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from textwrap import dedent
+from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0  # only a hanging test reaches it
+PATIENCE_MS = 30_000
 
 EXECUTE_ANOTHER_PROGRAM = """
     import os, sys
@@ -223,10 +225,32 @@ def described(error: Exception) -> tuple[str, str, int, int, str]:
     return type(error).__name__, str(error), code, status, text
 
 
+def be_patient(*surfaces: type) -> None:
+    """Raise the default timeouts of links, operations and heartbeats to PATIENCE_MS.
+
+    The defaults are for serving: a loaded machine takes longer than a second for a link now and
+    then. A test that waits for a timeout gives one of its own.
+
+    Args:
+        surfaces: classes whose methods have a default timeout of a second.
+    """
+    from kvplan.engine.options import Options
+
+    defaults = Options.__init__.__kwdefaults__
+    defaults |= {"sync_kv_cache_wait_time": PATIENCE_MS, "heartbeat_timeout_ms": PATIENCE_MS}
+    for surface in surfaces:
+        for method in vars(surface).values():
+            if isinstance(method, FunctionType) and method.__defaults__:
+                patient = (PATIENCE_MS if it == 1000 else it for it in method.__defaults__)
+                method.__defaults__ = tuple(patient)
+
+
 def main(module: str, *arguments: str) -> None:
     """The process of a peer, whose stdin is the connection to the tests."""
     faulthandler.enable()
     names = importlib.import_module(module).names(*arguments) if module else {}
+    if engine := sys.modules.get("kvplan.engine.datadist"):
+        be_patient(engine.LlmDataDist)
     gc.freeze()  # what was imported is no garbage of a test
     serve(Connection(0), names)
 
