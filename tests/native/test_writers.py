@@ -94,8 +94,8 @@ class Here:
     def sides(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         return column(address_of(self.src)), column(address_of(self.dst))
 
-    def move(self, backend: Backend) -> Report:
-        return move(backend, address_of(self.src), address_of(self.dst))
+    def move(self, backend: Backend, nbytes: int = NBYTES) -> Report:
+        return move(backend, address_of(self.src), address_of(self.dst), nbytes)
 
     def end(self) -> None:
         self.generations.release(self.slot, self.generation)
@@ -206,7 +206,7 @@ class TestWait:
         backend = here.backend("around")
         slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         with ThreadPoolExecutor(40) as threads:
-            calls = [threads.submit(here.move, it) for it in (slow, backend) * 20]
+            calls = [threads.submit(here.move, it, PAGESIZE) for it in (slow, backend) * 20]
             assert {it.result().status for it in calls} == {KVN_OK}
         assert here.table.drain(0) == []
 
@@ -216,7 +216,7 @@ class TestWait:
         executor = Executor(
             here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         )
-        made = [lower(*map(column, (0, 0, NBYTES)), *here.sides) for _ in range(40)]
+        made = [lower(*map(column, (0, 0, PAGESIZE)), *here.sides) for _ in range(40)]
         tasks = [executor.submit(it) for it in made]
         assert {it.wait(30_000).status for it in tasks} == {KVN_OK}
         assert here.table.drain(0) == []
