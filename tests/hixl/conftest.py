@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -51,21 +52,32 @@ def engine(make_engine: MakeEngine) -> hixl.Hixl:
     return make_engine()
 
 
+@pytest.fixture(scope="session")
+def idle() -> Iterator[dict[str, list[Peer]]]:
+    """Processes without an engine, by place: to start one takes longer than most tests."""
+    peers: dict[str, list[Peer]] = defaultdict(list)
+    yield peers
+    for peer in (it for them in peers.values() for it in them):
+        peer.close()
+
+
 @pytest.fixture
-def make_peer(place: Place) -> Iterator[MakePeer]:
+def make_peer(place: Place, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
     """Makes engines that listen, each in a process of its own."""
-    made: list[Peer] = []
+    made, ready = [], idle[place.name]
 
     def make() -> Peer:
-        made.append(Peer(place.name))
+        if ready:
+            made.append(ready.pop())
+            made[-1].begin()
+        else:
+            made.append(Peer(place.name))
         return made[-1]
 
     yield make
     for peer in made:
-        if not peer.dead:
-            peer.resume()
-            peer.end()
-        peer.close()
+        if peer.retire("engine.finalize()"):
+            ready.append(peer)
 
 
 @pytest.fixture
