@@ -11,11 +11,14 @@ from tests.ascend.fixtures import sim_folder, simulator
 from tests.faults.gate import Gate
 from tests.hixl.peer import Peer
 from tests.hixl.places import Memory, Place, registered
+from tests.support.peer import be_patient
 from tests.support.places import parametrize
 
 MakeEngine = Callable[..., hixl.Hixl]
 MakePeer = Callable[[], Peer]
 __all__ = ["sim_folder", "simulator"]  # fixtures
+
+be_patient(hixl.Hixl)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -75,9 +78,7 @@ def make_peer(place: Place, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
         return made[-1]
 
     yield make
-    for peer in made:
-        if peer.retire("engine.finalize()"):
-            ready.append(peer)
+    ready.extend(peer for peer in made if peer.retire("engine.finalize()"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The built modules are what setup.py promises; each sanitized build runs the last test once more."""
+"""The built modules are what setup.py promises; sanitized builds run the last test once more."""
 
 import importlib
 import os

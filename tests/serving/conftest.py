@@ -46,6 +46,4 @@ def make_peer(idle: list[Peer]) -> Iterator[Callable[..., Peer]]:
         return made[-1]
 
     yield make
-    for peer in made:
-        if peer.retire("worker.close()"):
-            idle.append(peer)
+    idle.extend(peer for peer in made if peer.retire("worker.close()"))

@@ -280,8 +280,9 @@ def main(module: str, *arguments: str) -> None:
     """The process of a peer, whose stdin is the connection to the tests."""
     faulthandler.enable()
     names = importlib.import_module(module).names(*arguments) if module else {}
-    if engine := sys.modules.get("kvplan.engine.datadist"):
-        be_patient(engine.LlmDataDist)
+    for surface in (("kvplan.engine.datadist", "LlmDataDist"), ("kvplan.hixl.hixl", "Hixl")):
+        if imported := sys.modules.get(surface[0]):
+            be_patient(getattr(imported, surface[1]))
     gc.freeze()  # what was imported is no garbage of a test
     serve(Connection(0), names)
 

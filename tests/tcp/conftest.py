@@ -20,7 +20,7 @@ def service() -> Iterator[TcpService]:
 
 @pytest.fixture(scope="module")
 def nbytes(request: pytest.FixtureRequest) -> int:
-    """The size of all memory: most of the time of these tests goes into filling and comparing it."""
+    """The size of all memory: these tests mostly fill and compare it."""
     return getattr(request.module, "MEMORY_NBYTES", NBYTES)
 
 
