@@ -267,8 +267,8 @@ def be_patient(*surfaces: type) -> None:
     """
     from kvplan.engine.options import Options
 
-    defaults = Options.__init__.__kwdefaults__
-    defaults |= {"sync_kv_cache_wait_time": PATIENCE_MS, "heartbeat_timeout_ms": 3 * PATIENCE_MS}
+    defaults = Options.__init__.__kwdefaults__ or {}
+    defaults.update(sync_kv_cache_wait_time=PATIENCE_MS, heartbeat_timeout_ms=3 * PATIENCE_MS)
     for surface in surfaces:
         for method in vars(surface).values():
             if isinstance(method, FunctionType) and method.__defaults__:
