@@ -45,7 +45,10 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 # The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
 TESTS ?=
 QUICK ?=
+# Each process collects all tests. The first time that takes four times as long, as asserts are
+# rewritten: one process does that for the others.
 unit: .venv/dev .venv/browser ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
+	$(if $(TESTS),,$(BIN)/pytest --collect-only -qq >/dev/null || :)
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
 EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py
@@ -58,11 +61,12 @@ across: .venv/dev ## the whole suites of transfers and faults between two hosts,
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-transport sanitize-cuda sanitize-threads sanitize-cuda-threads
 
+FLAVOUR := tests/project/test_native_build.py::test_the_modules_under_test_are_of_the_build_asked_for
 # No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever;
 # ThreadSanitizer lets a child make no threads. What is compiled for aarch64 alone has neither.
 sanitize-addresses: .venv/dev
 	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/native tests/execution \
-	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
+	  $(FLAVOUR) tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
 
 # Not one of CHECKS: what is native in it is tested by itself in tests/native, and CI has 15 minutes.
@@ -81,7 +85,7 @@ sanitize-cuda-threads: .venv/dev sanitize-threads
 sanitize-threads: .venv/dev
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
 	  tests/native/test_{wrappers,striped,writers}.py tests/execution \
-	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
+	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py $(FLAVOUR) \
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{closing,deregistering,abandoned}.py
 
 # A bug takes as long as its room's tests, at most: some 15 s in planning, and minutes in the engine.

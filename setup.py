@@ -15,6 +15,7 @@ KVPLAN_SANITIZE=a,b     compiles and links with -fsanitize=a,b; the first findin
 KVPLAN_LIMITED_API=0    builds for this Python alone instead of one abi3 wheel for 3.11 and later
 KVPLAN_FREE_THREADED=1  says to a Python without a GIL that none is needed: to try that
 KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors (CI sets it)
+KVPLAN_CYTHON_CACHE=d   Cython takes what it has made of the same sources from this folder
 """
 
 import filecmp
@@ -219,6 +220,7 @@ setup(
         modules,
         build_dir=f"{BUILD}/cython",
         annotate=ANNOTATE,
+        cache=os.environ.get("KVPLAN_CYTHON_CACHE") or False,
         language_level=3,
         compiler_directives={
             "boundscheck": CHECKED,

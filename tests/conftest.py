@@ -21,8 +21,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvplan import LlmDataDist
 from kvplan.transport.ucx.library import Found
 from tests.support import installation
+from tests.support.peer import be_patient
 from tests.support.ucx_library import found, hide
 
 settings.register_profile(
@@ -49,6 +51,7 @@ os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
 os.environ["KVPLAN_CUDA_LIBRARY"] = ""
 os.environ["KVPLAN_TUNING"] = "builtin"
 hide()
+be_patient(LlmDataDist)
 
 TEARDOWN_S = 150
 

@@ -93,7 +93,7 @@ def test_cut_until_the_deadline(
     hosts[0].cut()
     outcome = link.user.moved()
     assert outcome.status == "LLM_TIMEOUT", outcome
-    assert 0.6 < outcome.seconds < 3, outcome
+    assert 0.6 < outcome.seconds < 10, outcome
     assert outcome.unconfirmed
     link.target.check(1, outcome)
     hosts[0].restore()
@@ -165,7 +165,7 @@ def test_the_peer_stops_until_the_deadline(
     link.peer.stop()
     outcome = link.user.moved()
     assert outcome.status == "LLM_TIMEOUT", outcome
-    assert 0.6 < outcome.seconds < 3, outcome
+    assert 0.6 < outcome.seconds < 10, outcome
     link.peer.resume()
     link.target.check(1, outcome)
     link.works_again()

@@ -149,9 +149,12 @@ class TestOneHost:
         """)
 
     def test_a_cache_of_the_peer_that_is_freed_is_let_go_of(
-        self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str, sim_log: Log
+        self, machine: Machine, sim_log: Log, user: LlmDataDist, peer: Peer, shared: str
     ) -> None:
-        """Its memory is free on the device once no process has it mapped."""
+        """Its memory is free on the device once no process has it mapped.
+
+        The log begins before `shared`, which is mapped as soon as the user hears of it.
+        """
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
         assert len(sim_log.calls("cuMemImportFromShareableHandle", pid=os.getpid())) == 1

@@ -29,6 +29,7 @@ from kvplan import (
 from kvplan.control.loop import ControlLoop
 from kvplan.control.status_socket import StatusSocket, read_all
 from tests.datadist.peer import Peer
+from tests.support.peer import DEADLINE_S
 
 DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
 NOBODY = 65534
@@ -36,7 +37,8 @@ NOBODY = 65534
 
 def said_by(pid: int, cluster_id: int) -> list[dict[str, Any]]:
     """The documents of this process's engines of a cluster."""
-    documents = [it.document for it in read_all() if it.pid == pid and it.document is not None]
+    answers = [it for it in read_all(DEADLINE_S) if it.pid == pid]
+    documents = [it.document for it in answers if it.document is not None]
     return [it for it in documents if it["cluster_id"] == cluster_id]
 
 

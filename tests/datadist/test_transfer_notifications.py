@@ -284,8 +284,9 @@ def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
         peer.stop()
 
     remove = user.on_plan(stop)
+    words = {"notify": b"late", "notify_failure": b"no"}
     with refused("LLM_TIMEOUT", "every byte has arrived"):
-        user.pull_blocks(BLOCKS, cache, [0], [0], notify=b"late", notify_failure=b"no")
+        user.pull_blocks(BLOCKS, cache, [0], [0], **words, timeout_ms=1000)
     remove()
     peer.resume()
     assert peer.run(NEXT) == (2, b"late")

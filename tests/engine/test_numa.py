@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,9 @@ def copying_threads() -> dict[int, set[int]]:
     """Of this process, and the processors that each may use."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith("kvn-pool"):
-            found[int(task.name)] = os.sched_getaffinity(int(task.name))
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            if (task / "comm").read_text().startswith("kvn-pool"):
+                found[int(task.name)] = os.sched_getaffinity(int(task.name))
     return found
 
 

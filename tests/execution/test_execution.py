@@ -102,7 +102,7 @@ def test_a_failure_names_the_origin_and_what_is_not_confirmed():
 
 
 def test_a_deadline_that_passes_is_a_timeout_and_stops_the_transfer():
-    desc = CacheDesc(2, (64, 1 << 20), DataType.DT_UINT8)
+    desc = CacheDesc(2, (64, 1 << 14), DataType.DT_UINT8)
     src, dst = filled(desc, 1), [np.zeros(desc.tensor_nbytes, np.uint8) for _ in range(2)]
     plan = kvplan.plan_pull_blocks(desc, desc, range(64), range(64), coalesce=Coalesce.NONE)
     with Transfers(wrap=lambda backend: limit_bandwidth(backend, 1 << 20)) as transfers:

@@ -26,7 +26,7 @@ from tests.support.refusals import refused
 from tests.support.wrappers import delay, limit_bandwidth
 
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
-MOST_S = 4.0  # the waiting below takes 100 ms, the disconnect half a second; the machine may stall
+MOST_S = 8.0  # the waiting below takes 100 ms, the disconnect half a second; by default it is 10 s
 
 
 @pytest.fixture

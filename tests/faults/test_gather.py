@@ -140,9 +140,14 @@ def never(backend: Backend) -> Backend:
     return delay(backend, FOR_EVER_MS)
 
 
-def slowly(backend: Backend) -> Backend:
+def slowly(backend: Backend, bytes_per_second: float = 1e4) -> Backend:
     """1.6 s for the part of a source, a descriptor after the other."""
-    return limit_batch(limit_bandwidth(backend, 1e4), 1)
+    return limit_batch(limit_bandwidth(backend, bytes_per_second), 1)
+
+
+def hardly(backend: Backend) -> Backend:
+    """Longer than a test waits."""
+    return slowly(backend, 100)
 
 
 def caught(call: Callable[[], object]) -> GatherError:
@@ -313,7 +318,7 @@ def test_an_interrupt_stops_it(make_scene: Callable[..., Scene]) -> None:
 
 @pytest.mark.over_tcp
 def test_finalize(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene(never, never)
+    scene = make_scene(never, never, sync_kv_cache_wait_time=200)
     task = scene.submit()
     scene.user.finalize()
     assert task.done
@@ -327,7 +332,7 @@ def test_finalize(make_scene: Callable[..., Scene]) -> None:
 def test_finalize_ends_the_call_of_another_thread(
     make_scene: Callable[..., Scene], attempt: Attempt
 ) -> None:
-    scene = make_scene(slowly, slowly)
+    scene = make_scene(hardly, hardly, sync_kv_cache_wait_time=200)
     call = attempt(lambda: scene.gather(FOR_EVER_MS))
     while not scene.arrays[0].any():  # until it moves
         assert not call.done(), call.result()

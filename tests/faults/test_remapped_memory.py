@@ -175,7 +175,7 @@ def test_a_peer_that_is_stopped_hears_of_it_later(make_engine: MakeEngine, peer:
     peer.stop()
     began = time.monotonic()
     owner.remap_registered_memory([(cache.tensor_addrs[1], 16)])
-    assert 0.2 <= time.monotonic() - began < 4
+    assert 0.2 <= time.monotonic() - began < 8
     peer.resume()
     peer.run(
         """

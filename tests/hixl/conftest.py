@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -10,11 +11,14 @@ from tests.ascend.fixtures import sim_folder, simulator
 from tests.faults.gate import Gate
 from tests.hixl.peer import Peer
 from tests.hixl.places import Memory, Place, registered
+from tests.support.peer import be_patient
 from tests.support.places import parametrize
 
 MakeEngine = Callable[..., hixl.Hixl]
 MakePeer = Callable[[], Peer]
 __all__ = ["sim_folder", "simulator"]  # fixtures
+
+be_patient(hixl.Hixl)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -51,21 +55,30 @@ def engine(make_engine: MakeEngine) -> hixl.Hixl:
     return make_engine()
 
 
+@pytest.fixture(scope="session")
+def idle() -> Iterator[dict[str, list[Peer]]]:
+    """Processes without an engine, by place: to start one takes longer than most tests."""
+    peers: dict[str, list[Peer]] = defaultdict(list)
+    yield peers
+    for peer in (it for them in peers.values() for it in them):
+        peer.close()
+
+
 @pytest.fixture
-def make_peer(place: Place) -> Iterator[MakePeer]:
+def make_peer(place: Place, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
     """Makes engines that listen, each in a process of its own."""
-    made: list[Peer] = []
+    made, ready = [], idle[place.name]
 
     def make() -> Peer:
-        made.append(Peer(place.name))
+        if ready:
+            made.append(ready.pop())
+            made[-1].begin()
+        else:
+            made.append(Peer(place.name))
         return made[-1]
 
     yield make
-    for peer in made:
-        if not peer.dead:
-            peer.resume()
-            peer.end()
-        peer.close()
+    ready.extend(peer for peer in made if peer.retire("engine.finalize()"))
 
 
 @pytest.fixture

@@ -14,22 +14,26 @@ class Peer(peer.Peer):
 
     def __init__(self, place: str = "host", nbytes: int = MIB) -> None:
         super().__init__(place)
-        self.name = free_name()
         try:
-            self.address, self.handle = self.run(
-                """
-                engine = hixl.Hixl()
-                assert engine.initialize(name, place.options | more) == hixl.SUCCESS
-                memory = registered(engine, place, nbytes)
-                result = memory.address, memory.handle
-                """,
-                name=self.name,
-                nbytes=nbytes,
-                more={},
-            )
+            self.begin(nbytes)
         except BaseException:
             self.close()
             raise
+
+    def begin(self, nbytes: int = MIB) -> None:
+        """Let it have an engine."""
+        self.name = free_name()
+        self.address, self.handle = self.run(
+            """
+            engine = hixl.Hixl()
+            assert engine.initialize(name, place.options | more) == hixl.SUCCESS
+            memory = registered(engine, place, nbytes)
+            result = memory.address, memory.handle
+            """,
+            name=self.name,
+            nbytes=nbytes,
+            more={},
+        )
 
     def fill(self, seed: int) -> None:
         self.run("memory.array[:] = pattern(len(memory.array), seed)", seed=seed)

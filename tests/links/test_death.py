@@ -112,7 +112,7 @@ def test_a_stopped_peer_is_noticed_and_hears_of_it_when_it_goes_on(
     peer.stop()
     began = time.monotonic()
     assert "nothing heard for" in end.wait_for(2, "BROKEN")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     peer.resume()
     peer.wait_for(1, "BROKEN")
     end.link(peer.cluster)

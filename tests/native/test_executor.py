@@ -111,7 +111,7 @@ def test_a_deadline_stops_a_transfer_of_ten_seconds(slow: Executor, size: int) -
     case = scatter([size] * (10_000_000 // size))
     began = time.monotonic()
     report = slow.run(case.descriptors, timeout_ms=50)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     assert report.status == KVN_TIMEOUT
     assert report.message.startswith("the deadline passed: ")
     assert 0 < report.bytes_done < 5_000_000

@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvnative._executor import (
+    KVN_CANCELLED,
     KVN_FAILED,
     KVN_OK,
     KVN_PEER_GONE,
@@ -36,6 +37,7 @@ from tests.transport.owner import Owner
 
 NBYTES = 1 << 20
 TICKETS = 62  # of an entry
+FOREVER_MS = 1e9
 
 
 def column(*numbers: int) -> NDArray[np.uint64]:
@@ -92,8 +94,8 @@ class Here:
     def sides(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         return column(address_of(self.src)), column(address_of(self.dst))
 
-    def move(self, backend: Backend) -> Report:
-        return move(backend, address_of(self.src), address_of(self.dst))
+    def move(self, backend: Backend, nbytes: int = NBYTES) -> Report:
+        return move(backend, address_of(self.src), address_of(self.dst), nbytes)
 
     def end(self) -> None:
         self.generations.release(self.slot, self.generation)
@@ -204,7 +206,7 @@ class TestWait:
         backend = here.backend("around")
         slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         with ThreadPoolExecutor(40) as threads:
-            calls = [threads.submit(here.move, it) for it in (slow, backend) * 20]
+            calls = [threads.submit(here.move, it, PAGESIZE) for it in (slow, backend) * 20]
             assert {it.result().status for it in calls} == {KVN_OK}
         assert here.table.drain(0) == []
 
@@ -214,7 +216,7 @@ class TestWait:
         executor = Executor(
             here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         )
-        made = [lower(*map(column, (0, 0, NBYTES)), *here.sides) for _ in range(40)]
+        made = [lower(*map(column, (0, 0, PAGESIZE)), *here.sides) for _ in range(40)]
         tasks = [executor.submit(it) for it in made]
         assert {it.wait(30_000).status for it in tasks} == {KVN_OK}
         assert here.table.drain(0) == []
@@ -267,16 +269,14 @@ class TestEndOfLeases:
 
     def test_a_glance_forgives_who_was_late(self, here: Here) -> None:
         """Who did not move on is not waited for again, until nothing of it stands."""
-        ended = here.generations.take()
-        slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
-        executor = Executor(slow)
+        ended, writer, host = here.generations.take(), here.writer(), host_backend(here.pool)
         descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
-        task = executor.submit(descriptors)
+        task = Executor(writer.around(delay(host, FOREVER_MS), here.registered)).submit(descriptors)
         for seconds in (0, 60):
             assert len(here.table.end_leases(here.generations, [ended], seconds)) == 1
-        assert task.wait(30_000).status == KVN_OK
+        assert task.cancel().status == KVN_CANCELLED
         assert here.table.end_leases(here.generations, [ended], 0) == []
-        task = executor.submit(descriptors)
+        task = Executor(writer.around(delay(host, 5), here.registered)).submit(descriptors)
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
             while not call.running():

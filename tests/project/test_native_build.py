@@ -1,4 +1,4 @@
-"""The built modules are what setup.py promises; run once more for the sanitizer build."""
+"""The built modules are what setup.py promises; sanitized builds run the last test once more."""
 
 import importlib
 import os

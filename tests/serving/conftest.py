@@ -23,14 +23,27 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
         yield make
 
 
+@pytest.fixture(scope="session")
+def idle() -> Iterator[list[Peer]]:
+    """Processes without a worker: to start one takes longer than most tests."""
+    peers: list[Peer] = []
+    yield peers
+    for peer in peers:
+        peer.close()
+
+
 @pytest.fixture
-def make_peer() -> Iterator[Callable[..., Peer]]:
-    """Make workers in processes of their own; they are ended after the test."""
-    with ExitStack() as held:
+def make_peer(idle: list[Peer]) -> Iterator[Callable[..., Peer]]:
+    """Make workers in processes of their own; they end after the test."""
+    made = []
 
-        def make(cluster_id: int = 1, **options: Any) -> Peer:
-            peer = Peer(cluster_id, **options)
-            held.callback(peer.close)
-            return peer
+    def make(cluster_id: int = 1, **options: Any) -> Peer:
+        if idle:
+            made.append(idle.pop())
+            made[-1].begin(cluster_id, **options)
+        else:
+            made.append(Peer(cluster_id, **options))
+        return made[-1]
 
-        yield make
+    yield make
+    idle.extend(peer for peer in made if peer.retire("worker.close()"))

@@ -17,11 +17,15 @@ class Peer(peer.Peer):
     def __init__(self, cluster_id: int, **options: Any) -> None:
         super().__init__()
         try:
-            code = "worker = Worker(cluster_id, **options); result = worker.source.address"
-            address = self.run(code, cluster_id=cluster_id, options=options)
+            self.begin(cluster_id, **options)
         except BaseException:
             self.close()
             raise
+
+    def begin(self, cluster_id: int, **options: Any) -> None:
+        """Let it have a worker."""
+        code = "worker = Worker(cluster_id, **options); result = worker.source.address"
+        address = self.run(code, cluster_id=cluster_id, options=options)
         self.source = Source(cluster_id, str(address))
 
     @cached_property

@@ -43,7 +43,7 @@ def built(factory: pytest.TempPathFactory) -> Path:
 
     def build(folder: Path) -> None:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
-        run(command, KVPLAN_DEBUG="1")
+        run(command, KVPLAN_DEBUG="1", KVPLAN_CYTHON_CACHE=str(ROOT / "build/cython"))
 
     return _once(factory, "dist", build)
 

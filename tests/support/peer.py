@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,10 +23,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from textwrap import dedent
+from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0  # only a hanging test reaches it
+PATIENCE_MS = 10_000  # of links and operations that have no timeout of their own
 
 EXECUTE_ANOTHER_PROGRAM = """
     import os, sys
@@ -135,6 +138,24 @@ class Peer:
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
 
+    def retire(self, *code: str) -> bool:
+        """Run what ends the work of a test there, and forget all names that it has made.
+
+        Returns:
+            Whether another test may use the process: it has no thread more than at first. Else it
+            is closed.
+        """
+        is_reusable = False
+        try:
+            if not self.dead and self.process.poll() is None:
+                self.resume()
+                self.run(*code)
+                is_reusable = bool(self.run("result = forget_all()"))
+        finally:
+            if not is_reusable:
+                self.close()
+        return is_reusable
+
     def kill(self) -> None:
         """End it at once; on return it is dead, and a zombie until `close`."""
         self.dead = True
@@ -203,6 +224,18 @@ class Remote:
 
 def serve(tests: Connection, names: dict[str, Any]) -> None:
     """Execute snippet after snippet, until nobody can send another."""
+    first, threads = dict(names), threading.active_count()
+
+    def forget_all() -> bool:
+        """Delete what was made here; returns whether nothing of it runs."""
+        kept = {"result", "__builtins__"}
+        for it in names.keys() - first.keys() - kept:
+            del names[it]
+        names.update(first)
+        gc.collect()
+        return threading.active_count() == threads
+
+    first["forget_all"] = names["forget_all"] = forget_all
     while True:
         try:
             code, values = tests.recv()
@@ -223,10 +256,33 @@ def described(error: Exception) -> tuple[str, str, int, int, str]:
     return type(error).__name__, str(error), code, status, text
 
 
+def be_patient(*surfaces: type) -> None:
+    """Raise the default timeouts of links and operations to PATIENCE_MS; heartbeats have more.
+
+    The defaults are for serving: a loaded machine takes longer than a second for a link now and
+    then. A test that waits for a timeout, or finalizes what never ends, gives one of its own.
+
+    Args:
+        surfaces: classes whose methods have a default timeout of a second.
+    """
+    from kvplan.engine.options import Options
+
+    defaults = Options.__init__.__kwdefaults__ or {}
+    defaults.update(sync_kv_cache_wait_time=PATIENCE_MS, heartbeat_timeout_ms=3 * PATIENCE_MS)
+    for surface in surfaces:
+        for method in vars(surface).values():
+            if isinstance(method, FunctionType) and method.__defaults__:
+                patient = (PATIENCE_MS if it == 1000 else it for it in method.__defaults__)
+                method.__defaults__ = tuple(patient)
+
+
 def main(module: str, *arguments: str) -> None:
     """The process of a peer, whose stdin is the connection to the tests."""
     faulthandler.enable()
     names = importlib.import_module(module).names(*arguments) if module else {}
+    for surface in (("kvplan.engine.datadist", "LlmDataDist"), ("kvplan.hixl.hixl", "Hixl")):
+        if imported := sys.modules.get(surface[0]):
+            be_patient(getattr(imported, surface[1]))
     gc.freeze()  # what was imported is no garbage of a test
     serve(Connection(0), names)
 

@@ -19,10 +19,16 @@ def service() -> Iterator[TcpService]:
 
 
 @pytest.fixture(scope="module")
-def steady_peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpPeer]:
+def nbytes(request: pytest.FixtureRequest) -> int:
+    """The size of all memory: these tests mostly fill and compare it."""
+    return getattr(request.module, "MEMORY_NBYTES", NBYTES)
+
+
+@pytest.fixture(scope="module")
+def steady_peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterator[TcpPeer]:
     """For tests that leave it as it was."""
-    peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory")
-    peer.add_range(0, 0, NBYTES)
+    peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory", nbytes)
+    peer.add_range(0, 0, nbytes)
     yield peer
     peer.close()
 
@@ -40,14 +46,14 @@ def steady_link(service: TcpService, steady_peer: TcpPeer, secret: bytes | None)
 
 
 @pytest.fixture
-def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpPeer]:
+def peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterator[TcpPeer]:
     """For tests that stop, kill or change it."""
-    peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory")
-    peer.add_range(0, 0, NBYTES)
+    peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory", nbytes)
+    peer.add_range(0, 0, nbytes)
     yield peer
     peer.close()
 
 
 @pytest.fixture
-def local() -> Bytes:
-    return np.full(NBYTES, 0xA5, dtype=np.uint8)
+def local(nbytes: int) -> Bytes:
+    return np.full(nbytes, 0xA5, dtype=np.uint8)

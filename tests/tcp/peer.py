@@ -16,7 +16,7 @@ from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.support.peer import Peer
 
-NBYTES = 48 << 20
+NBYTES = 24 << 20
 TIMEOUT_MS = 20_000
 PAGE = mmap.PAGESIZE
 DIRECTIONS = ["get", "put"]
@@ -155,11 +155,11 @@ class TcpPeer(Peer):
 
     module = "tests.tcp.peer_process"
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, nbytes: int = NBYTES) -> None:
         with file.open("wb") as made:
-            made.truncate(NBYTES)
+            made.truncate(nbytes)
         self.memory: Bytes = np.memmap(file, dtype=np.uint8)
-        self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
+        self._content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
         self.fill()
         super().__init__(str(file))
         self.base: int = self.run("result = base")
@@ -201,12 +201,12 @@ class TcpPeer(Peer):
         slot: int = 0,
         generation: int = 1,
         offset: int = 0,
-        nbytes: int = NBYTES,
+        nbytes: int | None = None,
     ) -> Backend:
         """A backend that knows one range of the peer, by all connections of the link."""
         inner = [
             backend_of(
-                link, direction, self.base + offset, nbytes,
+                link, direction, self.base + offset, nbytes or self.memory.nbytes,
                 slot=slot, generation=generation, index=index,
             )
             for index in range(link.connections)

@@ -11,7 +11,7 @@ from kvnative._executor import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
 from kvnative._tcp import TcpNativeLink, TcpService
 from tests.tcp.peer import DIRECTIONS, NBYTES, TIMEOUT_MS, Bytes, TcpPeer, blocks, both
 
-SPANS = blocks(3000, 8192)
+SPANS = blocks(1500, 8192)
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 hows = pytest.mark.parametrize("how", ["deadline", "cancel"])
 

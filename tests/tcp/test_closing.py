@@ -30,7 +30,7 @@ from tests.tcp.peer import (
     link_within,
 )
 
-SPANS = blocks(4000, 8192)
+SPANS = blocks(2000, 8192)
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 
 

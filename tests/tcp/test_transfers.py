@@ -32,6 +32,7 @@ from tests.tcp.peer import (
 
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 KIB, MIB = 1 << 10, 1 << 20
+MEMORY_NBYTES = 48 * MIB
 
 BLOCKS, BLOCK, TENSORS = 40, 70_000, 3
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
 
+from kvplan import Options
 from kvplan.llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
@@ -306,7 +307,7 @@ TRANSFERS = [
         (
             Row(
                 "wait time 0",
-                Accepted(1000),
+                Accepted(Options().sync_kv_cache_wait_time),  # more than 1000 in tests
                 lambda: wait_time_ms({"llm.SyncKvCacheWaitTime": "0"}),
             ),
         ),

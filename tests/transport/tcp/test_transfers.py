@@ -354,7 +354,7 @@ def test_the_peer_stops_until_the_deadline(link: TcpLink, owner: Owner, directio
     with executor(whole(link, owner), local, direction) as moving:
         work = descriptors(owner.base, local, direction, np.arange(NUM_BLOCKS), TIMES)
         report = moving.run(work, 100)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert report.status == KVN_TIMEOUT, report.message
     local[:] = 9  # is not sent any more, nor written
     owner.resume()
