@@ -353,7 +353,7 @@ class Leases:
 
 def _deadline_ns(ttl_ms: object) -> int:
     """Return the time `ttl_ms` milliseconds from now: CLOCK_MONOTONIC."""
-    if not isinstance(ttl_ms, Real) or isinstance(ttl_ms, bool):
+    if isinstance(ttl_ms, bool) or not isinstance(ttl_ms, Real):
         raise TypeError(f"ttl_ms={ttl_ms!r} must be a number")
     given = float(ttl_ms)
     if not 0 < given <= _MAX_TTL_MS:

@@ -198,7 +198,7 @@ def test_life(engine: LlmDataDist, cache: Cache) -> None:
 
 
 def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
-    lease = engine.lease_blocks(cache, [3], ttl_ms=60_000)
+    lease = engine.lease_blocks(cache, [3], ttl_ms=np.int64(60_000))
     engine.renew(lease, 1e12)
     for wrong in (0, -1.0, 2e12, float("nan"), float("inf")):
         with refused("LLM_PARAM_INVALID", "ttl_ms="):
