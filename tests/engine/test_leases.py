@@ -365,7 +365,7 @@ def test_held_up_leases_end_later_and_are_reported_then(
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda *it: ended.put(it))
     # All are late before the thread has a look.
-    with leases._mutex:
+    with leases._changed:
         ttl_ms = 1e-6 if end is LeaseEnd.EXPIRED else None
         made = [leases.begin(blocks, [it], "", ttl_ms, paged=True) for it in (1, 2)]
         words[0].held_up = 1
