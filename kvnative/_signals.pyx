@@ -4,6 +4,7 @@ Python runs a signal's handler in the main thread between two bytecodes, and an 
 raises (KeyboardInterrupt, say) ends the call there.
 """
 
+import os
 import sys
 import threading
 
@@ -11,7 +12,8 @@ import _signal  # what `signal` has are functions of Python, in which a handler 
 
 cimport cython
 from libc.string cimport memset
-from posix.signal cimport SA_ONSTACK, SA_RESTART, sigaction, sigaction_t, sigemptyset
+from posix.signal cimport SA_ONSTACK, SA_RESTART, kill, sigaction, sigaction_t, sigemptyset
+from posix.unistd cimport getpid
 
 __all__ = ["Condition", "GuardedLock", "Mutex", "signals_deferred"]
 
@@ -72,7 +74,6 @@ cdef extern from *:
     void kvn_note(int number) noexcept nogil
     object kvn_hold(object lock)
     int PyErr_CheckSignals() except -1
-    int PyErr_SetInterruptEx(int number)
 
 cdef int depth = 0
 cdef object interrupt = None  # what a handler raised before the block, due at its end
@@ -107,7 +108,7 @@ cdef class Deferral:
 
     def __exit__(self, *exc):
         global depth, interrupt
-        if not kvn_is_main_thread():
+        if not kvn_is_main_thread() or depth == 0:  # depth 0: the block began before a fork
             return
         depth -= 1
         if depth == 0:
@@ -136,7 +137,7 @@ cdef void replace():
 
 
 cdef void restore():
-    """Have handlers run again, and those of signals that have arrived soon."""
+    """Have handlers run again, and send again the signals that have arrived."""
     cdef sigaction_t now
     cdef int number
     for number in range(1, KVN_SIGNALS):
@@ -147,7 +148,25 @@ cdef void restore():
         if sigaction(number, NULL, &now) == 0 and now.sa_handler == kvn_note:
             sigaction(number, &replaced[number], NULL)
         if kvn_arrived[number]:
-            PyErr_SetInterruptEx(number)
+            kill(getpid(), number)  # the handler may be one of a C library
+
+
+def begin_child():
+    """In a forked child: end the block that the parent's main thread is in.
+
+    The child may have been forked by another thread, or run a program of its own inside the block.
+    """
+    global depth, interrupt
+    cdef int number
+    if depth == 0:
+        return
+    depth, interrupt = 0, None
+    for number in range(1, KVN_SIGNALS):
+        kvn_arrived[number] = 0  # sent to the parent
+    restore()
+
+
+os.register_at_fork(after_in_child=begin_child)
 
 
 class GuardedLock(RLock):

@@ -13,7 +13,12 @@ from kvplan.logs import LimitedLog, Log
 
 peer_log = LimitedLog(Log("kvplan.serving"))
 
-MAX_OF_PEER: Final = 1024  # coroutines that one peer's messages have begun
+MAX_OF_PEER: Final = 8192
+"""Coroutines that one peer's messages have begun: two for each ask that may wait (`MAX_WAITING`).
+
+A consumer that keeps to the rules stays below this also in a burst; what is dropped of it would
+leave blocks leased, or a request without an answer, until their time is over.
+"""
 _MAX_IN_THREADS: Final = 8  # functions at once, each of which may wait for a stopped peer
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -66,6 +69,69 @@ def test_a_handler_that_is_set_inside_stays() -> None:
         signal.signal(signal.SIGINT, lambda number, _: handled.append(number))
     arrive()
     assert handled == [signal.SIGINT]
+
+
+def test_a_handler_of_a_c_library_gets_its_signals() -> None:
+    """It replaced the one of Python, which does not know."""
+    handled: list[int] = []
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handled.append)
+    ctypes.CDLL(None).signal(int(signal.SIGINT), handler)  # `interruptible` sets Python's again
+    with signals_deferred:
+        arrive()
+        assert not handled
+    assert handled == [signal.SIGINT]
+
+
+_FORKED_IN_A_BLOCK = """
+import os, signal, sys, threading
+from kvnative._signals import signals_deferred
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+arrive = lambda: os.kill(os.getpid(), signal.SIGINT)
+codes = []
+
+def child():
+    try:
+        for _ in range(100): pass  # what was sent to the parent is not the child's
+    except KeyboardInterrupt:
+        os._exit(1)
+    try:
+        with signals_deferred: arrive()
+        os._exit(2)
+    except KeyboardInterrupt:
+        pass
+    try:
+        arrive()
+        for _ in range(100): pass
+        os._exit(3)
+    except KeyboardInterrupt:
+        os._exit(0)
+
+def fork():
+    with signals_deferred:
+        child_pid = os.fork()
+        if child_pid == 0 and sys.argv[1] == "inside": child()
+    if child_pid == 0: child()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1]))
+
+with signals_deferred:
+    arrive()
+    if sys.argv[2] == "thread":
+        forking = threading.Thread(target=fork)
+        forking.start()
+        forking.join()
+    else:
+        fork()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.exit(codes.pop())
+"""
+
+
+@pytest.mark.parametrize("place", ["inside", "behind"])
+@pytest.mark.parametrize("by", ["thread", "main"])
+def test_a_child_that_is_forked_in_a_block_has_its_signals(place: str, by: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _FORKED_IN_A_BLOCK, place, by]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_an_error_of_the_block_goes_on() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvplan import ClusterInfo
-from kvplan.serving import Target
+from kvplan.serving import Handle, Target
 from kvplan.serving.asks import MAX_WAITING
 from kvplan.serving.book import MAX_EARLY
 from kvplan.serving.messages import Ask, Done, Grant, Hello, Message, Renew, encode
@@ -18,7 +18,7 @@ from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import MAX_OF_PEER
 from tests.serving.test_exchange import MakePeer, MakeWorker, failed
-from tests.serving.worker import INSTANCE, Worker, handle, reference
+from tests.serving.worker import DEADLINE_MS, INSTANCE, Worker, handle, reference
 
 DIGEST = reference([], 0, 11, 21).digest
 MINE = [7, 1, 30]
@@ -71,12 +71,25 @@ def test_hellos_are_bounded_in_tasks_and_in_logs(
     link(peer, producer)
     hello = Hello({"model": "other"}, b"i", answer=False)
     with caplog.at_level(logging.WARNING, "kvplan.serving"):
-        receive(producer, 2, *[hello] * 5000)
+        receive(producer, 2, *[hello] * (2 * MAX_OF_PEER))
         assert len(producer.exchange._tasks._running) <= MAX_OF_PEER + 8
     assert len(caplog.records) < 20
     producer.finish(0, 11, [4, 9, 2], 21)
     third = make_worker(3)
     assert third.fetch(reference([producer.source], 0, 11, 21), MINE).error is None
+
+
+def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:
+    """A consumer that ends many requests at once is no flood: none stays leased."""
+    count = 1500
+    producer = make_worker(1, blocks=count)
+    handles = [producer.exchange.enter(f"{it}", [it], DIGEST) for it in range(count)]
+    receive(producer, 2, *[Done(INSTANCE, it.value, DIGEST, 1) for it in handles])
+    freed: set[Handle] = set()
+    while len(freed) < count:
+        assert producer.exchange.wait(DEADLINE_MS), f"{len(freed)} of {count} are free"
+        freed |= producer.exchange.take_freed()
+    assert freed == set(handles)
 
 
 def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
