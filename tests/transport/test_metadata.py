@@ -178,6 +178,8 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         for name in ArenaRef.__slots__
     },
 }
+
+
 @pytest.mark.parametrize("nbytes", [2, 4096, 2**62])
 def test_a_range_may_end_where_all_addresses_do(nbytes: int) -> None:
     fields = {"address": 2**64 - nbytes, "nbytes": nbytes, "slot": 0, "generation": 1}
