@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvnative._acl import AclLibrary
 from kvnative._backend import KVN_OK
+from kvnative._hccl import HcclLibrary
 from kvplan import LLMStatusCode
 from tests.ascend.hccl_end import NORESERVE
 from tests.ascend.hccl_ends import A2, Ends, two_ends
@@ -105,6 +107,21 @@ def test_connections_are_more_than_the_ranges_that_hccl_takes(tmp_path: Path) ->
             end.deregister(address)
             end.free(address)
             assert end.left() == {}
+
+
+def test_of_several_devices_each_has_what_is_registered_with_it(
+    simulator: Controls, make_side: MakeSide
+) -> None:
+    sides = [make_side(it) for it in range(2)]
+    library = HcclLibrary.load(AclLibrary.load())
+    before = [library.registered(it) for it in range(2)]
+    memories = [np.zeros((1 + pages) * mmap.PAGESIZE, np.uint8) for pages in (1, 4)]
+    for i, pages in enumerate((1, 4)):
+        address = -(-memories[i].ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        sides[i].transport.register((address, pages * mmap.PAGESIZE))
+        host, device = before[i]
+        before[i] = host + pages * mmap.PAGESIZE, device
+        assert [library.registered(it) for it in range(2)] == before
 
 
 @pytest.mark.parametrize("setting", ["hdk", "page_table_bytes"])

@@ -168,6 +168,28 @@ def test_an_error_that_shows_when_waited_for(
     ends[0].free(local)
 
 
+def test_a_buffer_set_that_cannot_be_made_again_is_tried_by_the_next(
+    connection: Connection,
+) -> None:
+    """Neither when it is given back, nor for the next transfer, which says why; then it can."""
+    ends = connection.ends
+    local = ends[0].memory("device", NBYTES)
+    rows = connection.rows([65536] * 8, local)
+
+    def put() -> Any:
+        return connection.transfer("put", rows, timeout_ms=5_000, **through(connection, "device"))
+
+    made = "aclrtCreateEventExWithFlag"
+    ends[0].fault("aclrtRecordEvent:4=507000", f"{made}:1=207000", f"{made}:2=207000")
+    assert put().code == 507000
+    report = put()
+    assert report.code == 207000
+    assert report.message.startswith(f"{made}: 207000")
+    assert ends[0].faults_left() == 0
+    assert put().status == KVN_OK
+    ends[0].free(local)
+
+
 def test_one_transfer_at_a_time_uses_a_buffer_set(ends: Ends) -> None:
     """The second transfer waits for the buffer set, until its deadline or the first one's end."""
     first = ends.connect(NBYTES, staging=SLOTS)

@@ -241,6 +241,36 @@ def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
     assert counts(sim_log) == (1, 0, 0)
 
 
+@pytest.mark.parametrize("far", ["source", "target"])
+def test_large_blocks_of_another_gpu_are_the_drivers_whichever_side_that_is(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, far: str
+) -> None:
+    """Within one GPU the kernel takes larger ones."""
+    nbytes = 2 * MIB
+    here = [device.allocate(2 * nbytes) for _ in range(2)]
+    owner = device.library.device(4)
+    theirs = owner.allocate(2 * nbytes)
+    exported = export(owner, theirs.address, 2 * nbytes)
+    mapped = import_descriptor(device, exported.fd, exported.nbytes, is_far=True)
+    sides = {"source": here[0].address, "target": here[1].address}
+    executor = Executor(device.backend("device_to_device"))
+
+    def counted() -> tuple[int, int, int]:
+        blocks = np.array([0, nbytes], np.uint64)
+        descriptors = Descriptors.from_columns(
+            blocks[::-1] + np.uint64(sides["target"]),
+            blocks + np.uint64(sides["source"]),
+            np.full(2, nbytes, np.uint64),
+        )
+        sim_log.restart()
+        assert executor.run(descriptors).status == KVN_OK
+        return counts(sim_log)
+
+    assert counted() == (1, 0, 0)
+    sides[far] = mapped.address
+    assert counted() == ((0, 1, 0) if HAS_BATCH else (0, 0, 2))
+
+
 def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: CudaControls) -> None:
     executor = Executor(device.backend("device_to_device"))
     case = between(device, cuda_simulator, "device_to_device", [100] * 300)

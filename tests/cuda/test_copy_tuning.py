@@ -18,6 +18,7 @@ from kvnative._cuda import (
     tune_copies,
 )
 from kvnative._cuda import Device as NativeDevice
+from kvplan import LLMException
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.cuda_copies import SIZES, calibrate, time_copies
@@ -118,6 +119,16 @@ def test_each_way_is_the_one_that_is_measured(
         counted.append(tuple(sim_log.counts(*calls).values()))
     assert counted == [(5, 0, 0), (0, 5, 0), (0, 0, 5 * 16)]
     assert copy_tuning(opened.native, direction) == before
+
+
+def test_what_was_tried_does_not_stay_if_it_fails(
+    opened: CudaDevice, cuda_simulator: CudaControls
+) -> None:
+    before = copy_tuning(opened.native, "device_to_device")
+    cuda_simulator.add_fault("cuMemcpyAsync:2=701")
+    with pytest.raises(LLMException, match="701"):
+        time_copies(opened, "device_to_device", "single", 4 * KIB, span_nbytes=64 * KIB)
+    assert copy_tuning(opened.native, "device_to_device") == before
 
 
 def test_figures_are_of_scattered_blocks_and_of_one_copy(opened: CudaDevice, sim_log: Log) -> None:

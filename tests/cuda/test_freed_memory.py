@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from kvplan import (
     Options,
     Placement,
 )
+from kvplan.device.choice import open_accelerator
+from kvplan.device.memory import DeviceMemory
 from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location
 from tests.cuda_sim.simulator import CudaControls
 from tests.device.engines import engine_on
@@ -226,3 +229,26 @@ def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -
     program.free(address)
     with refused("LLM_PARAM_INVALID", "not of device 3"):
         memory.check()
+
+
+@pytest.mark.parametrize("replaced", [[True], [False, True], [True, False, False]])
+def test_of_memory_that_several_watch_each_counts(
+    cuda_simulator: CudaControls, replaced: list[bool]
+) -> None:
+    """As that of groups of tensors, which were registered one by one."""
+
+    class Seen(NamedTuple):
+        is_replaced: bool
+
+    device = open_accelerator("cuda", NUM_DEVICE)
+    assert device is not None
+
+    def memory(*watches: Seen) -> DeviceMemory:
+        columns = (np.array([it], np.uint64) for it in (GRANULE, GRANULE))
+        return DeviceMemory(device, *columns, writable=True, owner="said", watches=watches)
+
+    memory().check()
+    memory(*[Seen(False)] * len(replaced)).check()
+    with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
+        memory(*map(Seen, replaced)).check()
+    device.close()

@@ -56,9 +56,42 @@ static void blocking_behind_asynchronous(void)
     confirm(after, 3, first);
 }
 
+static int refuse_second(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                         const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                         kvn_failure *failure)
+{
+    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
+    *failed = 1;
+    return kvn_fail(failure, KVN_UNMAPPED, 0, "refused");
+}
+
+/* A call counts from its own first descriptor; a fault names that of the shard, also behind others. */
+static void failed_behind_others(void)
+{
+    static const kvn_device_ops ops = {
+        .max_batch = 2, .locate = locate, .copy_batch = refuse_second, .copy_held = refuse_second};
+    kvn_device device = {.ops = &ops, .mutex = PTHREAD_MUTEX_INITIALIZER};
+    copy_backend backend = {.device = &device, .direction = KVN_HOST_TO_DEVICE};
+    const uint64_t nowhere[5] = {0}, pinned[5] = {PINNED, PINNED, PINNED, PINNED, PINNED};
+    const uint64_t nbytes[5] = {64, 64, 64, 64, 64};
+    const kvn_columns shard = {.dst = nowhere, .src = pinned, .nbytes = nbytes, .count = 5, .first = 100};
+
+    for (int is_held = 0; is_held < 2; is_held++) {
+        kvn_channel_fault fault = {.confirmed = 0};
+        transfer t = {.self = &backend, .shard = &shard, .fault = &fault, .at = 3, .is_held = is_held};
+
+        CHECK((is_held ? copy_held(&t) : copy_batch(&t, KVN_BATCH_ASYNC)) == KVN_UNMAPPED);
+        CHECK(fault.failed == 4);
+        CHECK(strcmp(fault.why.message, "descriptor 104: refused") == 0);
+    }
+}
+
 int main(int count, char **arguments)
 {
-    static const check_row rows[] = {{"blocking_behind_asynchronous", blocking_behind_asynchronous}};
+    static const check_row rows[] = {
+        {"blocking_behind_asynchronous", blocking_behind_asynchronous},
+        {"failed_behind_others", failed_behind_others},
+    };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
 }

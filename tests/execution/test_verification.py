@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._executor import Executor, Report, ThreadPool, host_backend
+from kvnative._lower import Descriptors
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.execution import HostMemory
+from kvplan.execution.transfers import bind
+from kvplan.execution.verification import verify
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
@@ -28,6 +32,28 @@ class Leased(HostMemory):
         if self.checks == self.ends_after:
             for it in self.arrays:
                 it[:] = 9
+
+
+def test_each_read_has_the_time_that_is_left() -> None:
+    """In milliseconds, as the whole of it."""
+    src, dst = (
+        HostMemory.from_arrays([np.zeros(DESC.shape, np.uint8) for _ in range(2)]) for _ in "sd"
+    )
+    scratch = HostMemory.from_arrays([np.empty(1000, np.uint8)])
+    descriptors = bind(PLAN, src, dst, one_space=True)
+    limits: list[float | None] = []
+    with Executor(host_backend(ThreadPool(1))) as executor:
+
+        def read(some: Descriptors, limit_ms: float | None) -> Report:
+            limits.append(limit_ms)
+            return executor.run(some)
+
+        for timeout_ms in (None, 60_000):
+            verify(PLAN, descriptors, src, dst, scratch, read, 1, timeout_ms)
+    without, left = limits
+    assert without is None
+    assert left is not None
+    assert 1_000 < left <= 60_000
 
 
 @pytest.mark.parametrize("ends_after", [1, 2])

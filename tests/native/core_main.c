@@ -10,6 +10,7 @@
 #include "core/layered.h"
 #include "core/report.h"
 #include "host/pool.h"
+#include "host/writers.h"
 
 #include "check.h"
 
@@ -276,6 +277,51 @@ static void helper_leaves(void)
     kvn_pool_destroy(pool);
 }
 
+/* ---- announcements ---- */
+
+static uint64_t count_tickets(kvn_writers *writers)
+{
+    kvn_ticket left[KVN_WRITER_TICKETS];
+    uint64_t next = 0;
+
+    return kvn_writers_drain(writers, 0, &next, left);
+}
+
+/* What lasts has one ticket, renewed or not, and none once it has ended: an owner would wait for it. */
+static void renewed_and_left(void)
+{
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement announced;
+    kvn_word word;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd, writers.memory.inode,
+                          1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+    for (int is_ended = 0; is_ended < 2; is_ended++) {
+        CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+        kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+
+        CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
+        if (is_ended)
+            CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
+        CHECK(kvn_guard_renew(guard, &announced, &failure) == (is_ended ? KVN_UNMAPPED : KVN_OK));
+        CHECK(count_tickets(&writers) == 1);
+        kvn_guard_leave(guard, &announced);
+        CHECK(count_tickets(&writers) == 0);
+        if (!is_ended)
+            CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
+        kvn_guard_destroy(guard);
+    }
+    kvn_writer_close(&writer);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -284,6 +330,7 @@ int main(int count, char **arguments)
         {"open_beside_failure", open_beside_failure},
         {"abort_twice", abort_twice},
         {"helper_leaves", helper_leaves},
+        {"renewed_and_left", renewed_and_left},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

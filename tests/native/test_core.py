@@ -14,7 +14,11 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 
 @pytest.mark.parametrize(
-    "name", ["merge_spans", "pass_wakes", "open_beside_failure", "abort_twice", "helper_leaves"]
+    "name",
+    [
+        *("merge_spans", "pass_wakes", "open_beside_failure", "abort_twice", "helper_leaves"),
+        "renewed_and_left",
+    ],
 )
 def test_core(check: Check, name: str) -> None:
     check(name)

@@ -362,6 +362,16 @@ class TestPeer:
         with pytest.raises(ValueError, match="closed"):
             peer.copy(few, words_of(held), memory)
 
+    def test_registrations_and_leases_have_slots_of_their_own(self) -> None:
+        table = GenerationTable(2, 3)
+        for is_lease, slots in ((False, {0, 1}), (True, {2, 3, 4})):
+            held = [table.take(is_lease=is_lease) for _ in slots]
+            assert {slot for slot, _ in held} == slots
+            with pytest.raises(MemoryError, match=f"all {len(slots)} slots"):
+                table.take(is_lease=is_lease)
+            table.release(*held[0])
+            assert table.take(is_lease=is_lease)[0] == held[0][0]
+
     def test_generations_begin_again_behind_the_last(self) -> None:
         """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""
         table, peer = GenerationTable(1), Peer(os.getpid())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvnative._ranges import TransferOpDesc, address_columns, arrange, first_overlap, locate
@@ -21,6 +21,7 @@ def columns(rows: list[tuple[int, ...]], width: int) -> list[np.ndarray]:
 
 
 @given(rows)
+@example([(0, 10, 5, 0), (5, 15, 5, 1), (10, 20, 5, 1)])  # go on across groups, and within one
 def test_arrange(given_rows: list[tuple[int, int, int, int]]) -> None:
     src, dst, nbytes, groups = columns(given_rows, 4)
     found = arrange(src, dst, nbytes, groups)

@@ -1,9 +1,10 @@
-/* Checks of the table of registered ranges and of what a service watches. */
+/* Checks of the table of registered ranges, of what a service watches, and of transfers that are given up. */
 #include "tcp/table.h"
 
 #include <sys/socket.h>
 
 #include "check.h"
+#include "tcp/client.h"
 #include "tcp/service.h"
 
 #define SECOND INT64_C(1000000000)
@@ -110,12 +111,32 @@ static void key_of_reused_place(void)
     kvn_tcp_service_destroy(service);
 }
 
+/* A push that is given up waits for what is on the wire: if that was all of it, and it was taken, it is done. */
+static void given_up_when_all_was_taken(void)
+{
+    for (uint64_t taken = 0; taken < 3; taken++) {
+        kvn_tcp_client client = {.num_asked = 0};
+        uint64_t nbytes[] = {8, 8};
+        kvn_request it = {.client = &client, .kind = KVN_TCP_PUSH, .batch = {.nbytes = nbytes, .count = 2},
+                          .confirmed = {taken, 0}, .end = {.status = KVN_PENDING}};
+
+        kvn_cond_init(&it.changed);
+        kvn_tcp_transfer_put_in(&client, &it);
+        kvn_tcp_transfer_end(&it, KVN_CANCELLED, 0, KVN_NO_DESCRIPTOR);
+        CHECK(atomic_load(&it.finished));
+        CHECK(it.report.status == (taken == 2 ? KVN_OK : KVN_CANCELLED));
+        CHECK(it.report.num_unconfirmed == (taken < 2));
+        CHECK(taken == 2 || it.report.unconfirmed[0].first == taken);
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"earliest_deadline", earliest_deadline},
         {"renewed_under_way", renewed_under_way},
         {"key_of_reused_place", key_of_reused_place},
+        {"given_up_when_all_was_taken", given_up_when_all_was_taken},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

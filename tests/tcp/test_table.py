@@ -10,9 +10,17 @@ from tests.support.compiled import Check, compiled
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     folder = tmp_path_factory.mktemp("table")
-    return compiled(folder, "tests/tcp/table_main.c", "tcp/table.c", "tcp/service.c")
+    return compiled(
+        folder, "tests/tcp/table_main.c", "tcp/table.c", "tcp/service.c", "tcp/transfer.c"
+    )
 
 
-@pytest.mark.parametrize("name", ["earliest_deadline", "renewed_under_way", "key_of_reused_place"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("earliest_deadline", "renewed_under_way", "key_of_reused_place"),
+        "given_up_when_all_was_taken",
+    ],
+)
 def test_table(check: Check, name: str) -> None:
     check(name)

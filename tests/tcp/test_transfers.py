@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from tests.tcp.peer import (
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 KIB, MIB = 1 << 10, 1 << 20
 MEMORY_NBYTES = 48 * MIB
+NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 
 BLOCKS, BLOCK, TENSORS = 40, 70_000, 3
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
@@ -334,3 +336,23 @@ class TestAtOnce:
         assert report.status == KVN_OK, report.message
         assert np.array_equal(local[: source.nbytes], source)
         service.close()
+
+    @pytest.mark.parametrize("step", [2**32 - 4096, 2**32, 2**32 + 4096])
+    def test_steps_about_what_a_run_can_have(self, local: Bytes, step: int) -> None:
+        """Of 32 bits. What lies between is address space alone."""
+        with mmap.mmap(-1, 2 * step + 4096, mmap.MAP_PRIVATE | NORESERVE) as space:
+            there = np.frombuffer(space, np.uint8)
+            for i in range(3):
+                there[i * step : i * step + 4096] = i + 1
+            service = TcpService(threads=1, max_ranges=1)
+            service.add_range(0, there.ctypes.data, there.nbytes, False, 1)
+            near, _far = link_within(service, service)
+            spans = [(i * 4096, i * step, 4096) for i in range(3)]
+            with Executor(backend_of(near, "get", there.ctypes.data, there.nbytes)) as executor:
+                report = executor.run(
+                    descriptors("get", local.ctypes.data, there.ctypes.data, spans), TIMEOUT_MS
+                )
+            service.close()
+            del there
+        assert report.status == KVN_OK, report.message
+        assert local[: 3 * 4096].reshape(3, 4096).tolist() == [[i] * 4096 for i in (1, 2, 3)]

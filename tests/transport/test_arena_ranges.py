@@ -6,6 +6,7 @@ import gc
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from queue import Queue
 from threading import Barrier, Semaphore
@@ -29,6 +30,8 @@ from tests.transport.owner_process import pattern
 PART, PARTS = 16 * 4096, 8
 DESC = CacheDesc(1, (16, 4096), DataType.DT_UINT8)
 PLAN = kvplan.plan_pull_blocks(DESC, DESC, range(16), range(16)[::-1])
+FOUR = CacheDesc(4, (16, 4096), DataType.DT_UINT8)
+FIRST_BLOCKS = kvplan.plan_pull_blocks(FOUR, FOUR, [0], [0])
 
 POOL = f"""
     arena = transport.allocate({PARTS * PART})
@@ -82,6 +85,30 @@ def mappings(inode: int) -> int:
     """How often this process maps the file of that inode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
+
+
+def test_tensors_of_several_arenas_in_any_order(owner: Owner, transport: LocalTransport) -> None:
+    """Each with metadata of its own: each is mapped elsewhere, and found where its own arena is."""
+    bases: list[int] = owner.run(f"""
+        arenas = [transport.allocate({PART}) for _ in range(4)]
+        arenas.sort(key=lambda it: it.address)
+        registrations = [transport.register(it) for it in arenas]
+        for i, it in enumerate(arenas):
+            np.frombuffer(it, np.uint8)[:] = i
+        result = [it.address for it in arenas]
+    """)
+    one_by_one = [
+        bytes(owner.run(f"result = transport.metadata([registrations[{i}]])")) for i in range(4)
+    ]
+    with transport.connect(one_by_one[0], timeout_ms=1000) as link:
+        for order in permutations(range(4)):
+            memory = link.memory(
+                [bases[i] for i in order], PART, metadata=[one_by_one[i] for i in order]
+            )
+            assert memory.in_process
+            local = [np.full(PART, 9, np.uint8) for _ in order]
+            kvplan.execute(FIRST_BLOCKS, memory, local)
+            assert [int(it[0]) for it in local] == [*order]
 
 
 def not_exist(memory: LocalPeerMemory) -> None:

@@ -24,7 +24,7 @@ from kvplan.transport.local.metadata import (
     Range,
     WritersRef,
 )
-from kvplan.transport.wire import PEER
+from kvplan.transport.wire import PEER, range_bounds
 from tests.support.refusals import refused
 
 uint64 = st.integers(0, 2**64 - 1)
@@ -178,6 +178,18 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         for name in ArenaRef.__slots__
     },
 }
+
+
+@pytest.mark.parametrize("nbytes", [2, 4096, 2**62])
+def test_a_range_may_end_where_all_addresses_do(nbytes: int) -> None:
+    fields = {"address": 2**64 - nbytes, "nbytes": nbytes, "slot": 0, "generation": 1}
+    bounds = range_bounds((0, 9))
+    value = {**fields, "writable": False}
+    assert PEER.range("ranges[0]", value, bounds, 1) == (value, value)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, r"ranges\[0\] ends past 2\*\*64"):
+        PEER.range("ranges[0]", value | {"address": 2**64 + 1 - nbytes}, bounds, 1)
+
+
 WRONG = [-1, 2**64, 1.0, "1", [], {}, [[]], float("nan")]
 
 

@@ -1,4 +1,4 @@
-"""Tickets of a worker that has announced 2**32 transfers."""
+"""Tickets of a worker: what only C can look at."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import pytest
 from tests.support.compiled import compiled
 
 
-def test_no_ticket_is_zero(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("tickets")
-    compiled(folder, "tests/ucx/tickets_main.c")("after_the_last_number")
+@pytest.mark.parametrize("name", ["after_the_last_number", "gone_at_the_end"])
+def test_tickets(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    compiled(tmp_path_factory.mktemp("tickets"), "tests/ucx/tickets_main.c")(name)

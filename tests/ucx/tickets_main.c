@@ -1,4 +1,4 @@
-/* Checks of the tickets of a worker, which wrap after 2**32. */
+/* Checks of the tickets of a worker, which wrap after 2**32, and end with their transfers. */
 #include "ucx/transfer.c"
 
 #include "check.h"
@@ -25,9 +25,40 @@ static void after_the_last_number(void)
     free(request);
 }
 
+/* However it ends: an owner waits for a ticket that stands. */
+static void gone_at_the_end(void)
+{
+    static const struct {
+        int why, failure;
+    } ends[] = {{KVN_OK, KVN_OK}, {KVN_CANCELLED, KVN_OK}, {KVN_OK, KVN_UNMAPPED}};
+
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        _Atomic uint64_t tickets[2] = {0};
+        kvn_ucx_worker worker = {.tickets = tickets, .wake_fd = -1};
+        kvn_ucx_endpoint endpoint = {.worker = &worker};
+        const kvn_ucx_route route = {.endpoint = &endpoint, .direction = KVN_PEER_PUT};
+        kvn_request *request = calloc(1, sizeof *request);
+
+        request->route = &route;
+        request->why = ends[i].why;
+        request->failure.status = ends[i].failure;
+        kvn_ucx_add_task(&worker, &request->task, step, request);
+        put_ticket(request, 1);
+        CHECK(atomic_load(&tickets[1]) != 0);
+        finish(request);
+        CHECK(atomic_load(&tickets[1]) == 0);
+        CHECK(atomic_load(&request->finished));
+        CHECK(request->report.status == (ends[i].why ? ends[i].why : ends[i].failure));
+        free(request);
+    }
+}
+
 int main(int count, char **arguments)
 {
-    static const check_row rows[] = {{"after_the_last_number", after_the_last_number}};
+    static const check_row rows[] = {
+        {"after_the_last_number", after_the_last_number},
+        {"gone_at_the_end", gone_at_the_end},
+    };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
 }
