@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from kvnative._signals import Condition, Mutex
-from kvplan.logs import Log
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.transport.protocol import kind_of
@@ -33,6 +33,7 @@ _START_BITS: Final = 48  # of the random number that generations begin at
 _LOOK_S: Final = 0.05  # between two looks whether it does
 
 _LOG = Log("kvplan")
+_LIMITED_LOG = LimitedLog(_LOG)  # of a loop
 
 _Range_co = TypeVar("_Range_co", bound=Range, covariant=True)
 
@@ -265,13 +266,20 @@ class Quarantine:
         with self._changed:
             while self._held:
                 self._changed.wait(_LOOK_S)
-                held, self._held = self._held, []
-                for is_written, memory in held:
-                    if is_written():
-                        self._held.append((is_written, memory))
-                    else:
-                        memory.release()
+                for entry in list(self._held):
+                    self._look(*entry)
             self._thread = None
+
+    def _look(self, is_written: Callable[[], bool], memory: Releasable) -> None:
+        """Release `memory` unless a peer may still write to it, as is assumed on an error."""
+        try:
+            if is_written():
+                return
+            self._held.remove((is_written, memory))
+            memory.release()
+        except Exception as error:
+            text = "could not release memory of a peer's writes: %r"
+            _LIMITED_LOG.error(text, error, exc_info=True)
 
 
 QUARANTINE: Final = Quarantine()
