@@ -224,6 +224,21 @@ class TestPublisher:
 
         assert asyncio.run(published()) == [[1], [2]]
 
+    def test_what_was_not_sent_in_time_is_sent_later(self, make_end: MakeEnd) -> None:
+        end = make_end(1, listen="")
+
+        async def published() -> list[list[int]]:
+            channel: Any = _FullChannel()
+            publisher = Publisher(2, channel, end.registry, "local")
+            end.registry.allocate(DESC, paged=False)
+            await publisher.publish_and_confirm(0.01)
+            end.registry.allocate(DESC, paged=False)
+            channel.room.set()
+            await publisher.publish()
+            return [[it.cache_id for it in table.entries] for table in channel.sent]
+
+        assert asyncio.run(published()) == [[1], [2]]
+
 
 class TestMessages:
     """Tables as they go over the wire."""
