@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -125,6 +126,7 @@ class Publisher:
         self._channel = channel
         self._offered = offered
         self._sending = asyncio.Lock()
+        self._unsent: deque[Table] = deque()  # after a timeout: the peer needs every message
         self._is_pending = False
 
     async def publish(self) -> int:
@@ -135,8 +137,10 @@ class Publisher:
         """
         async with self._sending:  # messages must keep their order
             self._is_pending = False
-            for table in self._offered.survey(self.table.pending_updates):
-                await self._channel.notify(table)
+            self._unsent += self._offered.survey(self.table.pending_updates)
+            while self._unsent:
+                await self._channel.notify(self._unsent[0])
+                self._unsent.popleft()
             return self.table.version
 
     async def publish_pending(self) -> None:

@@ -95,6 +95,13 @@ def test_what_is_too_large_is_left_and_the_next_one_read(peer: Peer) -> None:
     assert len(second["pulls"]) == 2
 
 
+def test_of_blocks_larger_than_what_is_read_of_others_one_is_read(peer: Peer) -> None:
+    desc = "CacheDesc(1, (2, 65 << 20), DataType.DT_INT8)"
+    peer.run(f"engine.allocate_blocks_cache({desc}, BlocksCacheKey(7, 3))")
+    (cache,) = ping(peer.address)["caches"]
+    assert [it["nbytes"] for it in cache["pulls"]] == [65 << 20, 65 << 20], cache["why_not"]
+
+
 def test_parts_of_a_block_that_lie_apart_are_counted(peer: Peer) -> None:
     peer.run(
         """

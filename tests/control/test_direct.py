@@ -174,11 +174,12 @@ def test_a_packet_that_is_too_large_ends_it() -> None:
 def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
     listener = DirectListener()
     name = listener._listener.getsockname()
-    others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+    others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
     for it in others:
         it.connect(name)
     others[1].send(bytes(16))  # and the others say nothing
     receiver = connect(listener.secret)
+    assert connect(listener.secret) is None  # the queue was full with it
     sender = listener.accept()
     assert sender is not None
     assert sender.send(b"for the receiver")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from textwrap import dedent
-from threading import Event
+from threading import Event, Semaphore
 from time import sleep
 from typing import Any
 
@@ -93,6 +93,34 @@ def test_who_has_not_been_answered_is_hung_up_on() -> None:
         goes_on.set()
         assert first.recv(1) == b"{"
     gc.collect()
+
+
+def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None:
+    """Four documents are made at a time: the place of a client that has gone is free again."""
+    control, left = ControlLoop(max_workers=1), Semaphore(0)
+
+    def describe() -> dict[str, Any]:
+        left.acquire(timeout=10)
+        return {}
+
+    async def in_turn(function: Callable[[], object]) -> None:
+        function()
+
+    control.start()
+    status = StatusSocket(control, "deserted", describe)
+    control.run(in_turn(status.start))
+    name = f"\0kvplan-status-{os.geteuid()}-{os.getpid()}-deserted"
+    for _ in range(8):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(name)
+            control.run(in_turn(int))  # the loop accepts in one turn
+            control.run(in_turn(int))
+        left.release()
+    left.release()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(name)
+        assert client.recv(1) == b"{"
+    control.stop()
 
 
 def test_what_is_in_flight_is_listed() -> None:

@@ -315,6 +315,15 @@ def test_caches_of_two_runs_may_differ_by_rounding() -> None:
     assert (result.first.tokens, result.differences[0].wrong_nbytes) == ((0, 0), 16)
 
 
+def test_a_difference_of_exactly_atol_is_none() -> None:
+    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    right = [np.ones(NHD.shape, np.float16) for _ in range(4)]
+    assert not locate(right, [it + np.float16(0.5) for it in right], plan, atol=0.5)
+    above = np.nextafter(np.float16(1.5), np.float16(2))
+    wrong = locate(right, [np.full_like(it, above) for it in right], plan, atol=0.5)
+    assert wrong.differences[0].wrong_nbytes == plan.nbytes
+
+
 def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
     source = filled(NHD, 1)
     plan = plan_copy_blocks(NHD, {1: [5], 2: [6]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from itertools import islice
 
@@ -132,6 +133,19 @@ def test_groups_of_one_request_in_another_order_are_not_the_same() -> None:
     assert "group b\n" in text
     assert text.count("4 -> 7  18 KiB  tokens 0..15") == 1
     assert text.count("4 -> 7  18 KiB  tokens 16..31") == 1
+
+
+@pytest.mark.parametrize("wide", [1, 2], ids=["equal plans", "other rows"])
+def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
+    """A block that is in the table twice has the same bytes for other tokens of the request."""
+    other = CacheDesc(61, (8192, 16, 576 * wide), FP16, kv_tensor_format="block token dim")
+    plans = {
+        "a": plan_pull_blocks(MLA, MLA, [4, 4], [7], num_tokens=16),
+        "b": plan_pull_blocks(other, other, [4, 4], [7], num_tokens=16, src_token=16),
+    }
+    text = plan_groups(plans).explain()
+    assert re.search(r"^group a\n(  .*\n)*  .*tokens 0\.\.15$", text, re.MULTILINE), text
+    assert re.search(r"^group b\n(  .*\n)*  .*tokens 16\.\.31$", text, re.MULTILINE), text
 
 
 def test_the_same_change_in_several_groups_is_one() -> None:

@@ -117,7 +117,7 @@ class _Door:
             with visitor:
                 if visitor.recv(1) == b"!":
                     return
-            self.knocks += 1
+                self.knocks += 1  # before the visitor sees that it is not let in
 
     def __enter__(self) -> _Door:
         return self

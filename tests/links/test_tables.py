@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
 import msgspec
@@ -16,7 +18,7 @@ from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address
-from kvplan.links.published_table import PublishedTable
+from kvplan.links.published_table import PublishedTable, Publisher
 from kvplan.status import LLMStatusCode
 from tests.links.end import DESC, End
 from tests.links.peer import Peer
@@ -186,6 +188,56 @@ def test_of_caches_that_hold_an_address_a_writable_one_is_taken() -> None:
         found = find_by_address(caches, [1010])
         assert found is not None
         assert (found.cache, found.left) == (writable, [54])
+
+
+class _FullChannel:
+    """Stands for a channel whose peer does not read, until there is room."""
+
+    def __init__(self) -> None:
+        self.asked, self.room = asyncio.Event(), asyncio.Event()
+        self.sent: list[Table] = []
+
+    async def notify(self, table: Table) -> None:
+        self.asked.set()
+        await self.room.wait()
+        self.sent.append(table)
+
+
+class TestPublisher:
+    """Changes reach a peer that is slow to read."""
+
+    def test_a_change_while_one_is_sent_follows(self, make_end: MakeEnd) -> None:
+        end = make_end(1, listen="")
+
+        async def published() -> list[list[int]]:
+            channel: Any = _FullChannel()
+            publisher = Publisher(2, channel, end.registry, "local")
+            end.registry.allocate(DESC, paged=False)
+            first = asyncio.create_task(publisher.publish_pending())
+            await channel.asked.wait()
+            end.registry.allocate(DESC, paged=False)
+            second = asyncio.create_task(publisher.publish_pending())
+            await asyncio.sleep(0)  # until it has begun
+            channel.room.set()
+            await asyncio.gather(first, second)
+            return [[it.cache_id for it in table.entries] for table in channel.sent]
+
+        assert asyncio.run(published()) == [[1], [2]]
+
+    def test_what_was_not_sent_in_time_is_sent_later(self, make_end: MakeEnd) -> None:
+        end = make_end(1, listen="")
+
+        async def published() -> list[list[int]]:
+            channel: Any = _FullChannel()
+            publisher = Publisher(2, channel, end.registry, "local")
+            end.registry.allocate(DESC, paged=False)
+            await publisher.publish_and_confirm(0.01)
+            end.registry.allocate(DESC, paged=False)
+            channel.room.set()
+            await publisher.publish()
+            return [[it.cache_id for it in table.entries] for table in channel.sent]
+
+        assert asyncio.run(published()) == [[1], [2]]
 
 
 class TestMessages:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
 from kvplan import CacheIndex, LLMException, LLMStatusCode
 from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
+from kvplan.links.lifecycle import LinkLifecycle
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 from tests.support.peer import PATIENCE_MS, PeerDiedError
@@ -65,6 +68,21 @@ def test_a_long_unlink_waits_for_operations_of_the_peer(end: End, peer: Peer) ->
         peer.run("link.end(link)")
         unlinking.result(DEADLINE_S).raise_for_status()
     assert (end.state(2), peer.state(1)) == (None, None)
+
+
+def test_an_operation_that_is_dropped_does_not_keep_the_link_busy() -> None:
+    """An interrupt may drop an operation before its `end`, which then wakes no waiting call."""
+
+    async def is_idle() -> bool:
+        link, operation = LinkLifecycle(2), Event()
+        link.change_state(LinkState.LINKED)
+        link.begin(operation)
+        waiting = asyncio.create_task(link.wait_idle(0.05))
+        await asyncio.sleep(0)  # until it waits
+        del operation
+        return await waiting
+
+    assert asyncio.run(is_idle())
 
 
 def test_force_ends_the_link_at_once_and_the_peer_learns_of_it(end: End, peer: Peer) -> None:

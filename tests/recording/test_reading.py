@@ -15,7 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Transfers, plan_pull_blocks
+from kvplan import (
+    Cache,
+    CacheDesc,
+    Coalesce,
+    DataType,
+    GroupPlan,
+    LLMStatusCode,
+    Transfers,
+    plan_pull_blocks,
+)
 from kvplan.recording import read, select
 from kvplan.recording.perfetto import trace_of
 from kvplan.recording.queries import rows_written
@@ -23,7 +32,7 @@ from kvplan.recording.replay import MAX_TENSORS, replay
 from kvplan.recording.timeline import page_of
 from tests.planning import test_unlike
 from tests.planning.transfers import transfers
-from tests.recording.operations import record, recorder
+from tests.recording.operations import Done, record, recorder
 
 DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 9], [4, 5, 6])
@@ -57,6 +66,19 @@ def test_rows_are_selected(recording):
     tenth = recording.rows[10].time
     assert numbers(since=tenth, until=tenth) == [10]
     assert numbers(since=tenth, failed=True, tag="request 2") == [17]
+
+
+def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
+    """And not of the one that began last, in whatever order their rows are."""
+    plan = plan_pull_blocks(DESC, Cache(DESC, 1), [1], [4])
+    long = Done(plan, tag="long", started=100.0), 3.0
+    short = Done(plan, tag="short", started=101.0), 1.0
+    for name, order in (("a", (short, long)), ("b", (long, short))):
+        with recorder(tmp_path / name) as it:
+            for operation, seconds in order:
+                it.transfer(operation, LLMStatusCode.LLM_SUCCESS, seconds, plan.nbytes, "")
+        writes = read(tmp_path / name).who_wrote(1, 4)
+        assert [it.transfer.tag for it in writes] == ["short", "long"]
 
 
 @given(test_unlike.transfers())

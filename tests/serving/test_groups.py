@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplan import LLMException
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException
 from kvplan.serving import Source, Table
-from kvplan.serving.tables import decode_leases, tables_of
+from kvplan.serving.tables import CacheGroup, GroupLease, decode_leases, missing_of, tables_of
 from tests.serving.group_worker import GroupWorker, Tables
 from tests.serving.peer import Peer
 from tests.serving.worker import reference
@@ -188,6 +188,22 @@ def test_tables_are_as_many_as_groups(consumer: GroupWorker) -> None:
             tables_of(blocks, 2)  # type: ignore[arg-type]
     result = consumer.fetch(reference([Source(7, "127.0.0.1:1")], 0, 11, 21), MINE[:1])
     assert result.error is not None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first_token", "units"), [(24, 8, 4), (22, 8, 4), (21, 20, 1), (20, 20, 0)]
+)
+def test_the_unit_that_a_request_ends_in_is_fetched_whole(
+    num_tokens: int, first_token: int, units: int
+) -> None:
+    """As where a processor's own order leaves no token of a unit in one place."""
+    desc = CacheDesc(2, (32, 2, 6), DataType.DT_INT8, kv_tensor_format="block token dim")
+    group = CacheGroup("", Cache(desc, 1), token_unit=4)
+    lease = BlockLease(10, bytes(16), 1, 0, (4, 11, 7), True, "", ())
+    found = missing_of([group], [[GroupLease(lease, 0)]], [8, 3, 6], first_token, num_tokens)
+    assert [(it.num_tokens, it.src_token, it.dst_token, it.nbytes) for it in found] == (
+        [(units, first_token // 4, first_token // 4, units * 2 * 6)] if units else []
+    )
 
 
 def test_what_is_no_grant_is_refused() -> None:

@@ -146,6 +146,9 @@ def test_a_producer_that_was_replaced_is_linked_anew(
     old, consumer = make_peer(), make_worker()
     old.worker.finish(0, 11, [4, 9, 2], 21)
     assert consumer.fetch(reference([old.source], 0, 11, 21), MINE).error is None
+    stale = reference([old.source], 1, 12, 21, instance=b"no such one")
+    failure = consumer.fetch(stale, [7, 1, 30])
+    assert failed(failure, f"at {old.source.address} is another process")  # so it uses no link
     new = make_peer(instance=b"the new one")  # of the same cluster, while the old one lives
     new.worker.finish(1, 12, [5, 6, 8], 21)
     wanted = reference([new.source], 1, 12, 21, instance=b"the new one")

@@ -19,7 +19,7 @@ from kvplan import (
     plan_pull_blocks,
 )
 from kvplan.planning.plan import OBSERVERS
-from kvplan.testing import BlockTables, GoldenPlans, make_desc, observe_plans, run_reference
+from kvplan.testing import BlockTables, Budget, GoldenPlans, make_desc, observe_plans, run_reference
 from kvplan.testing.golden import write_plan
 from tests.planning.transfers import Transfer, transfers
 from tests.support.refusals import refused
@@ -83,6 +83,9 @@ def test_fragmentation_is_how_often_a_run_ends() -> None:
     assert steps(1) < 10
     table = BlockTables(1)(10_000, 500)
     assert any(b - a == -1 for a, b in itertools.pairwise(table))
+    for seed in range(20):  # a run, and no descending one
+        table = BlockTables(seed)(10_000, 50, fragmentation=0)
+        assert all(b - a != -1 for a, b in itertools.pairwise(table)), seed
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,13 @@ def test_observers_are_taken_away_in_any_order() -> None:
     plan_pull_blocks(desc, desc, [1], [2])
     second.__exit__(None, None, None)
     assert (len(a), len(b)) == (0, 1)
+
+
+@pytest.mark.parametrize("limit", ["max_descriptors", "max_nbytes"])
+def test_any_plan_is_over_a_budget_of_nothing(limit: str) -> None:
+    desc = make_desc()
+    plan = plan_pull_blocks(desc, desc, [1], [2])
+    assert f"{limit}=0" in Budget(**{limit: 0}).failure([plan])
 
 
 @given(transfers())

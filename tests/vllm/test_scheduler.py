@@ -133,6 +133,18 @@ def test_what_is_aborted_before_it_has_blocks_is_dropped(
     assert set(consumer.take_step().dropped) == {"r1"}
 
 
+@pytest.mark.parametrize(("num_tokens", "fetched"), [(40, 40), (70, 70), (75, 70)])
+def test_no_more_is_fetched_than_either_side_has(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler, num_tokens: int, fetched: int
+) -> None:
+    tokens = [*PROMPT, 1, 2, 3, 4, 5][:num_tokens]
+    arriving = request(kv_transfer_params=finished(producer), prompt_token_ids=tokens)
+    consumer.arrived(arriving)
+    (reference,) = consumer.take_step().expected.values()
+    assert (reference.num_tokens, reference.digest) == (fetched, token_digest(tokens[:fetched]))
+    assert consumer.missing_tokens(arriving, 32) == fetched - 32
+
+
 def test_a_request_is_asked_for_by_its_own_tokens(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:

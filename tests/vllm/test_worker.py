@@ -90,6 +90,8 @@ def test_the_blocks_of_a_request_that_fails_are_named(prefill: Peer, decode: Vll
     assert decode.results() == (set(), {"d1"}, set())
     decode.fetch(decode.request("d2", PROMPT, params), [2, 5, 7], computed=32)
     assert decode.results() == (set(), {"d2"}, {5, 7})
+    decode.fetch(decode.request("d3", PROMPT, params), [2, 5, 7], computed=40)
+    assert decode.results() == (set(), {"d3"}, {5, 7})  # of block 5 only a part was missing
 
 
 def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
