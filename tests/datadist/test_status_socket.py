@@ -103,24 +103,26 @@ def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None
         left.acquire(timeout=10)
         return {}
 
-    async def in_turn(function: Callable[[], object]) -> None:
+    async def in_turn(function: Callable[[], object] = int) -> None:
         function()
 
     control.start()
-    status = StatusSocket(control, "deserted", describe)
-    control.run(in_turn(status.start))
-    name = f"\0kvplan-status-{os.geteuid()}-{os.getpid()}-deserted"
-    for _ in range(8):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(name)
-            control.run(in_turn(int))  # the loop accepts in one turn
-            control.run(in_turn(int))
+    with ExitStack() as opened:
+        opened.callback(control.stop)
+        status = StatusSocket(control, "deserted", describe)
+        control.run(in_turn(status.start))
+        name = f"\0kvplan-status-{os.geteuid()}-{os.getpid()}-deserted"
+        for _ in range(8):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(name)
+                for _ in range(2):  # the loop accepts in one turn, and the next one comes after it
+                    control.run(in_turn())
+            left.release()
+            control.run(control.in_worker(int))  # after the answer: there is one worker
         left.release()
-    left.release()
-    with socket.socket(socket.AF_UNIX) as client:
+        client = opened.enter_context(socket.socket(socket.AF_UNIX))
         client.connect(name)
         assert client.recv(1) == b"{"
-    control.stop()
 
 
 def test_what_is_in_flight_is_listed() -> None:
