@@ -17,7 +17,6 @@ from tests.device.compute import compute_on
 from tests.device.engines import (
     DEVICE,
     HOST,
-    NUM_TENSORS,
     ROWS,
     contents,
     desc,
@@ -236,10 +235,9 @@ class TestRefused:
             datadist.register_cache(DEVICE, allocate(device_id=5))
 
     def test_a_range_that_ends_elsewhere(self, allocate: Allocate, datadist: LlmDataDist) -> None:
-        addresses = allocate()
-        beyond = CacheDesc(NUM_TENSORS, (1 << 20,), DataType.DT_INT64)
+        beyond = CacheDesc(1, (1 << 20,), DataType.DT_INT64)
         with refused("LLM_PARAM_INVALID", "tensor 0|address"):
-            datadist.register_cache(beyond, addresses)
+            datadist.register_cache(beyond, allocate()[:1])
 
     def test_no_address(self, datadist: LlmDataDist) -> None:
         with refused("LLM_PARAM_INVALID", r"tensors\[1\]=0"):
