@@ -28,6 +28,7 @@ from kvplan.control.messages import (
     Confirm,
     Find,
     Hello,
+    Linked,
     Notify,
     Offer,
     Release,
@@ -38,6 +39,7 @@ from kvplan.control.messages import (
     encode,
 )
 from kvplan.links import ClusterInfo, LinkState
+from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.protocol import Transport
@@ -47,6 +49,8 @@ from tests.links.peer import Peer
 from tests.support.refusals import refused
 
 _T = TypeVar("_T")
+
+MIN_ACCEPTING = 16
 
 
 class UnlinkedClient:
@@ -71,7 +75,7 @@ class UnlinkedClient:
         raise AssertionError(body)
 
     def on_notice(self, channel: Channel, body: Body) -> None:
-        raise AssertionError(body)
+        assert isinstance(body, Table)  # of caches, once it is linked
 
     def on_lost(self, channel: Channel, reason: str) -> None:
         self.lost.put(reason)
@@ -154,11 +158,50 @@ def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
         greeting = hello(other.transports[0], cluster_id=cluster_id)
         assert isinstance(client.ask(client.call(end), greeting), Welcome)
     assert "too many peers have begun" in client.lost.get(timeout=DEADLINE_S)
+    held = [
+        cluster_id for cluster_id in range(10, 30) if end.state(cluster_id) is LinkState.LINKING
+    ]
+    assert held == [*range(30 - MIN_ACCEPTING, 30)]
     other.link(end.cluster)
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     late = client.call(end)
     with pytest.raises(LLMException, match="max_links=1"):
         client.ask(late, hello(other.transports[0], cluster_id=40))
+
+
+def test_no_more_handshakes_are_confirmed_than_links_may_be(
+    make_end: Callable[..., End], client: UnlinkedClient
+) -> None:
+    end, other = make_end(1, max_links=1), make_end(2)
+    first, second = client.call(end), client.call(end)
+    challenges = []
+    for cluster_id, channel in ((10, first), (11, second)):
+        welcome = client.ask(channel, hello(other.transports[0], cluster_id=cluster_id))
+        assert isinstance(welcome, Welcome)
+        challenges.append(welcome.challenge)
+    assert client.ask(first, Confirm(challenges[0])) == Linked()
+    with pytest.raises(LLMException, match="max_links=1"):
+        client.ask(second, Confirm(challenges[1]))
+    assert end.state(10) is LinkState.LINKED
+    assert end.links.live() == 1
+
+
+def test_a_peer_cannot_keep_a_handshake_open_as_long_as_it_likes(
+    end: End, client: UnlinkedClient
+) -> None:
+    with LocalTransport() as transport:
+        client.ask(client.call(end), hello(transport, timeout_ms=2**31 - 1))
+
+        async def seconds_left() -> list[float]:
+            loop = asyncio.get_running_loop()
+            return [
+                timer.when() - loop.time()
+                for timer in loop._scheduled
+                if getattr(timer._callback, "__name__", "") == HandshakeAcceptor._expire.__name__
+            ]
+
+        (left,) = end.links._engine.control.run(seconds_left(), DEADLINE_S * 1000)
+        assert 0 < left <= 60
 
 
 class Blocking(LocalTransport):
