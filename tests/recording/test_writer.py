@@ -15,8 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -27,6 +29,7 @@ from kvplan import (
     GroupPlan,
     LLMException,
     LLMStatusCode,
+    Plan,
     plan_pull_blocks,
     plan_pull_cache,
 )
@@ -39,8 +42,10 @@ from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
 PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 9], [4, 5, 6])
+OTHER = plan_pull_blocks(DESC, DESC, [1], [4], reinterpret=True)
 DEADLINE_S = 60
 SMALLEST = 64 << 10
+MAX_KNOWN = 4096
 
 
 def tags(path: Path) -> list[str]:
@@ -83,6 +88,52 @@ def test_a_row_is_small(tmp_path):
         it.flush()
         tables = 2 * 8 * 3
         assert (path.stat().st_size - first) / count <= 200 + tables
+
+
+def test_what_is_known_of_sides_is_bounded(tmp_path):
+    with recorder(tmp_path / "a.kvrec") as it:
+        for number in range(MAX_KNOWN + 10):
+            desc = CacheDesc(2, (16 + number, 16), DataType.DT_FLOAT)
+            record(it, plan_pull_blocks(desc, desc, [1], [2]))
+            assert len(it._known) <= MAX_KNOWN
+        assert it._known
+    assert len(read(tmp_path / "a.kvrec").transfers) == MAX_KNOWN + 10
+
+
+class Interrupted(Plan):
+    """A plan in whose recording others come between its template and its row."""
+
+    meanwhile: ClassVar[list[Callable[[], None]]] = []
+
+    @property
+    def unplanned_rows(self):
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return super().unplanned_rows
+
+
+def test_a_row_that_comes_late_has_its_template_in_a_file_that_rotated(tmp_path):
+    path, alone = tmp_path / "a.kvrec", tmp_path / "alone.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=3) as it:
+
+        def others_forget_its_template_and_begin_a_file():
+            for number in range(100):
+                desc = CacheDesc(2, (16 + number, 16), DataType.DT_FLOAT)
+                record(it, plan_pull_blocks(desc, desc, [1], [2]))
+            it.flush()
+            assert it._previous
+            first = path.stat().st_ino
+            while path.stat().st_ino == first:
+                record(it, OTHER)
+                it.flush()
+
+        late = Interrupted(**{of.name: getattr(PLAN, of.name) for of in fields(PLAN) if of.init})
+        late.meanwhile.append(others_forget_its_template_and_begin_a_file)
+        record(it, late, "late")
+        it.flush()
+        shutil.copy(path, alone)
+    (row,) = [row for row in read(alone).transfers if row.tag == "late"]
+    assert row.plan == PLAN
 
 
 def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
