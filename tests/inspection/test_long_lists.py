@@ -140,7 +140,7 @@ def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
     """A block that is in the table twice has the same bytes for other tokens of the request."""
     other = CacheDesc(61, (8192, 16, 576 * wide), FP16, kv_tensor_format="block token dim")
     plans = {
-        "a": plan_pull_blocks(MLA, MLA, [4, 4], [7], num_tokens=16),
+        "a": plan_pull_blocks(MLA, MLA, [4], [7], num_tokens=16),
         "b": plan_pull_blocks(other, other, [4, 4], [7], num_tokens=16, src_token=16),
     }
     text = plan_groups(plans).explain()
