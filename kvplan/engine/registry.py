@@ -204,9 +204,8 @@ class CacheRegistry:
                     self._by_address = None
                     self._keys.unbind(cache_id)
                     self._pending.add([self._held.pop(cache_id)])
-                ended = self._pending.of(
-                    cache_id
-                )  # it was renewed perhaps, or another call is at it
+                # The cache was renewed perhaps, or another call is ending it.
+                ended = self._pending.of(cache_id)
             for it in ended:
                 why = f"this engine has unregistered cache {it.entry.cache.cache_id} meanwhile"
                 take_back(it.entry.memory, why)

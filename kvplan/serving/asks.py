@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
-from kvplan.logs import LimitedLog, Log
 from kvplan.serving.book import LeaseBook, NotYetError
 from kvplan.serving.messages import (
     MAX_REASON,
@@ -15,13 +14,12 @@ from kvplan.serving.messages import (
     Refusal,
     Waiting,
     grants,
+    peer_log,
 )
 from kvplan.serving.pusher import Goal, Pusher
 from kvplan.serving.reference import Handle
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.status import LLMException
-
-peer_log = LimitedLog(Log("kvplan.serving"))
 
 MAX_WAITING: Final = 4096  # asks of one consumer
 MAX_GOAL_NBYTES: Final = 8 << 20  # of one consumer's goals of which parts are missing

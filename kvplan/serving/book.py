@@ -9,7 +9,8 @@ from typing import Final, Protocol
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
-from kvplan.logs import LimitedLog, Log
+from kvplan.logs import Log
+from kvplan.serving.messages import peer_log
 from kvplan.serving.reference import Handle
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -17,7 +18,6 @@ from kvplan.types import Cache
 from kvplan.validation import shown
 
 logger = Log("kvplan.serving")
-peer_log = LimitedLog(logger)
 
 MAX_REMEMBERED: Final = 4096  # requests and transfers that have ended
 MAX_EARLY: Final = 1024  # transfers of one reader that has ended before they are entered

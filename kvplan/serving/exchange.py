@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvnative._signals import Condition, Mutex
 from kvplan.links import LinkState
-from kvplan.logs import LimitedLog, Log
+from kvplan.logs import Log
 from kvplan.serving.asks import Asks
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.messages import (
@@ -23,6 +23,7 @@ from kvplan.serving.messages import (
     Message,
     Renew,
     decode,
+    peer_log,
 )
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
-peer_log = LimitedLog(logger)
 
 _MOST_HELPERS = 32  # threads, of which each of the following keeps some at most
 

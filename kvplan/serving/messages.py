@@ -7,8 +7,12 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from kvplan.logs import LimitedLog, Log
 from kvplan.status import invalid
 from kvplan.validation import printable, shown
+
+peer_log = LimitedLog(Log("kvplan.serving"))
+"""Log of what peers cause: each kind of line is limited."""
 
 PROTOCOL: Final = 2
 """Version of these messages; engines of different versions refuse each other."""

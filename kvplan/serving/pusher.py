@@ -13,8 +13,7 @@ import msgspec
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
-from kvplan.logs import LimitedLog, Log
-from kvplan.serving.messages import Number
+from kvplan.serving.messages import Number, peer_log
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.execution import LayerTask
     from kvplan.types import Cache
-
-peer_log = LimitedLog(Log("kvplan.serving"))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
 
-from kvplan.logs import LimitedLog, Log
-
-peer_log = LimitedLog(Log("kvplan.serving"))
+from kvplan.serving.messages import peer_log
 
 MAX_OF_PEER: Final = 8192
 """Coroutines that one peer's messages have begun: two for each ask that may wait (`MAX_WAITING`).
