@@ -19,16 +19,9 @@ from kvplan.planning import (
     GroupPlan,
     Plan,
     load_plan,
-    plan_copy_blocks,
-    plan_copy_cache,
-    plan_gather,
-    plan_groups,
-    plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
-    plan_push_cache,
-    plan_swap_blocks,
 )
+from kvplan.planning.planner import plan
+from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import (
     BlocksCacheKey,
@@ -47,23 +40,13 @@ from kvplan.types import (
 if TYPE_CHECKING:
     from kvplan.engine.completion import Completions
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.gather import GatherGroup
-    from kvplan.engine.gather_task import GatherError, GatherTask
-    from kvplan.engine.groups import Group
+    from kvplan.engine.gather_task import GatherError, GatherTask, LayerGatherTask
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.memory_report import MemoryReport
     from kvplan.engine.notifications import Notification, Notifications
+    from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
     from kvplan.engine.options import Options
-    from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
-    from kvplan.engine.prepared import (
-        PreparedCopyBlocks,
-        PreparedPullBlocks,
-        PreparedPullCache,
-        PreparedPushBlocks,
-        PreparedPushCache,
-        PreparedPushLayers,
-    )
     from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
@@ -113,9 +96,7 @@ __all__ = [
     "DataType",
     "Estimate",
     "GatherError",
-    "GatherGroup",
     "GatherTask",
-    "Group",
     "GroupPlan",
     "HostMemory",
     "IpInfo",
@@ -123,6 +104,7 @@ __all__ = [
     "LLMException",
     "LLMStatusCode",
     "LayerEvent",
+    "LayerGatherTask",
     "LayerProgress",
     "LayerTask",
     "LeaseEnd",
@@ -142,30 +124,21 @@ __all__ = [
     "Plan",
     "PlanEvent",
     "PoolConfig",
-    "PreparedCopyBlocks",
-    "PreparedPullBlocks",
-    "PreparedPullCache",
-    "PreparedPushBlocks",
-    "PreparedPushCache",
-    "PreparedPushLayers",
     "RegisterMemStatus",
     "RemoteCache",
+    "Rows",
+    "RunOptions",
     "Shard",
+    "SubmitOptions",
+    "Transfer",
+    "TransferOptions",
     "TransferTask",
     "Transfers",
     "TransportCost",
     "execute",
     "load_costs",
     "load_plan",
-    "plan_copy_blocks",
-    "plan_copy_cache",
-    "plan_gather",
-    "plan_groups",
-    "plan_pull_blocks",
-    "plan_pull_cache",
-    "plan_push_blocks",
-    "plan_push_cache",
-    "plan_swap_blocks",
+    "plan",
     "reference",
     "submit",
 ]
@@ -179,9 +152,7 @@ _LAZY = {
         "kvplan.inspection.measured_costs": "MeasuredCosts load_costs",
         "kvplan.engine.completion": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
-        "kvplan.engine.gather": "GatherGroup",
-        "kvplan.engine.gather_task": "GatherError GatherTask",
-        "kvplan.engine.groups": "Group",
+        "kvplan.engine.gather_task": "GatherError GatherTask LayerGatherTask",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.lease": "BlockLease LeaseEnd",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
@@ -189,11 +160,9 @@ _LAZY = {
         "kvplan.engine.memory_report": "MemoryReport",
         "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
-        "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
-        "kvplan.engine.prepared": "PreparedCopyBlocks PreparedPullBlocks PreparedPullCache "
-        "PreparedPushBlocks PreparedPushCache PreparedPushLayers",
         "kvplan.engine.ranges": "AddressRanges",
+        "kvplan.engine.operation": "RunOptions SubmitOptions TransferOptions",
         "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()

@@ -11,13 +11,10 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
-from kvplan.engine.gather import GatherOperations
-from kvplan.engine.groups import GroupOperations
+from kvplan.engine.interface import InterfaceOperations
 from kvplan.engine.lease_api import LeaseOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
-from kvplan.engine.prepared import PrepareOperations
-from kvplan.engine.ranges import RangeOperations
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
@@ -36,10 +33,7 @@ if TYPE_CHECKING:
 
 
 class LlmDataDist(
-    PrepareOperations,
-    GroupOperations,
-    GatherOperations,
-    RangeOperations,
+    InterfaceOperations,
     LeaseOperations,
     CacheOperations,
     NotificationOperations,

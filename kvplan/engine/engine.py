@@ -22,9 +22,9 @@ from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.numa import check_node, numa_nodes, transfers_on
+from kvplan.engine.operation import InFlight
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.routes import Routes
-from kvplan.engine.runner import InFlight
 from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
 from kvplan.execution.compute_events import no_accelerator
@@ -39,8 +39,8 @@ from kvplan.validation import UINT64_MAX, check_width, shown
 if TYPE_CHECKING:
     from kvnative._executor import Gate
     from kvplan.engine.entry import CacheEntry
+    from kvplan.engine.operation import Operation
     from kvplan.engine.options import Options
-    from kvplan.engine.runner import Operation
     from kvplan.engine.telemetry import Metrics
     from kvplan.engine.tracing import Tracer
     from kvplan.execution import ComputeEvent, Transfers
@@ -152,6 +152,16 @@ class Engine:
 
     def _announce(self) -> None:
         self.links.publish_soon()
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether more is done for a transfer than to move and count it; or this is a fork."""
+        return (
+            self.recorder is not None
+            or self.tracer is not None
+            or self.verify_every != 0
+            or os.getpid() != self.pid
+        )
 
     @property
     def inherited(self) -> bool:

@@ -9,13 +9,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvnative._signals import Mutex
-from kvplan.engine.runner import Operation
+from kvplan.engine.operation import Operation
 from kvplan.execution.task import wait_in_thread
-from kvplan.status import LLMException
+from kvplan.status import LLMException, invalid
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
-    from kvplan.execution import ComputeStream, TransferTask
+    from kvplan.execution import ComputeEvent, ComputeStream, LayerTask, TransferTask
     from kvplan.links import PeerLink
 
 _TURN_MS = 10.0
@@ -260,6 +261,39 @@ class GatherTask:
             parts.append(f"{names} stopped for that")
         message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
+
+
+class LayerGatherTask(GatherTask):
+    """The handle of a transfer of several caches or peers that moves layer by layer.
+
+    Each pair of caches has a `LayerTask`, in `tasks`. Layers are counted as in the caches of this
+    process: in the source, or of a pull in the destination.
+    """
+
+    tasks: dict[int, LayerTask]  # type: ignore[assignment]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that have to be ready, in ascending order."""
+        return tuple(sorted({layer for task in self.tasks.values() for layer in _own_layers(task)}))
+
+    def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
+        """Say that a layer holds its final values; see `LayerTask.ready`.
+
+        Raises:
+            TypeError: no integer; no event.
+            LLMException: as `LayerTask.ready`.
+        """
+        having = [task for task in self.tasks.values() if layer in _own_layers(task)]
+        if not having:
+            raise invalid(f"layer={shown(layer)} is not one of the layers {self.layers}")
+        for task in having:
+            task.ready(task.layers[_own_layers(task).index(layer)], event)
+
+
+def _own_layers(task: LayerTask) -> range:
+    """The layers of a plan as this process counts them."""
+    return task.plan.dst_layers if task.plan.local == "dst" else task.plan.src_layers
 
 
 def check_timeout(timeout_ms: float | None) -> None:

@@ -1,367 +1,218 @@
-"""Transfers of several groups between this process and a peer: one plan and one submission."""
+"""Several caches of this process and of one peer in one transfer: one plan and one submission."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple, Unpack, cast
 
 import numpy as np
 
 from kvplan.device.memory import DeviceMemory
-from kvplan.engine.runner import Operation, OperationRunner
+from kvplan.engine.operation import Prepared, SubmitOptions
+from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import is_empty
-from kvplan.planning.groups import GroupPlan, check_group_name, plan_groups
-from kvplan.planning.layers import ALL_LAYERS
-from kvplan.planning.planner import plan_pull_blocks, plan_push_blocks
-from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.planning.groups import plan_groups
+from kvplan.planning.planner import of_group, plan_pair
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import BlocksCacheKey, Cache, CacheIndex, KvCacheExtParam
-from kvplan.validation import check_mapping, check_type, mismatch, shown
+from kvplan.types import BlocksCacheKey, Cache, CacheIndex
+from kvplan.validation import mismatch, shown
 
 if TYPE_CHECKING:
-    from kvplan.execution import ComputeEvent, TensorMemory, TransferTask
-    from kvplan.links import PeerLink
+    from kvplan.engine.engine import Engine
+    from kvplan.execution import TensorMemory
     from kvplan.links.peer_table import PeerCache
-    from kvplan.planning import Coalesce, Plan, Side
-    from kvplan.planning.blocks import Blocks
+    from kvplan.planning.plan import Plan
+    from kvplan.planning.side import Side
+    from kvplan.planning.transfer import AnyCache
 
-_KINDS = (CacheIndex, BlocksCacheKey, BlockLease)
+
+class Part(NamedTuple):
+    """What a transfer of several caches moves between one pair of them.
+
+    Attributes:
+        name: the caller's name of the pair; empty: the transfer has only one destination.
+        transfer: of that name.
+        src, dst: the rows of the pair.
+        source: the place of `src` among the sources of a gather; -1: the transfer is none.
+    """
+
+    name: str
+    transfer: Transfer
+    src: Rows
+    dst: Rows
+    source: int
+
+    def argument(self, field: str) -> str:
+        """Return what errors call a field: as the caller gave it."""
+        place = f"{field}[{self.source}]" if field == "src" and self.source >= 0 else field
+        return f"transfer[{shown(self.name)}].{place}" if self.name else place
+
+    @property
+    def with_tables(self) -> Transfer:
+        """The transfer of the pair, with the block tables and tokens that leases say."""
+        src, dst, num_tokens = self.src, self.dst, self.transfer.num_tokens
+        src_blocks, dst_blocks = src.blocks, dst.blocks
+        if isinstance(src.cache, BlockLease) and src.cache.paged:
+            src_blocks, num_tokens = src.cache.request(
+                "src_blocks", src_blocks, num_tokens, src.first_token
+            )
+        if isinstance(dst.cache, BlockLease) and dst.cache.paged:
+            dst_blocks, num_tokens = dst.cache.request(
+                "dst_blocks", dst_blocks, num_tokens, dst.first_token
+            )
+        it = self.transfer
+        return Transfer(
+            Rows(src.cache, src_blocks, src.slot, src.first_token, src.offset),
+            Rows(dst.cache, dst_blocks, dst.slot, dst.first_token, dst.offset),
+            num_tokens, it.nbytes, it.layers, it.reinterpret, it.coalesce,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Group:
-    """What one transfer moves between one pair of paged caches, beside other groups.
+class GroupOperation(TransferOperation):
+    """An operation between several caches of this process and of one peer, or inside one process.
 
     Args:
-        src, dst: of a pull the remote cache and the local one, of a push the other way round. In
-            place of a remote one a lease.
-        src_blocks, dst_blocks: the blocks of the request there; of a lease None: all of its.
-        num_tokens: tokens that are moved; None: whole blocks.
-        src_token, dst_token: tokens of the block tables to skip, on each side.
-        ext_param: the layers, as they are counted in this pair of caches.
+        name: of the operation.
+        parts: what moves, at least one.
+        is_part: whether the operation is one of several that end as one.
+
+    Attributes:
+        parts: as given.
+        sides: the source and the destination of each part, when they are found.
     """
 
-    src: Cache | CacheIndex | BlocksCacheKey | BlockLease
-    dst: Cache | CacheIndex | BlocksCacheKey | BlockLease
-    src_blocks: Blocks | None
-    dst_blocks: Blocks | None
-    num_tokens: int | None = None
-    src_token: int = 0
-    dst_token: int = 0
-    ext_param: KvCacheExtParam = ALL_LAYERS
+    __slots__ = ("_here", "_there", "parts", "sides")
 
-
-class GroupOperations(OperationRunner):
-    """Pulls and pushes of a request that lies in several caches: executed, planned, submitted.
-
-    For MLA and its indexer, quantized values and their scales, layers with and without a sliding
-    window, states of Mamba. All groups are one plan, one submission, one deadline and one outcome.
-
-    Each takes the groups by name, which is what plans and errors call them: at most 64 printable
-    characters. All are of one peer, and on each side all are in host memory, or all on the device.
-    """
-
-    def pull_groups(
+    def __init__(
         self,
-        groups: Mapping[str, Group],
+        engine: Engine,
+        name: str,
+        parts: Sequence[Part],
         *,
-        timeout_ms: float | None = None,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        tag: str = "",
+        by_layer: bool = False,
+        speculative: bool = False,
+        is_part: bool = False,
+        **options: Unpack[SubmitOptions],
     ) -> None:
-        """Pull blocks of several remote paged caches into blocks of local ones.
-
-        Args:
-            groups: what to move, by name.
-            timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
-            coalesce: how slices become segments.
-            reinterpret: copy bytes as they are, whatever two caches say that they mean.
-            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
-                succeeds when its engine has it. None: nothing is sent.
-            notify_failure: sent instead if the transfer fails and the link stands.
-            tag: what logs and recordings call the transfer, such as the id of the request: at most
-                128 printable characters.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
-            LLMException: of a group its name is said. LLM_PARAM_INVALID: no group, or a bad
-                name of one; a block, token or layer out of range, block tables of unequal
-                length, a contiguous cache, groups of several peers, groups that write the same
-                byte, caches that cannot match, or this engine's own cluster;
-                LLM_FEATURE_NOT_ENABLED: groups in host memory and on the device, or memory that
-                the link does not reach; LLM_NOT_YET_LINK: no link to that cluster;
-                LLM_LINK_FAILED: it is broken, or broke meanwhile; LLM_KV_CACHE_NOT_EXIST: no
-                such cache here, or there (any more), or a lease has ended; LLM_TIMEOUT: the
-                time has passed; LLM_LINK_BUSY: the peer's program reads no notifications;
-                LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-        """
-        with GroupOperation(
-            self._running(),
-            "pull_groups",
-            speculative=True,
-            notify=notify,
-            notify_failure=notify_failure,
-            tag=tag,
-        ) as operation:
-            while not operation.done:
-                prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
-                self._execute(operation, prepared, timeout_ms)
-
-    def plan_pull_groups(
-        self,
-        groups: Mapping[str, Group],
-        *,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-    ) -> GroupPlan:
-        """Plan `pull_groups` with the peer's own descriptions; nothing moves.
-
-        Raises:
-            TypeError, ValueError, LLMException: as `pull_groups`, before anything moves.
-        """
-        operation = GroupOperation(self._running(), "pull_groups")
-        return operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)[0]
-
-    def submit_pull_groups(
-        self,
-        groups: Mapping[str, Group],
-        *,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        tag: str = "",
-        after: ComputeEvent | None = None,
-    ) -> TransferTask:
-        """Begin `pull_groups` and return its task.
-
-        Args:
-            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
-                before that work is done. None: nothing to come after.
-
-        Raises:
-            TypeError, ValueError: as `pull_groups`.
-            LLMException: as `pull_groups`, before anything moves; LLM_LINK_BUSY: nobody takes
-                the tasks that have ended from `completions()`. What fails later the task
-                raises.
-        """
-        with GroupOperation(
-            self._running(),
-            "pull_groups",
-            notify=notify,
-            notify_failure=notify_failure,
-            tag=tag,
-            after=after,
-        ) as operation:
-            prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
-            return self._submit(operation, prepared)
-
-    def push_groups(
-        self,
-        groups: Mapping[str, Group],
-        *,
-        timeout_ms: float | None = None,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        tag: str = "",
-    ) -> None:
-        """Push blocks of several local paged caches into blocks of remote ones.
-
-        Arguments as of `pull_groups`.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
-            LLMException: of a group its name is said. LLM_PARAM_INVALID: no group, or a bad
-                name of one; a block, token or layer out of range, block tables of unequal
-                length, a contiguous cache, groups of several peers, groups that write the same
-                byte, a cache that is not writable there, caches that cannot match, or this
-                engine's own cluster; LLM_FEATURE_NOT_ENABLED: groups in host memory and on the
-                device, or memory that the link does not reach; LLM_NOT_YET_LINK: no link to
-                that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
-                LLM_KV_CACHE_NOT_EXIST: no such cache here, or there (any more), or a lease has
-                ended; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the peer's program reads
-                no notifications; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-        """
-        with GroupOperation(
-            self._running(),
-            "push_groups",
-            speculative=True,
-            notify=notify,
-            notify_failure=notify_failure,
-            tag=tag,
-        ) as operation:
-            while not operation.done:
-                prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
-                self._execute(operation, prepared, timeout_ms)
-
-    def plan_push_groups(
-        self,
-        groups: Mapping[str, Group],
-        *,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-    ) -> GroupPlan:
-        """Plan `push_groups` with the peer's own descriptions; nothing moves.
-
-        Raises:
-            TypeError, ValueError, LLMException: as `push_groups`, before anything moves.
-        """
-        operation = GroupOperation(self._running(), "push_groups")
-        return operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)[0]
-
-    def submit_push_groups(
-        self,
-        groups: Mapping[str, Group],
-        *,
-        coalesce: Coalesce | bool = DEFAULT_COALESCE,
-        reinterpret: bool = False,
-        notify: bytes | None = None,
-        notify_failure: bytes | None = None,
-        tag: str = "",
-        after: ComputeEvent | None = None,
-    ) -> TransferTask:
-        """Begin `push_groups` and return its task.
-
-        Args:
-            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
-                before that work is done. None: nothing to come after.
-
-        Raises:
-            TypeError, ValueError: as `push_groups`.
-            LLMException: as `push_groups`, before anything moves; LLM_LINK_BUSY: nobody takes
-                the tasks that have ended from `completions()`. What fails later the task
-                raises.
-        """
-        with GroupOperation(
-            self._running(),
-            "push_groups",
-            notify=notify,
-            notify_failure=notify_failure,
-            tag=tag,
-            after=after,
-        ) as operation:
-            prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
-            return self._submit(operation, prepared)
-
-
-class GroupOperation(Operation):
-    """An operation between several caches of this process and of one peer."""
-
-    __slots__ = ()
-
-    def prepare(
-        self,
-        groups: Mapping[str, Group],
-        plan: Callable[..., Plan],
-        coalesce: Coalesce | bool,
-        reinterpret: bool,
-    ) -> tuple[GroupPlan, TensorMemory, TensorMemory, None]:
-        """Find the caches of a pull or push, and plan each group."""
-        check_groups(groups, Group)
-        pulls = plan is plan_pull_blocks
-        ours, theirs = ("dst", "src") if pulls else ("src", "dst")
-        here, memory = self.own_caches(ours, groups)
-        link, caches = self.peer_caches(
-            {f"groups[{shown(it)}].{theirs}": getattr(groups[it], theirs) for it in groups},
-            writable=not pulls,
+        first = parts[0].transfer
+        super().__init__(
+            engine,
+            Transfer(parts[0].src, first.dst),
+            by_layer=by_layer,
+            speculative=speculative,
+            **options,
         )
-        there = [link.side(it) for it in caches]
-        leases: list[BlockLease] = []
-        plans = {}
-        for (name, group), own, peer in zip(groups.items(), here, there, strict=True):
-            with named(name):
-                src_blocks, dst_blocks = group.src_blocks, group.dst_blocks
-                num_tokens = group.num_tokens
-                if isinstance(lease := getattr(group, theirs), BlockLease):
-                    leases.append(lease)
-                    if pulls:
-                        src_blocks, num_tokens = lease.request(
-                            "src_blocks", src_blocks, num_tokens, group.src_token
-                        )
-                    else:
-                        dst_blocks, num_tokens = lease.request(
-                            "dst_blocks", dst_blocks, num_tokens, group.dst_token
-                        )
-                if src_blocks is None or (is_empty(src_blocks) and not is_empty(dst_blocks)):
-                    raise invalid(f"src_blocks={src_blocks} must name blocks")
-                plans[name] = plan(
-                    peer if pulls else own,
-                    own if pulls else peer,
-                    src_blocks,
-                    dst_blocks,
-                    num_tokens=num_tokens,
-                    src_token=group.src_token,
-                    dst_token=group.dst_token,
-                    ext_param=group.ext_param,
-                    coalesce=coalesce,
-                    reinterpret=reinterpret or self.engine.reinterpret,
-                )
-        self.leases = tuple([it.lease_id for it in leases])
-        peer_memory = link.leased_memory(caches, leases, writable=not pulls)
-        if pulls:
-            return plan_groups(plans), peer_memory, memory, None
-        return plan_groups(plans), memory, peer_memory, None
+        self.name = name
+        self.is_part = is_part
+        self.parts = parts
+        self.sides: list[tuple[Side, Side]] = []
+        self._here: list[tuple[TensorMemory, TensorMemory]] = []
+        self._there: list[PeerCache] = []
 
-    def own_caches(self, field: str, groups: Mapping[str, Any]) -> tuple[list[Side], TensorMemory]:
-        """The caches of this process that a field of the groups names, and the memory of all."""
-        sides, memories = [], []
-        for name, group in groups.items():
-            argument = f"groups[{shown(name)}].{field}"
-            own, memory = self.own(argument, getattr(group, field), paged=True)
-            sides.append(own)
-            memories.append(memory)
-        return sides, joined(memories)
+    def find(self) -> None:
+        """Find the caches of all parts.
 
-    def peer_caches(
-        self, keys: Mapping[str, CacheIndex | BlocksCacheKey | BlockLease], *, writable: bool
-    ) -> tuple[PeerLink, list[PeerCache]]:
-        """The caches of a peer that arguments name."""
-        for argument, key in keys.items():
-            if not isinstance(key, _KINDS):
-                raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *_KINDS)}")
-        (first, key), *others = keys.items()
-        link = self._linked(first, key)
-        for argument, other in others:
-            if other.cluster_id != key.cluster_id:
-                raise invalid(
-                    f"{argument} is of cluster {other.cluster_id} and {first} of cluster "
-                    f"{key.cluster_id}; one transfer is with one peer"
-                )
-        caches = []
-        for argument, key in keys.items():
-            speculative = self._speculative and isinstance(key, BlocksCacheKey)
-            if isinstance(key, BlockLease):
-                cache = link.leased(key, writable=writable)
+        Raises:
+            TypeError, LLMException: as `own` and `peer`; LLM_PARAM_INVALID: parts of several peers.
+        """
+        self.sides, self._here, self._there = [], [], []
+        local = self._local
+        for part in self.parts:
+            src, dst = (
+                self.own(part.argument(field), cast(Cache, rows.cache), paged=True)
+                if local in (field, "both")
+                else None
+                for field, rows in (("src", part.src), ("dst", part.dst))
+            )
+            if src is None:
+                assert dst is not None
+                found = self._peer_cache(part.argument("src"), part.src, READ[:1] + READ[2:])
+                self.sides.append((found, dst[0]))
+                self._here.append((dst[1], dst[1]))
+            elif dst is None:
+                found = self._peer_cache(part.argument("dst"), part.dst, WRITTEN[:-1])
+                self.sides.append((src[0], found))
+                self._here.append((src[1], src[1]))
             else:
-                cache = link.cache(key, writable=writable, speculative=speculative)
+                self.sides.append((src[0], dst[0]))
+                self._here.append((src[1], dst[1]))
+
+    def prepare(self) -> Prepared:
+        """Find the caches of all parts, and plan each."""
+        self.find()
+        plans = {}
+        for index, part in enumerate(self.parts):
+            with named(part.name):
+                plans[part.name] = self.plan_part(index)
+        return self.prepared(plans)
+
+    def plan_part(self, index: int) -> Plan:
+        """Plan the part at this place by itself."""
+        transfer, (source, target) = self.parts[index].with_tables, self.sides[index]
+        if self.engine.reinterpret and not transfer.reinterpret:
+            transfer = Transfer(
+                transfer.src, transfer.dst, transfer.num_tokens, transfer.nbytes, transfer.layers,
+                True, transfer.coalesce,
+            )  # fmt: skip
+        src, dst = cast(Rows, transfer.src), transfer.dst
+        if src.blocks is None or dst.blocks is None:
+            field = "src_blocks" if src.blocks is None else "dst_blocks"
+            raise invalid(f"{field} is None; it must name blocks")
+        return plan_pair(transfer, source, target, self._local, by_layer=self.by_layer)
+
+    def prepared(self, plans: dict[str, Plan]) -> Prepared:
+        """Return the plan of the parts that are named, and the memory of both sides."""
+        having = [i for i, part in enumerate(self.parts) if part.name in plans]
+        ours = [self._here[i] for i in having]
+        plan = plans[""] if "" in plans else plan_groups(plans)
+        if self._local == "both":
+            return plan, joined([src for src, _ in ours]), joined([dst for _, dst in ours]), None
+        pulls = self._local == "dst"
+        keys = [self.peer_key(self.parts[i]) for i in having]
+        leases = [key for key in keys if isinstance(key, BlockLease)]
+        self.leases = tuple(lease.lease_id for lease in leases)
+        assert self.link is not None
+        theirs = self.link.leased_memory(
+            [self._there[i] for i in having], leases, writable=not pulls
+        )
+        here = joined([memory for memory, _ in ours])
+        return (plan, theirs, here, None) if pulls else (plan, here, theirs, None)
+
+    def peer_key(self, part: Part) -> AnyCache:
+        """Return the name of the peer's cache of a part."""
+        return part.src.cache if self._local == "dst" else part.dst.cache
+
+    def _peer_cache(self, argument: str, rows: Rows, kinds: tuple[type, ...]) -> Side:
+        """Return the cache of the peer that an argument names."""
+        key = rows.cache
+        if not isinstance(key, kinds):
+            raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
+        key = cast("CacheIndex | BlocksCacheKey | BlockLease", key)
+        writable = self._local == "src"
+        link = self._linked(argument, key)
+        if self.link is None:  # only planned
+            self.link = link
+        if link is not self.link:
+            raise invalid(
+                f"{argument} is of cluster {key.cluster_id}, and the transfer of cluster "
+                f"{self.link.cluster_id}"
+            )
+        if isinstance(key, BlockLease):
+            cache = link.leased(key, writable=writable)
+        else:
+            speculative = self._speculative and isinstance(key, BlocksCacheKey)
+            cache = link.cache(key, writable=writable, speculative=speculative)
             self.speculated = self.speculated or speculative
-            if not link.side(cache).paged:
-                self._refuse_kind(argument, str(key), paged=True, table="")
-            if isinstance(key, CacheIndex) and key.batch_index:
-                raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
-            caches.append(cache)
-        return link, caches
-
-
-def check_groups(groups: Any, kind: type) -> None:
-    """Refuse what is no mapping of names to groups of this kind."""
-    check_mapping("groups", groups)
-    if not groups:
-        raise invalid("groups is empty; a transfer has at least one")
-    for name, group in groups.items():
-        check_group_name(name)
-        check_type(f"groups[{shown(name)}]", group, kind)
+        self._there.append(cache)
+        side = link.side(cache)
+        if not side.paged:
+            self._refuse_kind(argument, str(key), paged=True, table="")
+        if isinstance(key, CacheIndex) and key.batch_index:
+            raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
+        return side
 
 
 @contextmanager
@@ -369,15 +220,10 @@ def named(group: str) -> Iterator[None]:
     """Say of which group something is refused; of one without a name nothing."""
     try:
         yield
-    except LLMException as error:
+    except (LLMException, TypeError) as error:
         if not group:
             raise
-        text = f"group {group}: {error.args[0]}"
-        raise LLMException(text, status_code=error.status_code) from None
-    except TypeError as error:
-        if not group:
-            raise
-        raise TypeError(f"group {group}: {error.args[0]}") from None
+        raise of_group(group, error) from None
 
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.direct import WINDOW
+from kvplan.engine.operation import Operation, check_notification
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.engine.registry import finalized
-from kvplan.engine.runner import Operation, OperationRunner, check_notification
+from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread

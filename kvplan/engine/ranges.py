@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
 from kvnative._lower import Descriptors
 from kvnative._ranges import arrange, first_overlap
 from kvplan.engine.groups import joined
-from kvplan.engine.runner import Operation, OperationRunner
+from kvplan.engine.operation import Operation, Prepared, SubmitOptions
 from kvplan.execution.overlaps import check_order_free
 from kvplan.links.address_index import check_ranges
 from kvplan.planning.ranges import RangePart, RangePlan, span_text
@@ -21,12 +21,13 @@ from kvplan.types import CacheDesc
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
+    from kvplan.engine.engine import Engine
     from kvplan.engine.entry import CacheEntry
-    from kvplan.execution import ComputeEvent, TensorMemory, TransferTask
+    from kvplan.execution import TensorMemory, TransferTask
     from kvplan.links import PeerLink
     from kvplan.links.address_index import AddressIndex, Cut, Extent
     from kvplan.links.peer_table import PeerCache
@@ -47,6 +48,7 @@ class AddressRanges:
         local: an address here for each range.
         remote: the same in the peer.
         nbytes: of each range.
+        direction: "pull" from the peer, or "push" to it.
 
     Raises:
         TypeError: not whole numbers.
@@ -59,10 +61,18 @@ class AddressRanges:
     local: Column
     remote: Column
     nbytes: Column
+    direction: Literal["pull", "push"] = "pull"
 
     def __init__(
-        self, cluster_id: int, local: ArrayLike, remote: ArrayLike, nbytes: ArrayLike
+        self,
+        cluster_id: int,
+        local: ArrayLike,
+        remote: ArrayLike,
+        nbytes: ArrayLike,
+        direction: Literal["pull", "push"] = "pull",
     ) -> None:
+        if direction not in ("pull", "push"):
+            raise invalid(f"direction={shown(direction)} must be 'pull' or 'push'")
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         columns = {
             name: _column(name, it)
@@ -73,137 +83,12 @@ class AddressRanges:
             raise invalid(f"ranges: {lengths} must be of one length, of at least 1")
         for name in ("local", "remote"):
             check_ranges(columns[name], columns["nbytes"], name)
-        for name, it in (("cluster_id", cluster_id), *columns.items()):
+        fields = {"cluster_id": cluster_id, "direction": direction, **columns}
+        for name, it in fields.items():
             object.__setattr__(self, name, it)
 
     def __len__(self) -> int:
         return len(self.nbytes)
-
-
-class RangeOperations(OperationRunner):
-    """Pulls and pushes of ranges of addresses: executed, planned, submitted."""
-
-    def pull_ranges(
-        self, ranges: AddressRanges, *, timeout_ms: float | None = None, tag: str = ""
-    ) -> None:
-        """Copy ranges of a peer's registered memory into registered memory of this process.
-
-        Args:
-            ranges: which.
-            timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
-            tag: what logs and recordings call the transfer.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: timeout_ms is < 0 or not a number.
-            LLMException: LLM_PARAM_INVALID: two ranges write the same byte, or this engine's
-                own cluster; LLM_KV_CACHE_NOT_EXIST: a byte that is not registered here, or not
-                there; the message names it and what is registered nearest;
-                LLM_FEATURE_NOT_ENABLED: ranges in host memory and on the device;
-                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or
-                broke meanwhile; LLM_TIMEOUT: the time has passed; LLM_FAILED: not initialized;
-                LLM_ENGINE_FINALIZED.
-        """
-        self._move(ranges, timeout_ms, tag, pulls=True)
-
-    def push_ranges(
-        self, ranges: AddressRanges, *, timeout_ms: float | None = None, tag: str = ""
-    ) -> None:
-        """Copy ranges of this process's registered memory into a peer's. Arguments as of a pull.
-
-        Raises:
-            TypeError, ValueError, LLMException: as `pull_ranges`; LLM_PARAM_INVALID: also a
-                cache that is not writable there.
-        """
-        self._move(ranges, timeout_ms, tag, pulls=False)
-
-    def plan_pull_ranges(self, ranges: AddressRanges) -> RangePlan:
-        """Plan `pull_ranges`; nothing moves.
-
-        Raises:
-            TypeError, LLMException: as `pull_ranges`, before anything moves.
-        """
-        return RangeOperation(self._running(), "pull_ranges").prepare(ranges, pulls=True)[0]
-
-    def plan_push_ranges(self, ranges: AddressRanges) -> RangePlan:
-        """Plan `push_ranges`; nothing moves.
-
-        Raises:
-            TypeError, LLMException: as `push_ranges`, before anything moves.
-        """
-        return RangeOperation(self._running(), "push_ranges").prepare(ranges, pulls=False)[0]
-
-    def submit_pull_ranges(
-        self, ranges: AddressRanges, *, tag: str = "", after: ComputeEvent | None = None
-    ) -> TransferTask:
-        """Begin `pull_ranges` and return its task.
-
-        Args:
-            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
-                before that work is done. None: nothing to come after.
-
-        Raises:
-            TypeError: as `pull_ranges`.
-            LLMException: as `pull_ranges`, before anything moves; LLM_LINK_BUSY: nobody takes
-                the tasks that have ended from `completions()`. What fails later the task
-                raises.
-        """
-        return self._submit_ranges("pull_ranges", ranges, tag, after, pulls=True)
-
-    def submit_push_ranges(
-        self, ranges: AddressRanges, *, tag: str = "", after: ComputeEvent | None = None
-    ) -> TransferTask:
-        """Begin `push_ranges` and return its task.
-
-        Args:
-            after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves
-                before that work is done. None: nothing to come after.
-
-        Raises:
-            TypeError: as `push_ranges`.
-            LLMException: as `push_ranges`, before anything moves; LLM_LINK_BUSY: nobody takes
-                the tasks that have ended from `completions()`. What fails later the task
-                raises.
-        """
-        return self._submit_ranges("push_ranges", ranges, tag, after, pulls=False)
-
-    def _submit_ranges(
-        self,
-        name: str,
-        ranges: AddressRanges,
-        tag: str,
-        after: ComputeEvent | None,
-        *,
-        pulls: bool,
-    ) -> TransferTask:
-        with RangeOperation(self._running(), name, tag=tag, after=after) as operation:
-            try:
-                return self._submit(operation, operation.prepare(ranges, pulls=pulls))
-            except LLMException as error:
-                if not operation.asks_again(error):
-                    raise
-            return self._submit(operation, operation.prepare(ranges, pulls=pulls))
-
-    def _move(
-        self, ranges: AddressRanges, timeout_ms: float | None, tag: str, *, pulls: bool
-    ) -> None:
-        name = "pull_ranges" if pulls else "push_ranges"
-        # What the peer had registered at an address when it last said so is taken for granted: the
-        # transfer says if that is gone, and then the peer is asked.
-        with RangeOperation(self._running(), name, speculative=True, tag=tag) as operation:
-            try:
-                while not operation.done:
-                    operation.speculated = not operation.retried
-                    self._execute(operation, operation.prepare(ranges, pulls=pulls), timeout_ms)
-            except LLMException as error:
-                if not (more := unconfirmed_text(operation.plan, error)):
-                    raise
-                raise LLMException(
-                    f"{error.args[0]}{more}",
-                    status_code=error.status_code,
-                    origin=error.origin,
-                    unconfirmed=error.unconfirmed,
-                ) from None
 
 
 class _Found(NamedTuple):
@@ -221,23 +106,44 @@ class _Found(NamedTuple):
 class RangeOperation(Operation):
     """An operation on ranges of addresses."""
 
-    __slots__ = ()
+    __slots__ = ("_ranges",)
 
-    def prepare(
-        self, ranges: AddressRanges, *, pulls: bool
-    ) -> tuple[RangePlan, TensorMemory, TensorMemory, Descriptors]:
-        """Find what holds the ranges, put them in order and bind them."""
-        if not isinstance(ranges, AddressRanges):
-            raise TypeError(f"ranges={shown(ranges)} must be AddressRanges")
+    def __init__(
+        self,
+        engine: Engine,
+        ranges: AddressRanges,
+        *,
+        speculative: bool = False,
+        **options: Unpack[SubmitOptions],
+    ) -> None:
+        self._ranges = ranges
+        name = f"{ranges.direction}_ranges"
+        super().__init__(engine, name, speculative=speculative, **options)
+
+    def prepare(self) -> tuple[RangePlan, TensorMemory, TensorMemory, Descriptors]:
+        """Find what holds the ranges, put them in order and lower them."""
+        ranges, pulls = self._ranges, self._ranges.direction == "pull"
         link = self._linked("ranges", ranges)
+        # What the peer had registered at an address when it last said so is taken for granted: the
+        # transfer says if that is gone, and then the peer is asked.
+        self.speculated = self._speculative and not self.retried
         try:
             return self._prepare(link, ranges, pulls)
         except LLMException as error:
-            if not self.asks_again(error):
+            if not self._asks_again(error):
                 raise
         return self._prepare(link, ranges, pulls)
 
-    def asks_again(self, error: LLMException) -> bool:
+    def submit(self, submit: Callable[[Prepared], TransferTask]) -> TransferTask:
+        """Submit the ranges; once more if the peer has registered other memory meanwhile."""
+        try:
+            return submit(self.prepare())
+        except LLMException as error:
+            if not self._asks_again(error):
+                raise
+        return submit(self.prepare())
+
+    def _asks_again(self, error: LLMException) -> bool:
         """Whether the peer is asked for what it has registered now, and all is tried again."""
         again = not self.retried and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         if again:

@@ -21,23 +21,23 @@ from kvplan.execution.rows import are_plain
 from kvplan.links.values import LinkState
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import OBSERVERS
+from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 
 if TYPE_CHECKING:
     from kvnative._process import Peer
-    from kvnative._rows import Rows
+    from kvnative._rows import Rows as RowLowering
     from kvnative._writers import WriteGuard
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.registry import CacheRegistry
     from kvplan.engine.telemetry import Metrics
     from kvplan.execution import Transfers
-    from kvplan.lease import BlockLease
     from kvplan.links import Links, PeerLink
-    from kvplan.planning.blocks import Blocks
     from kvplan.planning.plan import Kind
     from kvplan.transport.protocol import PeerMemory
-    from kvplan.types import AnyCacheKey, KvCacheExtParam
+    from kvplan.types import KvCacheExtParam
 
 Verb = Literal["pull_cache", "pull_blocks", "push_cache", "push_blocks"]
 _Key = tuple[Verb, int | tuple[int], int, "KvCacheExtParam | None"]
@@ -57,7 +57,7 @@ class Route(NamedTuple):
 
     theirs: PeerMemory
     entry: ref[CacheEntry]
-    rows: Rows
+    rows: RowLowering
     peer: Peer
     words: bytes
     guard: WriteGuard | None  # of what is written to the peer
@@ -74,59 +74,83 @@ class Routes:
         self._transfers = transfers
         self._metrics = metrics
 
-    def move(
-        self,
-        verb: Verb,
-        there: AnyCacheKey | BlockLease,
-        here: Cache,
-        src_rows: Blocks,
-        dst_rows: Blocks,
-        ext_param: KvCacheExtParam,
-    ) -> bool:
-        """Move rows `src_rows[i]` to `dst_rows[i]`, and count that; False: nothing was moved.
-
-        Args:
-            there, here: the caches; a slot that `there` names is one of the rows.
-            ext_param: the layers.
-        """
+    def move(self, transfer: Transfer) -> bool:
+        """Move whole rows, and count that; False: nothing was moved."""
         started = perf_counter()
-        if OBSERVERS or type(here) is not Cache or logger.logger.isEnabledFor(logging.INFO):
+        src, dst = transfer.src, transfer.dst
+        if (
+            OBSERVERS
+            or type(src) is not Rows
+            or type(dst) is not Rows
+            or transfer.num_tokens is not None
+            or transfer.nbytes is not None
+            or transfer.reinterpret is not False
+            or transfer.coalesce is not DEFAULT_COALESCE
+            or transfer.rank is not None
+            or logger.logger.isEnabledFor(logging.INFO)
+        ):
             return False
-        if ext_param is not ALL_LAYERS and not are_plain(ext_param):
+        for rows in (src, dst):
+            if type(rows.first_token) is not int or type(rows.offset) is not int:
+                return False
+            if rows.first_token or rows.offset:
+                return False
+        layers = transfer.layers
+        if layers is not ALL_LAYERS and not are_plain(layers):
+            return False
+        pulls = type(dst.cache) is Cache
+        here, there = (dst, src) if pulls else (src, dst)
+        cache, key = here.cache, there.cache
+        if type(cache) is not Cache:
+            return False
+        paged = src.blocks is not None
+        if paged is (dst.blocks is None):
             return False
         named: int | tuple[int]
-        if type(there) is CacheIndex and (there.batch_index == 0 or verb not in _PAGED):
-            named = there.cache_id
-        elif type(there) is BlocksCacheKey:
-            named = (there.model_id,)
+        slot = 0
+        if type(key) is CacheIndex and not (paged and key.batch_index):
+            named, slot = key.cache_id, key.batch_index
+        elif type(key) is BlocksCacheKey and paged:
+            named = (key.model_id,)
         else:
             return False
-        link = self._links.peers.get(there.cluster_id)
-        entry = self._living.get(here.cache_id)
+        link = self._links.peers.get(key.cluster_id)
+        entry = self._living.get(cache.cache_id)
         if link is None or entry is None:
             return False
-        if entry.cache is not here and entry.cache != here:
+        if entry.cache is not cache and entry.cache != cache:
             return False
+        if paged:
+            if here.slot is not None or there.slot is not None:
+                return False
+            src_rows, dst_rows = src.blocks, dst.blocks
+            assert src_rows is not None
+            assert dst_rows is not None
+        else:
+            if there.slot not in (None, slot):
+                return False
+            own_slot = 0 if here.slot is None else here.slot
+            src_rows, dst_rows = ((slot,), (own_slot,)) if pulls else ((own_slot,), (slot,))
         routes = link.routes  # before anything is looked up: it may be another meanwhile
         if link.state is not _LINKED:
             return False
-        layers = None if ext_param is ALL_LAYERS else ext_param
-        key: _Key = verb, named, here.cache_id, layers
-        route: Route | None = routes.get(key)
+        verb: Verb = _VERBS[pulls, paged]
+        known: _Key = verb, named, cache.cache_id, None if layers is ALL_LAYERS else layers
+        route: Route | None = routes.get(known)
         if route is None or route.entry() is not entry:
-            route = self._find(verb, link, there, entry, ext_param)
+            route = self._find(verb, link, key, entry, layers)
             if route is None:
                 return False
             if len(routes) >= _MOST:
                 routes.clear()
-            routes[key] = route
+            routes[known] = route
         try:
             nbytes = route.rows.move_now(
                 route.peer,
                 route.words,
                 route.guard,
                 self._living,
-                here.cache_id,
+                cache.cache_id,
                 entry,
                 src_rows,
                 dst_rows,
@@ -136,7 +160,6 @@ class Routes:
             return False
         if nbytes == 0:
             return False
-        pulls = verb in _PULLS
         self._metrics.record(verb, _SUCCESS, nbytes, perf_counter() - started)
         link.count(nbytes if pulls else 0, 0 if pulls else nbytes)
         return True
@@ -174,5 +197,11 @@ class Routes:
         return Route(theirs, ref(entry), rows, *theirs.guard, guard)
 
 
+_VERBS: Final[dict[tuple[bool, bool], Verb]] = {
+    (True, True): "pull_blocks",
+    (True, False): "pull_cache",
+    (False, True): "push_blocks",
+    (False, False): "push_cache",
+}
 _PULLS: Final = frozenset({"pull_cache", "pull_blocks"})
 _PAGED: Final = frozenset({"pull_blocks", "push_blocks"})

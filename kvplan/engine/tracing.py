@@ -11,7 +11,7 @@ from kvplan.status import LLMException, LLMStatusCode
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from kvplan.engine.runner import Operation
+    from kvplan.engine.operation import Operation
 
 EXTRA: Final = "pip install 'kvplan[otel]'"
 

@@ -52,6 +52,10 @@ _REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
 
 _INT32_MAX = 2**31 - 1
 _AUTO_CONNECT_MS = 1000  # of a transfer that has no time of its own
+_DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
+    TransferOp.READ: "pull",
+    TransferOp.WRITE: "push",
+}
 
 _Region = tuple[int, int, bool]
 """Registered memory: address, bytes, and whether it is local only."""
@@ -342,11 +346,10 @@ class Hixl:
         try:
             _check_timeout(timeout_in_millis)
             started = perf_counter()
-            ranges = AddressRanges(_cluster(running, remote_engine, timeout_in_millis), *columns)
+            cluster = _cluster(running, remote_engine, timeout_in_millis)
+            ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
             left_ms = timeout_in_millis - (perf_counter() - started) * 1000
-            datadist = running.datadist
-            move = datadist.pull_ranges if op is TransferOp.READ else datadist.push_ranges
-            move(ranges, timeout_ms=max(0.0, left_ms))
+            running.datadist.run(ranges, timeout_ms=max(0.0, left_ms))
         except _REFUSALS as error:
             return _failed(_move_text("transfer_sync", remote_engine, op, len(columns[0])), error)
         return SUCCESS
@@ -379,14 +382,9 @@ class Hixl:
             return _not_initialized("transfer_async"), 0
         try:
             running.requests.check_room()
-            ranges = AddressRanges(_cluster(running, remote_engine, _AUTO_CONNECT_MS), *columns)
-            datadist = running.datadist
-            submit = (
-                datadist.submit_pull_ranges
-                if op is TransferOp.READ
-                else datadist.submit_push_ranges
-            )
-            task = submit(ranges)
+            cluster = _cluster(running, remote_engine, _AUTO_CONNECT_MS)
+            ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
+            task = running.datadist.submit(ranges)
             request = running.requests.add(task, ranges, remote_engine, op, given.user_data)
         except _REFUSALS as error:
             text = _move_text("transfer_async", remote_engine, op, len(columns[0]))
@@ -486,11 +484,8 @@ class Hixl:
         _check_move(remote_engine, op)
         columns = address_columns(op_descs)
         running = self._initialized()
-        ranges = AddressRanges(_cluster(running, remote_engine, _AUTO_CONNECT_MS), *columns)
-        datadist = running.datadist
-        if op is TransferOp.READ:
-            return datadist.plan_pull_ranges(ranges)
-        return datadist.plan_push_ranges(ranges)
+        cluster = _cluster(running, remote_engine, _AUTO_CONNECT_MS)
+        return running.datadist.plan(AddressRanges(cluster, *columns, _DIRECTIONS[op]))
 
     def _initialized(self) -> _Running:
         if self._running is None:

@@ -335,13 +335,13 @@ def transfer_cache_v2(
     is_blocks = any(it.paged for it in engine.caches() if it.cache_id == cache_id)
     if is_blocks and not src:  # a row to a row, whatever they are
         src, dst = [slot], [to.batch_index if isinstance(to, kvplan.CacheIndex) else 0]
-    task = engine.push_layers(
-        tuples.cache_called(_engine(), cache_id),
-        to,
-        src_batch_index=0 if is_blocks else slot,
-        src_blocks=src or None,
-        dst_blocks=dst or None,
-        ext_param=layers,
+    transfer = kvplan.Transfer(
+        kvplan.Rows(
+            tuples.cache_called(_engine(), cache_id), src or None, None if is_blocks else slot
+        ),
+        kvplan.Rows(to, dst or None),
+        layers=layers,
     )
+    task = engine.layered(transfer)
     task.ready(layer)
     task.wait(wait_time_ms(_datadist()._engine_options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -122,33 +122,44 @@ def as_array(name: str, given: object) -> NDArray[Any]:
         ) from error
 
 
-def table_pairs(name: str, given: object) -> list[tuple[int, int]]:
-    """Return pairs of source and destination blocks: pairs, or an array or tensor of two columns.
+def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
+    """Return the source and destination blocks of a copy, as two tables of one length.
+
+    Args:
+        given: source block -> destination block, or the blocks that it is copied to; or pairs of
+            both; or an array or tensor of two such columns.
 
     Raises:
-        TypeError: neither.
+        TypeError: none of these.
     """
-    pairs = given
-    if not isinstance(given, Sequence) and hasattr(given, "__array__"):
-        pairs = as_array(name, given)
-        if pairs.ndim != 2 or pairs.shape[1] != 2 or (pairs.size and pairs.dtype.kind not in "iu"):
+    if isinstance(given, Mapping):
+        pairs = [
+            (src, dst)
+            for src, to in given.items()
+            for dst in (to if isinstance(to, Sequence | np.ndarray) else [to])
+        ]
+    elif not isinstance(given, Sequence) and hasattr(given, "__array__"):
+        array = as_array(name, given)
+        if array.ndim != 2 or array.shape[1] != 2 or (array.size and array.dtype.kind not in "iu"):
             raise TypeError(
-                f"{name} of shape {pairs.shape} and {pairs.dtype} must have two columns of "
+                f"{name} of shape {array.shape} and {array.dtype} must have two columns of "
                 "integers, the source and the destination block"
             )
-        return [(src, dst) for src, dst in pairs.tolist()]
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        return array[:, 0].tolist(), array[:, 1].tolist()
+    elif isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise TypeError(
             f"{name}={shown(given)} must be a mapping, or pairs of a source and a destination "
             f"block, not {type(given).__name__}"
         )
-    for position, pair in enumerate(given):
-        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(
-                f"{name}[{position}]={shown(pair)} must be a pair of a source and a destination "
-                "block"
-            )
-    return [(src, dst) for src, dst in given]
+    else:
+        for position, pair in enumerate(given):
+            if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise TypeError(
+                    f"{name}[{position}]={shown(pair)} must be a pair of a source and a "
+                    "destination block"
+                )
+        pairs = [(src, dst) for src, dst in given]
+    return [src for src, _ in pairs], [dst for _, dst in pairs]
 
 
 def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from kvplan.layout import Layers, consecutive, numbers_text
 from kvplan.planning.axes import heads_of
-from kvplan.planning.blocks import Blocks, check_table
+from kvplan.planning.blocks import check_table
 from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
-from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Described, Side, side
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import INT64_MAX, check_type, check_width
@@ -30,16 +30,11 @@ class _Part(NamedTuple):
 
 
 def plan_gather(
+    transfer: Transfer,
     sources: Sequence[Described],
     dst: Described,
-    src_blocks: Sequence[Blocks],
-    dst_blocks: Blocks,
     *,
-    num_tokens: int | None = None,
-    src_token: int = 0,
-    dst_token: int = 0,
-    rank: int | None = None,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    by_layer: bool = False,
 ) -> list[Plan | None]:
     """Plan pulls of one request from several caches, of which each has a part of the model's.
 
@@ -47,14 +42,11 @@ def plan_gather(
     head by head from one of the sources that have it.
 
     Args:
-        sources: caches with a `Shard` that says which layers and heads they have; without one a
-            cache has all.
+        transfer: the rows of each source and of `dst`; see `Transfer`.
+        sources: the caches with a `Shard` that says which layers and heads they have; without one
+            a cache has all.
         dst: the local paged cache.
-        src_blocks: for each source the blocks of the request there.
-        dst_blocks: the blocks of the request in `dst`.
-        num_tokens, src_token, dst_token: as of `plan_pull_blocks`.
-        rank: of the destination among those that pull the same; where several sources have a head
-            (replicas), each rank takes another. None: by the heads that `dst` has.
+        by_layer: whether each layer is to move by itself.
 
     Returns:
         For each source its plan; None for one from which nothing is taken, as replicas have it.
@@ -62,20 +54,23 @@ def plan_gather(
     Raises:
         ValueError: a number outside its C type.
         TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: as of `plan_pull_blocks`, a layer or head that no source
-            has (named), or sources that overlap so that none can give a whole range of both.
+        LLMException: LLM_PARAM_INVALID: as of `plan`, a layer or head that no source has (named),
+            or sources that overlap so that none can give a whole range of both.
     """
-    given: Any
-    for name, given in (("sources", sources), ("src_blocks", src_blocks)):
-        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-            raise TypeError(f"{name} must be a sequence with one for each source")
-    if not sources or len(sources) != len(src_blocks):
+    rows, rank = cast("Sequence[Rows]", transfer.src), transfer.rank
+    for index, its in enumerate(rows):
+        if its.blocks is None:
+            raise invalid(f"src_blocks[{index}] is None; it must name blocks")
+        check_table(f"src_blocks[{index}]", its.blocks)
+    if transfer.dst.blocks is None:
+        raise invalid("dst_blocks is None; a gather needs the blocks that it writes")
+    if transfer.reinterpret:
+        raise invalid("reinterpret=True of a gather: it must know which heads and layers it moves")
+    if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
         raise invalid(
-            f"sources has {len(sources)} caches and src_blocks {len(src_blocks)} block tables; "
-            "at least one is needed, and as many of both"
+            f"layers={transfer.layers} of a gather: it moves all layers that dst has; give dst a "
+            "Shard that names the layers"
         )
-    for index, table in enumerate(src_blocks):
-        check_table(f"src_blocks[{index}]", table)
     sides = [side(f"sources[{i}]", it, paged=True) for i, it in enumerate(sources)]
     target = side("dst", dst, paged=True)
     caches = {"dst": target} | {f"sources[{i}]": it for i, it in enumerate(sides)}
@@ -112,16 +107,16 @@ def plan_gather(
                 "pull_blocks",
                 source,
                 target,
-                src_blocks[index],
-                dst_blocks,
-                None,
-                num_tokens,
-                src_token,
-                dst_token,
+                rows[index].blocks,
+                transfer.dst.blocks,
+                rows[index].slot,
+                transfer.num_tokens,
+                rows[index].first_token,
+                transfer.dst.first_token,
                 ALL_LAYERS if whole else local,
-                coalesce,
+                transfer.coalesce,
                 False,
-                False,
+                by_layer,
                 share.heads if has_heads and share.heads != common else None,
             )
         )

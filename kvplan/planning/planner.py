@@ -1,299 +1,204 @@
-"""The operations of the reference, as functions from descriptions to a Plan.
-
-Everywhere: `src` and `dst` say the direction of the bytes; a cache is given as `CacheDesc`,
-`Cache` or `RemoteCache`; offsets and sizes are bytes. `ext_param` cuts the transfer to layers.
-"""
+"""From a `Transfer` of cache descriptions to a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
-from kvplan.planning.axes import BlockTables
-from kvplan.planning.blocks import (
-    BlockPairs,
-    Blocks,
-    block_indices,
-    check_distinct,
-    table_pairs,
-)
-from kvplan.planning.kinds import plan_block_to_block, plan_slot_to_slot, plan_to_blocks
-from kvplan.planning.layers import ALL_LAYERS
-from kvplan.planning.plan import Plan
-from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
-from kvplan.planning.side import Described, is_same_cache, side
-from kvplan.status import invalid
-from kvplan.types import KvCacheExtParam, Placement
-from kvplan.validation import shown
+from kvplan.planning.gather import plan_gather
+from kvplan.planning.groups import check_group_name, plan_groups
+from kvplan.planning.kinds import plan_slot_to_slot, plan_to_blocks
+from kvplan.planning.plan import Operation, Plan
+from kvplan.planning.side import Side, is_same_cache, slot_index
+from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
+from kvplan.status import LLMException, invalid
+from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
+from kvplan.validation import check_mapping, check_type, mismatch, shown
 
-_BLOCK_LISTS = (Sequence, np.ndarray)
+if TYPE_CHECKING:
+    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.side import Described
+
+Local: TypeAlias = Literal["src", "dst", "both"]
+"""Which side of a transfer is this process's: of a push, a pull and a copy."""
+
+_DESCRIBED = (CacheDesc, Cache, RemoteCache, Side)
+_VERBS = {"dst": "pull", "src": "push", "both": "copy"}
 
 
-def plan_pull_cache(
-    src: Described,
-    dst: Described,
-    *,
-    src_batch_index: int | None = None,
-    dst_batch_index: int | None = None,
-    size: int = -1,
-    src_offset: int = 0,
-    dst_offset: int = 0,
-    num_tokens: int | None = None,
-    ext_param: KvCacheExtParam = ALL_LAYERS,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
-) -> Plan:
-    """Plan a pull of a slot of a remote cache into a slot of a local one (C2C).
+def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False) -> AnyPlan:
+    """Plan a transfer from descriptions of its caches, with no engine: nothing can move.
 
     Args:
-        src_batch_index, dst_batch_index: the slots; None: the one that the key of a `RemoteCache`
-            names, otherwise 0.
-        size: bytes of a row to copy; -1 for all of the local (destination) row from its offset on.
-        src_offset, dst_offset: bytes into the row at which to begin.
-        num_tokens: tokens to copy, from the first on, instead of bytes; rows that lie differently
-            are copied as far as both reach.
-        reinterpret: copy bytes as they are, whatever the descriptions say that they mean.
+        transfer: what to move; the caches of its rows are `CacheDesc`, `Cache` or `RemoteCache`.
+        local: the side that is this process's: "dst" plans a pull, "src" a push, "both" a copy.
+            None: the side that is not a `RemoteCache`, or both.
+        by_layer: whether each layer is to move by itself, as `LlmDataDist.layered` moves it.
+
+    Returns:
+        A `Plan`; a `GroupPlan` for several caches of one request, and for a gather.
 
     Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID for a slot, size, offset, number of tokens or layer out of
-            range, or caches that cannot match: other data types, heads or dimensions.
+        TypeError: a field of another type.
+        ValueError: a number outside int64.
+        LLMException: LLM_PARAM_INVALID: a block, slot, token, byte or layer out of range; tables of
+            unequal length or not of one request; a destination block named twice; a copy inside
+            one cache that reads what it writes; caches that cannot match, or of which no source
+            has a layer or head that dst needs; no transfer, or a bad name of one.
     """
-    return plan_slot_to_slot(
-        "pull_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
-        num_tokens, ext_param, coalesce, reinterpret, False,
-    )  # fmt: skip
+    if isinstance(transfer, Transfer):
+        plans = _plan_one("", transfer, local, by_layer)
+        return plans[""] if "" in plans else plan_groups(plans)
+    check_mapping("transfer", transfer)
+    if not transfer:
+        raise invalid("transfer is empty; it must name at least one Transfer")
+    plans = {}
+    for name, part in transfer.items():
+        check_group_name(name)
+        check_type(f"transfer[{shown(name)}]", part, Transfer)
+        with_name = _plan_one(name, part, local, by_layer)
+        plans.update(with_name)
+    return plan_groups(plans)
 
 
-def plan_push_cache(
-    src: Described,
-    dst: Described,
+def _plan_one(
+    name: str, transfer: Transfer, local: Local | None, by_layer: bool
+) -> dict[str, Plan]:
+    """Plan one transfer, or the parts of one gather."""
+    src, dst = transfer.src, transfer.dst
+    try:
+        target = _described("dst", dst)
+        if isinstance(src, Rows):
+            source = _described("src", src)
+            if local is None:
+                remote = [isinstance(it, RemoteCache) for it in (source, target)]
+                if all(remote):
+                    raise invalid("src and dst are both remote; one must be of this process")
+                local = "dst" if remote[0] else "src" if remote[1] else "both"
+            return {name: plan_pair(transfer, source, target, local, by_layer=by_layer)}
+        check_sources(src)
+        sources = [_described(f"sources[{i}]", rows) for i, rows in enumerate(src)]
+        plans = plan_gather(transfer, sources, target, by_layer=by_layer)
+    except (LLMException, TypeError) as error:
+        raise of_group(name, error) from None
+    return {part_name(name, index): part for index, part in enumerate(plans) if part is not None}
+
+
+def plan_pair(
+    transfer: Transfer,
+    source: Described,
+    target: Described,
+    local: Local,
     *,
-    src_batch_index: int | None = None,
-    dst_batch_index: int | None = None,
-    size: int = -1,
-    src_offset: int = 0,
-    dst_offset: int = 0,
-    num_tokens: int | None = None,
-    ext_param: KvCacheExtParam = ALL_LAYERS,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
     by_layer: bool = False,
 ) -> Plan:
-    """Plan a push of a slot of a local cache into a slot of a remote one (C2C).
-
-    Arguments as for `plan_pull_cache`; the local row is the source. (The reference
-    pushes whole rows only; sizes and offsets are kvplan's own.)
-
-    Args:
-        by_layer: whether each layer is to move by itself, also where a row holds several.
+    """Plan rows of one cache to rows of another; the rows are those of `transfer`.
 
     Raises:
-        TypeError, LLMException: as `plan_pull_cache`.
+        TypeError, ValueError, LLMException: as `plan`.
     """
-    return plan_slot_to_slot(
-        "push_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
-        num_tokens, ext_param, coalesce, reinterpret, by_layer,
-    )  # fmt: skip
-
-
-def plan_copy_cache(
-    src: Described,
-    dst: Described,
-    *,
-    src_batch_index: int = 0,
-    dst_batch_index: int = 0,
-    offset: int = 0,
-    size: int = -1,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
-) -> Plan:
-    """Plan a copy of a slot into another, both in this process (C2C).
-
-    Args:
-        offset: bytes into the row at which to begin, on both sides.
-        size: bytes to copy; -1 for the rest of the source row.
-
-    Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID for a slot, size or offset out of range.
-    """
-    return plan_slot_to_slot(
-        "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
-        None, ALL_LAYERS, coalesce, reinterpret, False,
-    )  # fmt: skip
-
-
-def plan_pull_blocks(
-    src: Described,
-    dst: Described,
-    src_blocks: Blocks | None,
-    dst_blocks: Blocks,
-    *,
-    src_batch_index: int | None = None,
-    num_tokens: int | None = None,
-    src_token: int = 0,
-    dst_token: int = 0,
-    ext_param: KvCacheExtParam = ALL_LAYERS,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
-) -> Plan:
-    """Plan a pull into blocks of a local paged cache, from blocks (B2B) or from a slot (C2B).
-
-    Args:
-        src_blocks: blocks of the remote paged cache, one for each of `dst_blocks`. None or empty:
-            the remote cache is contiguous, its slot `src_batch_index` is cut into chunks of one
-            block stride, and chunk i goes to `dst_blocks[i]`; a last chunk that the row does not
-            fill is copied as far as the row reaches.
-        dst_blocks: the blocks that are written. Empty, with `src_blocks` that are too: no bytes.
-        src_batch_index: the slot; None: the one that the key of a `RemoteCache` names, otherwise 0.
-        num_tokens: how many tokens are moved, where the last block is not full or the blocks are of
-            unequal size; None: whole blocks, which must hold as many on both sides. It needs a
-            layout on both sides, as do blocks that lie differently, or of other heads.
-        src_token, dst_token: tokens of `src_blocks` and `dst_blocks` to skip.
-        reinterpret: copy bytes as they are, whatever the descriptions say that they mean.
-
-    Raises:
-        ValueError: num_tokens, src_token or dst_token outside int64.
-        TypeError: an argument of another type, or block tables that do not hold integers.
-        LLMException: LLM_PARAM_INVALID for a block, slot, token or layer out of range, tables of
-            unequal length or not of one request, a destination block named twice, blocks of
-            unequal size, or caches that cannot match: other data types, heads or dimensions.
-    """
-    return plan_to_blocks(
-        "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
-        dst_token, ext_param, coalesce, reinterpret, False,
-    )  # fmt: skip
-
-
-def plan_push_blocks(
-    src: Described,
-    dst: Described,
-    src_blocks: Blocks | None,
-    dst_blocks: Blocks,
-    *,
-    src_batch_index: int | None = None,
-    num_tokens: int | None = None,
-    src_token: int = 0,
-    dst_token: int = 0,
-    ext_param: KvCacheExtParam = ALL_LAYERS,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
-    by_layer: bool = False,
-) -> Plan:
-    """Plan a push into blocks of a remote paged cache, from blocks (B2B) or from a slot (C2B).
-
-    Arguments as for `plan_pull_blocks`.
-
-    Args:
-        by_layer: whether each layer is to move by itself, also where a block holds several.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `plan_pull_blocks`.
-    """
-    return plan_to_blocks(
-        "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
-        dst_token, ext_param, coalesce, reinterpret, by_layer,
-    )  # fmt: skip
-
-
-def plan_copy_blocks(
-    src: Described,
-    blocks: Mapping[int, Sequence[int]] | BlockPairs,
-    dst: Described | None = None,
-    *,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
-) -> Plan:
-    """Plan copies of blocks, each to any number of others, in this process (B2B).
-
-    Args:
-        blocks: source block -> the blocks that it is copied to; or pairs of source and destination
-            block, or an array or tensor of two such columns.
-        dst: the cache copied to; None, or one with the id or the addresses of `src`, for the same.
-
-    Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID for a block out of range, a destination block named twice,
-            or, inside one cache, a block that is both read and written: the result would depend
-            on the order.
-    """
-    if not isinstance(blocks, Mapping):
-        blocks = _grouped(table_pairs("blocks", blocks))
-    source = side("src", src, paged=True)
-    within = dst is None or is_same_cache(src, dst)
-    target = source if dst is None else side("dst", dst, paged=True)
-    odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
-    if odd:
-        block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
-        raise TypeError(
-            f"blocks[{block!r}]={shown(to)} must be a sequence of int, of the blocks that it is "
-            "copied to"
-        )
-    read = block_indices("blocks (source)", list(blocks), source)
-    dst_table = block_indices("blocks (destination)", [*chain(*blocks.values())], target)
-    check_distinct("blocks (destination)", dst_table, target)
-    src_table = np.repeat(read, list(map(len, blocks.values())))
-    if within:
-        # A block copied to itself changes nothing, so no read of it can come too late.
-        moved = dst_table[src_table != dst_table]
-        clash = moved[np.isin(moved, src_table)]
-        if len(clash):
+    src, dst = cast(Rows, transfer.src), transfer.dst
+    if transfer.rank is not None:
+        raise invalid(f"rank={transfer.rank} must be None: only a gather has several sources")
+    verb = _VERBS[local]
+    if dst.blocks is None:
+        if src.blocks is not None:
+            raise invalid(f"src_blocks={shown(src.blocks)} go to blocks; dst_blocks must name them")
+        if src.first_token != 0 or dst.first_token != 0:
             raise invalid(
-                f"block {int(clash[0])} is both read and written by this copy inside one cache; "
-                "the result would depend on the order: copy in two steps"
+                f"src_token={shown(src.first_token)} and dst_token={shown(dst.first_token)} skip "
+                "tokens of block tables; a slot begins at its first token"
             )
-    return plan_block_to_block(
-        "copy_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS,
-        coalesce, reinterpret, False,
+        nbytes = -1 if transfer.nbytes is None else transfer.nbytes
+        return plan_slot_to_slot(
+            cast(Operation, f"{verb}_cache"), source, target, src.slot, dst.slot, nbytes,
+            src.offset, dst.offset, transfer.num_tokens, transfer.layers, transfer.coalesce,
+            transfer.reinterpret, by_layer,
+        )  # fmt: skip
+    for name, value, unset in (
+        ("nbytes", transfer.nbytes, None), ("src offset", src.offset, 0),
+        ("dst offset", dst.offset, 0),
+    ):  # fmt: skip
+        if value != unset:
+            raise invalid(f"{name}={shown(value)} must be {unset}: blocks are cut by num_tokens")
+    if verb == "copy" and _is_swap(source, target):
+        verb = "swap"
+    made = plan_to_blocks(
+        cast(Operation, f"{verb}_blocks"), source, target, src.blocks, dst.blocks, src.slot,
+        transfer.num_tokens, src.first_token, dst.first_token, transfer.layers, transfer.coalesce,
+        transfer.reinterpret, by_layer,
     )  # fmt: skip
+    if dst.slot is not None:
+        slot_index("dst_batch_index", dst.slot, target, made.dst)
+    if local == "both" and (source is target or is_same_cache(source, target)):
+        _refuse_read_and_written(made)
+    return made
 
 
-def plan_swap_blocks(
-    src: Described,
-    dst: Described,
-    src_to_dst: Mapping[int, int] | BlockPairs,
-    *,
-    coalesce: Coalesce | bool = DEFAULT_COALESCE,
-    reinterpret: bool = False,
-) -> Plan:
-    """Plan a swap in (host to device) or out (device to host) of blocks, in this process (B2B).
+def part_name(name: str, index: int) -> str:
+    """Return what the part that a gather takes from one source is called in its plan."""
+    return f"{name}: source {index}" if name else f"source {index}"
 
-    Args:
-        src_to_dst: source block -> destination block; or pairs of them, or an array or tensor of
-            two such columns.
+
+def of_group(name: str, error: LLMException | TypeError) -> LLMException | TypeError:
+    """Return an error that says which of several transfers is refused."""
+    if not name:
+        return error
+    text = f"group {name}: {error.args[0]}"
+    if isinstance(error, LLMException):
+        return LLMException(text, status_code=error.status_code)
+    return TypeError(text)
+
+
+def check_sources(sources: object) -> None:
+    """Refuse a gather whose sources are not a sequence of `Rows`.
 
     Raises:
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID for caches of which not exactly one is on the host, of
-            unequal num_tensors or block size, a block out of range, or a destination block named
-            twice.
+        TypeError: it is none.
+        LLMException: LLM_PARAM_INVALID: it is empty.
     """
-    if isinstance(src_to_dst, Mapping):
-        read, written = list(src_to_dst), list(src_to_dst.values())
-    else:
-        pairs = table_pairs("src_to_dst", src_to_dst)
-        read, written = [src for src, _ in pairs], [dst for _, dst in pairs]
-    source, target = side("src", src, paged=True), side("dst", dst, paged=True)
-    if {source.placement, target.placement} != {Placement.HOST, Placement.DEVICE}:
-        raise invalid(
-            f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
-            "swap needs one HOST and one DEVICE"
+    if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
+        raise TypeError(f"src={shown(sources)} must be Rows, or a sequence of Rows")
+    if not sources:
+        raise invalid("src is empty; a gather needs at least one source")
+    for index, rows in enumerate(sources):
+        check_type(f"src[{index}]", rows, Rows)
+
+
+def _described(argument: str, rows: object) -> Described:
+    cache = check_type(argument, rows, Rows).cache
+    if not isinstance(cache, _DESCRIBED):
+        raise TypeError(
+            f"{argument}={shown(cache)} must be {mismatch(cache, *_DESCRIBED[:3])}; "
+            "LlmDataDist.plan takes keys and leases"
         )
-    src_table = block_indices("src_to_dst (source)", read, source)
-    dst_table = block_indices("src_to_dst (destination)", written, target)
-    check_distinct("src_to_dst (destination)", dst_table, target)
-    return plan_block_to_block(
-        "swap_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS,
-        coalesce, reinterpret, False,
-    )  # fmt: skip
+    return cache
 
 
-def _grouped(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return source block -> the blocks that it is copied to."""
-    grouped: dict[int, list[int]] = {}
-    for src, dst in pairs:
-        grouped.setdefault(src, []).append(dst)
-    return grouped
+def _is_swap(source: Described, target: Described) -> bool:
+    return {_placement(source), _placement(target)} == {Placement.HOST, Placement.DEVICE}
+
+
+def _placement(cache: Described) -> Placement:
+    if isinstance(cache, Cache | RemoteCache):
+        return cache.cache_desc.placement
+    return cache.placement
+
+
+def _refuse_read_and_written(plan: Plan) -> None:
+    """Refuse a copy inside one cache whose result would depend on the order of its blocks."""
+    tables = plan.tables
+    if plan.kind != "B2B" or tables is None:
+        return
+    src_table, dst_table = tables.src, tables.dst
+    if len(src_table) == len(dst_table):
+        # A block copied to itself changes nothing, so no read of it can come too late.
+        dst_table = dst_table[src_table != dst_table]
+    clash = dst_table[np.isin(dst_table, src_table)]
+    if len(clash):
+        raise invalid(
+            f"block {int(clash[0])} is both read and written by this copy inside one cache; "
+            "the result would depend on the order: copy in two steps"
+        )

@@ -445,48 +445,17 @@ class Puller:
             parts = missing_of(self._groups, leases, target.blocks, pushed, total)
         if not parts:
             return
-        timeout_ms, tag = self._pull_timeout_ms, tag_of(pull.request)
-        if len(leases) > 1:
-            if len(parts) > 1:
-                groups = {it.name: it.gathered for it in parts}
-                self._engine.gather_groups(groups, rank=self._rank, timeout_ms=timeout_ms, tag=tag)
-                return
-            self._engine.gather_blocks(
-                parts[0].leases,
-                parts[0].dst,
-                [None] * len(leases),
-                parts[0].dst_blocks,
-                num_tokens=parts[0].num_tokens,
-                src_token=parts[0].src_token,
-                dst_token=parts[0].dst_token,
-                rank=self._rank,
-                timeout_ms=timeout_ms,
-                tag=tag,
-            )
-            return
-        done = encode(pull.done(pull.sources[0]))
-        pull.said_done = True  # whatever comes of it
-        if len(parts) > 1:
-            self._engine.pull_groups(
-                {it.name: it.pulled for it in parts},
-                timeout_ms=timeout_ms,
-                notify=done,
-                notify_failure=done,
-                tag=tag,
-            )
-            return
-        self._engine.pull_blocks(
-            parts[0].leases[0],
-            parts[0].dst,
-            None,
-            parts[0].dst_blocks,
-            num_tokens=parts[0].num_tokens,
-            src_token=parts[0].src_token,
-            dst_token=parts[0].dst_token,
-            timeout_ms=timeout_ms,
+        transfers = {it.name: it.transfer(self._rank) for it in parts}
+        done = None
+        if len(leases) == 1:
+            done = encode(pull.done(pull.sources[0]))
+            pull.said_done = True  # whatever comes of it
+        self._engine.run(
+            transfers if len(parts) > 1 else transfers[parts[0].name],
+            timeout_ms=self._pull_timeout_ms,
             notify=done,
             notify_failure=done,
-            tag=tag,
+            tag=tag_of(pull.request),
         )
 
     async def _say_done(self, pull: Pull) -> None:

@@ -225,15 +225,13 @@ class Pusher:
         first_unit, end_unit = push.begun // unit, -(-end // unit)
         if push.begun % unit or end <= push.begun:
             return
-        task = self._engine.push_layers(
-            self._cache,
-            push.goal.lease,
-            src_blocks=chunk.blocks[: -(-end // self._block_tokens)],
+        blocks = chunk.blocks[: -(-end // self._block_tokens)]
+        transfer = Transfer(
+            Rows(self._cache, blocks, None, first_unit),
+            Rows(push.goal.lease, None, None, first_unit - push.goal.lease_token // unit),
             num_tokens=end_unit - first_unit,
-            src_token=first_unit,
-            dst_token=first_unit - push.goal.lease_token // unit,
-            tag=tag_of(chunk.transfer),
         )
+        task = self._engine.layered(transfer, tag=tag_of(chunk.transfer))
         push.begun = end
         push.tasks.append((task, end))
         self._step.append(task)

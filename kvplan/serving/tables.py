@@ -8,9 +8,8 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from kvplan.engine.gather import GatherGroup
-from kvplan.engine.groups import Group
 from kvplan.lease import BlockLease
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import Cache
@@ -108,7 +107,7 @@ class Missing:
     Attributes:
         leases: of the sources, in their order.
         nbytes: that are moved.
-        others: as of `Group` and `GatherGroup`.
+        others: as of `Rows` and `Transfer`.
     """
 
     name: str
@@ -120,31 +119,17 @@ class Missing:
     dst_token: int
     nbytes: int
 
-    @property
-    def pulled(self) -> Group:
-        """From the only source."""
-        return Group(
-            self.leases[0],
-            self.dst,
-            None,
-            self.dst_blocks,
-            self.num_tokens,
-            self.src_token,
-            self.dst_token,
-        )
+    def transfer(self, rank: int | None) -> Transfer:
+        """From all sources into the consumer's cache.
 
-    @property
-    def gathered(self) -> GatherGroup:
-        """From all of them."""
-        return GatherGroup(
-            self.leases,
-            self.dst,
-            [None] * len(self.leases),
-            self.dst_blocks,
-            self.num_tokens,
-            self.src_token,
-            self.dst_token,
-        )
+        Args:
+            rank: of the consumer among those that pull the same; not used for one source.
+        """
+        rows = [Rows(lease, None, None, self.src_token) for lease in self.leases]
+        target = Rows(self.dst, self.dst_blocks, None, self.dst_token)
+        if len(rows) == 1:
+            return Transfer(rows[0], target, self.num_tokens)
+        return Transfer(rows, target, self.num_tokens, rank=rank)
 
 
 def missing_of(

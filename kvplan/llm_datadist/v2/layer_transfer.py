@@ -214,14 +214,13 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
     name = f"cluster {push.to.cluster_id}"
     nbytes = source.dst_block_nbytes
     try:
-        task = engine.push_layers(
-            source.cache,
-            push.to,
-            src_batch_index=push.src_batch_index,
-            src_blocks=push.src_blocks,
-            dst_blocks=push.dst_blocks,
-            ext_param=push.layers,
+        slot = push.src_batch_index if push.src_blocks is None else None
+        transfer = Transfer(
+            Rows(source.cache, push.src_blocks, slot),
+            Rows(push.to, push.dst_blocks),
+            layers=push.layers,
         )
+        task = engine.layered(transfer)
     except LLMException as error:
         if error.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED:
             raise  # of all destinations, so of the call

@@ -1,0 +1,277 @@
+"""The calls of the interface that kvplan implements, each as one `Transfer` that is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Unpack
+
+from kvplan.engine.transfers import TransferOperations
+from kvplan.planning.blocks import BlockPairs, pair_tables
+from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.planning.transfer import PeerTensors, Rows, Transfer
+from kvplan.status import invalid
+from kvplan.types import BlocksCacheKey, Cache, CacheIndex, CacheKey, KvCacheExtParam, Placement
+from kvplan.validation import check_type
+
+if TYPE_CHECKING:
+    from kvplan.engine.operation import RunOptions
+    from kvplan.lease import BlockLease
+    from kvplan.planning import Coalesce
+    from kvplan.planning.blocks import Blocks
+    from kvplan.types import AnyCacheKey
+
+
+class InterfaceOperations(TransferOperations):
+    """Pulls, pushes, copies and swaps by the names and in the argument order of the interface.
+
+    Each is `run` with a `Transfer`, takes the options of `run`, and raises what `run` raises.
+    """
+
+    def pull_cache(
+        self,
+        src: CacheIndex | CacheKey | BlockLease,
+        dst: Cache,
+        dst_batch_index: int = 0,
+        size: int = -1,
+        layers: KvCacheExtParam = ALL_LAYERS,
+        *,
+        num_tokens: int | None = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Pull a slot of a remote cache into a slot of a local one.
+
+        Args:
+            src: the remote slot, or a lease of it.
+            dst: the local cache.
+            dst_batch_index: the local slot.
+            size: bytes of a row to pull; -1: all of the local row, from its offset on.
+            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
+            src_offset, dst_offset: bytes into the row at which to begin.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`.
+        """
+        self.run(
+            Transfer(
+                Rows(src, None, None, 0, src_offset),
+                Rows(dst, None, dst_batch_index, 0, dst_offset),
+                num_tokens, _nbytes(size), layers, reinterpret, coalesce,
+            ),
+            **options,
+        )  # fmt: skip
+
+    def pull_blocks(
+        self,
+        src: AnyCacheKey | BlockLease,
+        dst: Cache,
+        src_blocks: Blocks | None,
+        dst_blocks: Blocks,
+        layers: KvCacheExtParam = ALL_LAYERS,
+        *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Pull blocks of a remote paged cache, or a remote slot, into blocks of a local one.
+
+        Args:
+            src: the remote cache or slot, or a lease.
+            dst: the local paged cache.
+            src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` names a
+                slot, which is cut into chunks of one block; of a lease None: all its blocks.
+            dst_blocks: local blocks.
+            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
+            src_token, dst_token: tokens of the block tables to skip, on each side.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`.
+        """
+        if dst_blocks is None:
+            raise TypeError("dst_blocks is None; it must name blocks of dst")
+        self.run(
+            Transfer(
+                Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
+                num_tokens, None, layers, reinterpret, coalesce,
+            ),
+            **options,
+        )  # fmt: skip
+
+    def push_cache(
+        self,
+        src: Cache,
+        dst: CacheIndex | BlockLease | PeerTensors,
+        src_batch_index: int = 0,
+        size: int = -1,
+        layers: KvCacheExtParam = ALL_LAYERS,
+        *,
+        num_tokens: int | None = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Push a slot of a local cache into a slot of a remote one.
+
+        Args:
+            src: the local cache.
+            dst: the remote slot, a lease of it, or addresses.
+            src_batch_index: the local slot.
+            size: bytes of a row to push; -1: all of the local row, from its offset on.
+            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
+            src_offset, dst_offset: bytes into the row at which to begin.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`.
+        """
+        self.run(
+            Transfer(
+                Rows(src, None, src_batch_index, 0, src_offset),
+                Rows(dst, None, None, 0, dst_offset),
+                num_tokens, _nbytes(size), layers, reinterpret, coalesce,
+            ),
+            **options,
+        )  # fmt: skip
+
+    def push_blocks(
+        self,
+        src: Cache,
+        dst: CacheIndex | BlocksCacheKey | BlockLease | PeerTensors,
+        src_blocks: Blocks,
+        dst_blocks: Blocks | None = None,
+        layers: KvCacheExtParam = ALL_LAYERS,
+        *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Push blocks of a local paged cache into blocks of a remote one.
+
+        Args:
+            src: the local paged cache.
+            dst: the remote paged cache, a lease of blocks, or addresses.
+            src_blocks: local blocks.
+            dst_blocks: remote blocks, one for each of `src_blocks`; of a lease None: all of its.
+            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
+            src_token, dst_token: tokens of the block tables to skip, on each side.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`.
+        """
+        self.run(
+            Transfer(
+                Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
+                num_tokens, None, layers, reinterpret, coalesce,
+            ),
+            **options,
+        )  # fmt: skip
+
+    def copy_cache(
+        self,
+        src: Cache,
+        dst: Cache,
+        src_batch_index: int = 0,
+        dst_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+        *,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Copy a slot into another, of one cache or two, wherever they are placed.
+
+        Args:
+            src, dst: the caches.
+            src_batch_index, dst_batch_index: the slots.
+            offset: bytes into the row at which to begin, on both sides.
+            size: bytes to copy; -1: the rest of the source row.
+            coalesce, reinterpret: as of `Transfer`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`.
+        """
+        self.run(
+            Transfer(
+                Rows(src, None, src_batch_index, 0, offset),
+                Rows(dst, None, dst_batch_index, 0, offset),
+                None, _nbytes(size), ALL_LAYERS, reinterpret, coalesce,
+            ),
+            **options,
+        )  # fmt: skip
+
+    def copy_blocks(
+        self,
+        cache: Cache,
+        blocks: Mapping[int, Sequence[int]] | BlockPairs,
+        *,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Copy blocks of a paged cache, each to any number of others of it.
+
+        Args:
+            cache: a cache of this engine.
+            blocks: source block -> the blocks that it is copied to; or pairs of source and
+                destination block, or an array or tensor of two such columns.
+            coalesce: as of `Transfer`.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`.
+        """
+        src, dst = pair_tables("blocks", blocks)
+        self.run(Transfer(Rows(cache, src), Rows(cache, dst), coalesce=coalesce), **options)
+
+    def swap_blocks(
+        self,
+        src: Cache,
+        dst: Cache,
+        src_to_dst: Mapping[int, int] | BlockPairs,
+        *,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        """Copy blocks from a host cache to a device cache (in), or the other way round (out).
+
+        Args:
+            src, dst: paged caches, one of each placement.
+            src_to_dst: source block -> destination block; or pairs, as of `copy_blocks`.
+            coalesce, reinterpret: as of `Transfer`.
+
+        Raises:
+            TypeError, ValueError: as `run`.
+            LLMException: as `run`; LLM_PARAM_INVALID: also two caches of the same placement.
+        """
+        placements = [
+            check_type(name, cache, Cache).cache_desc.placement
+            for name, cache in (("src", src), ("dst", dst))
+        ]
+        if {*placements} != {Placement.HOST, Placement.DEVICE}:
+            raise invalid(
+                f"src placement={placements[0].name} and dst placement={placements[1].name}: a "
+                "swap needs one HOST and one DEVICE"
+            )
+        read, written = pair_tables("src_to_dst", src_to_dst)
+        self.run(
+            Transfer(
+                Rows(src, read), Rows(dst, written), reinterpret=reinterpret, coalesce=coalesce
+            ),
+            **options,
+        )
+
+
+def _nbytes(size: int) -> int | None:
+    """Return what a transfer calls a size of the interface: -1 is the whole row."""
+    return None if type(size) is int and size == -1 else size

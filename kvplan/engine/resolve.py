@@ -1,0 +1,362 @@
+"""From a transfer of names to a plan, and the memory of both sides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NoReturn, Unpack, cast
+
+from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
+from kvplan.inspection.units import plural
+from kvplan.lease import BlockLease
+from kvplan.planning.blocks import are_whole, read_blocks
+from kvplan.planning.layers import source_tensors
+from kvplan.planning.planner import Local, plan_pair
+from kvplan.planning.side import Side, is_same_cache, side
+from kvplan.planning.transfer import PeerTensors, Rows, Transfer
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import (
+    NO_ID,
+    BlocksCacheKey,
+    Cache,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    KvCacheExtParam,
+    Placement,
+)
+from kvplan.validation import check_type, mismatch, shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
+    from kvplan.execution import TensorMemory
+    from kvplan.planning.plan import Operation as PlanOperation
+    from kvplan.types import AnyCacheKey
+
+PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
+"""What names a cache of a peer."""
+
+READ: Final = (CacheKeyByIdAndIndex, CacheKey, BlocksCacheKey, BlockLease)
+WRITTEN: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, BlockLease, PeerTensors)
+_OTHER_KIND = {
+    f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
+    for verb in ("pull", "push", "copy")
+    for kind, other, takes in (("cache", "blocks", "paged"), ("blocks", "cache", "contiguous"))
+}
+"""What takes the other kind of cache than an operation does."""
+
+
+def local_of(src: Rows, dst: Rows) -> Local:
+    """Return which side of a transfer is this process's.
+
+    Raises:
+        TypeError: a side that is not `Rows`.
+        LLMException: LLM_PARAM_INVALID: both sides are a peer's.
+    """
+    from_peer = isinstance(check_type("src", src, Rows).cache, PEERS)
+    to_peer = isinstance(check_type("dst", dst, Rows).cache, PEERS)
+    if from_peer and to_peer:
+        raise invalid(
+            f"src={shown(src.cache)} and dst={shown(dst.cache)} are both of peers; one side of a "
+            "transfer is this process's"
+        )
+    return "dst" if from_peer else "src" if to_peer else "both"
+
+
+def operation_name(src: Rows, dst: Rows, local: Local, *, by_layer: bool) -> PlanOperation:
+    """Return what logs, metrics and recordings call a transfer, such as "pull_blocks"."""
+    verb = "pull" if local == "dst" else "push" if local == "src" else "copy"
+    if by_layer:
+        return cast("PlanOperation", f"{verb}_layers")
+    cache = dst.cache
+    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
+        return cast("PlanOperation", f"{verb}_cache")
+    if local == "both" and type(src.cache) is Cache and type(cache) is Cache:
+        placements = src.cache.cache_desc.placement, cache.cache_desc.placement
+        if {*placements} == {Placement.HOST, Placement.DEVICE}:
+            return "swap_blocks"
+    return cast("PlanOperation", f"{verb}_blocks")
+
+
+class TransferOperation(Operation):
+    """An operation between two caches: of this process, or one of them of a peer.
+
+    Args:
+        transfer: what to move.
+        by_layer: whether each layer is to move by itself.
+        options: as of `Operation`.
+
+    Attributes:
+        by_layer: as given.
+
+    Raises:
+        TypeError, LLMException: an option, as `Operation`; as `local_of`.
+    """
+
+    __slots__ = ("_local", "_transfer", "by_layer")
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfer: Transfer,
+        *,
+        by_layer: bool = False,
+        speculative: bool = False,
+        **options: Unpack[SubmitOptions],
+    ) -> None:
+        src, dst = cast(Rows, transfer.src), transfer.dst
+        self._transfer, self.by_layer = transfer, by_layer
+        self._local: Local = local_of(src, dst)
+        if self._local == "both":
+            refuse_notices(options)
+        name = operation_name(src, dst, self._local, by_layer=by_layer)
+        super().__init__(engine, name, speculative=speculative, **options)
+
+    def prepare(self) -> Prepared:
+        """Find both caches, plan the transfer, and lower it where that needs no plan.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `own`, `peer` and `kvplan.plan`.
+        """
+        transfer, local = self._transfer, self._local
+        src, dst = cast(Rows, transfer.src), transfer.dst
+        src_blocks, dst_blocks, num_tokens = src.blocks, dst.blocks, transfer.num_tokens
+        if type(src.cache) is BlockLease and src.cache.paged and dst_blocks is not None:
+            src_blocks, num_tokens = src.cache.request(
+                "src_blocks", src_blocks, num_tokens, src.first_token
+            )
+        if type(dst.cache) is BlockLease and dst.cache.paged:
+            dst_blocks, num_tokens = dst.cache.request(
+                "dst_blocks", dst_blocks, num_tokens, dst.first_token
+            )
+        to_blocks = dst_blocks is not None
+        from_blocks = read_blocks(src_blocks, dst_blocks) if to_blocks else False
+        table = "src_blocks" if to_blocks else ""
+        layers = transfer.layers
+        reinterpret = transfer.reinterpret or self.engine.reinterpret
+        src_slot, dst_slot = src.slot, dst.slot
+        if local == "dst":
+            target, dst_memory = self.own("dst", cast(Cache, dst.cache), paged=to_blocks)
+            source, src_slot, src_memory = self.peer(
+                "src", src, READ, paged=from_blocks, writable=False, table=table
+            )
+        else:
+            source, src_memory = self.own(
+                "src", cast(Cache, src.cache), paged=from_blocks, table=table
+            )
+            if self.by_layer:
+                layers = self._layers_of(source, layers, reinterpret)
+            if local == "both":
+                if is_same_cache(cast(Cache, src.cache), cast(Cache, dst.cache)):
+                    target, dst_memory = source, src_memory
+                else:
+                    target, dst_memory = self.own("dst", cast(Cache, dst.cache), paged=to_blocks)
+            elif isinstance(dst.cache, PeerTensors):
+                _check_addresses(dst.cache, source, layers)
+                target, dst_memory = self._tensors(dst.cache, source.stride, paged=to_blocks)
+            else:
+                target, dst_slot, dst_memory = self.peer(
+                    "dst", dst, WRITTEN, paged=to_blocks, writable=True, table="dst_blocks"
+                )
+        if (
+            self.moves
+            and transfer.nbytes is None
+            and are_whole(
+                num_tokens, transfer.coalesce, src.first_token, dst.first_token, src.offset,
+                dst.offset,
+            )
+        ):  # fmt: skip
+            bound = None
+            rows_word = "blocks" if to_blocks else "cache"
+            verb = cast("PlanOperation", self.name.replace("layers", rows_word))
+            rows = self.engine.transfers.rows
+            if src_blocks is not None and dst_blocks is not None and source.paged:
+                bound = rows.bind(
+                    verb, "B2B", source, target, src_memory, dst_memory, src_blocks, dst_blocks,
+                    layers, by_layer=self.by_layer,
+                )  # fmt: skip
+            elif not to_blocks and src_blocks is None:
+                bound = rows.bind(
+                    verb, "C2C", source, target, src_memory, dst_memory, (src_slot or 0,),
+                    (dst_slot or 0,), layers, by_layer=self.by_layer,
+                )  # fmt: skip
+            if bound is not None:
+                return bound[0], src_memory, dst_memory, bound[1]
+        if source.paged:
+            src_slot = None
+        if target.paged:
+            dst_slot = None
+        planned = Transfer(
+            Rows(source, src_blocks, src_slot, src.first_token, src.offset),
+            Rows(target, dst_blocks, dst_slot, dst.first_token, dst.offset),
+            num_tokens, transfer.nbytes, layers, reinterpret, transfer.coalesce, transfer.rank,
+        )  # fmt: skip
+        plan = plan_pair(planned, source, target, local, by_layer=self.by_layer)
+        return plan, src_memory, dst_memory, None
+
+    def own(
+        self, argument: str, cache: Cache, *, paged: bool | None, table: str = ""
+    ) -> tuple[Side, TensorMemory]:
+        """Return the cache of this process that an argument names, to plan with and to transfer.
+
+        Args:
+            paged: whether rows are blocks; None: nothing is moved, and they may be either.
+            table: the argument that would name blocks of it, where the caller might have given it.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: as `CacheRegistry.resolve`; LLM_PARAM_INVALID: it is contiguous where a
+                paged one is needed, or the other way round.
+        """
+        registry = self.engine.registry
+        entry = registry.resolve(cache, argument)
+        if self.cache_id < 0:
+            self.cache_id = entry.cache.cache_id
+        found = entry.side
+        if found is None:  # addresses alone do not say which kind they are
+            return side(argument, entry.cache, paged=paged is not False), entry.memory
+        if paged is not None and found.paged is not paged:
+            self._refuse_kind(argument, found.name, paged, table)
+        return found, entry.memory
+
+    def peer(
+        self,
+        argument: str,
+        rows: Rows,
+        kinds: tuple[type, ...],
+        *,
+        paged: bool | None,
+        writable: bool,
+        table: str = "",
+    ) -> tuple[Side, int, TensorMemory]:
+        """Return the cache and the slot of a peer that an argument names; a `CacheKey` is claimed.
+
+        No transfer with the memory of a lease succeeds once the lease has ended.
+
+        Args:
+            kinds: of key that the operation takes.
+            paged, table: as for `own`.
+
+        Raises:
+            TypeError: another kind of key.
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
+                request and prefix, a slot of a paged cache, or a cache that is not `paged` as
+                needed; LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST,
+                LLM_REPEAT_REQUEST.
+        """
+        key = rows.cache
+        if not isinstance(key, kinds):
+            raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
+        link = self._linked(argument, cast("AnyCacheKey | BlockLease", key))
+        slot = 0
+        if isinstance(key, BlockLease):
+            found = link.leased(key, writable=writable)
+            self.leases = (key.lease_id,)
+            theirs = link.side(found)
+            if paged is not None and theirs.paged is not paged:
+                self._refuse_kind(argument, str(key), paged, table)
+            if not theirs.paged and (slot := key.slot(argument)) >= theirs.count:
+                _refuse_slot(argument, key, theirs)
+            _check_slot(argument, rows, slot)
+            return theirs, slot, link.memory(found, writable=writable).leased([key])
+        if isinstance(key, CacheKeyByIdAndIndex):
+            found, slot = link.cache(key, writable=writable), key.batch_index
+        elif isinstance(key, BlocksCacheKey):
+            found = link.cache(key, writable=writable, speculative=self._speculative)
+            self.speculated = self._speculative
+        else:
+            key = cast(CacheKey, key)
+            _check_names_one(argument, key)
+            if self.moves:
+                self._claim = claim = link.claim(key)
+                found, slot = claim.cache, claim.batch_index
+            else:
+                found, slot = link.find(key)
+        theirs = link.side(found)
+        if paged is not None and theirs.paged is not paged:
+            self._refuse_kind(argument, str(key), paged, table)
+        if slot >= (1 if theirs.paged else theirs.count):
+            _refuse_slot(argument, key, theirs)
+        _check_slot(argument, rows, slot)
+        return theirs, slot, link.memory(found, writable=writable)
+
+    def _tensors(
+        self, given: PeerTensors, stride: int, *, paged: bool
+    ) -> tuple[Side, TensorMemory]:
+        """Return the memory of a peer that `dst` names by addresses, to be written.
+
+        Args:
+            stride: bytes of a row, where `given` does not say it.
+            paged: whether rows are blocks.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, addresses of several caches,
+                no room for a row, or a cache that must not be written; LLM_KV_CACHE_NOT_EXIST: an
+                address that lies in no cache of the peer; LLM_NOT_YET_LINK, LLM_LINK_FAILED.
+        """
+        link = self._linked("dst", given)
+        return link.tensors(given.addresses, given.stride or stride, paged=paged)
+
+    def _layers_of(
+        self, source: Side, layers: KvCacheExtParam, reinterpret: bool
+    ) -> KvCacheExtParam:
+        """Return the layers of a transfer layer by layer, with how many tensors are one."""
+        if check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None:
+            return layers
+        said = source.said_tensors_per_layer("src", None)
+        if said is None:
+            raise invalid(
+                f"tensor_num_per_layer=None of a cache of which nothing says it, {source}: layers "
+                "become ready one by one, so how many tensors are one must be said (2: K and V), "
+                "here or by the layout or the shard of the cache"
+            )
+        # Without `reinterpret` the planner finds the number, on both sides.
+        return replace(layers, tensor_num_per_layer=said) if reinterpret else layers
+
+    def _refuse_kind(self, argument: str, name: str, paged: bool, table: str) -> NoReturn:
+        found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
+        if table and not paged:
+            raise invalid(f"{argument}={name} is a paged cache; {table} must name blocks of it")
+        message = f"{argument}={name} is a {found} cache; {self.name} needs a {needed} one"
+        if table:
+            raise invalid(f"{message}, or no {table}: then a slot is moved")
+        raise invalid(message + _OTHER_KIND.get(self.name, ""))
+
+
+def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
+    if found.paged:
+        raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
+    raise LLMException(
+        f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}",
+        status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    )
+
+
+def _check_names_one(argument: str, key: CacheKey) -> None:
+    if (key.req_id == NO_ID) is (key.prefix_id == NO_ID):
+        raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")
+
+
+def _check_slot(argument: str, rows: Rows, named: int) -> None:
+    if rows.slot is not None and rows.slot != named:
+        raise invalid(
+            f"{argument} slot={shown(rows.slot)} must be None or {named}, the slot of {rows.cache}"
+        )
+
+
+def _check_addresses(dst: PeerTensors, source: Side, layers: KvCacheExtParam) -> None:
+    needed = len(source_tensors(source, layers))
+    if len(dst.addresses) != needed:
+        raise invalid(
+            f"addresses has {len(dst.addresses)} elements; {needed} are needed, one for each "
+            "tensor of src that is transferred"
+        )
+
+
+def refuse_notices(options: TransferOptions) -> None:
+    """Refuse notifications of a transfer that has no peer.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    for name in ("notify", "notify_failure"):
+        if options.get(name) is not None:
+            raise invalid(f"{name} must be None: a copy inside this process has no peer")

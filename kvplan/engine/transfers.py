@@ -1,0 +1,242 @@
+"""The verbs: plan, run, submit and move by layers whatever a `Transfer` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
+
+from kvplan.engine.gather import Several
+from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
+from kvplan.engine.groups import GroupOperation
+from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
+from kvplan.engine.resolve import TransferOperation
+from kvplan.engine.runner import OperationRunner
+from kvplan.planning.planner import check_sources
+from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
+from kvplan.status import LLMException
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
+    from kvplan.execution import LayerTask, TransferTask
+    from kvplan.planning.groups import AnyPlan
+
+Movable: TypeAlias = "AnyTransfer | AddressRanges"
+
+
+class TransferOperations(OperationRunner):
+    """Every transfer of an engine goes through these four.
+
+    A transfer is one of:
+
+    - a `Transfer`: rows of one cache to rows of another. With a sequence of `Rows` as source it is
+      a gather: parts of the model's cache from several peers.
+    - a mapping of names to `Transfer`: caches of one request, such as MLA's latent and its indexer,
+      or layers with and without a sliding window. They may be of several peers.
+    - `AddressRanges`: registered memory by addresses.
+
+    All of one transfer is one deadline and one outcome, with one notification to each peer.
+    """
+
+    def plan(self, transfer: Movable, *, by_layer: bool = False) -> AnyPlan:
+        """Plan a transfer with the peers' own descriptions; nothing moves, no key is claimed.
+
+        Args:
+            transfer: what would move.
+            by_layer: whether each layer is to move by itself, as `layered` moves it.
+
+        Returns:
+            A `Plan`; a `GroupPlan` for several caches, a gather and ranges.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `run`, before anything moves.
+        """
+        engine = self._running()
+        operation = _operation(engine, transfer, by_layer=by_layer)
+        if isinstance(operation, Several):
+            return operation.plan()
+        return operation.prepare()[0]
+
+    def run(self, transfer: Movable, **options: Unpack[RunOptions]) -> None:
+        """Move a transfer; every byte has arrived on return.
+
+        The calling thread copies too. A request's `CacheKey` is consumed by the pull that has
+        brought the last of its tensors; a prefix's, and every other name, never.
+
+        Args:
+            transfer: what to move.
+            options: `timeout_ms`, `notify`, `notify_failure`, `verify`, `tag` and `after`; see
+                `RunOptions`.
+
+        Raises:
+            TypeError: an argument or option of another type, or one that does not exist.
+            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            LLMException: LLM_PARAM_INVALID: as `kvplan.plan`, this engine's own cluster, a cache
+                that is not writable there, or an option that the transfer cannot have;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
+                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache or address here or there (any
+                more), or a lease has ended; LLM_REPEAT_REQUEST: another pull has claimed the key;
+                LLM_FEATURE_NOT_ENABLED: memory that the link does not reach, or host and device
+                memory in one transfer; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the peer's
+                program reads no notifications; LLM_FAILED: not initialized, or bytes that differ
+                where that was asked for; LLM_ENGINE_FINALIZED.
+            GatherError: of a transfer with several peers: it names each that failed.
+        """
+        if not options and type(transfer) is Transfer and self._moved_now(transfer):
+            return
+        timeout_ms = options.pop("timeout_ms", None)
+        others = cast(SubmitOptions, options)
+        engine = self._running()
+        if others.get("after") is not None:
+            task = self.submit(transfer, **others)
+            task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
+            return
+        operation = _operation(engine, transfer, speculative=True, **others)
+        if isinstance(operation, Several):
+            self._run_several(operation, timeout_ms)
+            return
+        with operation:
+            try:
+                while not operation.done:
+                    self._execute(operation, operation.prepare(), timeout_ms)
+            except LLMException as error:
+                if not (more := unconfirmed_text(operation.plan, error)):
+                    raise
+                raise LLMException(
+                    f"{error.args[0]}{more}",
+                    status_code=error.status_code,
+                    origin=error.origin,
+                    unconfirmed=error.unconfirmed,
+                ) from None
+
+    def submit(
+        self, transfer: Movable, **options: Unpack[SubmitOptions]
+    ) -> TransferTask | GatherTask:
+        """Begin to move a transfer and return its task; a key is claimed until the outcome.
+
+        Args:
+            transfer: what to move.
+            options: `notify`, `notify_failure`, `verify`, `tag` and `after`; see `SubmitOptions`.
+
+        Returns:
+            A `GatherTask` for a transfer with several peers, otherwise a `TransferTask`.
+
+        Raises:
+            TypeError, ValueError, GatherError: as `run`.
+            LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
+                in `completions()`. The task raises what fails later.
+        """
+        _refuse_timeout(options)
+        operation = _operation(self._running(), transfer, **options)
+        if isinstance(operation, Several):
+            return self._submit_several(operation)
+        with operation:
+            if isinstance(operation, RangeOperation):
+                return operation.submit(partial(self._submit, operation))
+            return self._submit(operation, operation.prepare())
+
+    def layered(
+        self, transfer: AnyTransfer, **options: Unpack[TransferOptions]
+    ) -> LayerTask | LayerGatherTask:
+        """Begin a transfer of which nothing moves until a layer of its task is made ready.
+
+        Args:
+            transfer: what to move.
+            options: `notify`, `notify_failure`, `verify` and `tag`; see `TransferOptions`.
+
+        Returns:
+            The task: `ready(layer)` submits a source layer, `wait()` ends when all have arrived.
+            Until its end it keeps its link: `unlink_clusters` waits, then reports LLM_LINK_BUSY.
+
+        Raises:
+            TypeError, ValueError: as `run`; `after`: `ready(layer, event)` takes an event of each
+                layer.
+            LLMException: as `submit`; LLM_PARAM_INVALID: also a cache of which nothing says how
+                many tensors are a layer.
+        """
+        _refuse_timeout(options)
+        if "after" in options:
+            raise TypeError("after is not of layered; ready(layer, event) takes that of each layer")
+        if isinstance(transfer, AddressRanges):
+            raise TypeError("layered takes a Transfer; AddressRanges have no layers")
+        operation = _operation(self._running(), transfer, by_layer=True, **options)
+        if isinstance(operation, Several):
+            return self._layer_several(operation)
+        with operation:
+            return self._layer(operation, operation.prepare())
+
+    def _moved_now(self, transfer: Transfer) -> bool:
+        """Move whole rows by a route, if there is one and nothing else is to be done for them."""
+        engine = self._engine
+        if engine is None or self._hooks or engine.is_observed:  # an operation says why
+            return False
+        return engine.routes.move(transfer)
+
+    def _run_several(self, several: Several, timeout_ms: float | None) -> None:
+        check_timeout(timeout_ms)
+        task = GatherTask(several.name, several.notices)
+        try:
+            several.begin(task, self._submit)
+            task.wait(several.engine.wait_ms if timeout_ms is None else timeout_ms)
+        except BaseException:  # an interrupt between the two, say
+            task.drop()
+            raise
+
+    def _submit_several(self, several: Several) -> GatherTask:
+        task = GatherTask(several.name, several.notices)
+        prompt = several.engine.prompt
+        try:
+            report = prompt.report()
+            several.begin(task, self._submit)
+            if report is not None or task.notices.any:
+                prompt.track(task, report=report, aside=task.notices.any)
+        except BaseException:
+            task.drop()
+            raise
+        return task
+
+    def _layer_several(self, several: Several) -> LayerGatherTask:
+        task = LayerGatherTask(several.name, several.notices)
+        try:
+            several.begin(task, self._layer)
+        except BaseException:
+            task.drop()
+            raise
+        return task
+
+
+def _operation(
+    engine: Engine,
+    transfer: object,
+    *,
+    by_layer: bool = False,
+    speculative: bool = False,
+    **options: Unpack[SubmitOptions],
+) -> TransferOperation | GroupOperation | RangeOperation | Several:
+    """Return what runs a transfer: one operation, or several with several peers."""
+    if isinstance(transfer, Transfer):
+        if isinstance(transfer.src, Rows):
+            return TransferOperation(
+                engine, transfer, by_layer=by_layer, speculative=speculative, **options
+            )
+        check_sources(transfer.src)
+        return Several(engine, {"": transfer}, by_layer=by_layer, **options)
+    if isinstance(transfer, AddressRanges):
+        return RangeOperation(engine, transfer, speculative=speculative, **options)
+    if not isinstance(transfer, Mapping):
+        raise TypeError(
+            f"transfer={shown(transfer)} must be Transfer, a mapping of names to Transfer, or "
+            "AddressRanges"
+        )
+    several = Several(engine, transfer, by_layer=by_layer, **options)
+    if len(several.operations) > 1 or several.is_gather or by_layer:
+        return several
+    parts = several.operations[0].parts
+    return GroupOperation(engine, several.name, parts, speculative=speculative, **options)
+
+
+def _refuse_timeout(options: Mapping[str, object]) -> None:
+    if "timeout_ms" in options:
+        raise TypeError("timeout_ms is of run; a task takes it in wait(timeout_ms)")

@@ -1,0 +1,118 @@
+"""The values that say what to move: rows of one cache to rows of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.status import invalid
+from kvplan.types import KvCacheExtParam
+from kvplan.validation import INT64_MAX, UINT64_MAX, check_width, shown
+
+if TYPE_CHECKING:
+    from kvplan.lease import BlockLease
+    from kvplan.planning.blocks import Blocks
+    from kvplan.planning.segments import Coalesce
+    from kvplan.planning.side import Described
+    from kvplan.types import AnyCacheKey
+
+    AnyCache: TypeAlias = "Described | AnyCacheKey | BlockLease | PeerTensors"
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Rows of one side of a transfer: blocks of a paged cache, or a slot of a contiguous one.
+
+    Attributes:
+        cache: what names the cache. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
+            `CacheKey`, a `BlocksCacheKey`, a `BlockLease`, or, as destination only, `PeerTensors`.
+            For `kvplan.plan`, which knows no engine: a `CacheDesc`, a `Cache` or a `RemoteCache`.
+        blocks: the block table, in the order of the request: a list, an array, or a host tensor.
+            None: a slot of a contiguous cache, or all blocks that a lease names.
+        slot: of a contiguous cache. None: the one that the key or the lease names, otherwise 0.
+        first_token: tokens of the block table to skip.
+        offset: bytes of the slot to skip.
+
+    Values are checked when they are planned, not when they are made.
+    """
+
+    cache: AnyCache
+    blocks: Blocks | None = None
+    slot: int | None = None
+    first_token: int = 0
+    offset: int = 0
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """What to move from one cache to another. Goes to `kvplan.plan` and to an engine's verbs.
+
+    An engine pulls if `src` is a peer's, pushes if `dst` is, and copies if both are its own.
+
+    Attributes:
+        src: the rows that are read. A sequence of `Rows` is a gather: caches that hold parts of
+            the model (see `Shard`), from which each byte of `dst` comes exactly once.
+        dst: the rows that are written.
+        num_tokens: tokens to move, where the last block is not full or both sides have blocks of
+            unequal size. None: whole blocks, or the whole slot.
+        nbytes: bytes of a slot to move. None: the whole slot, from its offset on.
+        layers: the layers that move. Default: all.
+        reinterpret: copy bytes as they are, whatever both caches say that the bytes mean.
+        coalesce: how slices become segments.
+        rank: of a gather: the place of the destination among those that pull the same request, to
+            spread load over replicas. None: derived from the heads that `dst` has.
+
+    Values are checked when they are planned, not when they are made.
+    """
+
+    src: Rows | Sequence[Rows]
+    dst: Rows
+    num_tokens: int | None = None
+    nbytes: int | None = None
+    layers: KvCacheExtParam = ALL_LAYERS
+    reinterpret: bool = False
+    coalesce: Coalesce | bool = DEFAULT_COALESCE
+    rank: int | None = None
+
+
+AnyTransfer: TypeAlias = Transfer | Mapping[str, Transfer]
+"""One transfer, or several caches of one request by name: they move as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTensors:
+    """Memory of a peer by addresses that the peer itself gave, as destination of a push.
+
+    Each address must lie in a tensor of one cache that the peer offers. The address is row 0, and
+    there are as many rows as that tensor has room for behind it.
+
+    Args:
+        cluster_id: of the peer.
+        addresses: there, one for each tensor that is transferred, in order.
+        stride: bytes of a row (slot or block) there; None: those of the source.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: cluster_id or an address outside uint64, stride outside int64.
+        LLMException: LLM_PARAM_INVALID: no address, address 0, or stride below 1.
+    """
+
+    cluster_id: int
+    addresses: Sequence[int]
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
+        if not isinstance(self.addresses, tuple | list):
+            raise TypeError(f"addresses={shown(self.addresses)} must be a tuple or list of int")
+        object.__setattr__(self, "addresses", tuple(self.addresses))
+        if not self.addresses:
+            raise invalid("addresses is empty; one for each tensor is needed")
+        for position, address in enumerate(self.addresses):
+            if check_width(f"addresses[{position}]", address, 0, UINT64_MAX) == 0:
+                raise invalid(f"addresses[{position}]=0 is no address of memory")
+        if self.stride is not None and check_width("stride", self.stride, -(2**63), INT64_MAX) < 1:
+            raise invalid(f"stride={self.stride} is out of range [1, {INT64_MAX}]")
