@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvplan import CacheDesc, Coalesce, DataType, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, Coalesce, DataType, Rows, Transfer
 
 POOL = 16_384
 """Blocks of each pool."""
@@ -73,7 +74,11 @@ def main() -> None:
             plans, times = [], []
             for src, dst in cases:
                 start = time.perf_counter()
-                plans.append(plan_pull_blocks(desc, desc, src, dst, coalesce=how))
+                plans.append(
+                    kvplan.plan(
+                        Transfer(Rows(desc, src), Rows(desc, dst), coalesce=how), local="dst"
+                    )
+                )
                 times.append((time.perf_counter() - start) * 1e6)
             slices = statistics.mean(p.num_slices for p in plans)
             segments = statistics.mean(len(p.segments) for p in plans)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import kvplan
 from benchmarks.control_costs import ControlCosts
-from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, Shard, plan_pull_blocks
+from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, Rows, Shard, Transfer
 
 MEASURED: Final = ControlCosts(
     call_us=900,
@@ -78,7 +79,7 @@ class Cluster:
         shape = 2 * blocks, self.block_tokens * self.token_nbytes
         desc = CacheDesc(self.layers, shape, DataType.DT_UINT8, shard=Shard(num_layers=self.layers))
         table = range(0, 2 * blocks, 2)
-        plan = plan_pull_blocks(desc, desc, table, table)
+        plan = kvplan.plan(Transfer(Rows(desc, table), Rows(desc, table)), local="dst")
         return plan.estimate(transport).ms / 1e3
 
 

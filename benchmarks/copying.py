@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
+import kvplan
 from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
 from kvnative._tuning import builtin_tuning
+from kvplan import Rows, Transfer
 from kvplan.execution import calibration
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.transfers import Transfers, bind
@@ -106,7 +108,9 @@ def scattered(src: Column, dst: Column, block: int, total: int) -> Descriptors:
     desc = CacheDesc(TENSORS, (POOL_BLOCKS, block), DataType.DT_UINT8)
     blocks = total // block // TENSORS
     src_blocks, dst_blocks = (rng.permutation(POOL_BLOCKS)[:blocks] for _ in range(2))
-    segments = plan_pull_blocks(desc, desc, src_blocks, dst_blocks).segments
+    segments = kvplan.plan(
+        Transfer(Rows(desc, src_blocks), Rows(desc, dst_blocks)), local="dst"
+    ).segments
     return lower(segments.src_offsets, segments.dst_offsets, segments.nbytes, src, dst)
 
 
@@ -288,7 +292,7 @@ def submit_overhead(run: Run, name: str) -> Row:
 def execute_plan(run: Run, name: str) -> Row:
     """From a ready plan and memory to copied bytes: checks, lowering, copying. No target yet."""
     desc, src, dst = one_page()
-    plan = plan_pull_blocks(desc, desc, [0], [0])
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [0])), local="dst")
     source, target = (HostMemory.from_arrays([page]) for page in (src, dst))
     transfers = run.opened.enter_context(Transfers())
     descriptors = bind(plan, source, target, one_space=True)

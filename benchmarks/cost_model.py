@@ -27,6 +27,8 @@ from kvplan import (
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
+    Rows,
+    Transfer,
     TransportCost,
 )
 from kvplan.inspection.cost import COEFFICIENTS
@@ -149,8 +151,12 @@ class Sweep:
 
         some = blocks()
         if is_push:
-            return Sample(own.plan_push_blocks(cache, key, some, some, part), held_out, move)
-        return Sample(own.plan_pull_blocks(key, cache, some, some, part), held_out, move)
+            return Sample(
+                own.plan(Transfer(Rows(cache, some), Rows(key, some), layers=part)), held_out, move
+            )
+        return Sample(
+            own.plan(Transfer(Rows(key, some), Rows(cache, some), layers=part)), held_out, move
+        )
 
     def measure(self, rounds: int) -> None:
         """Each sample once a round, each time in another order: disturbance falls on all alike."""

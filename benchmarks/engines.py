@@ -19,7 +19,7 @@ from benchmarks.engine_peer import (
 )
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
-from kvplan import BlockLease, ClusterInfo, LlmDataDist, LlmRole
+from kvplan import BlockLease, ClusterInfo, LlmDataDist, LlmRole, Rows, Transfer
 from kvplan.execution.transfers import bind
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def facade_pull(run: Run, name: str) -> Row:
     for number, tensor in enumerate(datadist.arrays(cache)):
         np.testing.assert_array_equal(tensor[dst_blocks], number)
 
-    plan = datadist.plan_pull_blocks(paged_key(1), cache, src_blocks, dst_blocks)
+    plan = datadist.plan(Transfer(Rows(paged_key(1), src_blocks), Rows(cache, dst_blocks)))
     descriptors = bind(plan, *memories_of(datadist, cache), one_space=True)
     with Executor(host_backend(ThreadPool())) as executor:
         ours, bare = run.medians(timed(pull), timed(lambda: executor.run(descriptors)), rounds=41)
@@ -139,7 +139,7 @@ def verified_pull(run: Run, name: str) -> Row:
     src_blocks, dst_blocks = (rng.permutation(BLOCKS)[:64].tolist() for _ in range(2))
     pull = partial(datadist.pull_blocks, paged_key(1), cache, src_blocks, dst_blocks)
     pull(timeout_ms=60_000)
-    nbytes = datadist.plan_pull_blocks(paged_key(1), cache, src_blocks, dst_blocks).nbytes
+    nbytes = datadist.plan(Transfer(Rows(paged_key(1), src_blocks), Rows(cache, dst_blocks))).nbytes
     ours, bare = run.medians(timed(partial(pull, verify=True)), timed(pull), rounds=41)
     datadist.deallocate_cache(cache)
     # The bytes are gone through three times: moved, read again, and compared by one thread.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.filled_peer import Shape, check_blocks
-from kvplan import BlocksCacheKey, ClusterInfo, LinkState, LlmDataDist, LlmRole
+from kvplan import BlocksCacheKey, ClusterInfo, LinkState, LlmDataDist, LlmRole, Rows, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,7 +146,7 @@ class Decode:
 
     def _pull(self, number: int, src: NDArray[np.int64], dst: NDArray[np.int64]) -> TransferTask:
         key = BlocksCacheKey(self._ids[number], 0)
-        return self._datadist.submit_pull_blocks(key, self._caches[number], src, dst)
+        return self._datadist.submit(Transfer(Rows(key, src), Rows(self._caches[number], dst)))
 
     def _ended(self, tasks: dict[int, TransferTask]) -> Iterator[int]:
         """The number of each task as it ends; tasks that are added meanwhile too.

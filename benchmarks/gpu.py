@@ -32,6 +32,8 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LlmRole,
+    Rows,
+    Transfer,
     plan_pull_blocks,
 )
 from kvplan.execution.layer_task import LayerTask
@@ -350,7 +352,7 @@ def between_processes(run: Run, name: str, case: Scattered, target: float) -> Ro
         datadist.push_blocks(given, KEY, everything, everything, timeout_ms=60_000)
         run.note("pushed all of it")
         there, here = case.tables()
-        plan = datadist.plan_pull_blocks(KEY, cache, there, here, coalesce=False)
+        plan = datadist.plan(Transfer(Rows(KEY, there), Rows(cache, here), coalesce=False))
         theirs, own = memories_of(datadist, cache)
         descriptors = bind(plan, theirs, own, one_space=theirs.in_process)
         move = partial(transfers.execute, plan, theirs, own, None, descriptors)
@@ -446,12 +448,12 @@ class LayerPush:
 
     def meanwhile(self) -> float:
         """Push each layer behind its work: seconds from the last layer's work to the last byte."""
-        task = self._datadist.push_layers(
-            self._cache,
-            KEY,
-            src_blocks=self._blocks,
-            dst_blocks=self._blocks,
-            ext_param=KvCacheExtParam(tensor_num_per_layer=2),
+        task = self._datadist.layered(
+            Transfer(
+                Rows(self._cache, self._blocks),
+                Rows(KEY, self._blocks),
+                layers=KvCacheExtParam(tensor_num_per_layer=2),
+            )
         )
         for layer, event in enumerate(self._events):
             self._driver.compute(self._layer_us)

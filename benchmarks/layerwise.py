@@ -17,7 +17,7 @@ from examples.disaggregated.generation import CHUNK
 from examples.disaggregated.model import Layer, Llama
 from examples.disaggregated.paged_cache import PagedCache
 from examples.disaggregated.weights import LlamaConfig
-from kvplan import KvCacheExtParam
+from kvplan import KvCacheExtParam, Rows, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,12 +115,12 @@ class Prefill:
 
     def push_meanwhile(self) -> float:
         """Push each layer when it is written: seconds from the last layer to the last byte."""
-        task = self.datadist.push_layers(
-            self.cache,
-            model_key(1),
-            src_blocks=self.here,
-            dst_blocks=self.there,
-            ext_param=KvCacheExtParam(tensor_num_per_layer=2),
+        task = self.datadist.layered(
+            Transfer(
+                Rows(self.cache, self.here),
+                Rows(model_key(1), self.there),
+                layers=KvCacheExtParam(tensor_num_per_layer=2),
+            )
         )
         calls = []
 

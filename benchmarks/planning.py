@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import kvplan
 from benchmarks.table import Row, Run, Topic, timed
+from kvplan import Rows, Transfer
 from kvplan.layout import Shard
 from kvplan.planning import Plan, plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
@@ -28,7 +30,7 @@ def request(blocks: int, layers: int, table: Callable[[Any], Any]) -> Callable[[
     pool = 2 * blocks
     desc = CacheDesc(layers * TENSORS_PER_LAYER, (pool, 16, 8, 128), DataType.DT_FLOAT16)
     src, dst = (table(rng.permutation(pool)[:blocks]) for _ in range(2))
-    return lambda: plan_pull_blocks(desc, desc, src, dst)
+    return lambda: kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
 
 
 def compare(run: Run, *requests: Callable[[], Plan]) -> list[float]:

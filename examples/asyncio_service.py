@@ -33,6 +33,8 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
+    Rows,
+    Transfer,
 )
 
 DECODE, PEERS = 10, (1, 2, 3, 4)
@@ -101,7 +103,7 @@ class Service:
         """Pull blocks of a peer; returns, of each tensor, the numbers that each block holds."""
         async with self._blocks(len(it.blocks)) as mine:
             key = BlocksCacheKey(it.peer)
-            await self._datadist.submit_pull_blocks(key, self._cache, it.blocks, mine)
+            await self._datadist.submit(Transfer(Rows(key, it.blocks), Rows(self._cache, mine)))
             return [[np.unique(tensor[b]).tolist() for b in mine] for tensor in self._tensors]
 
     @asynccontextmanager

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Rows, Transfer
 
 SLOTS = CacheDesc(num_tensors=4, shape=(3, 32, 2, 16), data_type=DataType.DT_FLOAT16)
 DEVICE = CacheDesc(num_tensors=4, shape=(8, 8, 2, 16), data_type=DataType.DT_FLOAT16)
@@ -35,7 +35,10 @@ def copy_blocks(datadist: LlmDataDist) -> None:
     """One block to two others, another to one."""
     cache = datadist.allocate_blocks_cache(DEVICE)
     datadist.write_cache(cache, numbered(DEVICE))
-    print(datadist.plan_copy_blocks(cache, {1: [4, 6], 2: [5]}).explain(), end="\n\n")
+    print(
+        datadist.plan(Transfer(Rows(cache, [1, 1, 2]), Rows(cache, [4, 6, 5]))).explain(),
+        end="\n\n",
+    )
     datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})
     expected = numbered(DEVICE)
     expected[:, [4, 6]], expected[:, 5] = expected[:, [1, 1]], expected[:, 2]

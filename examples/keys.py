@@ -58,14 +58,14 @@ def decode(pipe: Connection) -> None:
         datadist.link_clusters([ClusterInfo(PREFILL, pipe.recv())]).raise_for_status()
         slots = datadist.allocate_cache(SLOTS)
 
-        datadist.pull_cache(REQUEST, slots, batch_index=0)
+        datadist.pull_cache(REQUEST, slots, dst_batch_index=0)
         expected = np.zeros_like(numbered(SLOTS))
         expected[:, 0] = numbered(SLOTS)[:, 0]
         check("the request's slot", datadist.read_cache(slots), expected)
         expect_none(datadist, REQUEST)
 
         for slot in (1, 2):
-            datadist.pull_cache(PREFIX, slots, batch_index=slot)
+            datadist.pull_cache(PREFIX, slots, dst_batch_index=slot)
             expected[:, slot] = numbered(SLOTS)[:, 2]
         check("and the prefix's slot, twice", datadist.read_cache(slots), expected)
 

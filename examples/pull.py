@@ -21,6 +21,8 @@ from kvplan import (
     DataType,
     LlmDataDist,
     LlmRole,
+    Rows,
+    Transfer,
 )
 
 PREFILL, DECODE = 1, 2  # cluster ids: any numbers, but no two engines have the same
@@ -53,14 +55,14 @@ def decode(pipe: Connection) -> None:
         paged = datadist.allocate_blocks_cache(PAGED)
         theirs, mine = [4, 5, 9], [7, 8, 2]
         key = BlocksCacheKey(PREFILL)
-        print(datadist.plan_pull_blocks(key, paged, theirs, mine).explain(), end="\n\n")
+        print(datadist.plan(Transfer(Rows(key, theirs), Rows(paged, mine))).explain(), end="\n\n")
         datadist.pull_blocks(key, paged, theirs, mine)
         expected = np.zeros_like(numbered(PAGED))
         expected[:, mine] = numbered(PAGED)[:, theirs]
         check(f"blocks {theirs} of prefill, in blocks {mine}", datadist.read_cache(paged), expected)
 
         slots = datadist.allocate_cache(SLOTS)
-        datadist.pull_cache(CacheIndex(PREFILL, slots_id, batch_index=2), slots, batch_index=0)
+        datadist.pull_cache(CacheIndex(PREFILL, slots_id, batch_index=2), slots, dst_batch_index=0)
         expected = np.zeros_like(numbered(SLOTS))
         expected[:, 0] = numbered(SLOTS)[:, 2]
         check("slot 2 of prefill, in slot 0", datadist.read_cache(slots), expected)

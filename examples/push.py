@@ -24,6 +24,8 @@ from kvplan import (
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
+    Rows,
+    Transfer,
 )
 
 PREFILL, DECODE = 1, 2
@@ -44,14 +46,18 @@ def prefill(pipe: Connection) -> None:
             datadist.write_cache(cache, numbered(cache.cache_desc))
 
         key = BlocksCacheKey(DECODE)
-        print(datadist.plan_push_blocks(paged, key, MINE, THEIRS).explain(), end="\n\n", flush=True)
+        print(
+            datadist.plan(Transfer(Rows(paged, MINE), Rows(key, THEIRS))).explain(),
+            end="\n\n",
+            flush=True,
+        )
         datadist.push_blocks(paged, key, MINE, THEIRS)
 
         slot = CacheIndex(DECODE, slots_id, batch_index=2)
         for layer in range(2):
             this = range(layer, layer + 1)
             only = KvCacheExtParam(src_layer_range=this, dst_layer_range=this)
-            datadist.push_cache(slots, slot, src_batch_index=1, ext_param=only)
+            datadist.push_cache(slots, slot, src_batch_index=1, layers=only)
         pipe.send("pushed")
 
 

@@ -22,6 +22,8 @@ from kvplan import (
     LlmRole,
     Options,
     PlanEvent,
+    Rows,
+    Transfer,
 )
 
 DECODE, PREFILLS = 10, (1, 2, 3)
@@ -55,7 +57,7 @@ def decode(pipes: list[Connection]) -> None:
             theirs = [cluster_id, 5, 6]
             mine = [4 * cluster_id, 4 * cluster_id + 1, 4 * cluster_id + 2]
             key = BlocksCacheKey(cluster_id)
-            tasks.append(datadist.submit_pull_blocks(key, cache, theirs, mine))
+            tasks.append(datadist.submit(Transfer(Rows(key, theirs), Rows(cache, mine))))
             expected[:, mine] = content(cluster_id)[:, theirs]
         for task in tasks:
             task.wait(timeout_ms=1000)

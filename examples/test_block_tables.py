@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvplan import CacheDesc, Plan, plan_pull_blocks, plan_push_blocks
+import kvplan
+from kvplan import CacheDesc, Plan, Rows, Transfer
 from kvplan.testing import BlockTables, Executed
 
 BLOCK_TOKENS = 16
@@ -41,14 +42,13 @@ def plan_fetch(
     desc: CacheDesc, theirs: list[int], mine: list[int], num_tokens: int, num_cached: int
 ) -> Plan:
     """What decode pulls: the tokens of the prompt that are not in its prefix cache."""
-    return plan_pull_blocks(
-        desc,
-        desc,
-        theirs,
-        mine,
-        num_tokens=num_tokens - num_cached,
-        src_token=num_cached,
-        dst_token=num_cached,
+    return kvplan.plan(
+        Transfer(
+            Rows(desc, theirs, first_token=num_cached),
+            Rows(desc, mine, first_token=num_cached),
+            num_tokens=num_tokens - num_cached,
+        ),
+        local="dst",
     )
 
 
@@ -95,13 +95,17 @@ def test_any_request(
 
 def test_a_push_moves_the_same_bytes(kvplan_desc: Callable[..., CacheDesc]) -> None:
     desc = kvplan_desc("NHD", blocks=64, tokens=BLOCK_TOKENS, layers=2)
-    pull = plan_pull_blocks(desc, desc, [4, 5, 9], [7, 8, 2])
-    pull.assert_equivalent(plan_push_blocks(desc, desc, [9, 4, 5], [2, 7, 8]))
+    pull = kvplan.plan(Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 2])), local="dst")
+    pull.assert_equivalent(
+        kvplan.plan(Transfer(Rows(desc, [9, 4, 5]), Rows(desc, [2, 7, 8])), local="src")
+    )
 
 
 def test_a_wrong_table_is_seen(kvplan_desc: Callable[..., CacheDesc]) -> None:
     """What a failure says: which block, and how many bytes."""
     desc = kvplan_desc("NHD", blocks=64, tokens=BLOCK_TOKENS, layers=2)
-    right = plan_pull_blocks(desc, desc, [4, 5, 9], [7, 8, 2])
+    right = kvplan.plan(Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 2])), local="dst")
     with pytest.raises(AssertionError, match=r"dst_blocks\[2\] is 3, and was 2"):
-        right.assert_equivalent(plan_pull_blocks(desc, desc, [4, 5, 9], [7, 8, 3]))
+        right.assert_equivalent(
+            kvplan.plan(Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 3])), local="dst")
+        )

@@ -12,6 +12,8 @@ import multiprocessing
 import sys
 from multiprocessing.connection import Connection
 
+from kvplan import Rows, Transfer
+
 try:
     import torch
 except ModuleNotFoundError:
@@ -71,7 +73,7 @@ def decode(pipe: Connection) -> None:
         datadist.link_clusters([ClusterInfo(PREFILL, pipe.recv())]).raise_for_status()
         cache = datadist.register_blocks_cache(desc, tensors)
         key = BlocksCacheKey(PREFILL)
-        plan = datadist.plan_pull_blocks(key, cache, THEIRS, MINE, num_tokens=TOKENS)
+        plan = datadist.plan(Transfer(Rows(key, THEIRS), Rows(cache, MINE), num_tokens=TOKENS))
         print(f"prefill: {plan.src}\ndecode:  {plan.dst}\n{plan!r}")
         datadist.pull_blocks(key, cache, THEIRS, MINE, num_tokens=TOKENS)
         pipe.send("done")

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import kvplan
 from kvnative._host import Arena
 from kvnative.ascend_files import driver_version, max_registered
 from kvplan import (
@@ -34,6 +35,8 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
+    Rows,
+    Transfer,
     execute,
     plan_pull_blocks,
 )
@@ -133,7 +136,12 @@ def copies(arguments: argparse.Namespace) -> int:
             given[:] = np.random.default_rng(1).integers(1, 256, given.shape, np.uint8)
             steps: list[tuple[str, Any, Any, Any]] = [
                 (f"{kind} host -> device", forth, HostMemory.from_arrays(list(given)), first),
-                ("device -> device", plan_pull_blocks(desc, desc, there, there), first, second),
+                (
+                    "device -> device",
+                    kvplan.plan(Transfer(Rows(desc, there), Rows(desc, there)), local="dst"),
+                    first,
+                    second,
+                ),
                 (f"device -> {kind} host", back, second, HostMemory.from_arrays(list(got))),
             ]
             for name, plan, source, target in steps:
@@ -223,7 +231,7 @@ def there_and_back(
     given = np.random.default_rng().integers(1, 256, (desc.num_tensors, *desc.shape), np.uint8)
     try:
         datadist.write_cache(cache, given)
-        nbytes = datadist.plan_push_blocks(cache, key, here, there).nbytes
+        nbytes = datadist.plan(Transfer(Rows(cache, here), Rows(key, there))).nbytes
         push = timed(arguments, nbytes, lambda: datadist.push_blocks(cache, key, here, there))
         datadist.write_cache(cache, np.zeros_like(given))
         pull = timed(arguments, nbytes, lambda: datadist.pull_blocks(key, cache, there, here))

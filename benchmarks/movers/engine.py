@@ -36,6 +36,8 @@ from kvplan import (
     DataType,
     LlmDataDist,
     LlmRole,
+    Rows,
+    Transfer,
 )
 from kvplan.execution.transfers import bind
 
@@ -111,7 +113,7 @@ class SmallPulls:
         link = datadist._running().links.get(SERVING)
         theirs = link.memory(link.cache(SMALL_KEY), writable=False)
         ours = datadist.memory(cache)
-        plan = datadist.plan_pull_cache(SMALL_KEY, cache)
+        plan = datadist.plan(Transfer(Rows(SMALL_KEY), Rows(cache)))
         pool = ThreadPool()
         executor = Executor(theirs.backend(pool, "get", ours) or host_backend(pool))
         descriptors = bind(plan, theirs, ours, one_space=theirs.in_process)

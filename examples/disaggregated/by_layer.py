@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvplan import Cache, CacheIndex, KvCacheExtParam, LayerTask, LlmDataDist
+from kvplan import Cache, CacheIndex, KvCacheExtParam, LayerTask, LlmDataDist, Rows, Transfer
 
 from .device import tensors_of
 from .generation import prefill
@@ -44,12 +44,12 @@ def pushed_by_layer(
         last = blocks_for(end, tensors.block_size) if complete else end // tensors.block_size
         if first == last:
             return lambda layer: None
-        task = datadist.push_layers(
-            cache,
-            there,
-            src_blocks=block_table[first:last],
-            dst_blocks=target.block_table[first:last],
-            ext_param=KEYS_AND_VALUES,
+        task = datadist.layered(
+            Transfer(
+                Rows(cache, block_table[first:last]),
+                Rows(there, target.block_table[first:last]),
+                layers=KEYS_AND_VALUES,
+            )
         )
         first = last
         tasks.append(task)

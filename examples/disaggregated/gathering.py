@@ -5,7 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvplan import BlocksCacheKey, Cache, ClusterInfo, LlmDataDist, LLMException, Plan
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    ClusterInfo,
+    LlmDataDist,
+    LLMException,
+    Plan,
+    Rows,
+    Transfer,
+)
 
 from .messages import Moved, OfferedHeads, WrongHead
 from .moving import EXPLAINED_ROWS, TIMEOUT_MS, timed
@@ -26,12 +35,23 @@ def gathered(
     num_tokens = offers[0].num_tokens
 
     started = time.perf_counter()
-    plans = datadist.plan_gather_blocks(keys, cache, tables, mine, num_tokens=num_tokens)
+    plans = datadist.plan(
+        Transfer(
+            [Rows(cache, blocks) for cache, blocks in zip(keys, tables, strict=True)],
+            Rows(cache, mine),
+            num_tokens=num_tokens,
+        )
+    )
     plan_seconds = time.perf_counter() - started
     taken = [it for it in plans if it is not None]
     first, repeated = timed(
-        lambda: datadist.gather_blocks(
-            keys, cache, tables, mine, num_tokens=num_tokens, timeout_ms=TIMEOUT_MS
+        lambda: datadist.run(
+            Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(keys, tables, strict=True)],
+                Rows(cache, mine),
+                num_tokens=num_tokens,
+            ),
+            timeout_ms=TIMEOUT_MS,
         )
     )
     return Moved(
@@ -59,13 +79,24 @@ def with_wrong_head(
     tables = [it.block_table for it in offers]
     num_tokens = last.num_tokens
     try:
-        datadist.gather_blocks([*keys[:-1], wrong], cache, tables, mine, num_tokens=num_tokens)
+        datadist.run(
+            Transfer(
+                [
+                    Rows(cache, blocks)
+                    for cache, blocks in zip([*keys[:-1], wrong], tables, strict=True)
+                ],
+                Rows(cache, mine),
+                num_tokens=num_tokens,
+            )
+        )
     except LLMException as error:
         refusal = str(error)
     else:
         raise AssertionError("a gather that lacks a head was not refused")
     plans = [
-        datadist.plan_pull_blocks(it, cache, last.block_table, mine, num_tokens=num_tokens)
+        datadist.plan(
+            Transfer(Rows(it, last.block_table), Rows(cache, mine), num_tokens=num_tokens)
+        )
         for it in (keys[-1], wrong)
     ]
     datadist.pull_blocks(

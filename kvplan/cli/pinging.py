@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.links.values import ClusterInfo, LinkStatus, cluster_here
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.transport.choice import TRANSPORTS
 from kvplan.types import CacheKeyByIdAndIndex, KvCacheExtParam, LlmRole, Placement
@@ -20,7 +21,6 @@ from kvplan.types import CacheKeyByIdAndIndex, KvCacheExtParam, LlmRole, Placeme
 if TYPE_CHECKING:
     from kvplan.engine.cache_api import PeerCacheStatus
     from kvplan.engine.options import Options
-    from kvplan.planning.plan import Plan
     from kvplan.types import Cache, CacheDesc
 
 _LARGE: Final = 64 << 20
@@ -232,7 +232,7 @@ class _Reading:
         refused: LLMException | None = None
         for part in parts:
             try:
-                plan = self._plan(rows, part)
+                plan = self.engine.plan(self._transfer(rows, part))
             except LLMException as error:  # its tensors are not cut into layers that way
                 refused = refused or error
                 continue
@@ -242,20 +242,13 @@ class _Reading:
         assert refused is not None
         raise refused
 
-    def _plan(self, rows: int, part: KvCacheExtParam) -> Plan:
+    def _transfer(self, rows: int, part: KvCacheExtParam) -> Transfer:
         if key := self.theirs.blocks_key:
-            return self.engine.plan_pull_blocks(key, self.here, range(rows), range(rows), part)
-        return self.engine.plan_pull_cache(self._slot, self.here, ext_param=part)
+            return Transfer(Rows(key, range(rows)), Rows(self.here, range(rows)), layers=part)
+        return Transfer(Rows(self._slot), Rows(self.here), layers=part)
 
     def _move(self, rows: int, part: KvCacheExtParam) -> None:
-        if key := self.theirs.blocks_key:
-            self.engine.pull_blocks(
-                key, self.here, range(rows), range(rows), part, timeout_ms=self.timeout_ms
-            )
-        else:
-            self.engine.pull_cache(
-                self._slot, self.here, ext_param=part, timeout_ms=self.timeout_ms
-            )
+        self.engine.run(self._transfer(rows, part), timeout_ms=self.timeout_ms)
 
     @property
     def _slot(self) -> CacheKeyByIdAndIndex:

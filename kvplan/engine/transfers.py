@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, TypeAlias, Unpack, cast, overload
 
 from kvplan.engine.gather import Several
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan
 
 Movable: TypeAlias = "AnyTransfer | AddressRanges"
+AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
 
 
 class TransferOperations(OperationRunner):
@@ -111,6 +112,14 @@ class TransferOperations(OperationRunner):
                     unconfirmed=error.unconfirmed,
                 ) from None
 
+    @overload
+    def submit(self, transfer: AddressRanges, **options: Unpack[SubmitOptions]) -> TransferTask: ...
+
+    @overload
+    def submit(
+        self, transfer: Movable, **options: Unpack[SubmitOptions]
+    ) -> TransferTask | GatherTask: ...
+
     def submit(
         self, transfer: Movable, **options: Unpack[SubmitOptions]
     ) -> TransferTask | GatherTask:
@@ -137,9 +146,7 @@ class TransferOperations(OperationRunner):
                 return operation.submit(partial(self._submit, operation))
             return self._submit(operation, operation.prepare())
 
-    def layered(
-        self, transfer: AnyTransfer, **options: Unpack[TransferOptions]
-    ) -> LayerTask | LayerGatherTask:
+    def layered(self, transfer: AnyTransfer, **options: Unpack[TransferOptions]) -> AnyLayerTask:
         """Begin a transfer of which nothing moves until a layer of its task is made ready.
 
         Args:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import index
 from time import perf_counter
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Final, Literal, SupportsIndex
 
 from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
@@ -43,7 +43,7 @@ from kvplan.validation import UINT64_MAX
 
 if TYPE_CHECKING:
     from kvplan.execution import Transfers
-    from kvplan.planning.ranges import RangePlan
+    from kvplan.planning.groups import AnyPlan
 
 _log = Log("kvplan.hixl")
 
@@ -474,7 +474,7 @@ class Hixl:
 
     def plan_transfer(
         self, remote_engine: str, op: TransferOp, op_descs: Sequence[TransferOpDesc]
-    ) -> RangePlan:
+    ) -> AnyPlan:
         """Return the plan of a transfer, to `explain` and `diff`; nothing moves. Not in hixl.
 
         Raises:

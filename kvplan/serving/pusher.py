@@ -13,13 +13,14 @@ import msgspec
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number, peer_log
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.execution import LayerTask
+    from kvplan.engine.transfers import AnyLayerTask
     from kvplan.types import Cache
 
 
@@ -91,7 +92,7 @@ class _Push:
     goal: Goal
     begun: int
     arrived: int
-    tasks: deque[tuple[LayerTask, int]] = field(default_factory=deque)
+    tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
     broken: bool = False
 
 
@@ -126,7 +127,7 @@ class Pusher:
         self._mutex = Mutex()
         # By transfer, then by cluster id and number of the ask: a consumer may want it twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
-        self._step: list[LayerTask] = []  # of the step that the model is in
+        self._step: list[AnyLayerTask] = []  # of the step that the model is in
 
     def add(self, cluster_id: int, number: int, transfer: str, digest: bytes, goal: Goal) -> None:
         """A consumer has asked for a transfer: push to it from the next step on."""
@@ -236,7 +237,7 @@ class Pusher:
         push.tasks.append((task, end))
         self._step.append(task)
 
-    def _first_task(self, push: _Push) -> LayerTask | None:
+    def _first_task(self, push: _Push) -> AnyLayerTask | None:
         """What a push waits for; None: nothing, as all of it has ended or was cancelled."""
         with self._mutex:
             if push.broken:  # the rest is worth nothing, and would be waited for as long again

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, Shard, plan_pull_blocks, plan_push_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, Rows, Shard, Transfer
 from kvplan.device.ascend import AscendDevice
 from kvplan.device.memory import DeviceMemory
 from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
@@ -23,8 +24,8 @@ BLOCKS, BLOCK, TENSORS = 40, 3000, 3
 TENSOR = BLOCKS * BLOCK
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
 SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
-PULL = plan_pull_blocks(DESC, DESC, SRC, DST)
-PUSH = plan_push_blocks(DESC, DESC, SRC, DST)
+PULL = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst")
+PUSH = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="src")
 DEADLINE_S = 20.0
 
 

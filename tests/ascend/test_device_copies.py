@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvplan import LlmDataDist, LLMException, LLMStatusCode, PoolConfig
+from kvplan import LlmDataDist, LLMException, LLMStatusCode, PoolConfig, Rows, Transfer
 from kvplan.device.ascend import AscendDevice
 from tests.ascend.simulator import Controls, Log
 from tests.device.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, filled, same
@@ -100,7 +100,7 @@ class TestFailures:
             device = filled(datadist, DEVICE, 1, paged=True)
             host = filled(datadist, HOST, 2, paged=True)
             simulator.add_fault("aclrtMemcpyBatchAsync:1=hang")
-            task = datadist.submit_swap_blocks(device, host, {0: 1})
+            task = datadist.submit(Transfer(Rows(device, [0]), Rows(host, [1])))
             datadist.finalize()
             with pytest.raises(LLMException, match=r"cancel|finalize"):
                 task.wait()

@@ -17,6 +17,8 @@ from kvplan import (
     LlmRole,
     Options,
     PeerTensors,
+    Rows,
+    Transfer,
 )
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import link
@@ -97,8 +99,8 @@ class TestHostPeer:
         peer.run(f"cache = other.allocate_cache({OF_PEER})")
         cache = datadist.allocate_cache(DEVICE)
         datadist.write_cache(cache, contents(1))
-        task = datadist.push_layers(
-            cache, CacheIndex(5, 1, 2), src_batch_index=1, ext_param=ONE_EACH
+        task = datadist.layered(
+            Transfer(Rows(cache, slot=1), Rows(CacheIndex(5, 1, 2)), layers=ONE_EACH)
         )
         for layer in range(NUM_TENSORS):
             task.ready(layer)
@@ -173,12 +175,10 @@ class TestDevicePeer:
             with refused("LLM_FEATURE_NOT_ENABLED", why):
                 datadist.push_blocks(cache, key, [0], [1])
         with refused("LLM_FEATURE_NOT_ENABLED", why):
-            datadist.push_layers(
-                cache,
-                PeerTensors(1, there.tensor_addrs),
-                src_blocks=[0],
-                dst_blocks=[1],
-                ext_param=ONE_EACH,
+            datadist.layered(
+                Transfer(
+                    Rows(cache, [0]), Rows(PeerTensors(1, there.tensor_addrs), [1]), layers=ONE_EACH
+                )
             )
 
     def test_a_key_is_free_again_when_its_cache_is_not_reached(

@@ -18,6 +18,8 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Placement,
+    Rows,
+    Transfer,
 )
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import MakeEngine
@@ -170,7 +172,7 @@ def test_a_peer_that_is_killed_under_a_transfer(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, there: CacheIndex
 ) -> None:
     simulator.add_fault("HcclBatchPut:1=hang")
-    task = user.submit_push_blocks(cache, there, MINE, THEIRS)
+    task = user.submit(Transfer(Rows(cache, MINE), Rows(there, THEIRS)))
     peer.kill()
     with refused(S.LLM_LINK_FAILED):
         task.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvnative._backend import KVN_PEER_GONE, KVN_TIMEOUT
-from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LLMStatusCode
+from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LLMStatusCode, Rows, Transfer
 from tests.ascend.hccl_ends import A2, A3, Ends, Product, rank_table, two_ends
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import MakeEngine
@@ -78,7 +78,7 @@ def test_a_peer_that_is_silent_is_given_up_by_its_heartbeat(
     user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
     user.push_blocks(cache, CacheIndex(1, 1), [1], [1])
     simulator.add_fault("HcclBatchPut:1=hang")
-    task = user.submit_push_blocks(cache, CacheIndex(1, 1), blocks, blocks)
+    task = user.submit(Transfer(Rows(cache, blocks), Rows(CacheIndex(1, 1), blocks)))
     peer.stop()
     try:
         with refused(LLMStatusCode.LLM_LINK_FAILED):

@@ -13,6 +13,8 @@ from kvplan import (
     DataType,
     LlmDataDist,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from tests.ascend.simulator import Controls, Log
 from tests.support.refusals import refused
@@ -61,7 +63,7 @@ def test_a_transfer_on_the_connection_before_ends_well(
     key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
     user.pull_cache(key, mine)  # renews, so that the next needs not
     simulator.set("latency_us", 200_000)
-    slow = user.submit_pull_cache(key, mine)
+    slow = user.submit(Transfer(Rows(key), Rows(mine)))
     simulator.set("latency_us", 0)
     later, target = owner.allocate_cache(DESC), user.allocate_cache(DESC)
     sim_log.restart()

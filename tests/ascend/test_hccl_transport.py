@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import LLMException, LLMStatusCode
+from kvplan import LLMException, LLMStatusCode, Rows, Transfer
 from kvplan.execution import HostMemory
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import (
@@ -45,8 +45,8 @@ def test_both_ends_transfer_at_once(one: Side, two: Side) -> None:
     two.fill(2)
     links = link_both(one, two)
     halves = list(range(20)), list(range(20, 40))
-    lower = kvplan.plan_pull_blocks(DESC, DESC, halves[0], halves[0])
-    upper = kvplan.plan_pull_blocks(DESC, DESC, halves[1], halves[1])
+    lower = kvplan.plan(Transfer(Rows(DESC, halves[0]), Rows(DESC, halves[0])), local="dst")
+    upper = kvplan.plan(Transfer(Rows(DESC, halves[1]), Rows(DESC, halves[1])), local="dst")
     with ThreadPoolExecutor(2) as threads:
         calls = [
             threads.submit(kvplan.execute, lower, two.peer_memory(links[0]), one.memory),

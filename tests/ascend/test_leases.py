@@ -22,6 +22,8 @@ from kvplan import (
     DataType,
     LlmDataDist,
     LLMException,
+    Rows,
+    Transfer,
     Transfers,
 )
 from kvplan.lease import LeaseWord
@@ -115,7 +117,7 @@ def test_leased_again(user: LlmDataDist, peer: Peer, lease: BlockLease) -> None:
     blob = peer.run(f"{again}; result = lease.to_bytes()", blocks=THEIRS)
     with refused(NOT_EXIST, RELEASED):
         pull(user, lease, cache)
-    user.submit_pull_blocks(BlockLease.from_bytes(blob), cache, [0], [5]).wait(LONG_MS)
+    user.submit(Transfer(Rows(BlockLease.from_bytes(blob), [0]), Rows(cache, [5]))).wait(LONG_MS)
     assert all((it[[1, 3, 5]] == 7).all() for it in user.arrays(cache))
     peer.run("datadist.deallocate_cache(cache)")
     with refused(NOT_EXIST):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import kvplan
 from benchmarks.cost_model import OPTIONS, SHAPES, Sample, line_text, report, sizes
-from kvplan import TRANSPORT_COSTS, CostLine, Plan, TransportCost, plan_pull_blocks
+from kvplan import TRANSPORT_COSTS, CostLine, Plan, Rows, Transfer, TransportCost
 
 TRUE = CostLine(fixed_us=200, descriptor_us=0.5, mib_us=90)
 
@@ -13,7 +14,10 @@ TRUE = CostLine(fixed_us=200, descriptor_us=0.5, mib_us=90)
 def plan_of(shape: int, tensors: int, blocks: int) -> Plan:
     desc = SHAPES[shape].desc
     part = type(desc)(tensors, desc.shape, desc.data_type)
-    return plan_pull_blocks(part, part, range(0, 2 * blocks, 2), range(0, 2 * blocks, 2))
+    return kvplan.plan(
+        Transfer(Rows(part, range(0, 2 * blocks, 2)), Rows(part, range(0, 2 * blocks, 2))),
+        local="dst",
+    )
 
 
 def samples(odd: float) -> list[Sample]:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvplan import CacheDesc, DataType, Placement, Plan, plan_push_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,10 @@ HEADS_FIRST = CacheDesc(
 
 def push(dst_blocks: list[int], dst: CacheDesc = TOKENS_FIRST, *, coalesce: bool = True) -> Plan:
     """Of blocks 4, 5 and 9."""
-    return plan_push_blocks(TOKENS_FIRST, dst, [4, 5, 9], dst_blocks, coalesce=coalesce)
+    return kvplan.plan(
+        Transfer(Rows(TOKENS_FIRST, [4, 5, 9]), Rows(dst, dst_blocks), coalesce=coalesce),
+        local="src",
+    )
 
 
 def command(

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvplan import TRANSPORT_COSTS, GroupPlan, plan_groups, plan_pull_blocks
+import kvplan
+from kvplan import TRANSPORT_COSTS, GroupPlan, Rows, Transfer, plan_groups
 from kvplan.cli import main
 from kvplan.inspection.cost import ms_text
 from kvplan.inspection.measured_costs import save_costs
@@ -35,8 +36,12 @@ def _costs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def groups(*names: str) -> GroupPlan:
     plans = {
-        "full": plan_pull_blocks(TOKENS_FIRST, TOKENS_FIRST, [1, 2], [3, 4]),
-        "window": plan_pull_blocks(HEADS_FIRST, HEADS_FIRST, [1, 5], [3, 4]),
+        "full": kvplan.plan(
+            Transfer(Rows(TOKENS_FIRST, [1, 2]), Rows(TOKENS_FIRST, [3, 4])), local="dst"
+        ),
+        "window": kvplan.plan(
+            Transfer(Rows(HEADS_FIRST, [1, 5]), Rows(HEADS_FIRST, [3, 4])), local="dst"
+        ),
     }
     return plan_groups({name: plans[name] for name in names})
 
@@ -237,7 +242,10 @@ class TestRefusals:
 class TestOutput:
     def test_a_pipe_that_closes_early_is_no_error(self, tmp_path: Path) -> None:
         desc = TOKENS_FIRST
-        many = plan_pull_blocks(desc, desc, range(16), range(15, -1, -1), coalesce=False)
+        many = kvplan.plan(
+            Transfer(Rows(desc, range(16)), Rows(desc, range(15, -1, -1)), coalesce=False),
+            local="dst",
+        )
         many.save(tmp_path / "many.json")
         shell = f"{sys.executable} -m kvplan explain {tmp_path / 'many.json'} -f table --all | :"
         done = subprocess.run(

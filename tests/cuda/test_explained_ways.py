@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvplan
 from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_way, tune_copies
 from kvnative._device import COPY_DIRECTIONS
 from kvplan import (
@@ -21,13 +22,12 @@ from kvplan import (
     CacheDesc,
     ClusterInfo,
     DataType,
-    Group,
     LlmDataDist,
     LlmRole,
     Options,
     Placement,
-    plan_copy_blocks,
-    plan_pull_blocks,
+    Rows,
+    Transfer,
 )
 from kvplan.cli import main
 from kvplan.device import cuda_copies
@@ -116,7 +116,7 @@ def test_what_is_explained_is_what_is_called(
         plan = (
             datadist.plan_copy_blocks(src, inside)
             if is_inside
-            else datadist.plan_swap_blocks(src, dst, blocks)
+            else datadist.plan(Transfer(Rows(src, list(blocks)), Rows(dst, list(blocks.values()))))
         )
         assert plan.num_descriptors <= 128  # of more the kernel has a copy made of where they are
         said = {it.way: it.calls for it in table_of(datadist).moved(plan)}
@@ -156,7 +156,7 @@ def test_more_than_a_call_takes(datadist: LlmDataDist, sim_log: Log) -> None:
     ):
         tune_copies(native, "host_to_device", tuning)
         pairs = dict(zip(some, some, strict=True))
-        plan = datadist.plan_swap_blocks(src, dst, pairs)
+        plan = datadist.plan(Transfer(Rows(src, list(pairs)), Rows(dst, list(pairs.values()))))
         assert plan.num_descriptors == 9001
         said = {it.way: it.calls for it in table_of(datadist).moved(plan)}
         assert said == expected
@@ -179,7 +179,7 @@ def test_what_nothing_stops_goes_in_slices(
         for it in ENDS["host_to_device"]
     )
     pairs = {2 * it: 2 * it for it in range(blocks)}
-    plan = datadist.plan_swap_blocks(src, dst, pairs)
+    plan = datadist.plan(Transfer(Rows(src, list(pairs)), Rows(dst, list(pairs.values()))))
     moved = table_of(datadist).moved(plan)
     assert {it.way: it.calls for it in moved} == expected
     assert sum(it.descriptors for it in moved) == plan.num_descriptors == blocks
@@ -218,7 +218,10 @@ class TestPlansOfAnEngine:
         gpu, host = (paged(datadist, it, 3) for it in ENDS["device_to_host"])
         name = device_of(datadist).name
         blocks = {0: 5, 1: 7}
-        plans = datadist.plan_swap_blocks(gpu, host, blocks), plan_copy_blocks(gpu, {0: [5]})
+        plans = (
+            datadist.plan(Transfer(Rows(gpu, list(blocks)), Rows(host, list(blocks.values())))),
+            kvplan.plan(Transfer(Rows(gpu, [0]), Rows(gpu, [5]))),
+        )
         said = plans[0].explain().splitlines()
         line = (
             f"  on {name}: device to host: kernel, 1 launch (mean 1 KiB: one launch below 128 KiB, "
@@ -232,7 +235,10 @@ class TestPlansOfAnEngine:
 
     def test_within_host_memory(self, datadist: LlmDataDist) -> None:
         host = paged(datadist, Placement.HOST, 3)
-        assert name_of(datadist) not in datadist.plan_copy_blocks(host, {0: [5]}).explain()
+        assert (
+            name_of(datadist)
+            not in datadist.plan(Transfer(Rows(host, [0]), Rows(host, [5]))).explain()
+        )
 
     @pytest.mark.parametrize("accelerator", ["cuda", "none"], ids=["gpu", "no gpu"])
     def test_between_processes(self, datadist: LlmDataDist, sim_log: Log, accelerator: str) -> None:
@@ -252,18 +258,19 @@ class TestPlansOfAnEngine:
             datadist.link_clusters([ClusterInfo(7, other.listen_address)]).raise_for_status()
             mine = [datadist.allocate_blocks_cache(desc) for _ in range(2)]
             some = range(0, BLOCKS, 2)
-            plan = datadist.plan_pull_blocks(BlocksCacheKey(7, 1), mine[0], some, some)
+            plan = datadist.plan(Transfer(Rows(BlocksCacheKey(7, 1), some), Rows(mine[0], some)))
             groups = {
-                str(it): Group(BlocksCacheKey(7, it + 1), mine[it], some, some) for it in (0, 1)
+                str(it): Transfer(Rows(BlocksCacheKey(7, it + 1), some), Rows(mine[it], some))
+                for it in (0, 1)
             }
-            both = datadist.plan_pull_groups(groups)
+            both = datadist.plan(groups)
             line = f"on {name_of(datadist)}: device to device: kernel, 1 launch"
             assert (
                 plan.explain().count(line) == both.explain().count(line) == (accelerator == "cuda")
             )
             sim_log.restart()
             datadist.pull_blocks(BlocksCacheKey(7, 1), mine[0], some, some)
-            datadist.pull_groups(groups)
+            datadist.run(groups)
             expected = 2 if accelerator == "cuda" else 0
             assert sim_log.counts("cuLaunchKernel")["cuLaunchKernel"] == expected or not expected
             datadist.unlink_clusters([7]).raise_for_status()
@@ -277,7 +284,7 @@ def test_the_command_explains_by_what_was_stored(
     cuda_simulator: CudaControls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu, host = (CacheDesc(2, (8, BLOCK), DataType.DT_UINT8, it) for it in ENDS["device_to_host"])
-    plan = plan_pull_blocks(gpu, host, [0, 2, 4], [0, 2, 4])
+    plan = kvplan.plan(Transfer(Rows(gpu, [0, 2, 4]), Rows(host, [0, 2, 4])), local="dst")
     path = tmp_path / "plan.json"
     plan.save(path)
 

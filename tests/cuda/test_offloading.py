@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, PoolConfig
+from kvplan import (
+    Cache,
+    CacheDesc,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Options,
+    Placement,
+    PoolConfig,
+    Rows,
+    Transfer,
+)
 from tests.cuda.memory import Program
 from tests.cuda_sim.simulator import CudaControls
 from tests.support.foreign import TorchTensor
@@ -69,7 +80,12 @@ def test_several_at_once_without_waiting(datadist: LlmDataDist) -> None:
     given = contents(1, GPU)
     datadist.write_cache(gpu, given)
     tasks = [
-        datadist.submit_swap_blocks(gpu, host, {block: 3 * block + 1})
+        datadist.submit(
+            Transfer(
+                Rows(gpu, list({block: 3 * block + 1})),
+                Rows(host, list({block: 3 * block + 1}.values())),
+            )
+        )
         for block in range(GPU_BLOCKS)
     ]
     for it in tasks:

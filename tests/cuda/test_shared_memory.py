@@ -15,7 +15,7 @@ import kvplan
 from kvnative._cuda import CopyTuning, tune_copies
 from kvnative._executor import KVN_UNMAPPED, Executor, ThreadPool
 from kvnative._lower import lower
-from kvplan import LLMException, LLMStatusCode, Placement, Transfers
+from kvplan import LLMException, LLMStatusCode, Placement, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
 from kvplan.inspection.copy_ways import CopyDirection
 from kvplan.transport.local import LocalTransport
@@ -37,8 +37,8 @@ from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, compute_on, handle_of
 from tests.support.refusals import refused
 
-PULL = kvplan.plan_pull_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
-PUSH = kvplan.plan_push_blocks(desc(), desc(), [1, 6, 0], [0, 3, 7])
+PULL = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="dst")
+PUSH = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="src")
 SINGLE = CopyTuning(0, 0, 0)
 COPIES = ("cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", "cuLaunchKernel")
 WHOSE = pytest.mark.parametrize("whose", ["kvplan", "program"])
@@ -101,7 +101,9 @@ class TestTransfers:
     def test_blocks_are_pulled_to_the_host(self, side: Side, other: Other, whose: Whose) -> None:
         there = other.call("offer", whose, 1)
         here = np.zeros(NBYTES, np.uint8)
-        plan = kvplan.plan_pull_blocks(desc(), desc(Placement.HOST), [1, 6, 0], [0, 3, 7])
+        plan = kvplan.plan(
+            Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(Placement.HOST), [0, 3, 7])), local="dst"
+        )
         with side.transport.connect(other.call("metadata")) as link:
             kvplan.execute(plan, link.memory([there], NBYTES), [here])
         assert np.array_equal(blocks(here), expected(1))
@@ -118,7 +120,9 @@ class TestTransfers:
     def test_blocks_are_pushed_from_the_host(self, side: Side, other: Other, whose: Whose) -> None:
         there = other.call("offer", whose, 1)
         other.run("side.device.write(there, bytes(nbytes))", there=there, nbytes=NBYTES)
-        plan = kvplan.plan_push_blocks(desc(Placement.HOST), desc(), [1, 6, 0], [0, 3, 7])
+        plan = kvplan.plan(
+            Transfer(Rows(desc(Placement.HOST), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="src"
+        )
         with side.transport.connect(other.call("metadata")) as link:
             memory = link.memory([there], NBYTES, writable=True)
             kvplan.execute(plan, [pattern(2)], memory)
@@ -597,7 +601,7 @@ class TestToItself:
 
     def test_overlaps_show(self, side: Side, whose: Whose) -> None:
         there = side.offer(whose, 1)
-        plan = kvplan.plan_pull_blocks(desc(), desc(), [0, 1], [1, 2])
+        plan = kvplan.plan(Transfer(Rows(desc(), [0, 1]), Rows(desc(), [1, 2])), local="dst")
         with (
             side.transport.connect(side.metadata()) as link,
             refused("LLM_PARAM_INVALID", "src and dst overlap"),

@@ -22,6 +22,8 @@ from kvplan import (
     LLMStatusCode,
     Options,
     Placement,
+    Rows,
+    Transfer,
 )
 from kvplan.device.memory import DeviceMemory
 from tests.ascend.simulator import Log
@@ -34,8 +36,8 @@ BLOCKS, BLOCK = 4096, 256
 NBYTES = BLOCKS * BLOCK
 MANY = CacheDesc(1, (BLOCKS, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
 SCATTERED = np.random.default_rng(3).permutation(BLOCKS)
-PULL = kvplan.plan_pull_blocks(MANY, MANY, SCATTERED.tolist(), range(BLOCKS))
-PUSH = kvplan.plan_push_blocks(MANY, MANY, range(BLOCKS), SCATTERED.tolist())
+PULL = kvplan.plan(Transfer(Rows(MANY, SCATTERED.tolist()), Rows(MANY, range(BLOCKS))), local="dst")
+PUSH = kvplan.plan(Transfer(Rows(MANY, range(BLOCKS)), Rows(MANY, SCATTERED.tolist())), local="src")
 WHOSE = pytest.mark.parametrize("whose", ["kvplan", "program"])
 COPIES = ("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2")
 ONE_LAUNCH = {COPIES[0]: 1, COPIES[1]: 1, COPIES[2]: 0, COPIES[3]: 0}

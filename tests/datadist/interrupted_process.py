@@ -19,7 +19,9 @@ from kvplan import (
     DataType,
     LlmRole,
     Options,
+    Rows,
     Shard,
+    Transfer,
 )
 from tests.datadist.machine import machine_of
 
@@ -46,7 +48,7 @@ def main(machine: str, kind: str, wanted: int) -> None:
     src = key if kind == "prefix" else CacheIndex(1, source.cache_id)
 
     def push() -> None:
-        task = user.push_layers(target, CacheIndex(1, source.cache_id))
+        task = user.layered(Transfer(Rows(target), Rows(CacheIndex(1, source.cache_id))))
         for layer in task.layers:
             task.ready(layer)
         task.wait(5000)
@@ -55,7 +57,7 @@ def main(machine: str, kind: str, wanted: int) -> None:
         user.pull_cache(src, target, timeout_ms=5000)
 
     def gather() -> None:
-        user.gather_blocks([here], paged, [[3, 0]], [1, 2], timeout_ms=5000)
+        user.run(Transfer([Rows(here, [3, 0])], Rows(paged, [1, 2])), timeout_ms=5000)
 
     offered = [source]
     if kind == "gather":

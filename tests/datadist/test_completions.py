@@ -14,10 +14,11 @@ from kvplan import (
     CacheIndex,
     ClusterInfo,
     DataType,
-    GatherGroup,
     KvCacheExtParam,
     LlmDataDist,
     PlanEvent,
+    Rows,
+    Transfer,
     Transfers,
 )
 from kvplan.engine.completion import MAX_UNTAKEN
@@ -53,10 +54,10 @@ def test_each_task_is_there_once_whether_or_not_somebody_waited(
 ) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
-    before = user.submit_pull_blocks(THEIRS, cache, [0], [0])
+    before = user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
     completions = user.completions()
     assert user.completions() is completions
-    tasks = [user.submit_pull_blocks(THEIRS, cache, [i % 4], [i % 4]) for i in range(30)]
+    tasks = [user.submit(Transfer(Rows(THEIRS, [i % 4]), Rows(cache, [i % 4]))) for i in range(30)]
     for task in tasks[::3]:
         task.wait()
     found = taken(user, 30)
@@ -81,15 +82,15 @@ def test_what_failed_was_cancelled_or_copied_here_is_there_too(
         engine.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
         engine.completions()
     mine = broken.allocate_blocks_cache(DESC)
-    task: Any = broken.submit_pull_blocks(THEIRS, mine, [0, 2], [0, 2])
+    task: Any = broken.submit(Transfer(Rows(THEIRS, [0, 2]), Rows(mine, [0, 2])))
     assert taken(broken, 1) == [task]
     with refused("LLM_FAILED"):
         task.wait(0)
-    task = broken.submit_copy_blocks(mine, {0: [1]})
+    task = broken.submit(Transfer(Rows(mine, [0]), Rows(mine, [1])))
     assert taken(broken, 1) == [task]
     mine = held.allocate_blocks_cache(DESC)
-    first = held.submit_pull_blocks(THEIRS, mine, [0], [0])
-    second = held.submit_pull_blocks(THEIRS, mine, [1], [1])
+    first = held.submit(Transfer(Rows(THEIRS, [0]), Rows(mine, [0])))
+    second = held.submit(Transfer(Rows(THEIRS, [1]), Rows(mine, [1])))
     assert list(held.completions()) == []
     second.cancel()
     assert taken(held, 1) == [second]  # though the one before still moves
@@ -104,9 +105,7 @@ def test_a_push_by_layers_is_there_after_its_last_layer(user: LlmDataDist, peer:
     param = KvCacheExtParam(tensor_num_per_layer=1)
 
     def push() -> Any:
-        return user.push_layers(
-            cache, CacheIndex(1, 1), src_blocks=[0], dst_blocks=[0], ext_param=param
-        )
+        return user.layered(Transfer(Rows(cache, [0]), Rows(CacheIndex(1, 1), [0]), layers=param))
 
     task, cancelled = push(), push()
     task.ready(0)
@@ -127,11 +126,11 @@ def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
     peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=desc)
     cache = user.allocate_blocks_cache(desc)
     user.completions()
-    task = user.submit_gather_groups({"kv": GatherGroup([THEIRS], cache, [[0, 1]], [2, 3])})
+    task = user.submit({"kv": Transfer([Rows(THEIRS, [0, 1])], Rows(cache, [2, 3]))})
     found: list[Any] = taken(user, 1)
     assert found == [task]
     task.wait(0)
-    user.gather_blocks([THEIRS], cache, [[0, 1]], [2, 3])
+    user.run(Transfer([Rows(THEIRS, [0, 1])], Rows(cache, [2, 3])))
     assert user.completions().wait(5) is False
 
 
@@ -148,8 +147,8 @@ def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
         peer.stop()
 
     user.on_plan(stop)
-    late = user.submit_pull_blocks(CacheIndex(1, 1), cache, [0], [0], notify=b"stopped")
-    plain = user.submit_pull_blocks(CacheIndex(1, 1), cache, [1], [1])
+    late = user.submit(Transfer(Rows(CacheIndex(1, 1), [0]), Rows(cache, [0])), notify=b"stopped")
+    plain = user.submit(Transfer(Rows(CacheIndex(1, 1), [1]), Rows(cache, [1])))
     assert taken(user, 1) == [plain]
     peer.resume()
     assert taken(user, 1) == [late]
@@ -170,7 +169,7 @@ def test_what_finalize_stops_can_still_be_taken(
     held.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
     completions = held.completions()
     cache = held.allocate_blocks_cache(DESC)
-    task = held.submit_pull_blocks(THEIRS, cache, [0], [0])
+    task = held.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
     held.finalize()
     assert list(completions) == [task]
     assert completions.closed
@@ -184,7 +183,9 @@ def test_a_scheduler_polls_one_descriptor_for_many_tasks(user: LlmDataDist, peer
 
     async def run() -> int:
         completions = user.completions()
-        pending = {user.submit_pull_blocks(THEIRS, cache, [0], [i % 4]) for i in range(50)}
+        pending = {
+            user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [i % 4]))) for i in range(50)
+        }
         async for task in completions:
             pending.remove(task)  # type: ignore[arg-type]
             if not pending:
@@ -199,7 +200,7 @@ def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None
     cache = user.allocate_blocks_cache(DESC)
 
     def submit() -> Any:
-        return user.submit_pull_blocks(THEIRS, cache, [0], [1])
+        return user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [1])))
 
     async def run() -> None:
         done, pending = await asyncio.wait(
@@ -220,23 +221,21 @@ def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, 
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     completions = user.completions()
-    user.submit_pull_blocks(THEIRS, cache, [0], [0])
+    user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
     (task,) = taken(user, 1)
     for _ in range(MAX_UNTAKEN):
         completions.put(task)
     param = KvCacheExtParam(tensor_num_per_layer=1)
     for submit in (
-        lambda: user.submit_pull_blocks(THEIRS, cache, [0], [0]),
-        lambda: user.submit_copy_blocks(cache, {0: [1]}),
-        lambda: user.submit_gather_blocks([THEIRS], cache, [[0]], [0]),
-        lambda: user.push_layers(
-            cache, CacheIndex(1, 1), src_blocks=[0], dst_blocks=[0], ext_param=param
-        ),
+        lambda: user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0]))),
+        lambda: user.submit(Transfer(Rows(cache, [0]), Rows(cache, [1]))),
+        lambda: user.submit(Transfer([Rows(THEIRS, [0])], Rows(cache, [0]))),
+        lambda: user.layered(Transfer(Rows(cache, [0]), Rows(CacheIndex(1, 1), [0]), layers=param)),
     ):
         with refused("LLM_LINK_BUSY", f"{MAX_UNTAKEN} tasks have ended and nobody has taken"):
             submit()
     user.pull_blocks(THEIRS, cache, [0], [0])  # it is not reported
     assert next(iter(completions)) is task
-    last = user.submit_pull_blocks(THEIRS, cache, [0], [0])
+    last = user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
     assert taken(user, MAX_UNTAKEN)[-1] is last
     assert user.metrics()["in_flight"] == 0

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMException, LLMStatusCode, Placement
+from kvplan import (
+    Cache,
+    CacheDesc,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    Rows,
+    Transfer,
+)
 from tests.support.refusals import refused
 
 
@@ -53,9 +63,9 @@ def test_a_block_is_copied_to_many(engine: LlmDataDist) -> None:
 def test_no_blocks_are_no_bytes(engine: LlmDataDist) -> None:
     cache, host = (engine.allocate_blocks_cache(desc(it)) for it in reversed(Placement))
     engine.copy_blocks(cache, {})
-    engine.submit_copy_blocks(cache, {1: []}).wait()
+    engine.submit(Transfer(Rows(cache, []), Rows(cache, []))).wait()
     engine.swap_blocks(cache, host, {})
-    assert engine.plan_copy_blocks(cache, {}).nbytes == 0
+    assert engine.plan(Transfer(Rows(cache, []), Rows(cache, []))).nbytes == 0
 
 
 @pytest.mark.parametrize("src", Placement)
@@ -79,9 +89,9 @@ def test_memory_without_an_id_is_swapped(engine: LlmDataDist) -> None:
 
 def test_the_twins_plan_and_submit_the_same(engine: LlmDataDist) -> None:
     cache = filled(engine, engine.allocate_blocks_cache(desc()))
-    plan = engine.plan_copy_blocks(cache, {0: [1]})
+    plan = engine.plan(Transfer(Rows(cache, [0]), Rows(cache, [1])))
     assert engine.arrays(cache)[0][1, 0] == 9
-    task = engine.submit_copy_blocks(cache, {0: [1]})
+    task = engine.submit(Transfer(Rows(cache, [0]), Rows(cache, [1])))
     task.wait()
     assert task.plan == plan
     assert engine.arrays(cache)[0][1, 0] == 1
@@ -90,9 +100,9 @@ def test_the_twins_plan_and_submit_the_same(engine: LlmDataDist) -> None:
 def test_a_swap_is_submitted(engine: LlmDataDist) -> None:
     source = filled(engine, engine.allocate_blocks_cache(desc(Placement.HOST)))
     target = engine.allocate_blocks_cache(desc(Placement.DEVICE))
-    task = engine.submit_swap_blocks(source, target, {0: 3})
+    task = engine.submit(Transfer(Rows(source, [0]), Rows(target, [3])))
     task.wait()
-    assert task.plan == engine.plan_swap_blocks(source, target, {0: 3})
+    assert task.plan == engine.plan(Transfer(Rows(source, [0]), Rows(target, [3])))
     for from_, to in zip(engine.arrays(source), engine.arrays(target), strict=True):
         assert (to[3] == from_[0]).all()
         assert not to[:3].any()

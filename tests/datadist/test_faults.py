@@ -21,6 +21,8 @@ from kvplan import (
     LlmDataDist,
     LlmRole,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from tests.datadist.conftest import MakeEngine, MakePeer
 from tests.datadist.machine import Machine
@@ -66,7 +68,7 @@ def test_a_peer_that_dies_under_a_transfer_fails_it(
     slowed: tuple[LlmDataDist, Cache], peer: Peer
 ) -> None:
     user, mine = slowed
-    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     peer.kill()
     with refused(LLMStatusCode.LLM_LINK_FAILED):
         task.wait()
@@ -76,7 +78,7 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
     machine: Machine, slowed: tuple[LlmDataDist, Cache], peer: Peer
 ) -> None:
     user, mine = slowed
-    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     peer.run("datadist.deallocate_cache(cache)")
     if machine.transport == "tcp":  # whoever served it looked before and after, and had it then
         task.wait()
@@ -88,7 +90,7 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
 @pytest.mark.over_tcp
 def test_a_forced_unlink_fails_what_is_in_flight(slowed: tuple[LlmDataDist, Cache]) -> None:
     user, mine = slowed
-    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     user.unlink_clusters([1], force=True).raise_for_status()
     with refused(LLMStatusCode.LLM_NOT_YET_LINK):
         task.wait()
@@ -166,7 +168,7 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
             user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
             theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
             user.pull_cache(CacheIndex(1, theirs.cache_id), mine)
-            user.submit_push_cache(mine, CacheIndex(1, theirs.cache_id))
+            user.submit(Transfer(Rows(mine), Rows(CacheIndex(1, theirs.cache_id))))
             user.unlink_clusters([1]).raise_for_status()
             owner.deallocate_cache(theirs)
             user.deallocate_cache(mine)

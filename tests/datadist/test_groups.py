@@ -17,13 +17,14 @@ from kvplan import (
     CacheIndex,
     DataType,
     GatherError,
-    GatherGroup,
     Group,
     GroupPlan,
     LlmDataDist,
     Placement,
     PlanEvent,
+    Rows,
     Shard,
+    Transfer,
 )
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine, on_host_only
@@ -100,13 +101,13 @@ def test_one_pull_moves_all_groups(user: LlmDataDist, keys: dict[str, CacheIndex
     mine = caches_of(user)
     seen: list[PlanEvent] = []
     remove = user.on_plan(seen.append)
-    user.pull_groups(groups_of(keys, mine))
+    user.run(groups_of(keys, mine))
     remove()
     for name, cache in mine.items():
         assert_arrived(name, user.read_cache(cache))
     (event,) = seen
     assert event.operation == "pull_groups"
-    assert event.plan == user.plan_pull_groups(groups_of(keys, mine))
+    assert event.plan == user.plan(groups_of(keys, mine))
     metrics = user.metrics()["operations"]["pull_groups"]
     assert (metrics["statuses"], metrics["nbytes"]) == ({"LLM_SUCCESS": 1}, event.plan.nbytes)
     assert event.plan.nbytes == 3 * 11 * 48 + 3 * 11 * 20 + 128
@@ -127,7 +128,7 @@ def test_one_push_moves_all_groups(
             datadist.write_cache(cache, empty)
         """
     )
-    task = user.submit_push_groups(groups_of(mine, keys))
+    task = user.submit(groups_of(mine, keys))
     asyncio.run(waited(task))
     assert isinstance(task.plan, GroupPlan)
     assert "group indexer\nlayer 0  " in task.explain()
@@ -161,16 +162,19 @@ def test_engines_memory_and_the_users_own_go_together(
     desc = CacheDesc(1, (5, 32), DataType.DT_INT32, Placement.HOST)
     mine = [user.allocate_blocks_cache(desc) for _ in state]
     groups = {
-        f"cache {i}": Group(CacheIndex(1, number), mine[i], [1], [2 + i])
+        f"cache {i}": Transfer(Rows(CacheIndex(1, number), [1]), Rows(mine[i], [2 + i]))
         for i, number in enumerate(state)
     }
-    user.pull_groups(groups)
+    user.run(groups)
     assert [it[0].max(axis=1).tolist() for it in map(user.arrays, mine)] == [
         [0, 0, 7, 0, 0],
         [0, 0, 0, 9, 0],
     ]
-    user.push_groups(
-        {name: Group(it.dst, it.src, it.dst_blocks, [4]) for name, it in groups.items()}
+    user.run(
+        {
+            name: Transfer(Rows(it.dst, it.dst_blocks), Rows(it.src, [4]))
+            for name, it in groups.items()
+        }
     )
     peer.run("assert (arrays[0] == 7).all()")
     assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
@@ -182,7 +186,7 @@ def test_a_cache_that_took_over_a_key_is_found(
     """By key each transfer is of the cache that has it now, of each group."""
     mine = caches_of(user)
     by_key = {name: BlocksCacheKey(1, number) for number, name in enumerate(DESCS)}
-    user.pull_groups(groups_of(by_key, mine))
+    user.run(groups_of(by_key, mine))
     peer.run(
         """
         datadist.deallocate_cache(caches["state"])
@@ -190,10 +194,10 @@ def test_a_cache_that_took_over_a_key_is_found(
         datadist.write_cache(cache, [np.full((5, 32), 77, np.int32)])
         """
     )
-    user.pull_groups(groups_of(by_key, mine))
+    user.run(groups_of(by_key, mine))
     assert (user.read_cache(mine["state"])[0][1] == 77).all()
     with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=|deregistered"):
-        user.pull_groups(groups_of(keys, mine))  # by id it was that one, which has gone
+        user.run(groups_of(keys, mine))  # by id it was that one, which has gone
     assert user.metrics()["in_flight"] == 0
 
 
@@ -221,14 +225,14 @@ def test_what_is_wrong_says_of_which_group(
         (INVALID, "printable", {"": good["state"]}),
     ):  # fmt: skip
         with refused(status, message):
-            user.pull_groups(groups)
+            user.run(groups)
         with refused(status, message):
-            user.submit_pull_groups(groups)
+            user.submit(groups)
     for wrong in (with_state(src=mine["state"]), with_state(dst=keys["state"])):
         with pytest.raises(TypeError, match=r"groups\['state'\]\.(src|dst)"):
-            user.pull_groups(wrong)
+            user.run(wrong)
     with pytest.raises(TypeError, match="must be Group"):
-        user.pull_groups({"state": "state"})  # type: ignore[dict-item]
+        user.run({"state": "state"})  # type: ignore[dict-item]
     for name, cache in mine.items():
         assert not any(it.any() for it in user.read_cache(cache)), name
     assert user.metrics()["in_flight"] == 0
@@ -241,14 +245,14 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
     """Groups may share tensors, as layers with and without a window do; not blocks."""
     mine = user.allocate_blocks_cache(DESCS["latent"])
     groups = {
-        "window": Group(keys["latent"], mine, [1, 2], [3, 4]),
-        "full": Group(keys["latent"], mine, [6, 7], [0, 4]),
+        "window": Transfer(Rows(keys["latent"], [1, 2]), Rows(mine, [3, 4])),
+        "full": Transfer(Rows(keys["latent"], [6, 7]), Rows(mine, [0, 4])),
     }
     with refused(INVALID, "group full: .* and group window: .* write the same bytes|window.*full"):
-        user.pull_groups(groups)
+        user.run(groups)
     assert not any(it.any() for it in user.read_cache(mine))
-    groups["full"] = Group(keys["latent"], mine, [6, 7], [0, 5])
-    user.pull_groups(groups)
+    groups["full"] = Transfer(Rows(keys["latent"], [6, 7]), Rows(mine, [0, 5]))
+    user.run(groups)
     for source, array in zip(held("latent"), user.read_cache(mine), strict=True):
         wanted = np.zeros_like(source)
         wanted[[3, 4, 0, 5]] = source[[1, 2, 6, 7]]
@@ -273,16 +277,18 @@ def test_memory_that_is_registered_twice_is_looked_at_by_both(
     )
     desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
     mine = [user.allocate_blocks_cache(desc) for _ in range(2)]
-    groups = {str(it): Group(CacheIndex(1, 1 + it), mine[it], [1], [2]) for it in range(2)}
+    groups = {
+        str(it): Transfer(Rows(CacheIndex(1, 1 + it), [1]), Rows(mine[it], [2])) for it in range(2)
+    }
     if machine.name in ("tcp", "ascend_tcp"):  # which finds what holds a byte by its address
         with refused("LLM_FEATURE_NOT_ENABLED", "has registered memory twice"):
-            user.pull_groups(groups)
+            user.run(groups)
         return
-    user.pull_groups(groups)
+    user.run(groups)
     peer.run("datadist.unregister_cache(twice[0].cache_id)")
     with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=|deregistered"):
-        user.pull_groups(groups)
-    user.pull_groups({"1": groups["1"]})
+        user.run(groups)
+    user.run({"1": groups["1"]})
 
 
 def test_groups_of_host_and_device_are_two_transfers(
@@ -296,13 +302,14 @@ def test_groups_of_host_and_device_are_two_transfers(
         user.allocate_blocks_cache(CacheDesc(1, (5, 32), DataType.DT_INT32, it)) for it in Placement
     ]
     groups = {
-        str(i): Group(CacheIndex(1, there.cache_id), it, [1], [2]) for i, it in enumerate(mine)
+        str(i): Transfer(Rows(CacheIndex(1, there.cache_id), [1]), Rows(it, [2]))
+        for i, it in enumerate(mine)
     }
     if machine.name == "host":  # without a device all is in host memory
-        user.pull_groups(groups)
+        user.run(groups)
     else:
         with refused("LLM_FEATURE_NOT_ENABLED", "in host memory and on the device"):
-            user.pull_groups(groups)
+            user.run(groups)
 
 
 def scales_and_values(heads: range) -> dict[str, CacheDesc]:
@@ -341,12 +348,22 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
         for name, desc in {**scales_and_values(range(4)), "state": DESCS["state"]}.items()
     }
     groups = {
-        name: GatherGroup(keys[name], mine[name], [[1, 2], [3, 0]], [4, 5], num_tokens=7)
+        name: Transfer(
+            [
+                Rows(cache, blocks)
+                for cache, blocks in zip(keys[name], [[1, 2], [3, 0]], strict=True)
+            ],
+            Rows(mine[name], [4, 5]),
+            num_tokens=7,
+        )
         for name in ("values", "scales")
     }
-    groups["state"] = GatherGroup(keys["state"], mine["state"], [None, [2]], [4])
+    groups["state"] = Transfer(
+        [Rows(cache, blocks) for cache, blocks in zip(keys["state"], [None, [2]], strict=True)],
+        Rows(mine["state"], [4]),
+    )
     user.on_plan(seen.append)
-    user.gather_groups(groups, timeout_ms=5000)
+    user.run(groups, timeout_ms=5000)
     for name, axis in (("values", 2), ("scales", 1)):
         for number, array in enumerate(user.read_cache(mine[name])):
             by_token = np.moveaxis(array, axis, 0)  # (head, block, token, dim)
@@ -357,7 +374,7 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
                 assert not tokens[7:].any()
     assert user.read_cache(mine["state"])[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
     assert [event.cluster_id for event in seen] == [1, 3]
-    first, second = user.plan_gather_groups(groups)
+    first, second = user.plan(groups)
     assert [first, second] == [event.plan for event in seen]
     assert first is not None
     assert second is not None
@@ -367,23 +384,35 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     ]
     assert user.metrics()["in_flight"] == 0
 
-    fewer = {**groups, "state": GatherGroup([keys["state"][1]], mine["state"], [[2]], [4])}
+    fewer = {**groups, "state": Transfer([Rows(keys["state"][1], [2])], Rows(mine["state"], [4]))}
     with refused(INVALID, "sources of unequal number.*'values': 2.*'state': 1"):
-        user.gather_groups(fewer)
-    nobody = {"state": GatherGroup([None, None], mine["state"], [None, None], [4])}
+        user.run(fewer)
+    nobody = {"state": Transfer([], Rows(mine["state"], [4]))}
     with refused(INVALID, r"sources\[0\] is None in all groups"):
-        user.gather_groups(nobody)
-    no_table = {"state": GatherGroup(keys["state"][1:], mine["state"], [None], [4])}
+        user.run(nobody)
+    no_table = {
+        "state": Transfer(
+            [Rows(cache, blocks) for cache, blocks in zip(keys["state"][1:], [None], strict=True)],
+            Rows(mine["state"], [4]),
+        )
+    }
     with refused(INVALID, r"group state: groups\['state'\].src_blocks\[0\] is None"):
-        user.gather_groups(no_table)
+        user.run(no_table)
     half = {
-        "values": GatherGroup(keys["values"][:1], mine["values"], [[1, 2]], [4, 5], num_tokens=7)
+        "values": Transfer(
+            [
+                Rows(cache, blocks)
+                for cache, blocks in zip(keys["values"][:1], [[1, 2]], strict=True)
+            ],
+            Rows(mine["values"], [4, 5]),
+            num_tokens=7,
+        )
     }
     with refused(INVALID, r"group values: no source has layers 0..1, heads 2..3"):
-        user.gather_groups(half)
+        user.run(half)
     sources[0].finalize()
     with pytest.raises(GatherError, match=r"gather_groups: .*sources\[0\]"):
-        user.gather_groups(groups, timeout_ms=5000)
+        user.run(groups, timeout_ms=5000)
 
 
 @pytest.mark.over_tcp
@@ -403,7 +432,9 @@ def test_groups_by_leases(
     whole = {**leases, "state": keys["state"]}  # with a lease or without
     for src in (leases, whole):
         groups = {
-            name: Group(src[name], mine[name], None, TABLES[name][1], num_tokens=TOKENS[name])
+            name: Transfer(
+                Rows(src[name]), Rows(mine[name], TABLES[name][1]), num_tokens=TOKENS[name]
+            )
             for name in DESCS
             if isinstance(src[name], BlockLease)
         }
@@ -411,22 +442,24 @@ def test_groups_by_leases(
             groups["state"] = groups_of(keys, mine)["state"]
         for cache in mine.values():
             user.write_cache(cache, [np.zeros_like(it) for it in user.read_cache(cache)])
-        user.pull_groups(groups)
+        user.run(groups)
         for name, cache in mine.items():
             assert_arrived(name, user.read_cache(cache))
     back = {
-        name: Group(mine[name], leases[name], TABLES[name][1], None, num_tokens=TOKENS[name])
+        name: Transfer(
+            Rows(mine[name], TABLES[name][1]), Rows(leases[name]), num_tokens=TOKENS[name]
+        )
         for name in DESCS
     }
-    user.push_groups(back)
+    user.run(back)
     other = {"latent": replace(back["latent"], dst_blocks=[6, 5, 2])}
     with refused(INVALID, r"group latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
-        user.push_groups(other)
+        user.run(other)
     peer.run("datadist.release(leases[1])")
     for move in (
-        lambda: user.pull_groups(groups),
-        lambda: user.push_groups(back),
-        lambda: user.submit_push_groups(back).wait(5000),
+        lambda: user.run(groups),
+        lambda: user.run(back),
+        lambda: user.submit(back).wait(5000),
     ):
         with refused("LLM_KV_CACHE_NOT_EXIST", "lease 2 of indexer.* was released"):
             move()
@@ -443,14 +476,29 @@ def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
         source.write_cache(cache, [np.full(desc.shape, rank + 1, np.int8)] * 4)
         leases.append(source.lease_blocks(cache, [1, 2], tag=f"rank {rank}"))
     mine = user.allocate_blocks_cache(scales_and_values(range(4))["values"])
-    user.gather_blocks(leases, mine, [None, [2, 1]], [4, 5])
+    user.run(
+        Transfer(
+            [Rows(cache, blocks) for cache, blocks in zip(leases, [None, [2, 1]], strict=True)],
+            Rows(mine, [4, 5]),
+        )
+    )
     for array in user.read_cache(mine):
         by_head = np.moveaxis(array, 2, 0)
         assert [set(by_head[it, 4:].flat) for it in range(4)] == [{1}, {1}, {2}, {2}]
     with refused(INVALID, r"src_blocks\[1\]\[0\]=3 is no block of lease 1 of rank 1"):
-        user.gather_blocks(leases, mine, [None, [3, 1]], [4, 5])
+        user.run(
+            Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(leases, [None, [3, 1]], strict=True)],
+                Rows(mine, [4, 5]),
+            )
+        )
     sources[1].release(leases[1])
     with pytest.raises(GatherError, match="lease 1 of rank 1 was released") as caught:
-        user.gather_blocks(leases, mine, [None, None], [4, 5])
+        user.run(
+            Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(leases, [None, None], strict=True)],
+                Rows(mine, [4, 5]),
+            )
+        )
     assert list(caught.value.failed) == [1]
     assert user.metrics()["in_flight"] == 0

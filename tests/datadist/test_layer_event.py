@@ -23,6 +23,8 @@ from kvplan import (
     LayerTask,
     LlmDataDist,
     LLMStatusCode,
+    Rows,
+    Transfer,
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
@@ -52,7 +54,9 @@ def begin(engines: tuple[LlmDataDist, Cache]) -> Begin:
     user, cache = engines
 
     def push(layers: tuple[int, int] | None = None) -> LayerTask:
-        return user.push_layers(cache, CacheIndex(1, 1), ext_param=KvCacheExtParam(layers, layers))
+        return user.layered(
+            Transfer(Rows(cache), Rows(CacheIndex(1, 1)), layers=KvCacheExtParam(layers, layers))
+        )
 
     return push
 
@@ -72,7 +76,7 @@ def test_c_code_says_which_layers_are_ready(user: LlmDataDist, peer: Peer) -> No
     peer.run(OFFER)
     cache = user.allocate_cache(SLOTS)
     arrays = fill(user, cache)
-    task = user.push_layers(cache, CacheIndex(1, SLOTS_THERE))
+    task = user.layered(Transfer(Rows(cache), Rows(CacheIndex(1, SLOTS_THERE))))
     with LayerEvent(task) as event:
         for counts in (1, 4, 25):
             thread = threading.Thread(target=write, args=(event.fileno(), counts))
@@ -173,7 +177,7 @@ def test_a_signal_never_waits_for_a_copy(make_engine: MakeEngine) -> None:
         link(user, owner)
         owner.allocate_cache(SLOTS)
         cache = user.allocate_cache(SLOTS)
-        task = user.push_layers(cache, CacheIndex(1, 1))
+        task = user.layered(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))
         with LayerEvent(task) as event:
             for _ in range(NUM_LAYERS):
                 event.signal()

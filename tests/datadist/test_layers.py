@@ -18,6 +18,8 @@ from kvplan import (
     KvCacheExtParam,
     LlmDataDist,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from tests.datadist.layers import (
     BLOCKS,
@@ -56,7 +58,7 @@ def test_each_layer_of_a_slot_arrives_when_it_is_ready(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
     arrays = user.arrays(slots)
-    task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE, 1), src_batch_index=3)
+    task = user.layered(Transfer(Rows(slots, slot=3), Rows(CacheIndex(1, SLOTS_THERE, 1))))
     assert task.layers == range(NUM_LAYERS)
     assert not there(peer, "cache").any()
     for layer in range(4):
@@ -87,7 +89,7 @@ def test_blocks_go_into_blocks(
     user: LlmDataDist, peer: Peer, blocks: Cache, key: CacheIndex | BlocksCacheKey
 ) -> None:
     arrays = fill(user, blocks)
-    task = user.push_layers(blocks, key, src_blocks=[2, 6, 3], dst_blocks=[4, 3, 0])
+    task = user.layered(Transfer(Rows(blocks, [2, 6, 3]), Rows(key, [4, 3, 0])))
     ready(task)
     task.wait()
     arrived = there(peer, "paged")
@@ -98,7 +100,7 @@ def test_blocks_go_into_blocks(
 
 def test_a_slot_goes_into_blocks(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     arrays = fill(user, slots)
-    task = user.push_layers(slots, BlocksCacheKey(1, 5), src_batch_index=2, dst_blocks=[5, 1, 2, 0])
+    task = user.layered(Transfer(Rows(slots, slot=2), Rows(BlocksCacheKey(1, 5), [5, 1, 2, 0])))
     ready(task)
     task.wait()
     arrived = there(peer, "paged")
@@ -112,8 +114,10 @@ def test_layers_that_do_not_begin_at_0(user: LlmDataDist, peer: Peer, slots: Cac
     ext_param = KvCacheExtParam((10, 14), (20, 24))
     target = CacheIndex(1, SLOTS_THERE)
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "must be the same layers"):
-        user.push_layers(slots, target, ext_param=ext_param)  # both say which of the model they are
-    task = user.push_layers(slots, target, ext_param=ext_param, reinterpret=True)
+        user.layered(
+            Transfer(Rows(slots), Rows(target), layers=ext_param)
+        )  # both say which of the model they are
+    task = user.layered(Transfer(Rows(slots), Rows(target), layers=ext_param, reinterpret=True))
     assert task.layers == range(10, 15)
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
         task.ready(0)
@@ -130,7 +134,9 @@ def test_layers_are_ready_in_any_order_and_from_any_thread(
 ) -> None:
     arrays = fill(user, slots)
     for slot, seed in enumerate((1, 2)):
-        task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE, slot), src_batch_index=slot)
+        task = user.layered(
+            Transfer(Rows(slots, slot=slot), Rows(CacheIndex(1, SLOTS_THERE, slot)))
+        )
         order = [*task.layers] * 2  # twice is as good as once
         random.Random(seed).shuffle(order)
         with ThreadPoolExecutor(4) as threads:
@@ -149,13 +155,13 @@ def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slot
     """One whose layers do not come holds up no other."""
     fill(user, slots)
     target = CacheIndex(1, SLOTS_THERE)
-    first, *others = [user.push_layers(slots, target) for _ in range(5)]
+    first, *others = [user.layered(Transfer(Rows(slots), Rows(target))) for _ in range(5)]
     first.ready(0)
     for task in reversed(others):
         ready(task)
     del task, others  # whether or not somebody waits
     wait_until(lambda: user.metrics()["in_flight"] == 1)
-    user.submit_push_cache(slots, target).wait()
+    user.submit(Transfer(Rows(slots), Rows(target))).wait()
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_SUCCESS": 4}
     assert not first.done
     ready(first)
@@ -164,12 +170,14 @@ def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slot
 
 def test_a_plan_is_that_of_the_whole_push(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
     index, paged = CacheIndex(1, SLOTS_THERE, 1), CacheIndex(1, BLOCKS_THERE)
-    assert user.plan_push_layers(slots, index) == user.plan_push_cache(slots, index)
+    assert user.plan(Transfer(Rows(slots), Rows(index)), by_layer=True) == user.plan(
+        Transfer(Rows(slots), Rows(index))
+    )
     tables = ([0, 1], [2, 3])
-    plan = user.plan_push_layers(blocks, paged, src_blocks=tables[0], dst_blocks=tables[1])
+    plan = user.plan(Transfer(Rows(blocks, tables[0]), Rows(paged, tables[1])), by_layer=True)
     assert plan == user.plan_push_blocks(blocks, paged, *tables)
-    assert user.plan_push_layers(slots, paged, dst_blocks=[7, 1]).kind == "C2B"
-    task = user.push_layers(blocks, paged, src_blocks=tables[0], dst_blocks=tables[1])
+    assert user.plan(Transfer(Rows(slots), Rows(paged, [7, 1])), by_layer=True).kind == "C2B"
+    task = user.layered(Transfer(Rows(blocks, tables[0]), Rows(paged, tables[1])))
     assert task.plan == plan
     task.cancel()
 
@@ -181,7 +189,7 @@ def test_addresses_will_do_for_a_local_cache(
     for number, array in enumerate(arrays):
         array[:] = 7 + number
     source = Cache(SLOTS, -1, machine.addresses(arrays))
-    task = user.push_layers(source, CacheIndex(1, SLOTS_THERE))
+    task = user.layered(Transfer(Rows(source), Rows(CacheIndex(1, SLOTS_THERE))))
     ready(task)
     task.wait()
     assert there(peer, "cache")[:, 0, 5].tolist() == [7 + n for n in range(SLOTS.num_tensors)]
@@ -190,73 +198,78 @@ def test_addresses_will_do_for_a_local_cache(
 INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 THERE, PAGED_THERE = CacheIndex(1, SLOTS_THERE), CacheIndex(1, BLOCKS_THERE)
 REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], object]]] = {
-    "own cluster": (INVALID, lambda it, slots, blocks: it.push_layers(slots, CacheIndex(2, 1))),
+    "own cluster": (
+        INVALID,
+        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(CacheIndex(2, 1)))),
+    ),
     "not linked": (
         LLMStatusCode.LLM_NOT_YET_LINK,
-        lambda it, slots, blocks: it.push_layers(slots, CacheIndex(3, 1)),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(CacheIndex(3, 1)))),
     ),
     "no such local cache": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.push_layers(Cache(SLOTS, 99), THERE),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(Cache(SLOTS, 99)), Rows(THERE))),
     ),
     "no such remote cache": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.push_layers(slots, CacheIndex(1, 99)),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(CacheIndex(1, 99)))),
     ),
     "no such remote key": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.push_layers(
-            blocks, BlocksCacheKey(1, 6), src_blocks=[0], dst_blocks=[0]
+        lambda it, slots, blocks: it.layered(
+            Transfer(Rows(blocks, [0]), Rows(BlocksCacheKey(1, 6), [0]))
         ),
     ),
     "source blocks alone": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(blocks, THERE, src_blocks=[0]),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks, [0]), Rows(THERE))),
     ),
     "a paged source without blocks": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(blocks, THERE),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks), Rows(THERE))),
     ),
     "a paged source without source blocks": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(blocks, PAGED_THERE, dst_blocks=[0]),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks), Rows(PAGED_THERE, [0]))),
     ),
     "a slot into a paged cache without blocks": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(slots, BlocksCacheKey(1, 5)),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(BlocksCacheKey(1, 5)))),
     ),
     "blocks of a contiguous cache there": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(blocks, THERE, src_blocks=[0], dst_blocks=[0]),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks, [0]), Rows(THERE, [0]))),
     ),
     "a destination block that is named twice": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(slots, PAGED_THERE, dst_blocks=[1] * 9),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(PAGED_THERE, [1] * 9))),
     ),
     "blocks of unequal number": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(
-            blocks, PAGED_THERE, src_blocks=[0], dst_blocks=[0, 1]
+        lambda it, slots, blocks: it.layered(
+            Transfer(Rows(blocks, [0]), Rows(PAGED_THERE, [0, 1]))
         ),
     ),
     "a slot of a paged source": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(
-            blocks, PAGED_THERE, src_batch_index=1, src_blocks=[0], dst_blocks=[0]
+        lambda it, slots, blocks: it.layered(
+            Transfer(Rows(blocks, [0], slot=1), Rows(PAGED_THERE, [0]))
         ),
     ),
     "a slot beyond the source": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(slots, THERE, src_batch_index=4),
+        lambda it, slots, blocks: it.layered(Transfer(Rows(slots, slot=4), Rows(THERE))),
     ),
     "a slot beyond the destination": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.push_layers(slots, CacheIndex(1, SLOTS_THERE, 4)),
+        lambda it, slots, blocks: it.layered(
+            Transfer(Rows(slots), Rows(CacheIndex(1, SLOTS_THERE, 4)))
+        ),
     ),
     "a layer beyond the source": (
         INVALID,
-        lambda it, slots, blocks: it.push_layers(
-            slots, THERE, ext_param=KvCacheExtParam((30, 30), (0, 0))
+        lambda it, slots, blocks: it.layered(
+            Transfer(Rows(slots), Rows(THERE), layers=KvCacheExtParam((30, 30), (0, 0)))
         ),
     ),
 }
@@ -275,9 +288,9 @@ def test_what_cannot_be_is_refused(
 
 def test_a_missing_block_table_is_named(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
     for call, missing in (
-        (lambda: user.push_layers(blocks, THERE), "src_blocks"),
-        (lambda: user.push_layers(blocks, PAGED_THERE, dst_blocks=[0]), "src_blocks"),
-        (lambda: user.push_layers(slots, BlocksCacheKey(1, 5)), "dst_blocks"),
+        (lambda: user.layered(Transfer(Rows(blocks), Rows(THERE))), "src_blocks"),
+        (lambda: user.layered(Transfer(Rows(blocks), Rows(PAGED_THERE, [0]))), "src_blocks"),
+        (lambda: user.layered(Transfer(Rows(slots), Rows(BlocksCacheKey(1, 5)))), "dst_blocks"),
     ):
         with refused(INVALID) as error:
             call()
@@ -285,12 +298,14 @@ def test_a_missing_block_table_is_named(user: LlmDataDist, slots: Cache, blocks:
 
 
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
-    "destination": lambda it, slots, blocks: it.push_layers(slots, (1, 1)),
-    "destination by request": lambda it, slots, blocks: it.push_layers(slots, CacheKey(1, 1)),
-    "source": lambda it, slots, blocks: it.push_layers(1, THERE),
-    "slot": lambda it, slots, blocks: it.push_layers(slots, THERE, src_batch_index="0"),
-    "blocks": lambda it, slots, blocks: it.push_layers(slots, PAGED_THERE, dst_blocks=3),
-    "layers": lambda it, slots, blocks: it.push_layers(slots, THERE, ext_param={}),
+    "destination": lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows((1, 1)))),
+    "destination by request": lambda it, slots, blocks: it.layered(
+        Transfer(Rows(slots), Rows(CacheKey(1, 1)))
+    ),
+    "source": lambda it, slots, blocks: it.layered(Transfer(Rows(1), Rows(THERE))),
+    "slot": lambda it, slots, blocks: it.layered(Transfer(Rows(slots, slot="0"), Rows(THERE))),
+    "blocks": lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(PAGED_THERE, 3))),
+    "layers": lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(THERE), layers={})),
 }
 
 

@@ -17,6 +17,8 @@ from kvplan import (
     Group,
     KvCacheExtParam,
     LlmDataDist,
+    Rows,
+    Transfer,
 )
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
@@ -39,10 +41,10 @@ PULLS: dict[str, Pull] = {
     "call": lambda user, it, to, more: user.pull_blocks(it, to, None, [1, 3], **more),
     "task": lambda user, it, to, more: user.submit_pull_blocks(it, to, None, [1, 3], **more).wait(),
     "gather": lambda user, it, to, more: user.gather_blocks([it], to, [None], [1, 3], **more),
-    "groups": lambda user, it, to, more: user.pull_groups(
+    "groups": lambda user, it, to, more: user.run(
         {"all": Group(src=it, dst=to, src_blocks=None, dst_blocks=[1, 3], **more)}
     ),
-    "gathered groups": lambda user, it, to, more: user.gather_groups(
+    "gathered groups": lambda user, it, to, more: user.run(
         {"all": GatherGroup([it], to, [None], [1, 3], **more)}
     ),
 }
@@ -58,7 +60,7 @@ def push_layers(user: LlmDataDist, lease: BlockLease, src: Cache, more: dict[str
 
 PUSHES: dict[str, Pull] = {
     "call": lambda user, it, of, more: user.push_blocks(of, it, [1, 3], **more),
-    "groups": lambda user, it, of, more: user.push_groups(
+    "groups": lambda user, it, of, more: user.run(
         {"all": Group(src=of, dst=it, src_blocks=[1, 3], dst_blocks=None, **more)}
     ),
     "layers": push_layers,
@@ -133,7 +135,7 @@ def test_sources_of_a_gather_have_one_request(user: LlmDataDist, peer: Peer) -> 
     one, other = leased(peer), leased(peer, 19)
     cache = user.allocate_blocks_cache(DESC)
     with refused("LLM_PARAM_INVALID", r"unequal length: \[19, 20\] tokens"):
-        user.gather_blocks([one, other], cache, [None, None], [1, 3])
+        user.run(Transfer([Rows(one), Rows(other)], Rows(cache, [1, 3])))
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 33, 2**64])

@@ -26,6 +26,8 @@ from kvplan import (
     LlmRole,
     LLMStatusCode,
     Options,
+    Rows,
+    Transfer,
 )
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine
@@ -57,8 +59,8 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
     "caches": lambda it: it.caches(),
     "peer_caches": lambda it: it.peer_caches(1),
     "pull_cache": lambda it: it.pull_cache(CacheIndex(1, 1), CACHE),
-    "plan_pull_cache": lambda it: it.plan_pull_cache(CacheIndex(1, 1), CACHE),
-    "submit_pull_cache": lambda it: it.submit_pull_cache(CacheIndex(1, 1), CACHE),
+    "plan_pull_cache": lambda it: it.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
+    "submit_pull_cache": lambda it: it.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
     "copy_blocks": lambda it: it.copy_blocks(CACHE, {}),
 }
 
@@ -135,7 +137,7 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
             assert owner.listen_address is not None
             user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
             owner.allocate_cache(DESC)
-            user.submit_pull_cache(CacheIndex(1, 1), user.allocate_cache(DESC)).wait()
+            user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(user.allocate_cache(DESC)))).wait()
         for thread in threading.enumerate():
             if "-worker" in thread.name:  # is ending, and is not waited for
                 thread.join()

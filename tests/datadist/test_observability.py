@@ -22,7 +22,9 @@ from kvplan import (
     LLMStatusCode,
     Placement,
     PlanEvent,
+    Rows,
     Shard,
+    Transfer,
 )
 from kvplan.engine.prometheus import PrometheusCollector
 from tests.datadist.conftest import link
@@ -86,7 +88,7 @@ def test_counters_go_on_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> Non
 
 def test_plans_move_and_count_nothing(pulled: tuple[LlmDataDist, Cache]) -> None:
     user, cache = pulled
-    user.plan_pull_cache(CacheIndex(1, 1), cache)
+    user.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(cache)))
     assert user.metrics()["operations"]["pull_cache"]["seconds"]["count"] == 2
 
 
@@ -175,12 +177,14 @@ def test_a_handler_that_raises_spoils_no_operation(
     try:
         for _ in range(2):
             user.push_cache(cache, CacheIndex(1, 1))
-            first, second = (user.push_layers(cache, CacheIndex(1, 1, row)) for row in range(2))
+            first, second = (
+                user.layered(Transfer(Rows(cache), Rows(CacheIndex(1, 1, row)))) for row in range(2)
+            )
             with LayerEvent(first, second) as event:
                 event.signal(4)  # one too many
                 first.wait(30_000)
                 second.wait(30_000)
-            user.submit_push_cache(cache, CacheIndex(1, 1))  # nobody waits
+            user.submit(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))  # nobody waits
             user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
             link(user, owner)
     finally:
@@ -211,7 +215,7 @@ def test_a_hook_sees_plans_before_they_are_executed(pair: Pair) -> None:
 
     remove = user.on_plan(look)
     user.pull_cache(CacheIndex(1, 1), cache, 0, tag="request 7")
-    user.submit_pull_cache(CacheIndex(1, 1), cache, 1).wait()
+    user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(cache, slot=1))).wait()
     remove()
     remove()
     user.pull_cache(CacheIndex(1, 1), cache, 2)
@@ -230,7 +234,7 @@ def test_a_push_by_layers_is_one_call(pair: Pair, caplog: pytest.LogCaptureFixtu
     seen: list[PlanEvent] = []
     user.on_plan(seen.append)
     with caplog.at_level(logging.INFO, "kvplan"):
-        task = user.push_layers(cache, CacheIndex(1, 1))
+        task = user.layered(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))
         assert [(it.operation, it.cache_id, it.cluster_id) for it in seen] == [
             ("push_layers", 1, 1)
         ]
@@ -315,7 +319,7 @@ def test_a_hook_that_raises_stops_a_push_by_layers(pair: Pair) -> None:
 
     user.on_plan(refuse)
     with pytest.raises(KeyError):
-        user.push_layers(cache, CacheIndex(1, 1))
+        user.layered(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))
     assert user.metrics()["in_flight"] == user.links()[0].in_flight == 0
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_FAILED": 1}
 

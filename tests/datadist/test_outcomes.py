@@ -21,6 +21,8 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     PlanEvent,
+    Rows,
+    Transfer,
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
@@ -80,7 +82,7 @@ def linked(make_engine: MakeEngine, owner: LlmDataDist) -> Iterator[Linked]:
 def test_a_request_is_claimed_until_the_outcome(linked: Linked) -> None:
     first, mine = linked(held)
     second, other = linked(cluster_id=3)
-    task = first.submit_pull_cache(KEY, mine)
+    task = first.submit(Transfer(Rows(KEY), Rows(mine)))
     assert not task.done
     with refused(REPEATED):
         second.pull_cache(KEY, other)
@@ -97,7 +99,7 @@ def test_a_transfer_whose_handle_is_dropped_ends_all_the_same(
     linked: Linked, wrap: Callable[[Backend], Backend] | None
 ) -> None:
     user, mine = linked(wrap)
-    user.submit_pull_cache(KEY, mine)
+    user.submit(Transfer(Rows(KEY), Rows(mine)))
     # Waits for what is in flight.
     user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
     assert user.metrics()["operations"]["pull_cache"]["statuses"] == {"LLM_SUCCESS": 1}
@@ -107,7 +109,7 @@ def test_a_transfer_whose_handle_is_dropped_ends_all_the_same(
 
 def test_a_transfer_in_flight_keeps_its_link_until_it_ends(linked: Linked) -> None:
     user, mine = linked(held)
-    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     (result,) = user.unlink_clusters([1], timeout_ms=20)
     assert result.status == LLMStatusCode.LLM_LINK_BUSY
     task.cancel()
@@ -173,7 +175,7 @@ def test_a_deadline_is_a_number_of_ms(linked: Linked, timeout_ms: float) -> None
 def test_finalize_waits_for_what_is_in_flight(linked: Linked) -> None:
     user, mine = linked(slowed)
     array = user.arrays(mine)[1]
-    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     user.finalize()
     assert task.done
     task.wait()
@@ -182,7 +184,7 @@ def test_finalize_waits_for_what_is_in_flight(linked: Linked) -> None:
 
 def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
     user, mine = linked(held, SyncKvCacheWaitTime="10")
-    tasks = [user.submit_pull_cache(CacheIndex(1, 1), mine) for _ in range(3)]
+    tasks = [user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine))) for _ in range(3)]
     user.finalize()
     for task in tasks:
         assert task.done
@@ -193,7 +195,7 @@ def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
 def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) -> None:
     """Or refuses it."""
     user, mine = linked(held, SyncKvCacheWaitTime="10")
-    first = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    first = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     planned = threading.Event()
 
     def wait_for_the_first(_event: object) -> None:
@@ -243,7 +245,7 @@ def test_a_cache_that_is_freed_under_a_transfer_stays_until_its_end(linked: Link
     other = user.allocate_cache(DESC)
     user.pull_cache(CacheIndex(1, 1), other)
     array = user.arrays(mine)[0]
-    task = user.submit_copy_cache(other, mine)
+    task = user.submit(Transfer(Rows(other), Rows(mine)))
     user.deallocate_cache(other)
     user.deallocate_cache(mine)
     task.wait()
@@ -258,7 +260,7 @@ def test_many_threads_transfer_at_once(linked: Linked, owner: LlmDataDist) -> No
         try:
             for _ in range(50):
                 user.pull_cache(CacheIndex(1, 1, slot), mine, slot)
-                user.submit_pull_cache(CacheIndex(1, 1, slot), mine, slot)
+                user.submit(Transfer(Rows(CacheIndex(1, 1, slot)), Rows(mine, slot=slot)))
                 user.push_cache(mine, CacheIndex(1, 1, slot), slot)
                 user.copy_cache(mine, mine, slot, slot)
         except BaseException as error:

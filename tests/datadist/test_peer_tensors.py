@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, KvCacheExtParam, LlmDataDist, LLMStatusCode, PeerTensors
+from kvplan import Cache, KvCacheExtParam, LlmDataDist, LLMStatusCode, PeerTensors, Rows, Transfer
 from tests.datadist.layers import BLOCKS, NUM_LAYERS, OFFER, SLOTS, fill, ready, there
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
@@ -150,7 +150,7 @@ def test_another_number_of_addresses_is_refused(
     target = PeerTensors(1, addresses(peer, "cache")[:3])
     ext_param = KvCacheExtParam(layers)
     with refused(INVALID) as error:
-        user.push_layers(slots, target, ext_param=ext_param)
+        user.layered(Transfer(Rows(slots), Rows(target), layers=ext_param))
     assert f"addresses has 3 elements; {needed} are needed" in str(error.value)
 
 
@@ -165,7 +165,7 @@ def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots:
     for address in (outside, target[0] - 1, max(target) + SLOTS.tensor_nbytes, 1, 2**64 - 1):
         wrong = [*target[:7], address, *target[8:]]
         with refused(NOT_EXIST) as error:
-            user.push_layers(slots, PeerTensors(1, wrong))
+            user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, wrong))))
         assert f"addresses[7]={address:#x}" in str(error.value)
     assert untouched(peer)
     assert peer.run("result = int(other.sum())") == 0
@@ -181,12 +181,12 @@ def test_a_row_must_not_reach_into_the_next_tensor(
     assert target[1] == target[0] + SLOTS.tensor_nbytes
     straddling = [it + SLOTS.tensor_nbytes - 4 for it in target]
     with refused(INVALID) as error:
-        user.push_layers(slots, PeerTensors(1, straddling))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, straddling))))
     assert "4 bytes behind it" in str(error.value)
     # Of blocks as many are there as the tensor has behind the address.
     paged = PeerTensors(1, [it + 2 * BLOCKS.stride for it in addresses(peer, "paged")])
     with refused(INVALID):
-        user.push_layers(blocks, paged, src_blocks=[0], dst_blocks=[6])
+        user.layered(Transfer(Rows(blocks, [0]), Rows(paged, [6])))
     push(user, blocks, paged, src_blocks=[0], dst_blocks=[5])
     assert not there(peer, "cache").any()
 
@@ -195,7 +195,7 @@ def test_addresses_of_two_caches_are_refused(user: LlmDataDist, peer: Peer, slot
     fill(user, slots)
     mixed = [*addresses(peer, "cache")[:-1], addresses(peer, "paged")[-1]]
     with refused(INVALID) as error:
-        user.push_layers(slots, PeerTensors(1, mixed))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, mixed))))
     assert "addresses[59]" in str(error.value)
     assert untouched(peer)
 
@@ -215,7 +215,7 @@ def test_read_only_memory_is_not_written(
         """
     )
     with refused(INVALID):
-        user.push_layers(slots, PeerTensors(1, target))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, target))))
     assert peer.run("result = int(sum(it.sum() for it in arrays))") == 0
 
 
@@ -230,7 +230,7 @@ def test_memory_that_peers_must_not_reach_is_not_found(
         """
     )
     with refused(NOT_EXIST):
-        user.push_layers(slots, PeerTensors(1, target))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, target))))
 
 
 def test_other_clusters_and_numbers_are_refused(
@@ -238,16 +238,16 @@ def test_other_clusters_and_numbers_are_refused(
 ) -> None:
     target = addresses(peer, "cache")
     with refused(INVALID):
-        user.push_layers(slots, PeerTensors(2, target))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(2, target))))
     with refused(LLMStatusCode.LLM_NOT_YET_LINK):
-        user.push_layers(slots, PeerTensors(3, target))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(3, target))))
     with refused(INVALID):
-        user.push_layers(slots, PeerTensors(1, target[:4]))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, target[:4]))))
     with refused(INVALID):
-        user.push_layers(slots, PeerTensors(1, target, stride=SLOTS.stride - 4))
+        user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, target, stride=SLOTS.stride - 4))))
     twice = PeerTensors(1, [target[0], *target[:-1]])
     with refused(INVALID):
-        user.push_layers(slots, twice)
+        user.layered(Transfer(Rows(slots), Rows(twice)))
     assert untouched(peer)
 
 

@@ -50,9 +50,9 @@ def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) 
         [there[0] + 7, there[2] + 1000, there[1], there[0] + 207],
         [200, 24, 300, 30],
     )
-    plan = user.plan_pull_ranges(ranges)
+    plan = user.plan(ranges)
     assert (plan.num_descriptors, plan.nbytes) == (3, 554)
-    user.pull_ranges(ranges)
+    user.run(ranges)
     expected = np.zeros((3, SIZE), np.uint8)
     expected[1, 5:235] = tensor(0)[7:237]
     expected[0, :24] = tensor(2)[1000:]
@@ -71,17 +71,19 @@ def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
     cache = user.allocate_cache(DESC)
     (here, *_) = cache.tensor_addrs
     with refused("LLM_NOT_YET_LINK"):
-        user.pull_ranges(AddressRanges(7, [here], [there[0]], [1]))
+        user.run(AddressRanges(7, [here], [there[0]], [1]))
     with refused("LLM_PARAM_INVALID", "own cluster"):
-        user.pull_ranges(AddressRanges(2, [here], [there[0]], [1]))
+        user.run(AddressRanges(2, [here], [there[0]], [1]))
     with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has registered; the nearest is"):
-        user.pull_ranges(AddressRanges(1, [here - 1], [there[0]], [1]))
+        user.run(AddressRanges(1, [here - 1], [there[0]], [1]))
     with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 1 has registered; the nearest is"):
-        user.push_ranges(AddressRanges(1, [here], [there[0] - 1], [1]))
+        user.run(AddressRanges(1, [here], [there[0] - 1], [1], direction="push"))
     with refused("LLM_PARAM_INVALID", "overlap: both are written"):
-        user.push_ranges(AddressRanges(1, [here, here], [there[0], there[0] + 9], [10, 10]))
+        user.run(
+            AddressRanges(1, [here, here], [there[0], there[0] + 9], [10, 10], direction="push")
+        )
     with pytest.raises(TypeError, match="AddressRanges"):
-        user.pull_ranges([here])  # type: ignore[arg-type]
+        user.run([here])  # type: ignore[arg-type]
     for columns in (([1], [1], []), ([], [], []), ([1], [1], [0]), ([0], [1], [1])):
         with refused("LLM_PARAM_INVALID"):
             AddressRanges(1, *columns)
@@ -110,10 +112,10 @@ def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine:
     own = user.allocate_cache(desc)
     into = AddressRanges(1, [array.ctypes.data], [there], [10])
     with refused("LLM_PARAM_INVALID", "read-only"):
-        user.pull_ranges(into)
+        user.run(into)
     with refused("LLM_KV_CACHE_NOT_EXIST"):
         user.push_ranges(into)
-    user.pull_ranges(AddressRanges(1, own.tensor_addrs, [there], [10]))
+    user.run(AddressRanges(1, own.tensor_addrs, [there], [10]))
     assert user.arrays(own)[0].reshape(-1)[:11].tolist() == [1] * 10 + [0]
 
 
@@ -121,10 +123,10 @@ def test_they_are_recorded(user: LlmDataDist, there: tuple[int, ...], tmp_path: 
     cache = user.allocate_cache(DESC)
     ranges = AddressRanges(1, cache.tensor_addrs, there, [100] * 3)
     with user.record(tmp_path / "it.kvrec"):
-        user.pull_ranges(ranges, tag="a request")
+        user.run(ranges, tag="a request")
     (transfer,) = read(tmp_path / "it.kvrec").transfers
     assert (transfer.operation, transfer.tag, transfer.nbytes) == ("pull_ranges", "a request", 300)
-    assert transfer.plan == user.plan_pull_ranges(ranges)
+    assert transfer.plan == user.plan(ranges)
 
 
 def test_they_are_read_again_where_the_options_say_so(
@@ -134,5 +136,5 @@ def test_they_are_read_again_where_the_options_say_so(
     user = make_engine(2, **{"kvplan.verify": "all"})
     user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
     cache = user.allocate_cache(DESC)
-    user.pull_ranges(AddressRanges(1, cache.tensor_addrs, there, [100] * 3))
+    user.run(AddressRanges(1, cache.tensor_addrs, there, [100] * 3))
     assert user.arrays(cache)[2].reshape(-1)[:100].tolist() == tensor(2)[:100].tolist()

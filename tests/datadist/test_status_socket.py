@@ -25,6 +25,8 @@ from kvplan import (
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
+    Rows,
+    Transfer,
 )
 from kvplan.control.loop import ControlLoop
 from kvplan.control.status_socket import StatusSocket, read_all
@@ -132,12 +134,12 @@ def test_what_is_in_flight_is_listed() -> None:
         peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=DESC)
         engine.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
         mine = engine.allocate_blocks_cache(DESC)
-        task = engine.push_layers(
-            mine,
-            BlocksCacheKey(1),
-            src_blocks=[1],
-            dst_blocks=[2],
-            ext_param=KvCacheExtParam(tensor_num_per_layer=2),
+        task = engine.layered(
+            Transfer(
+                Rows(mine, [1]),
+                Rows(BlocksCacheKey(1), [2]),
+                layers=KvCacheExtParam(tensor_num_per_layer=2),
+            ),
             tag="request 7",
         )
         (row,) = said_by(os.getpid(), 2)[0]["in_flight"]

@@ -16,10 +16,11 @@ from kvplan import (
     CacheIndex,
     ClusterInfo,
     DataType,
-    Group,
     KvCacheExtParam,
     LlmDataDist,
     PlanEvent,
+    Rows,
+    Transfer,
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine
@@ -55,8 +56,8 @@ def calls_of(user: LlmDataDist) -> Calls:
     for cache in (slots, paged):
         for array in user.arrays(cache):
             array[:] = 7
-    pulled = {"kv": Group(BLOCKS, paged, [0, 1], [2, 3])}
-    pushed = {"kv": Group(paged, BLOCKS, [0, 1], [2, 3])}
+    pulled = {"kv": Transfer(Rows(BLOCKS, [0, 1]), Rows(paged, [2, 3]))}
+    pushed = {"kv": Transfer(Rows(paged, [0, 1]), Rows(BLOCKS, [2, 3]))}
     return {
         "pull_cache": lambda call, **more: call(SLOTS, slots, **more),
         "pull_blocks": lambda call, **more: call(BLOCKS, paged, [0, 1], [2, 3], **more),
@@ -90,10 +91,10 @@ NOTHING: dict[str, Callable[..., object]] = {
     ).wait(),
     "prepared": lambda it, paged, **more: it.prepare_pull_blocks(BLOCKS, paged).run([], [], **more),
     "groups": lambda it, paged, **more: it.pull_groups(
-        {"kv": Group(BLOCKS, paged, [], [])}, **more
+        {"kv": Transfer(Rows(BLOCKS, []), Rows(paged, []))}, **more
     ),
     "pushed groups": lambda it, paged, **more: it.push_groups(
-        {"kv": Group(paged, BLOCKS, [], [])}, **more
+        {"kv": Transfer(Rows(paged, []), Rows(BLOCKS, []))}, **more
     ),
     "layers": push_no_layers,
 }
@@ -164,13 +165,17 @@ def test_a_push_by_layers_notifies_after_its_last(user: LlmDataDist, peer: Peer)
     peer.run(OFFER)
     cache = user.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))
     param = KvCacheExtParam(tensor_num_per_layer=1)
-    task = user.push_layers(cache, SLOTS, ext_param=param, notify=b"all", notify_failure=b"no")
+    task = user.layered(
+        Transfer(Rows(cache), Rows(SLOTS), layers=param), notify=b"all", notify_failure=b"no"
+    )
     task.ready(1)
     assert peer.run("result = datadist.notifications().wait(20)") is False
     task.ready(0)
     assert peer.run(NEXT) == (2, b"all")
     task.wait()
-    task = user.push_layers(cache, SLOTS, ext_param=param, notify=b"all", notify_failure=b"no")
+    task = user.layered(
+        Transfer(Rows(cache), Rows(SLOTS), layers=param), notify=b"all", notify_failure=b"no"
+    )
     task.ready(0)
     task.cancel()
     assert peer.run(NEXT) == (2, b"no")
@@ -213,7 +218,9 @@ def test_what_is_refused_before_it_begins_has_failed_too(user: LlmDataDist, peer
         user.pull_blocks(CacheIndex(1, 99), cache, [0], [0], notify=b"yes", notify_failure=b"no")
     assert peer.run(NEXT) == (2, b"no")
     with refused("LLM_PARAM_INVALID"):
-        user.submit_pull_blocks(BLOCKS, cache, [9], [0], notify=b"yes", notify_failure=b"no")
+        user.submit(
+            Transfer(Rows(BLOCKS, [9]), Rows(cache, [0])), notify=b"yes", notify_failure=b"no"
+        )
     assert peer.run(NEXT) == (2, b"no")
     assert peer.run("result = list(datadist.notifications())") == []
 
@@ -240,8 +247,12 @@ def test_a_slow_transfer_delays_no_notification_of_another(
     peer.run(OFFER)
     slow = faulty(user, make_engine, lambda backend: delay(backend, 600_000))
     cache = slow.allocate_blocks_cache(DESC)
-    first = slow.submit_pull_blocks(BLOCKS, cache, [0], [0], notify=b"slow", notify_failure=b"cut")
-    other = slow.submit_pull_blocks(BLOCKS, cache, [1], [1], notify=b"slow", notify_failure=b"off")
+    first = slow.submit(
+        Transfer(Rows(BLOCKS, [0]), Rows(cache, [0])), notify=b"slow", notify_failure=b"cut"
+    )
+    other = slow.submit(
+        Transfer(Rows(BLOCKS, [1]), Rows(cache, [1])), notify=b"slow", notify_failure=b"off"
+    )
     other.cancel()
     assert peer.run(NEXT) == (3, b"off")
     first.cancel()
@@ -301,7 +312,9 @@ def test_a_peer_that_is_killed_ends_what_waits_to_be_notified(
     user.pull_blocks(BLOCKS, cache, [0], [0])
     peer.stop()
     tasks = [
-        user.submit_pull_blocks(BLOCKS, cache, [0], [0], notify=b"never", notify_failure=b"no")
+        user.submit(
+            Transfer(Rows(BLOCKS, [0]), Rows(cache, [0])), notify=b"never", notify_failure=b"no"
+        )
         for _ in range(20)
     ]
     peer.kill()
@@ -316,7 +329,7 @@ def test_an_awaited_task_has_notified(user: LlmDataDist, peer: Peer) -> None:
     cache = user.allocate_blocks_cache(DESC)
 
     async def pull() -> None:
-        await user.submit_pull_blocks(BLOCKS, cache, [0], [0], notify=b"awaited")
+        await user.submit(Transfer(Rows(BLOCKS, [0]), Rows(cache, [0])), notify=b"awaited")
 
     asyncio.run(pull())
     assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"awaited"]

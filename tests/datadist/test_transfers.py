@@ -16,12 +16,13 @@ from kvplan import (
     CacheIndex,
     CacheKey,
     DataType,
-    Group,
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
     LLMStatusCode,
     Placement,
+    Rows,
+    Transfer,
 )
 from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
@@ -81,10 +82,12 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
     expected = np.zeros((4, 64), dtype=np.int32)
     expected[2, 5:8] = theirs(SLOTS)[3][1, 2:5]
     assert (user.arrays(slots)[3] == expected).all()
-    user.submit_pull_cache(src, slots, 2, dst_offset=32).wait()  # all of the local row, from there
+    user.submit(
+        Transfer(Rows(src), Rows(slots, slot=2, offset=32))
+    ).wait()  # all of the local row, from there
     expected[2, 8:] = theirs(SLOTS)[3][1, :56]
     assert (user.arrays(slots)[3] == expected).all()
-    planned = user.plan_pull_cache(src, slots, 2, src_offset=4, dst_offset=8)
+    planned = user.plan(Transfer(Rows(src, offset=4), Rows(slots, slot=2, offset=8)))
     assert planned.nbytes_per_tensor == 256 - 8
     for wrong in ({"src_offset": -4}, {"dst_offset": 256}, {"src_offset": 4}):
         with refused(LLMStatusCode.LLM_PARAM_INVALID):
@@ -93,7 +96,7 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
 
 @pytest.mark.over_tcp
 def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:
-    user.pull_cache(CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((1, 1), (0, 0)))
+    user.pull_cache(CacheIndex(1, CACHE), slots, layers=KvCacheExtParam((1, 1), (0, 0)))
     mine, there = user.arrays(slots), theirs(SLOTS)
     assert (mine[0][0] == there[2][0]).all()
     assert (mine[1][0] == there[3][0]).all()
@@ -114,19 +117,23 @@ FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
     "pull of blocks": lambda it, slots, paged: it.pull_blocks(
         CacheIndex(1, PAGED), paged, [0], [1]
     ),
-    "submitted pull": lambda it, slots, paged: it.submit_pull_blocks(
-        CacheIndex(1, PAGED), paged, [0], [1]
+    "submitted pull": lambda it, slots, paged: it.submit(
+        Transfer(Rows(CacheIndex(1, PAGED), [0]), Rows(paged, [1]))
     ),
     "push": lambda it, slots, paged: it.push_cache(slots, CacheIndex(1, CACHE)),
     "push of blocks": lambda it, slots, paged: it.push_blocks(
         paged, CacheIndex(1, PAGED), [0], [1]
     ),
-    "layers": lambda it, slots, paged: it.push_layers(slots, CacheIndex(1, CACHE)),
-    "prepared": lambda it, slots, paged: it.prepare_pull_blocks(CacheIndex(1, PAGED), paged),
-    "groups": lambda it, slots, paged: it.pull_groups(
-        {"kv": Group(CacheIndex(1, PAGED), paged, [0], [1])}
+    "layers": lambda it, slots, paged: it.layered(
+        Transfer(Rows(slots), Rows(CacheIndex(1, CACHE)))
     ),
-    "gather": lambda it, slots, paged: it.gather_blocks([CacheIndex(1, PAGED)], paged, [[0]], [1]),
+    "prepared": lambda it, slots, paged: it.prepare_pull_blocks(CacheIndex(1, PAGED), paged),
+    "groups": lambda it, slots, paged: it.run(
+        {"kv": Transfer(Rows(CacheIndex(1, PAGED), [0]), Rows(paged, [1]))}
+    ),
+    "gather": lambda it, slots, paged: it.run(
+        Transfer([Rows(CacheIndex(1, PAGED), [0])], Rows(paged, [1]))
+    ),
     "copy": lambda it, slots, paged: it.copy_cache(slots, slots, 0, 1),
     "copy of blocks": lambda it, slots, paged: it.copy_blocks(paged, {0: [1]}),
     "swap": lambda it, slots, paged: it.swap_blocks(paged, paged, {0: 1}),
@@ -277,7 +284,7 @@ def test_a_request_is_consumed_by_its_pull_and_an_index_never(
 def test_pulls_of_layers_consume_a_request_together(user: LlmDataDist, slots: Cache) -> None:
     for layer in (0, 1):
         ext_param = KvCacheExtParam((layer, layer), (layer, layer))
-        user.pull_cache(CacheKey(1, 71), slots, ext_param=ext_param)
+        user.pull_cache(CacheKey(1, 71), slots, layers=ext_param)
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         user.pull_cache(CacheKey(1, 71), slots)
 
@@ -287,7 +294,7 @@ def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
 ) -> None:
     for request, src, dst in ((71, 0, 1), (71, 1, 1), (72, 0, 0), (72, 0, 1)):
         ext_param = KvCacheExtParam((src, src), (dst, dst))
-        user.pull_cache(CacheKey(1, request), slots, ext_param=ext_param)
+        user.pull_cache(CacheKey(1, request), slots, layers=ext_param)
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         user.pull_cache(CacheKey(1, 71), slots)
     user.pull_cache(CacheKey(1, 72), slots)  # of which layer 1 was not pulled
@@ -296,7 +303,7 @@ def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
 def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
     user: LlmDataDist, slots: Cache
 ) -> None:
-    user.plan_pull_cache(CacheKey(1, 71), slots)
+    user.plan(Transfer(Rows(CacheKey(1, 71)), Rows(slots)))
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
         user.pull_cache(CacheKey(1, 71), slots, size=9999)
     user.pull_cache(CacheKey(1, 71), slots)
@@ -354,7 +361,7 @@ def test_a_key_is_of_the_newest_cache_that_has_it(
 def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> None:
     seen = []
     user.on_plan(seen.append)
-    plan = user.plan_pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
+    plan = user.plan(Transfer(Rows(CacheIndex(1, CACHE, 2)), Rows(slots, slot=1)))
     assert plan.explain().startswith("pull_cache  C2C   cache 1 of cluster 1 -> cache 1 ")
     assert not seen
     user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
@@ -399,7 +406,7 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
     "remote layer beyond the cache": (
         LLMStatusCode.LLM_PARAM_INVALID,
         lambda it, slots, blocks: it.pull_cache(
-            CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((2, 2), (0, 0))
+            CacheIndex(1, CACHE), slots, layers=KvCacheExtParam((2, 2), (0, 0))
         ),
     ),
     "local slot beyond the cache": (
@@ -509,7 +516,7 @@ WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
     "block table": lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), blocks, 3, [0]),
     "slot": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, "0"),
     "size": lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=None),
-    "layers": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, ext_param={}),
+    "layers": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, layers={}),
 }
 
 

@@ -18,7 +18,9 @@ from kvplan import (
     ClusterInfo,
     DataType,
     LlmDataDist,
+    Rows,
     Shard,
+    Transfer,
 )
 from kvplan import Cache as LocalCache
 from tests.datadist.conftest import MakeEngine, link
@@ -156,8 +158,8 @@ def test_tokens_are_skipped_in_block_tables_only(ends: Ends) -> None:
     here = ends.user.allocate_cache(flat)
     there = CacheIndex(1, ends.peer.run("result = datadist.allocate_cache(d).cache_id", d=flat))
     with refused("LLM_PARAM_INVALID", "src_token=3 and dst_token=0 skip tokens of block tables"):
-        ends.user.push_layers(here, there, src_token=3)
-    task = ends.user.push_layers(here, there, num_tokens=5)
+        ends.user.layered(Transfer(Rows(here, first_token=3), Rows(there)))
+    task = ends.user.layered(Transfer(Rows(here), Rows(there), num_tokens=5))
     for layer in task.layers:
         task.ready(layer)
     task.wait(30_000)

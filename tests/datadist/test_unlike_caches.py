@@ -17,7 +17,9 @@ from kvplan import (
     DataType,
     KvCacheExtParam,
     LlmDataDist,
+    Rows,
     Shard,
+    Transfer,
 )
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.layers import ready, there, wait_until
@@ -55,16 +57,16 @@ def test_another_data_type_is_refused_before_a_byte_moves(
     with refused(INVALID, both):
         user.pull_blocks(CacheIndex(1, 1), unlike, [1], [3])
     with refused(INVALID, "data type"):
-        user.submit_pull_blocks(CacheIndex(1, 1), unlike, [1], [3])
+        user.submit(Transfer(Rows(CacheIndex(1, 1), [1]), Rows(unlike, [3])))
     with refused(INVALID, "data type: src is DT_FLOAT16 .* dst is DT_BF16"):
         user.push_blocks(unlike, CacheIndex(1, 1), [1], [3])
     with refused(INVALID, "data type"):
-        user.push_layers(
-            unlike,
-            CacheIndex(1, 1),
-            src_blocks=[1],
-            dst_blocks=[3],
-            ext_param=KvCacheExtParam(tensor_num_per_layer=2),
+        user.layered(
+            Transfer(
+                Rows(unlike, [1]),
+                Rows(CacheIndex(1, 1), [3]),
+                layers=KvCacheExtParam(tensor_num_per_layer=2),
+            )
         )
     assert bits(user, unlike) == [0, 0, 0, 0]
     assert peer.run(
@@ -83,7 +85,7 @@ def test_whoever_means_it_reinterprets(
         user.pull_blocks(CacheIndex(1, 1), unlike, [1], [3], reinterpret=True)
     assert bits(user, unlike) == [100, 101, 102, 103]
     assert caplog.messages == []  # it was asked for
-    plan = user.plan_pull_blocks(CacheIndex(1, 1), unlike, [1], [3], reinterpret=True)
+    plan = user.plan(Transfer(Rows(CacheIndex(1, 1), [1]), Rows(unlike, [3]), reinterpret=True))
     assert "DT_BF16 (8, 4, 2, 8) -> DT_FLOAT16 (8, 4, 2, 8), REINTERPRETED" in plan.explain()
 
 
@@ -138,7 +140,9 @@ def test_shards_and_layouts_travel_and_the_peers_count(user: LlmDataDist, peer: 
         shard=Shard(num_layers=1, num_heads=4),
     )
     mine = user.allocate_blocks_cache(desc)
-    plan = user.plan_pull_blocks(BlocksCacheKey(1), mine, [3, 1], [6, 0, 5], num_tokens=11)
+    plan = user.plan(
+        Transfer(Rows(BlocksCacheKey(1), [3, 1]), Rows(mine, [6, 0, 5]), num_tokens=11)
+    )
     assert plan.src.shard == Shard(num_layers=1, heads=range(2, 4), num_heads=4)
     assert "heads 2..3 of 4" in plan.explain().splitlines()[1]
     user.pull_blocks(BlocksCacheKey(1), mine, [3, 1], [6, 0, 5], num_tokens=11)
@@ -172,7 +176,7 @@ def test_a_layer_that_is_ready_goes_alone(user: LlmDataDist, peer: Peer, by_tens
     source = user.allocate_blocks_cache(
         CacheDesc(number, shape, DataType.DT_INT32, kv_tensor_format=text)
     )
-    task = user.push_layers(source, CacheIndex(1, 1), src_blocks=[2, 5], dst_blocks=[4, 0])
+    task = user.layered(Transfer(Rows(source, [2, 5]), Rows(CacheIndex(1, 1), [4, 0])))
     assert task.layers == range(layers)
     arrays = user.arrays(source)
 
@@ -205,7 +209,7 @@ def test_mla_is_one_tensor_a_layer(user: LlmDataDist, peer: Peer) -> None:
     )
     for number, array in enumerate(user.arrays(source)):
         array[:] = number + 1
-    task = user.push_layers(source, CacheIndex(1, 1), src_blocks=[2], dst_blocks=[4])
+    task = user.layered(Transfer(Rows(source, [2]), Rows(CacheIndex(1, 1), [4])))
     assert task.layers == range(4)
     task.ready(0)
     wait_until(lambda: task.progress().done == (0,))
@@ -222,10 +226,12 @@ def test_layers_of_which_nothing_says_how_many_tensors_they_have_are_refused(
     peer.run("cache = datadist.allocate_cache(CacheDesc(4, (4, 64), DataType.DT_INT32))")
     source, target = user.allocate_cache(desc), CacheIndex(1, 1)
     with refused(INVALID, "tensor_num_per_layer=None .* how many tensors are one must be said"):
-        user.push_layers(source, target)
+        user.layered(Transfer(Rows(source), Rows(target)))
     for per_layer, layers in ((1, range(4)), (2, range(2))):
-        task = user.push_layers(
-            source, target, ext_param=KvCacheExtParam(tensor_num_per_layer=per_layer)
+        task = user.layered(
+            Transfer(
+                Rows(source), Rows(target), layers=KvCacheExtParam(tensor_num_per_layer=per_layer)
+            )
         )
         assert task.layers == layers
         ready(task)
@@ -239,7 +245,7 @@ def test_what_the_source_says_of_its_layers_holds_where_bytes_are_reinterpreted(
     source = user.allocate_cache(
         CacheDesc(4, (4, 64), DataType.DT_INT32, shard=Shard(num_layers=4))
     )
-    task = user.push_layers(source, CacheIndex(1, 1), reinterpret=True)
+    task = user.layered(Transfer(Rows(source), Rows(CacheIndex(1, 1)), reinterpret=True))
     assert task.layers == range(4)
     ready(task)
     task.wait()
@@ -262,12 +268,22 @@ def test_one_request_from_two_engines(make_engine: MakeEngine) -> None:
         stage.write_cache(cache, values)
     mine = user.allocate_blocks_cache(whole)
     sources = [CacheIndex(1, 1), CacheIndex(3, 1)]
-    user.gather_blocks(sources, mine, [[1], [2]], [3])
+    user.run(
+        Transfer(
+            [Rows(cache, blocks) for cache, blocks in zip(sources, [[1], [2]], strict=True)],
+            Rows(mine, [3]),
+        )
+    )
     arrays = user.read_cache(mine)
     assert [int(it[3].min()) for it in arrays] == [1, 2, 11, 12]
     assert [int(it[:3].max()) for it in arrays] == [0, 0, 0, 0]
     with refused(INVALID, r"no source has layers 1\.\.1"):
-        user.gather_blocks(sources[:1], mine, [[1]], [3])
+        user.run(
+            Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(sources[:1], [[1]], strict=True)],
+                Rows(mine, [3]),
+            )
+        )
 
 
 def test_a_layout_on_one_side_only_is_refused_before_a_byte_moves(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -18,10 +19,9 @@ from kvplan import (
     DataType,
     LlmDataDist,
     LlmRole,
-    plan_copy_blocks,
+    Rows,
+    Transfer,
     plan_groups,
-    plan_pull_blocks,
-    plan_pull_cache,
     reference,
 )
 from kvplan.debug import locate, replay
@@ -106,8 +106,8 @@ def test_what_the_plan_did_not_write_is_counted_and_not_wrong(
 
 def test_a_wrong_block_id_is_explained() -> None:
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
-    right = plan_pull_blocks(NHD, NHD, SRC, DST)
-    wrong = plan_pull_blocks(NHD, NHD, [3, 4, 12, 12, 13], DST)
+    right = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    wrong = kvplan.plan(Transfer(Rows(NHD, [3, 4, 12, 12, 13]), Rows(NHD, DST)), local="dst")
     result = locate(moved(right, source, empty), moved(wrong, source, empty), wrong, source=source)
     assert result
     assert str(result) == "\n".join(
@@ -127,7 +127,7 @@ def test_a_wrong_block_id_is_explained() -> None:
 def one_wrong(change: Any) -> Any:
     """The first wrong place after a change of block 8 of layer 1, tokens 16 to 31, in V."""
     source = filled(NHD, 1)
-    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
     found = [it.copy() for it in right]
     change(found[3][8], right, source)
@@ -181,7 +181,7 @@ def test_what_the_bytes_are_instead_is_recognized(change: Any, holds: str) -> No
 def test_zeros_that_the_plan_has_copied_were_written() -> None:
     """Prefill has not computed the block yet: the transfer is not what is wrong."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
-    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, empty)
     source[2][9] = 0
     first = locate(right, moved(plan, source, empty), plan, source=source).first
@@ -192,8 +192,8 @@ def test_zeros_that_the_plan_has_copied_were_written() -> None:
 def test_a_block_of_which_some_tokens_are_not_the_sources_was_not_copied_as_planned() -> None:
     """The plan is wrong, and a later transfer wrote the last tokens of the same block."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
-    right = plan_pull_blocks(NHD, NHD, SRC, DST)
-    wrong = plan_pull_blocks(NHD, NHD, [5, 4, 9, 12, 13], DST)
+    right = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    wrong = kvplan.plan(Transfer(Rows(NHD, [5, 4, 9, 12, 13]), Rows(NHD, DST)), local="dst")
     found = moved(wrong, source, empty)
     found[0][7, 12:] = source[0][6, 12:]
     first = locate(moved(right, source, empty), found, wrong, source=source).first
@@ -214,7 +214,10 @@ def test_all_bytes_are_those_of_the_block_that_is_named() -> None:
 
 def test_what_lies_behind_the_last_token_is_not_of_the_request() -> None:
     source = filled(NHD, 1)
-    plan = plan_pull_blocks(NHD, NHD, [3, 4], [7, 8], num_tokens=18, src_token=4, dst_token=4)
+    plan = kvplan.plan(
+        Transfer(Rows(NHD, [3, 4], first_token=4), Rows(NHD, [7, 8], first_token=4), num_tokens=18),
+        local="dst",
+    )
     target = filled(NHD, 2)
     right = moved(plan, source, target)
     for token in (3, 16 + 6):  # the last before the request, the first behind it
@@ -228,7 +231,7 @@ def test_what_lies_behind_the_last_token_is_not_of_the_request() -> None:
 def test_tensors_of_a_layer_without_names_have_numbers() -> None:
     desc = CacheDesc(4, (8, 64), DataType.DT_FLOAT16)
     source = filled(desc, 1)
-    plan = plan_pull_blocks(desc, desc, [1, 2], [5, 6])
+    plan = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 6])), local="dst")
     found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 4)
     found[1][5] = found[0][5]
     first = replay(plan, source, found).first
@@ -241,7 +244,7 @@ def test_heads_that_share_a_byte_are_not_named() -> None:
     """Of 4 bits an element; the token is found all the same."""
     desc = CacheDesc(2, (8, 4, 2, 3), DataType.DT_INT4, kv_tensor_format="NHD")
     source = [np.arange(96, dtype=np.uint8) + tensor for tensor in range(2)]
-    plan = plan_pull_blocks(desc, desc, [1], [5])
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [5])), local="dst")
     found = moved(plan, source, [np.zeros(96, np.uint8)] * 2)
     found[1][5 * 12 + 3 * 2] += 100
     first = replay(plan, source, found).first
@@ -256,7 +259,7 @@ def test_memory_is_a_few_bytes_for_each_element_at_most() -> None:
         2, (128, 4, 64, 32), DataType.DT_FLOAT16, kv_tensor_format="block head dim token"
     )
     source = filled(desc, 1)
-    plan = plan_pull_blocks(desc, desc, range(60), range(60, 120))
+    plan = kvplan.plan(Transfer(Rows(desc, range(60)), Rows(desc, range(60, 120))), local="dst")
     right = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
     found = [it.copy() for it in right]
     found[1][100, 3, 60, 30] = 7
@@ -275,7 +278,7 @@ def test_slots_and_opaque_rows() -> None:
     """Without a layout there are rows, and no more."""
     desc = CacheDesc(2, (3, 64), DataType.DT_FLOAT16)
     source = filled(desc, 1)
-    plan = plan_pull_cache(desc, desc, src_batch_index=2, dst_batch_index=1)
+    plan = kvplan.plan(Transfer(Rows(desc, slot=2), Rows(desc, slot=1)), local="dst")
     found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
     found[1][1, 32:] = source[1][0, 32:]
     first = replay(plan, source, found).first
@@ -288,8 +291,10 @@ def test_groups_are_compared_each_by_itself() -> None:
     latent = CacheDesc(2, (8, 4, 6), DataType.DT_FLOAT16, kv_tensor_format="block token dim")
     plan = plan_groups(
         {
-            "latent": plan_pull_blocks(latent, latent, [1, 2], [5, 6]),
-            "full": plan_pull_blocks(NHD, NHD, SRC, DST),
+            "latent": kvplan.plan(
+                Transfer(Rows(latent, [1, 2]), Rows(latent, [5, 6])), local="dst"
+            ),
+            "full": kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst"),
         }
     )
     source = [*filled(latent, 3), *filled(NHD, 1)]
@@ -305,7 +310,7 @@ def test_groups_are_compared_each_by_itself() -> None:
 
 def test_caches_of_two_runs_may_differ_by_rounding() -> None:
     source = filled(NHD, 1)
-    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
     near = [it + np.float16(1e-3) for it in right]
     near[0][7, 0, 0, 0] = right[0][7, 0, 0, 0] + 1
@@ -316,7 +321,7 @@ def test_caches_of_two_runs_may_differ_by_rounding() -> None:
 
 
 def test_a_difference_of_exactly_atol_is_none() -> None:
-    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = [np.ones(NHD.shape, np.float16) for _ in range(4)]
     assert not locate(right, [it + np.float16(0.5) for it in right], plan, atol=0.5)
     above = np.nextafter(np.float16(1.5), np.float16(2))
@@ -326,7 +331,7 @@ def test_a_difference_of_exactly_atol_is_none() -> None:
 
 def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
     source = filled(NHD, 1)
-    plan = plan_copy_blocks(NHD, {1: [5], 2: [6]})
+    plan = kvplan.plan(Transfer(Rows(NHD, [1, 2]), Rows(NHD, [5, 6])))
     found = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
     found[0][6] = source[0][1]
     first = replay(plan, source, found).first
@@ -335,7 +340,7 @@ def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
 
 
 def test_a_block_that_is_copied_to_two_is_no_mistake() -> None:
-    plan = plan_copy_blocks(NHD, {1: [5, 6]})
+    plan = kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [5, 6])))
     found = moved(plan, source := filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4)
     found[0][6] = 0
     text = str(replay(plan, source, found))
@@ -352,7 +357,7 @@ def test_layers_have_their_numbers_in_the_model() -> None:
         shard=Shard(layers=range(10, 12), heads=range(6, 8), num_layers=32, num_heads=8),
     )
     source = filled(desc, 1)
-    plan = plan_pull_blocks(desc, desc, [1], [5])
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [5])), local="dst")
     found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 4)
     found[2][5, 3, 1] = 1
     first = replay(plan, source, found).first
@@ -361,7 +366,7 @@ def test_layers_have_their_numbers_in_the_model() -> None:
 
 
 def test_what_does_not_fit_the_plan_is_refused() -> None:
-    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = filled(NHD, 1)
     with refused("LLM_PARAM_INVALID", "found has 3 tensors; the plan needs 4"):
         locate(right, right[:3], plan)
@@ -378,7 +383,12 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
     numbers = CacheDesc(4, (32, 16, 4, 8), DataType.DT_INT8, kv_tensor_format="NHD")
     whole = [np.zeros(numbers.shape, np.int8)] * 4
     with refused("LLM_PARAM_INVALID", "atol=0.5 must be 0 for DT_INT8; other values are for"):
-        locate(whole, whole, plan_pull_blocks(numbers, numbers, SRC, DST), atol=0.5)
+        locate(
+            whole,
+            whole,
+            kvplan.plan(Transfer(Rows(numbers, SRC), Rows(numbers, DST)), local="dst"),
+            atol=0.5,
+        )
 
 
 class Exported:
@@ -396,7 +406,7 @@ class Exported:
 
 def test_tensors_of_other_libraries_are_read_where_they_are() -> None:
     source = filled(NHD, 1)
-    plan = plan_pull_blocks(NHD, NHD, SRC, DST)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     found = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
     assert not replay(plan, [Exported(it) for it in source], [Exported(it) for it in found])
     with refused("LLM_PARAM_INVALID", r"found\[0\] is not contiguous: strides"):
@@ -415,7 +425,7 @@ def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
         assert prefill.listen_address is not None
         decode.link_clusters([ClusterInfo(1, prefill.listen_address)]).raise_for_status()
         key = BlocksCacheKey(1)
-        plan = decode.plan_pull_blocks(key, mine, SRC, DST)
+        plan = decode.plan(Transfer(Rows(key, SRC), Rows(mine, DST)))
         with decode.record(tmp_path / "decode.kvrec"):
             decode.pull_blocks(key, mine, SRC, DST, tag="request 7")
             decode.pull_blocks(key, mine, [25], [DST[2]], tag="request 8")

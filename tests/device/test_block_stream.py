@@ -20,7 +20,9 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
+    Rows,
     Shard,
+    Transfer,
     TransferTask,
 )
 from tests.ascend.device import OnDeviceOverTcp
@@ -50,7 +52,7 @@ class TestOffloading:
         given = contents(1, HOST)
         datadist.write_cache(host, given)
         simulator.add_fault("cuLaunchKernel:1=hang")
-        task = datadist.submit_swap_blocks(host, gpu, {3: 0, 6: 5})
+        task = datadist.submit(Transfer(Rows(host, [3, 6]), Rows(gpu, [0, 5])))
         task.block_stream(compute)
         seen = [compute.read(it, 6 * ROW_NBYTES) for it in gpu.tensor_addrs]
         assert not task.wait_done(20)
@@ -75,7 +77,7 @@ class TestOffloading:
         for address in gpu.tensor_addrs:
             compute.fill(address, ROW_NBYTES, 3)
         compute.wait()
-        task = datadist.submit_swap_blocks(gpu, host, {0: 7})
+        task = datadist.submit(Transfer(Rows(gpu, [0]), Rows(host, [7])))
         task.block_stream(compute)
         for address in gpu.tensor_addrs:
             compute.fill(address, ROW_NBYTES, 4)
@@ -92,7 +94,7 @@ class TestOffloading:
         gpu = datadist.allocate_blocks_cache(DEVICE)
         host = datadist.allocate_blocks_cache(HOST)
         simulator.add_fault("cuLaunchKernel:1=hang")
-        task = datadist.submit_swap_blocks(host, gpu, {3: 0})
+        task = datadist.submit(Transfer(Rows(host, [3]), Rows(gpu, [0])))
         task.block_stream(compute)
         if ends == "cancel":
             task.cancel()
@@ -108,7 +110,7 @@ class TestOffloading:
             gpu = datadist.allocate_blocks_cache(DEVICE)
             host = datadist.allocate_blocks_cache(HOST)
             simulator.add_fault("cuLaunchKernel:1=hang")
-            task = datadist.submit_swap_blocks(host, gpu, {3: 0})
+            task = datadist.submit(Transfer(Rows(host, [3]), Rows(gpu, [0])))
             task.block_stream(compute)
             finalizing = threading.Thread(target=datadist.finalize)  # it frees, behind all work
             finalizing.start()
@@ -128,17 +130,22 @@ class TestOffloading:
     ) -> None:
         gpu = datadist.allocate_blocks_cache(DEVICE)
         simulator.add_fault("cuLaunchKernel:1=hang")
-        task = datadist.submit_copy_blocks(gpu, {0: [5]})
+        task = datadist.submit(Transfer(Rows(gpu, [0]), Rows(gpu, [5])))
         with compute.capture():
             with refused("LLM_PARAM_INVALID", "stream=.* is captured into a CUDA graph"):
                 task.block_stream(compute)
             with refused("LLM_PARAM_INVALID", "after=.* is captured into a CUDA graph"):
-                datadist.submit_copy_blocks(gpu, {0: [5]}, after=compute)
+                datadist.submit(Transfer(Rows(gpu, [0]), Rows(gpu, [5])), after=compute)
         simulator.end_hangs()
         task.wait(FOREVER)
 
     def test_of_host_memory_alone(self, datadist: LlmDataDist, compute: Any) -> None:
-        task = datadist.submit_copy_blocks(datadist.allocate_blocks_cache(HOST), {0: [5]})
+        task = datadist.submit(
+            Transfer(
+                Rows(datadist.allocate_blocks_cache(HOST), [0]),
+                Rows(datadist.allocate_blocks_cache(HOST), [5]),
+            )
+        )
         with refused("LLM_FEATURE_NOT_ENABLED", "not moved by work on a device's streams"):
             task.block_stream(compute)
         task.wait(FOREVER)
@@ -148,14 +155,19 @@ class TestOffloading:
         """A stream there that is aborted would leave its followers waiting."""
         gpu = datadist.allocate_blocks_cache(DEVICE)
         compute.hold()
-        task = datadist.submit_copy_blocks(gpu, {0: [5]}, after=compute)
+        task = datadist.submit(Transfer(Rows(gpu, [0]), Rows(gpu, [5])), after=compute)
         with refused("LLM_FEATURE_NOT_ENABLED", "no stream of the Ascend runtime can wait"):
             task.block_stream(compute)
         compute.release()
         task.wait(FOREVER)
 
     def test_no_stream(self, simulator: Controls, datadist: LlmDataDist, compute: Any) -> None:
-        task = datadist.submit_copy_blocks(datadist.allocate_blocks_cache(DEVICE), {0: [5]})
+        task = datadist.submit(
+            Transfer(
+                Rows(datadist.allocate_blocks_cache(DEVICE), [0]),
+                Rows(datadist.allocate_blocks_cache(DEVICE), [5]),
+            )
+        )
         with pytest.raises(TypeError, match=r"stream=.* must be a stream of the model's compute"):
             task.block_stream(compute.event())
         other = "cuda" if simulator.accelerator == "ascend" else "npu"
@@ -179,7 +191,7 @@ class TestBetween:
         prefill.write_cache(source, given)
         simulator.add_fault("cuLaunchKernel:1=hang")
         compute = compute_on(simulator, 4)
-        task = decode.submit_pull_blocks(BlocksCacheKey(3), linked.theirs, [2, 1], [0, 4])
+        task = decode.submit(Transfer(Rows(BlocksCacheKey(3), [2, 1]), Rows(linked.theirs, [0, 4])))
         task.block_stream(compute)
         seen = [compute.read(it, 5 * ROW_NBYTES) for it in linked.theirs.tensor_addrs]
         assert not compute.is_done
@@ -211,7 +223,12 @@ class TestBetween:
         simulator.add_fault("cuLaunchKernel:1=hang", "cuLaunchKernel:2=hang")
         compute = compute_on(simulator, 4)
         keys = [BlocksCacheKey(3, index) for index in range(2)]
-        task: GatherTask = linked.decode.submit_gather_blocks(keys, target, [[3], [1]], [0])
+        task: GatherTask = linked.decode.submit(
+            Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(keys, [[3], [1]], strict=True)],
+                Rows(target, [0]),
+            )
+        )
         task.block_stream(compute)
         nbytes = both.stride
         seen = [compute.read(it, nbytes) for it in target.tensor_addrs]
@@ -233,7 +250,7 @@ class TestBetween:
             linked.compute.fill(address, ROW_NBYTES, 3)
         linked.compute.wait()
         simulator.add_fault("cuLaunchKernel:1=hang")
-        task = linked.prefill.submit_push_blocks(linked.mine, BlocksCacheKey(4), [0], [6])
+        task = linked.prefill.submit(Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6])))
         task.block_stream(linked.compute)
         for address in linked.mine.tensor_addrs:
             linked.compute.fill(address, ROW_NBYTES, 4)
@@ -246,15 +263,15 @@ class TestBetween:
     def test_over_tcp(self, simulator: Controls) -> None:
         engine = OnCudaOverTcp if simulator.accelerator == "cuda" else OnDeviceOverTcp
         pair = Pair(simulator, engine)
-        task = pair.prefill.submit_push_blocks(pair.mine, BlocksCacheKey(4), [0], [6])
+        task = pair.prefill.submit(Transfer(Rows(pair.mine, [0]), Rows(BlocksCacheKey(4), [6])))
         with refused("LLM_FEATURE_NOT_ENABLED", "not moved by work on a device's streams"):
             task.block_stream(pair.compute)
         task.wait(FOREVER)
         pair.close()
 
     def test_layers(self, linked: Pair) -> None:
-        task = linked.prefill.push_layers(
-            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        task = linked.prefill.layered(
+            Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
         )
         for layer in task.layers:
             task.ready(layer)
@@ -266,7 +283,12 @@ class TestBetween:
 def test_without_an_accelerator() -> None:
     with LlmDataDist(2, LlmRole.MIX) as datadist:
         datadist.initialize(Options(accelerator="none"))
-        task = datadist.submit_copy_blocks(datadist.allocate_blocks_cache(HOST), {0: [5]})
+        task = datadist.submit(
+            Transfer(
+                Rows(datadist.allocate_blocks_cache(HOST), [0]),
+                Rows(datadist.allocate_blocks_cache(HOST), [5]),
+            )
+        )
         with refused("LLM_FEATURE_NOT_ENABLED", r"stream=.*no accelerator.*kvplan.accelerator"):
             task.block_stream(SimpleNamespace(cuda_stream=16))
         task.wait(FOREVER)

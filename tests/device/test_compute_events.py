@@ -17,6 +17,8 @@ from kvplan import (
     LLMException,
     LlmRole,
     Options,
+    Rows,
+    Transfer,
 )
 from tests.ascend.simulator import Controls
 from tests.device.compute import Compute, compute_on, handle_of
@@ -39,8 +41,8 @@ class TestInside:
             compute.fill(address, ROW_NBYTES, tensor + 1)
         event = compute.event()
         tasks = [
-            datadist.submit_copy_blocks(cache, {0: [5, 6]}, after=event),
-            datadist.submit_swap_blocks(cache, host, {0: 3}, after=compute, tag="out"),
+            datadist.submit(Transfer(Rows(cache, [0, 0]), Rows(cache, [5, 6])), after=event),
+            datadist.submit(Transfer(Rows(cache, [0]), Rows(host, [3])), tag="out", after=compute),
         ]
         compute.destroy(handle_of(event))
         assert all(still(it) for it in tasks)
@@ -57,7 +59,7 @@ class TestInside:
     def test_of_host_memory_alone(self, datadist: LlmDataDist, compute: Compute) -> None:
         cache = datadist.allocate_blocks_cache(HOST)
         compute.hold()
-        task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+        task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
         assert still(task)
         for it in datadist.arrays(cache):
             it[0] = 4
@@ -72,7 +74,7 @@ class TestInside:
         cache = datadist.allocate_blocks_cache(of)
         before = datadist.read_cache(cache)
         compute.hold()
-        task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+        task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
         with refused("LLM_TIMEOUT", r"0 of \d+ bytes were moved") as caught:
             task.wait(A_WHILE)
         assert caught.value.unconfirmed == ((0, NUM_TENSORS),)
@@ -80,7 +82,7 @@ class TestInside:
         compute.wait()
         after = datadist.read_cache(cache)
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-        datadist.submit_copy_blocks(cache, {0: [5]}, after=compute).wait(FOREVER)
+        datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute).wait(FOREVER)
 
     @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
     def test_finalize_stops_it(self, simulator: Controls, of: Any) -> None:
@@ -88,7 +90,9 @@ class TestInside:
             compute = compute_on(simulator)
             cache = datadist.allocate_blocks_cache(of)
             compute.hold()
-            task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+            task = datadist.submit(
+                Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event()
+            )
             # Elsewhere: CUDA frees memory when all work of the context is done.
             finalizing = threading.Thread(target=datadist.finalize)
             finalizing.start()
@@ -108,7 +112,7 @@ class TestInside:
         compute.hold()
         for address in cache.tensor_addrs:
             compute.fill(address, ROW_NBYTES, 7)
-        task = datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event())
+        task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
         datadist.deallocate_cache(cache)
         other = datadist.allocate_blocks_cache(DEVICE)
         datadist.write_cache(other, [np.zeros(DEVICE.shape, np.uint16)] * NUM_TENSORS)
@@ -134,8 +138,8 @@ class TestBetween:
         compute.hold()
         for address in linked.mine.tensor_addrs:
             compute.fill(address, ROW_NBYTES, 3)
-        task = linked.prefill.submit_push_blocks(
-            linked.mine, BlocksCacheKey(4), [0], [6], after=compute
+        task = linked.prefill.submit(
+            Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6])), after=compute
         )
         assert still(task)
         compute.release()
@@ -144,8 +148,8 @@ class TestBetween:
 
     def test_each_layer_behind_its_own_event(self, linked: Pair) -> None:
         compute = linked.compute
-        task = linked.prefill.push_layers(
-            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        task = linked.prefill.layered(
+            Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
         )
         for layer in task.layers:
             compute.hold()
@@ -163,8 +167,8 @@ class TestBetween:
 
     def test_a_layer_whose_event_never_comes(self, linked: Pair) -> None:
         compute = linked.compute
-        task = linked.prefill.push_layers(
-            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        task = linked.prefill.layered(
+            Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
         )
         compute.hold()
         for layer in task.layers:
@@ -180,8 +184,8 @@ class TestBetween:
 
     def test_others_do_not_stand_behind_it(self, linked: Pair) -> None:
         linked.compute.hold()
-        held = linked.prefill.submit_push_blocks(
-            linked.mine, BlocksCacheKey(4), [0], [6], after=linked.compute
+        held = linked.prefill.submit(
+            Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6])), after=linked.compute
         )
         for _ in range(3):
             linked.prefill.push_blocks(linked.mine, BlocksCacheKey(4), [1], [5])
@@ -213,7 +217,7 @@ class TestWhatIsRefused:
     def test_no_event(self, datadist: LlmDataDist, event: Any, says: str) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
         with pytest.raises(TypeError, match=says):
-            datadist.submit_copy_blocks(cache, {0: [5]}, after=event)
+            datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=event)
 
     def test_no_such_event(self, simulator: Controls, datadist: LlmDataDist) -> None:
         prefix, other = ("npu", "cuda") if simulator.accelerator == "ascend" else ("cuda", "npu")
@@ -233,7 +237,7 @@ class TestWhatIsRefused:
             (1 << 64, "the handle of an event must be an int in"),
         ):
             with refused("LLM_PARAM_INVALID", says):
-                datadist.submit_copy_blocks(cache, {0: [5]}, after=event)  # type: ignore[arg-type]
+                datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=event)  # type: ignore[arg-type]
         datadist.copy_blocks(cache, {0: [5]})
 
     @pytest.mark.parametrize("simulator", ["cuda"], indirect=True)
@@ -250,8 +254,9 @@ class TestWhatIsRefused:
     def test_no_such_named_stream(self, datadist: LlmDataDist, named: Any, says: str) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
         with refused("LLM_PARAM_INVALID", f"after=.*{says}"):
-            datadist.submit_copy_blocks(
-                cache, {0: [5]}, after=SimpleNamespace(__cuda_stream__=named)
+            datadist.submit(
+                Transfer(Rows(cache, [0]), Rows(cache, [5])),
+                after=SimpleNamespace(__cuda_stream__=named),
             )
 
     @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)  # CUDA may break
@@ -268,12 +273,12 @@ class TestWhatIsRefused:
             (elsewhere, 107003),
         ):
             with pytest.raises(LLMException, match=f"after=.* on device 3: .* {code}"):
-                datadist.submit_copy_blocks(cache, {0: [5]}, after=given)
+                datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=given)
         elsewhere.close()
 
     def test_a_layer_stays_as_it_was(self, linked: Pair) -> None:
-        task = linked.prefill.push_layers(
-            linked.mine, BlocksCacheKey(4), src_blocks=[0], dst_blocks=[6]
+        task = linked.prefill.layered(
+            Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
         )
         with pytest.raises(TypeError, match="event='now' must be an event or a stream"):
             task.ready(0, "now")  # type: ignore[arg-type]
@@ -285,6 +290,6 @@ class TestWhatIsRefused:
             datadist.initialize(Options(accelerator="none"))
             cache: Cache = datadist.allocate_blocks_cache(HOST)
             with refused("LLM_FEATURE_NOT_ENABLED", r"after=16: .* no accelerator.*accelerator"):
-                datadist.submit_copy_blocks(cache, {0: [5]}, after=16)
+                datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=16)
             with refused("LLM_FEATURE_NOT_ENABLED", r"after=16: .* no accelerator.*accelerator"):
-                datadist.submit_gather_blocks([CacheIndex(4, 1)], cache, [[0]], [5], after=16)
+                datadist.submit(Transfer([Rows(CacheIndex(4, 1), [0])], Rows(cache, [5])), after=16)

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, PoolConfig
+from kvplan import (
+    Cache,
+    CacheDesc,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Options,
+    Placement,
+    PoolConfig,
+    Rows,
+    Transfer,
+)
 from tests.ascend.simulator import Controls, Log
 from tests.device.engines import DEVICE, HOST, contents, engine_on, kind_of, same
 from tests.support.refusals import refused
@@ -156,7 +167,7 @@ def test_no_array_shows_device_memory(simulator: Controls) -> None:
         # An address that is taken for the host's all the same is not mapped there.
         with refused("LLM_PARAM_INVALID", "not mapped|not readable"):
             kvplan.execute(
-                kvplan.plan_copy_cache(DEVICE, DEVICE),
+                kvplan.plan(Transfer(Rows(DEVICE), Rows(DEVICE))),
                 contents(1),
                 Cache(DEVICE, -1, cache.tensor_addrs),
             )

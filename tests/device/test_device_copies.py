@@ -15,6 +15,8 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
+    Rows,
+    Transfer,
 )
 from kvplan.planning import reference
 from tests.ascend.simulator import Controls
@@ -71,7 +73,7 @@ def test_a_task_holds_the_memory_that_it_copies(datadist: LlmDataDist, simulator
     array = datadist.arrays(target)[0]
     simulator.set("latency_us", 50_000)
     try:
-        task = datadist.submit_swap_blocks(source, target, {0: 3})
+        task = datadist.submit(Transfer(Rows(source, [0]), Rows(target, [3])))
         datadist.deallocate_cache(source)
         datadist.deallocate_cache(target)
         task.wait()
@@ -84,7 +86,7 @@ def test_a_task_holds_the_memory_that_it_copies(datadist: LlmDataDist, simulator
 def test_arrays_of_the_host_are_a_side(datadist: LlmDataDist) -> None:
     cache = filled(datadist, DEVICE, 1, paged=False)
     arrays = contents(2)
-    plan = kvplan.plan_copy_cache(DEVICE, DEVICE, src_batch_index=3, dst_batch_index=4)
+    plan = kvplan.plan(Transfer(Rows(DEVICE, slot=3), Rows(DEVICE, slot=4)))
     kvplan.execute(plan, datadist.memory(cache), arrays)  # pageable
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(arrays, contents(1), strict=True))
     for it in arrays:
@@ -109,7 +111,7 @@ def test_two_devices_of_one_process(simulator: Controls) -> None:
         two.initialize(Options(accelerator=simulator.accelerator, device_id=4, transport="local"))
         sides = [it.memory(it.allocate_cache(DEVICE)) for it in (one, two)]
         with refused("LLM_FEATURE_NOT_ENABLED", "device 3 .* device 4; .*linked engines"):
-            kvplan.execute(kvplan.plan_copy_cache(DEVICE, DEVICE), *sides)
+            kvplan.execute(kvplan.plan(Transfer(Rows(DEVICE), Rows(DEVICE))), *sides)
         del sides
 
 
@@ -127,8 +129,13 @@ class TestAnyPlan:
         @settings(max_examples=15)
         @given(st.dictionaries(rows, rows, min_size=1).filter(_one_to_one), st.booleans())
         def check(blocks: dict[int, int], coalesce: bool) -> None:
-            plan = kvplan.plan_push_blocks(
-                DEVICE, DEVICE, list(blocks), list(blocks.values()), coalesce=coalesce
+            plan = kvplan.plan(
+                Transfer(
+                    Rows(DEVICE, list(blocks)),
+                    Rows(DEVICE, list(blocks.values())),
+                    coalesce=coalesce,
+                ),
+                local="src",
             )
             expected = datadist.read_cache(target)
             reference.execute(plan, datadist.read_cache(source), expected)

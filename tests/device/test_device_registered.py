@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement, Rows, Transfer
 from kvplan.device.device import Device
 from tests.ascend.simulator import Controls
 from tests.device.compute import compute_on
@@ -111,11 +111,11 @@ def test_what_it_is_unregistered_under_never_moves(
     compute = compute_on(simulator)
     compute.hold()
     tasks = [
-        datadist.submit_copy_blocks(cache, {0: [5]}, after=compute.event()),
-        datadist.submit_swap_blocks(host, cache, {0: 3}, after=compute.event()),
-        datadist.submit_swap_blocks(cache, host, {0: 3}, after=compute.event()),
+        datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event()),
+        datadist.submit(Transfer(Rows(host, [0]), Rows(cache, [3])), after=compute.event()),
+        datadist.submit(Transfer(Rows(cache, [0]), Rows(host, [3])), after=compute.event()),
     ]
-    goes_on = datadist.submit_copy_blocks(host, {0: [5]}, after=compute.event())
+    goes_on = datadist.submit(Transfer(Rows(host, [0]), Rows(host, [5])), after=compute.event())
     datadist.unregister_cache(cache.cache_id)
     for it in tasks:
         assert it.done

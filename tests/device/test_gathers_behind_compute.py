@@ -14,11 +14,12 @@ from kvplan import (
     CacheIndex,
     DataType,
     GatherError,
-    GatherGroup,
     GatherTask,
     LLMStatusCode,
     Placement,
+    Rows,
     Shard,
+    Transfer,
 )
 from tests.device.compute import handle_of
 from tests.device.engines import NUM_TENSORS
@@ -91,10 +92,16 @@ def test_groups_come_after_it(linked: Pair) -> None:
     gathered = Gathered(linked)
     other = linked.prefill.allocate_blocks_cache(WHOLE)
     groups = {
-        name: GatherGroup(gathered.sources, cache, [[0, 3]] * NUM_TENSORS, [6, 5])
+        name: Transfer(
+            [
+                Rows(cache, blocks)
+                for cache, blocks in zip(gathered.sources, [[0, 3]] * NUM_TENSORS, strict=True)
+            ],
+            Rows(cache, [6, 5]),
+        )
         for name, cache in (("one", gathered.mine), ("two", other))
     }
-    task = linked.prefill.submit_gather_groups(groups, after=linked.compute)
+    task = linked.prefill.submit(groups, after=linked.compute)
     assert still(task)
     assert gathered.found(other) == [[0]] * NUM_TENSORS
     linked.compute.release()

@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 import kvplan
-from kvplan import CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode, Placement
+from kvplan import (
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    Rows,
+    Transfer,
+)
 from kvplan.engine.entry import CacheEntry
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
@@ -47,6 +56,6 @@ def pulled(transport: LocalTransport, entry: CacheEntry) -> list[int]:
     """The first byte of each tensor, as a peer gets it."""
     desc = entry.cache.cache_desc
     into = [np.zeros(desc.shape, np.uint8) for _ in range(desc.num_tensors)]
-    plan = kvplan.plan_pull_cache(desc, desc)
+    plan = kvplan.plan(Transfer(Rows(desc), Rows(desc)), local="dst")
     kvplan.execute(plan, src=as_peer(transport, entry), dst=into)
     return [int(tensor.flat[0]) for tensor in into]

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 import kvplan
-from kvplan import BlocksCacheKey, CacheKey, LLMStatusCode, Transfers
+from kvplan import BlocksCacheKey, CacheKey, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.engine.claims import MAX_CLAIMS, KeyIndex
 from kvplan.types import NO_ID
 from tests.support.refusals import refused
@@ -208,7 +208,7 @@ class TestLifetime:
     def test_freed_under_a_transfer_it_stays_until_the_transfer_ends(self, registry):
         def start(transfers):
             src, dst = (registry.allocate(SLOTS, paged=True) for _ in range(2))
-            plan = kvplan.plan_pull_blocks(SLOTS, SLOTS, [0, 1], [2, 3])
+            plan = kvplan.plan(Transfer(Rows(SLOTS, [0, 1]), Rows(SLOTS, [2, 3])), local="dst")
             return transfers.submit(plan, src.memory, dst.memory)
 
         with Transfers(wrap=lambda backend: delay(backend, 60_000)) as transfers:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, CacheLayout, DataType, Shard
+from kvplan import CacheDesc, CacheLayout, DataType, Rows, Shard, Transfer
 from kvplan.engine.memory import memory_of_tensors
 from tests.support.refusals import refused
 
@@ -253,8 +253,13 @@ def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
         read = src.seen(source, layer, kv)[places(src, src_blocks)]
         dst.seen(wanted, layer, kv)[places(dst, dst_blocks)] = read
     src_desc, dst_desc = src.described(source), dst.described(target)
-    plan = kvplan.plan_pull_blocks(
-        src_desc, dst_desc, src_blocks, dst_blocks, num_tokens=TOKENS if src.block else None
+    plan = kvplan.plan(
+        Transfer(
+            Rows(src_desc, src_blocks),
+            Rows(dst_desc, dst_blocks),
+            num_tokens=TOKENS if src.block else None,
+        ),
+        local="dst",
     )
     kvplan.execute(
         plan,
@@ -306,7 +311,10 @@ def test_it_is_registered_where_it_lies(kept: Kept) -> None:
 def test_what_cannot_match_is_named(src: Kept, dst: Kept, message: str) -> None:
     source, target = src.described(src.make()), dst.described(dst.make())
     with refused("LLM_PARAM_INVALID", message):
-        kvplan.plan_pull_blocks(source, target, [0], [0], num_tokens=1 if src.block else None)
+        kvplan.plan(
+            Transfer(Rows(source, [0]), Rows(target, [0]), num_tokens=1 if src.block else None),
+            local="dst",
+        )
 
 
 def test_every_one_is_in_the_cookbook() -> None:

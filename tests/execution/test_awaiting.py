@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMStatusCode, Transfers
+from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMStatusCode, Rows, Transfer, Transfers
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
-PLAN = kvplan.plan_push_blocks(DESC, DESC, [0, 1], [5, 3], ext_param=KvCacheExtParam(None, None, 2))
+PLAN = kvplan.plan(
+    Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3]), layers=KvCacheExtParam(None, None, 2)),
+    local="src",
+)
 
 
 def tensors(value: int) -> list[np.ndarray]:

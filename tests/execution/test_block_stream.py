@@ -31,6 +31,8 @@ from kvplan import (
     HostMemory,
     LLMException,
     LLMStatusCode,
+    Rows,
+    Transfer,
     Transfers,
     TransferTask,
 )
@@ -39,7 +41,7 @@ from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, streams, trace
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
-PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [5, 3])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="dst")
 STREAM = SimpleNamespace(cuda_stream=0x10)
 FOREVER = 60_000.0
 

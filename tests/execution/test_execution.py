@@ -18,6 +18,8 @@ from kvplan import (
     KvCacheExtParam,
     LLMException,
     LLMStatusCode,
+    Rows,
+    Transfer,
     Transfers,
 )
 from kvplan.planning import reference
@@ -77,7 +79,9 @@ def test_leaves_the_bytes_that_the_reference_leaves(case):
 
 def test_submit_returns_a_task_that_ends_well():
     src, dst = filled(DESC, 1), filled(DESC, 2)
-    task = kvplan.submit(kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [5, 3]), src, dst)
+    task = kvplan.submit(
+        kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="dst"), src, dst
+    )
     task.wait(timeout_ms=10_000)
     assert task.done
     assert task.explain().endswith("LLM_SUCCESS")
@@ -85,7 +89,7 @@ def test_submit_returns_a_task_that_ends_well():
 
 
 def test_a_failure_names_the_origin_and_what_is_not_confirmed():
-    plan = kvplan.plan_pull_blocks(DESC, DESC, [0, 4, 8], [6, 3, 0])
+    plan = kvplan.plan(Transfer(Rows(DESC, [0, 4, 8]), Rows(DESC, [6, 3, 0])), local="dst")
     with Transfers(wrap=lambda backend: fail_at(backend, 7)) as transfers:
         task = transfers.submit(plan, filled(DESC, 1), filled(DESC, 2))
         with pytest.raises(LLMException) as caught:
@@ -104,7 +108,9 @@ def test_a_failure_names_the_origin_and_what_is_not_confirmed():
 def test_a_deadline_that_passes_is_a_timeout_and_stops_the_transfer():
     desc = CacheDesc(2, (64, 1 << 14), DataType.DT_UINT8)
     src, dst = filled(desc, 1), [np.zeros(desc.tensor_nbytes, np.uint8) for _ in range(2)]
-    plan = kvplan.plan_pull_blocks(desc, desc, range(64), range(64), coalesce=Coalesce.NONE)
+    plan = kvplan.plan(
+        Transfer(Rows(desc, range(64)), Rows(desc, range(64)), coalesce=Coalesce.NONE), local="dst"
+    )
     with Transfers(wrap=lambda backend: limit_bandwidth(backend, 1 << 20)) as transfers:
         with refused(LLMStatusCode.LLM_TIMEOUT) as caught:
             transfers.execute(plan, src, dst, timeout_ms=20)
@@ -118,7 +124,9 @@ def test_a_deadline_that_passes_is_a_timeout_and_stops_the_transfer():
 def test_a_cancelled_task_never_reports_success():
     with Transfers(wrap=lambda backend: delay(backend, 60_000)) as transfers:
         task = transfers.submit(
-            kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), filled(DESC, 1), filled(DESC, 2)
+            kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"),
+            filled(DESC, 1),
+            filled(DESC, 2),
         )
         assert not task.done
         task.cancel()
@@ -134,7 +142,7 @@ def test_memory_outlives_a_dropped_handle():
     dst = filled(DESC, 2)
     gone = weakref.ref(src[0])
     transfers = Transfers(wrap=lambda backend: delay(backend, 60_000))
-    transfers.submit(kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), src, dst)
+    transfers.submit(kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"), src, dst)
     del src
     gc.collect()
     assert gone() is not None
@@ -154,32 +162,45 @@ def test_memory_outlives_a_dropped_handle():
 )
 def test_memory_that_does_not_fit_is_refused(src, dst, said):
     with refused(LLMStatusCode.LLM_PARAM_INVALID, said):
-        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), src, dst)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"), src, dst
+        )
 
 
 def test_a_read_only_destination_is_refused():
     dst = filled(DESC, 2)
     dst[2].flags.writeable = False
     with pytest.raises(LLMException, match="dst is read-only"):
-        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), filled(DESC, 1), dst)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"),
+            filled(DESC, 1),
+            dst,
+        )
 
 
 @pytest.mark.parametrize("memory", ["abc", 7, None, [1, 2, 3, 4]])
 def test_what_is_no_memory_is_a_type_error(memory):
     with pytest.raises(TypeError):
-        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), memory, filled(DESC, 2))
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"),
+            memory,
+            filled(DESC, 2),
+        )
 
 
 class TestOverlap:
     """What no plan can know: that two caches share memory."""
 
-    plan = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [1, 2])
+    plan = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [1, 2])), local="dst")
 
     def test_reading_what_is_written_is_refused(self):
         arrays = filled(DESC, 1)
         with pytest.raises(LLMException, match=r"block 0>1 writes what .* block 1>2 reads"):
             kvplan.execute(
-                kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [1, 2], coalesce=Coalesce.NONE),
+                kvplan.plan(
+                    Transfer(Rows(DESC, [0, 1]), Rows(DESC, [1, 2]), coalesce=Coalesce.NONE),
+                    local="dst",
+                ),
                 arrays,
                 arrays,
             )
@@ -197,13 +218,15 @@ class TestOverlap:
     def test_disjoint_blocks_of_one_cache_are_fine(self):
         arrays = filled(DESC, 1)
         before = [array.copy() for array in arrays]
-        kvplan.execute(kvplan.plan_copy_blocks(DESC, {0: [1, 2]}), arrays, arrays)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, [0, 0]), Rows(DESC, [1, 2]))), arrays, arrays
+        )
         np.testing.assert_array_equal(arrays[1].reshape(12, -1)[2], before[1].reshape(12, -1)[0])
 
     def test_a_slot_onto_itself_changes_nothing(self):
         arrays = filled(DESC, 1)
         before = [array.copy() for array in arrays]
-        kvplan.execute(kvplan.plan_copy_cache(DESC, DESC), arrays, arrays)
+        kvplan.execute(kvplan.plan(Transfer(Rows(DESC), Rows(DESC))), arrays, arrays)
         for array, earlier in zip(arrays, before, strict=True):
             np.testing.assert_array_equal(array, earlier)
 
@@ -212,7 +235,11 @@ def test_memory_made_once_serves_many_plans():
     sources, targets = filled(DESC, 1), filled(DESC, 2)
     src, dst = HostMemory.from_arrays(sources), HostMemory.from_arrays(targets)
     for block in range(12):
-        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [block], [11 - block]), src, dst)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, [block]), Rows(DESC, [11 - block])), local="dst"),
+            src,
+            dst,
+        )
     for source, target in zip(sources, targets, strict=True):
         np.testing.assert_array_equal(target.reshape(12, -1), source.reshape(12, -1)[::-1])
 
@@ -220,5 +247,5 @@ def test_memory_made_once_serves_many_plans():
 def test_any_buffer_is_memory():
     raw = [bytes(range(256)) * 9 for _ in range(4)]
     dst = [bytearray(DESC.tensor_nbytes) for _ in range(4)]
-    kvplan.execute(kvplan.plan_copy_cache(DESC, DESC, dst_batch_index=3), raw, dst)
+    kvplan.execute(kvplan.plan(Transfer(Rows(DESC), Rows(DESC, slot=3))), raw, dst)
     assert dst[0][3 * 192 : 4 * 192] == raw[0][:192]

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
     LLMException,
     LLMStatusCode,
     Plan,
+    Rows,
     Shard,
+    Transfer,
     Transfers,
-    plan_pull_blocks,
 )
 from kvplan.execution.task import TransferTask
 from tests.support.refusals import refused
@@ -45,7 +47,9 @@ def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
 # A block of 8 tokens is 2 heads of 8 runs; 20 tokens are 16 + 16 + 8 runs of K, then as many of V.
 STAGE = cache("block token head dim", 4, range(4, 6), range(2, 4), block=9, token=8)
 ALL = cache("block head token dim", 12, range(6), range(4), block=5, token=16)
-REPEATED = plan_pull_blocks(STAGE, ALL, [5, 0, 7], [3, 1], num_tokens=20)
+REPEATED = kvplan.plan(
+    Transfer(Rows(STAGE, [5, 0, 7]), Rows(ALL, [3, 1]), num_tokens=20), local="dst"
+)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_a_run_of_a_segment_that_repeats(descriptor: int, name: str) -> None:
 # Three layers in one tensor, keys and values in it; to a tensor of each. Sources are sorted: 2, 5.
 BLOCKS = cache("block layer kv token head dim", 1, range(3, 6), range(4), block=6, token=8)
 APART = cache("block token head dim", 6, range(3, 6), range(4), block=6, token=8)
-SPLIT = plan_pull_blocks(BLOCKS, APART, [5, 2], [1, 4])
+SPLIT = kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(APART, [1, 4])), local="dst")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ SPLIT = plan_pull_blocks(BLOCKS, APART, [5, 2], [1, 4])
         (SPLIT, 3, "layer 0>0 (3 of the model) tensor 0>1 block 5>1 V heads 0..3 tokens 0..7"),
         (SPLIT, 8, "layer 2>2 (5 of the model) tensor 0>4 block 2>4 K heads 0..3 tokens 8..15"),
         (
-            plan_pull_blocks(APART, BLOCKS, [5, 2], [1, 4]),
+            kvplan.plan(Transfer(Rows(APART, [5, 2]), Rows(BLOCKS, [1, 4])), local="dst"),
             6,
             "layer 1>1 (4 of the model) tensor 3>0 block 2>4 V heads 0..3 tokens 8..15",
         ),
@@ -94,14 +98,16 @@ def test_a_view_of_a_tensor(plan: Plan, descriptor: int, name: str) -> None:
 
 
 def test_layers_that_are_moved_in_one_piece() -> None:
-    error, task = fails_at(plan_pull_blocks(BLOCKS, BLOCKS, [5, 2], [1, 4]), 1)
+    error, task = fails_at(
+        kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(BLOCKS, [1, 4])), local="dst"), 1
+    )
     name = "layers 0..2>0..2 (3..5 of the model) tensor 0>0 block 5>1 K+V heads 0..3 tokens 0..7"
     assert str(error.origin) == name
     assert task.explain().splitlines()[0] == "layers 0..2 (3..5 of the model)  1/2 desc  3 KiB"
 
 
 def test_a_layer_that_is_not_of_the_task_is_refused_with_both_numbers() -> None:
-    plan = plan_pull_blocks(STAGE, STAGE, [1], [2])
+    plan = kvplan.plan(Transfer(Rows(STAGE, [1]), Rows(STAGE, [2])), local="dst")
     tensors = [np.zeros(STAGE.tensor_nbytes, np.uint8) for _ in range(8)]
     with Transfers() as transfers:
         task = transfers.layered(plan, tensors[:4], tensors[4:])

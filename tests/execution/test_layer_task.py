@@ -18,6 +18,8 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
+    Rows,
+    Transfer,
     Transfers,
 )
 from kvplan.execution import LayerProgress, LayerTask
@@ -28,13 +30,14 @@ from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, limit_batch
 
 DESC = CacheDesc(10, (8, 100), DataType.DT_UINT8)
-PLAN = kvplan.plan_push_blocks(
-    DESC,
-    DESC,
-    [0, 1, 5],
-    [5, 3, 0],
-    ext_param=KvCacheExtParam(range(1, 5), range(4), 2),
-    coalesce=Coalesce.NONE,
+PLAN = kvplan.plan(
+    Transfer(
+        Rows(DESC, [0, 1, 5]),
+        Rows(DESC, [5, 3, 0]),
+        layers=KvCacheExtParam(range(1, 5), range(4), 2),
+        coalesce=Coalesce.NONE,
+    ),
+    local="src",
 )
 PER_LAYER = 6  # descriptors
 
@@ -183,8 +186,9 @@ def test_the_reason_of_a_cancellation_that_came_too_late_is_not(transfers):
 
 def test_a_last_layer_that_is_short(transfers):
     desc = CacheDesc(7, (4, 64), DataType.DT_UINT8)
-    plan = kvplan.plan_push_cache(
-        desc, desc, ext_param=KvCacheExtParam(None, None, 3), reinterpret=True
+    plan = kvplan.plan(
+        Transfer(Rows(desc), Rows(desc), layers=KvCacheExtParam(None, None, 3), reinterpret=True),
+        local="src",
     )
     src, dst, whole = filled(1, desc), filled(2, desc), filled(2, desc)
     task = transfers.layered(plan, src, dst)

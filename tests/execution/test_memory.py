@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode
+from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode, Rows, Transfer
 from kvplan.execution.memory import check_lent, take_back, using
 from kvplan.transport.local import LocalTransport
 from tests.support.foreign import exported_by_numpy
 from tests.support.refusals import refused
 
 DESC = CacheDesc(1, (6, 8), DataType.DT_BF16)
-PLAN = kvplan.plan_copy_blocks(DESC, {0: [3]}, DESC)
+PLAN = kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [3])))
 
 
 def tensor() -> np.ndarray:
@@ -74,7 +74,7 @@ class TestDLPack:
         assert src.nbytes.tolist() == [80]
         dst = np.zeros((6, 8), np.uint16)
         desc = CacheDesc(1, (5, 8), DataType.DT_BF16)
-        kvplan.execute(kvplan.plan_copy_blocks(desc, {0: [3]}, DESC), src, [dst])
+        kvplan.execute(kvplan.plan(Transfer(Rows(desc, [0]), Rows(DESC, [3]))), src, [dst])
         np.testing.assert_array_equal(dst[3], tensor()[1])
 
     def test_on_a_device_is_refused(self, library):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, LLMException, Shard
+from kvplan import CacheDesc, Coalesce, DataType, LLMException, Rows, Shard, Transfer
 from tests.support.refusals import refused
 
 ROWS, ROW, TENSORS = 3, 4, 2
@@ -47,7 +47,9 @@ def test_what_depends_on_the_order_is_refused_and_nothing_else(
     src_starts, dst_starts, src_blocks, order, how
 ):
     dst_blocks = list(order)[: len(src_blocks)]
-    plan = kvplan.plan_pull_blocks(DESC, DESC, src_blocks, dst_blocks, coalesce=how)
+    plan = kvplan.plan(
+        Transfer(Rows(DESC, src_blocks), Rows(DESC, dst_blocks), coalesce=how), local="dst"
+    )
     heap = np.random.default_rng(0).integers(0, 256, HEAP, dtype=np.uint8)
     before = heap.copy()
     src, dst = ([heap[at : at + NBYTES] for at in side] for side in (src_starts, dst_starts))
@@ -80,14 +82,14 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
     shard = Shard(range(2), None, 2) if "layer" in axes else Shard(range(1), None, 1)
     src = CacheDesc(1, (3, 2, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format=axes, shard=shard)
     dst = CacheDesc(2, (3, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format="NHD", shard=shard)
-    plan = kvplan.plan_pull_blocks(src, dst, [0, 2], [1, 0])
+    plan = kvplan.plan(Transfer(Rows(src, [0, 2]), Rows(dst, [1, 0])), local="dst")
     assert plan.split
     source, one, two = (np.zeros(it, np.uint8) for it in (src.shape, dst.shape, dst.shape))
     kvplan.execute(plan, [source], [one, two])
     with refused("LLM_PARAM_INVALID", "dst tensors overlap in memory: .* write the same bytes"):
         kvplan.execute(plan, [source], [one, one])
     # What is only read may be given twice.
-    back = kvplan.plan_pull_blocks(dst, src, [0, 2], [1, 0])
+    back = kvplan.plan(Transfer(Rows(dst, [0, 2]), Rows(src, [1, 0])), local="dst")
     kvplan.execute(back, [one, one], [source])
 
 
@@ -101,8 +103,10 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
     last, first = (replace(one, dst_layer_range=range(it, it + 1)) for it in (1, 0))
     layer = CacheDesc(1, (ROWS, ROW), DataType.DT_UINT8)
     plans = {
-        "last": kvplan.plan_pull_blocks(layer, DESC, [0], [0], ext_param=last),
-        "first": kvplan.plan_pull_blocks(layer, DESC, [0], blocks, ext_param=first),
+        "last": kvplan.plan(Transfer(Rows(layer, [0]), Rows(DESC, [0]), layers=last), local="dst"),
+        "first": kvplan.plan(
+            Transfer(Rows(layer, [0]), Rows(DESC, blocks), layers=first), local="dst"
+        ),
     }
     unused, shared, other = (np.zeros(DESC.shape, np.uint8) for _ in range(3))
     sources = {
@@ -151,7 +155,9 @@ def test_groups_are_refused_where_all_their_copies_would_be(
     plans, src, dst, copies = {}, [], [], []
     for number, (src_starts, dst_starts, src_blocks, order) in enumerate(drawn):
         dst_blocks = order[: len(src_blocks)]
-        plans[str(number)] = kvplan.plan_pull_blocks(DESC, DESC, src_blocks, dst_blocks)
+        plans[str(number)] = kvplan.plan(
+            Transfer(Rows(DESC, src_blocks), Rows(DESC, dst_blocks)), local="dst"
+        )
         src += [from_[at : at + NBYTES] for at in src_starts]
         dst += [heap[at : at + NBYTES] for at in dst_starts]
         copies += [

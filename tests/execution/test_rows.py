@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import kvplan
 from kvnative._lower import Descriptors
 from kvnative._process import Peer
 from kvnative._rows import Rows
@@ -26,14 +27,14 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
+    Rows,
+    Transfer,
     Transfers,
     plan_copy_blocks,
     plan_pull_blocks,
-    plan_push_blocks,
 )
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.transfers import bind
-from kvplan.planning import plan_pull_cache
 from kvplan.planning.side import Side, side
 
 ROW = 8
@@ -117,8 +118,10 @@ def test_some_layers_are_lowered_as_their_plan_is(
     requests = RowRequests()
     bound = [requests.bind(*arguments, by_layer=by_layer) for _ in range(2)][1]
     try:
-        plan = plan_push_blocks(
-            source, target, src_rows, dst_rows, ext_param=ext_param, by_layer=by_layer
+        plan = kvplan.plan(
+            Transfer(Rows(source, src_rows), Rows(target, dst_rows), layers=ext_param),
+            local="src",
+            by_layer=by_layer,
         )
     except LLMException:
         assert bound is None
@@ -244,7 +247,7 @@ def test_a_slot_is_a_row() -> None:
     requests = RowRequests()
     for there, here in ((4, 3), (0, 0), (2, 1)):
         bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
-        plan = plan_pull_cache(source, target, src_batch_index=there, dst_batch_index=here)
+        plan = kvplan.plan(Transfer(Rows(source, slot=there), Rows(target, slot=here)), local="dst")
         assert bound is not None
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert (bound[0] == plan, bound[0].nbytes) == (True, plan.nbytes)
@@ -263,7 +266,7 @@ def plan_of_rows() -> Plan:
 
 def test_its_plan_is_a_plan_like_others() -> None:
     (source, _), (target, _) = cache(9), cache(9)
-    made = plan_pull_blocks(source, target, [3, 4, 8], [1, 2, 0])
+    made = kvplan.plan(Transfer(Rows(source, [3, 4, 8]), Rows(target, [1, 2, 0])), local="dst")
     assert plan_of_rows() == made
     assert plan_of_rows().fingerprint == made.fingerprint
     assert Plan.from_dict(plan_of_rows().to_dict()) == made

@@ -16,13 +16,15 @@ from kvplan import (
     LayerTask,
     LLMException,
     LLMStatusCode,
+    Rows,
+    Transfer,
     Transfers,
 )
 from tests.support.refusals import refused
 from tests.support.wrappers import fail_at
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
-PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [5, 3])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="dst")
 
 
 class Watched(HostMemory):

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, limit_bandwidth
 
 DESC = CacheDesc(1, (4, 100), DataType.DT_UINT8)
-PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0], [3])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [3])), local="dst")
 FOR_EVER_MS = 600_000
 
 
@@ -122,7 +122,9 @@ def test_a_submit_that_is_interrupted_leaves_nothing_in_flight(line):
 
 LARGE = CacheDesc(1, (64, 1 << 20), DataType.DT_UINT8)
 ROWS = list(range(64))
-LARGE_PLAN = kvplan.plan_pull_blocks(LARGE, LARGE, ROWS, ROWS, coalesce=False)
+LARGE_PLAN = kvplan.plan(
+    Transfer(Rows(LARGE, ROWS), Rows(LARGE, ROWS), coalesce=False), local="dst"
+)
 
 
 class TestExecuteIsStopped:

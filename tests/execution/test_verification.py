@@ -8,14 +8,14 @@ import pytest
 import kvplan
 from kvnative._executor import Executor, Report, ThreadPool, host_backend
 from kvnative._lower import Descriptors
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
 from kvplan.execution.transfers import bind
 from kvplan.execution.verification import verify
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
-PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [5, 3])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="dst")
 
 
 class Leased(HostMemory):

@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LinkState, LlmDataDist
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    LinkState,
+    LlmDataDist,
+    Rows,
+    Transfer,
+)
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.outcomes import assert_confirmed
@@ -46,7 +55,9 @@ def test_threads_pull_and_push_over_several_links(
                     array[0] = seed + tensor
                 user.push_cache(cache, CacheIndex(cluster_id, remote, slot), 0)
             tasks = [
-                user.submit_pull_cache(CacheIndex(cluster_id, remote, slot), cache, row)
+                user.submit(
+                    Transfer(Rows(CacheIndex(cluster_id, remote, slot)), Rows(cache, slot=row))
+                )
                 for row, (cluster_id, remote) in enumerate(remotes.items(), 1)
             ]
             for task in tasks:

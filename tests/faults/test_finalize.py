@@ -16,6 +16,8 @@ from kvplan import (
     DataType,
     LlmDataDist,
     LLMStatusCode,
+    Rows,
+    Transfer,
     Transfers,
 )
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
@@ -67,7 +69,10 @@ def test_with_transfers_in_flight_to_peers_in_any_state(
     tasks = []
     for peer in peers:
         cache, _ = make_cache(held, "allocated", None)
-        tasks += [held.submit_pull_cache(CacheIndex(peer.cluster_id, 1), cache) for _ in range(3)]
+        tasks += [
+            held.submit(Transfer(Rows(CacheIndex(peer.cluster_id, 1)), Rows(cache)))
+            for _ in range(3)
+        ]
     peers[1].kill()
     peers[2].stop()
     finalize(held)

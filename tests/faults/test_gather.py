@@ -22,12 +22,13 @@ from kvplan import (
     CacheIndex,
     DataType,
     GatherError,
-    GatherGroup,
     GatherTask,
     LinkState,
     LlmDataDist,
     LLMStatusCode,
+    Rows,
     Shard,
+    Transfer,
     Transfers,
 )
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
@@ -381,11 +382,15 @@ def test_each_peer_is_notified_once_when_all_of_it_has_arrived(
     task.wait()
     scene.assert_over()
     scene.gather(**NOTICES)
-    scene.user.gather_groups(
+    scene.user.run(
         {
-            "all": GatherGroup(scene.sources, scene.cache, TABLES, BLOCKS),
-            "again": GatherGroup(
-                scene.sources, scene.user.allocate_blocks_cache(WHOLE), TABLES, BLOCKS
+            "all": Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(scene.sources, TABLES, strict=True)],
+                Rows(scene.cache, BLOCKS),
+            ),
+            "again": Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(scene.sources, TABLES, strict=True)],
+                Rows(scene.user.allocate_blocks_cache(WHOLE), BLOCKS),
             ),
         },
         notify=b"groups",

@@ -21,7 +21,9 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LLMStatusCode,
+    Rows,
     Shard,
+    Transfer,
     Transfers,
 )
 from tests.datadist.layers import ready, wait_until
@@ -107,7 +109,7 @@ def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
     cache = source(user)
     targets = [CacheIndex(it.cluster_id, offered(it, memory)) for it in (dying, living)]
     link(user, dying, living)
-    one, other = (user.push_layers(cache, target) for target in targets)
+    one, other = (user.layered(Transfer(Rows(cache), Rows(target))) for target in targets)
     for layer in range(NUM_LAYERS):
         if layer == 7:
             dying.kill()
@@ -133,7 +135,7 @@ def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
     cache = source(user)
     target = CacheIndex(1, offered(peer, memory))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(7))
     wait_until(lambda: 0 in task.progress().done)  # over tcp the others may find the cache gone
     peer.run(ENDS[memory])
@@ -154,7 +156,7 @@ def test_an_unlink_by_force_ends_it_and_nothing_is_written_any_more(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(7))
     user.unlink_clusters([1], force=True).raise_for_status()
     ready(task, range(7, NUM_LAYERS))
@@ -171,7 +173,7 @@ def test_unlink_waits_for_the_layers_and_then_the_link_stays(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     began = time.monotonic()
     (result,) = user.unlink_clusters([1], timeout_ms=200)
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
@@ -198,7 +200,7 @@ def test_finalize_ends_what_waits_for_layers_that_never_come(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    tasks = [user.push_layers(cache, target) for _ in range(3)]
+    tasks = [user.layered(Transfer(Rows(cache), Rows(target))) for _ in range(3)]
     ready(tasks[1], range(5))
     began = time.monotonic()
     user.finalize()
@@ -212,7 +214,7 @@ def test_finalize_ends_what_waits_for_layers_that_never_come(
         }
     assert counted(user)["LLM_FAILED"] == 3
     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
-        user.push_layers(cache, target)
+        user.layered(Transfer(Rows(cache), Rows(target)))
     there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
     assert not there[10:].any()
 
@@ -224,7 +226,7 @@ def test_finalize_waits_for_layers_that_do_come(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(29))
     ending = attempt(user.finalize)
     while user.initialized:
@@ -242,7 +244,7 @@ def test_a_task_that_is_dropped_with_layers_open_is_cancelled(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(7))
     with pytest.warns(ResourceWarning, match="never ready"):
         del task
@@ -258,7 +260,7 @@ def test_a_layer_that_fails_ends_the_task(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, task.layers)
     error = failed(task)
     assert error.status_code is LLMStatusCode.LLM_FAILED
@@ -278,7 +280,7 @@ def test_time_that_passes_stops_it_or_not(slowed: Callable[..., LlmDataDist], pe
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(3))
     with refused(LLMStatusCode.LLM_TIMEOUT):
         task.wait(20, stop=False)
@@ -301,7 +303,7 @@ def test_finalize_stops_layers_that_stand_still(
     cache = source(user)
     target = CacheIndex(1, offered(peer))
     link(user, peer)
-    half, whole = (user.push_layers(cache, target) for _ in range(2))
+    half, whole = (user.layered(Transfer(Rows(cache), Rows(target))) for _ in range(2))
     ready(half, range(3))
     ready(whole, whole.layers)
     began = time.monotonic()
@@ -319,7 +321,7 @@ def test_layers_overlap(gated: MakeEngine, peer: Peer, gate: Gate, attempt: Atte
     cache = source(user)
     target = CacheIndex(1, offered(peer, "registered"))
     link(user, peer)
-    task = user.push_layers(cache, target)
+    task = user.layered(Transfer(Rows(cache), Rows(target)))
     first = attempt(lambda: task.ready(0))
     gate.wait()
     assert 0 in task.progress().moving
@@ -338,7 +340,7 @@ def test_it_can_be_awaited(make_engine: MakeEngine, peer: Peer) -> None:
     link(user, peer)
 
     async def push() -> None:
-        task = user.push_layers(cache, target)
+        task = user.layered(Transfer(Rows(cache), Rows(target)))
         waiting = asyncio.ensure_future(_awaited(task))
         for layer in task.layers:
             await asyncio.sleep(0)
@@ -362,7 +364,7 @@ def test_an_await_that_is_cancelled_cancels_it(make_engine: MakeEngine, peer: Pe
     link(user, peer)
 
     async def push() -> LayerTask:
-        task = user.push_layers(cache, target)
+        task = user.layered(Transfer(Rows(cache), Rows(target)))
         task.ready(0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_awaited(task), 0.05)
@@ -383,7 +385,7 @@ def test_an_await_of_what_fails_raises(make_engine: MakeEngine, make_peer: MakeP
     link(user, dying)
 
     async def push() -> None:
-        task = user.push_layers(cache, target)
+        task = user.layered(Transfer(Rows(cache), Rows(target)))
         waiting = asyncio.ensure_future(_awaited(task))
         await asyncio.sleep(0)
         dying.kill()
@@ -431,7 +433,7 @@ def test_ready_and_cancel_and_wait_race(make_engine: MakeEngine, peer: Peer) -> 
     outcomes = []
     for round_ in range(40):
         peer.run("for it in arrays: it[:] = 0")
-        outcomes.append(race(user.push_layers(cache, target), round_ % 8 / 2e4))
+        outcomes.append(race(user.layered(Transfer(Rows(cache), Rows(target))), round_ % 8 / 2e4))
         if outcomes[-1] is LLMStatusCode.LLM_SUCCESS:
             arrived(peer)
     assert sum(counted(user).values()) == len(outcomes)

@@ -9,7 +9,16 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvplan import BlockLease, CacheIndex, KvCacheExtParam, LeaseEnd, LlmDataDist, LlmRole
+from kvplan import (
+    BlockLease,
+    CacheIndex,
+    KvCacheExtParam,
+    LeaseEnd,
+    LlmDataDist,
+    LlmRole,
+    Rows,
+    Transfer,
+)
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import pattern
 from tests.faults.gate import DEADLINE_S, Gate
@@ -213,7 +222,7 @@ def test_expired_between_two_layers(make_engine: MakeEngine, peer: Peer, memory:
     user, lease = make_engine(2), lease_at(peer, memory, HOUR_MS)
     cache, _ = here(user, 5)
     link(user, peer)
-    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
     task.ready(0)
     task.ready(1)
     while task.progress().done != (0, 1):

@@ -17,7 +17,9 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LLMStatusCode,
+    Rows,
     Shard,
+    Transfer,
 )
 from kvplan.lease import LeaseWord
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
@@ -60,9 +62,9 @@ def test_blocks_of_a_lease(make_engine: MakeEngine, peer: Peer, memory: str) -> 
     mover(user, "push", lease, pushed)()
     for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
-    user.submit_pull_blocks(lease, cache, [0], [2]).wait(LONG_MS)
+    user.submit(Transfer(Rows(lease, [0]), Rows(cache, [2]))).wait(LONG_MS)
     assert all((it[2] == to[3]).all() for it, to in zip(arrays, pattern(5), strict=True))
-    user.submit_push_blocks(cache, lease, [2], [2]).wait(LONG_MS)
+    user.submit(Transfer(Rows(cache, [2]), Rows(lease, [2]))).wait(LONG_MS)
     assert [it[2] for it in there(peer)] == [it[3].tolist() for it in pattern(5)]
 
 
@@ -82,7 +84,7 @@ def test_released_before(make_engine: MakeEngine, peer: Peer, direction: str, me
     assert there(peer) == before[0]
     if direction == "push":
         with refused(NOT_EXIST, RELEASED):
-            user.submit_push_blocks(cache, lease, MINE).wait(LONG_MS)
+            user.submit(Transfer(Rows(cache, MINE), Rows(lease))).wait(LONG_MS)
     # The blocks are there all the same, for who does not ask whose they are.
     user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
 
@@ -273,14 +275,14 @@ def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, memory: str) -> Non
     user, lease = make_engine(2), lease_at(peer, memory)
     cache, _ = here(user, 5)
     link(user, peer)
-    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
     for layer in task.layers:
         task.ready(layer)
     task.wait(LONG_MS)
     for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
     with refused("LLM_PARAM_INVALID", r"dst_blocks\[0\]=1 is no block of lease 1 of cmpl-3"):
-        user.push_layers(cache, lease, src_blocks=[1], dst_blocks=[1], ext_param=PAIRS)
+        user.layered(Transfer(Rows(cache, [1]), Rows(lease, [1]), layers=PAIRS))
 
 
 @memories
@@ -288,7 +290,7 @@ def test_released_between_two_layers(make_engine: MakeEngine, peer: Peer, memory
     user, lease = make_engine(2), lease_at(peer, memory)
     cache, _ = here(user, 5)
     link(user, peer)
-    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
     task.ready(0)
     task.ready(1)
     while task.progress().done != (0, 1):
@@ -300,7 +302,7 @@ def test_released_between_two_layers(make_engine: MakeEngine, peer: Peer, memory
         task.wait(LONG_MS)
     assert there(peer) == [[[9] * 64] * 4] * 8
     with refused(NOT_EXIST, RELEASED):
-        late = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+        late = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
         late.ready(0)
         late.wait(LONG_MS)
 
@@ -311,7 +313,7 @@ def test_released_during_a_layer(
     user, lease = gated(2), lease_at(peer)
     cache, _ = here(user, 5)
     link(user, peer)
-    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
 
     def move() -> None:
         for layer in task.layers:
@@ -363,7 +365,13 @@ def test_a_gather(
     if when == "before":
         peers[1].run(release)
     call = attempt(
-        lambda: user.gather_blocks(leases, cache, [None, None], MINE, timeout_ms=LONG_MS)
+        lambda: user.run(
+            Transfer(
+                [Rows(cache, blocks) for cache, blocks in zip(leases, [None, None], strict=True)],
+                Rows(cache, MINE),
+            ),
+            timeout_ms=LONG_MS,
+        )
     )
     gate.wait()
     if when == "during":

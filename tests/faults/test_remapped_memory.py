@@ -18,6 +18,8 @@ from kvplan import (
     LinkState,
     LlmDataDist,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from tests.faults.conftest import Attempt, MakeEngine
 from tests.faults.gate import Gate
@@ -112,7 +114,9 @@ def test_layers_that_come_after_it_are_not_pushed(
     user = make_engine(2)
     mine = user.allocate_cache(DESC)
     link(user, peer)
-    task = user.push_layers(mine, remote, ext_param=KvCacheExtParam(tensor_num_per_layer=2))
+    task = user.layered(
+        Transfer(Rows(mine), Rows(remote), layers=KvCacheExtParam(tensor_num_per_layer=2))
+    )
     peer.run("remap(8)")
     task.ready(0)
     with refused(NOT_EXIST):

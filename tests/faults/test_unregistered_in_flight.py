@@ -18,13 +18,13 @@ from kvplan import (
     CacheDesc,
     CacheIndex,
     DataType,
-    GatherGroup,
     GatherTask,
-    Group,
     LlmDataDist,
     LLMException,
     LLMStatusCode,
+    Rows,
     Shard,
+    Transfer,
     Transfers,
     TransferTask,
 )
@@ -110,7 +110,7 @@ def other(it: Scene) -> Cache:
 
 
 def layers(it: Scene) -> TransferTask:
-    task = it.user.push_layers(it.cache, it.there, src_blocks=FROM, dst_blocks=TO)
+    task = it.user.layered(Transfer(Rows(it.cache, FROM), Rows(it.there, TO)))
     task.ready(0)
     return task
 
@@ -118,25 +118,25 @@ def layers(it: Scene) -> TransferTask:
 def groups(it: Scene) -> TransferTask:
     """Of two caches, of which one goes."""
     pulled = {"a": it.cache, "b": other(it)}
-    return it.user.submit_pull_groups(
-        {name: Group(it.there, cache, FROM, TO) for name, cache in pulled.items()}
+    return it.user.submit(
+        {name: Transfer(Rows(it.there, FROM), Rows(cache, TO)) for name, cache in pulled.items()}
     )
 
 
 def gather(it: Scene) -> GatherTask:
-    group = GatherGroup([it.there], it.cache, [FROM], TO)
-    return it.user.submit_gather_groups({"a": group})
+    group = Transfer([Rows(it.there, FROM)], Rows(it.cache, TO))
+    return it.user.submit({"a": group})
 
 
 SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
-    "pull": lambda it: it.user.submit_pull_blocks(it.there, it.cache, FROM, TO),
-    "push": lambda it: it.user.submit_push_blocks(it.cache, it.there, FROM, TO),
+    "pull": lambda it: it.user.submit(Transfer(Rows(it.there, FROM), Rows(it.cache, TO))),
+    "push": lambda it: it.user.submit(Transfer(Rows(it.cache, FROM), Rows(it.there, TO))),
     "pull_groups": groups,
     "gather_groups": gather,
-    "pull_ranges": lambda it: it.user.submit_pull_ranges(ranges(it)),
-    "push_ranges": lambda it: it.user.submit_push_ranges(ranges(it)),
+    "pull_ranges": lambda it: it.user.submit(ranges(it)),
+    "push_ranges": lambda it: it.user.submit(ranges(it, direction="push")),
     "push_layers": layers,
-    "copy_blocks": lambda it: it.user.submit_copy_blocks(it.cache, {0: [1]}),
+    "copy_blocks": lambda it: it.user.submit(Transfer(Rows(it.cache, [0]), Rows(it.cache, [1]))),
 }
 
 
@@ -167,7 +167,7 @@ def test_of_memory_that_was_registered_by_addresses(
 
 def test_other_transfers_go_on(make_engine: MakeEngine, peer: Peer, slowly: Transfers) -> None:
     scene = scene_of(make_engine(2, transfers=slowly), peer)
-    goes_on = scene.user.submit_pull_blocks(scene.there, other(scene), FROM, TO)
+    goes_on = scene.user.submit(Transfer(Rows(scene.there, FROM), Rows(other(scene), TO)))
     scene.unregister()
     assert not goes_on.wait_done(10)
     goes_on.cancel()

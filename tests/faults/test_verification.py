@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from kvnative._executor import Backend
-from kvplan import Cache, CacheDesc, CacheIndex, DataType, KvCacheExtParam, LlmDataDist, Transfers
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    KvCacheExtParam,
+    LlmDataDist,
+    Rows,
+    Transfer,
+    Transfers,
+)
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import pattern
 from tests.faults.leased import MINE, NOT_EXIST, RELEASED, THEIRS, here, lease_at, there
@@ -102,14 +112,11 @@ def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, machine: str) -> No
         cache, _ = here(user, 5)
         link(user, peer)
         for fails in (True, False):
-            task = user.push_layers(
-                cache,
-                lease,
-                src_blocks=MINE,
-                ext_param=pairs,
-                verify=True,
+            task = user.layered(
+                Transfer(Rows(cache, MINE), Rows(lease), layers=pairs),
                 notify=b"moved",
                 notify_failure=b"not moved",
+                verify=True,
             )
             for layer in task.layers:
                 task.ready(layer)

@@ -17,7 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, plan_pull_blocks, plan_pull_cache
+import kvplan
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    GroupPlan,
+    Plan,
+    Rows,
+    Transfer,
+    plan_pull_blocks,
+    plan_pull_cache,
+)
 from kvplan.inspection.bands import NEW, OLD, SAME, Bands, bands_of
 from kvplan.inspection.contents import tokens_of
 from kvplan.inspection.picture import pictures
@@ -174,7 +185,7 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
     src: list[int], dst: list[int], coalesce: Coalesce
 ) -> None:
     """Runs of rows whose places in the block table are in another order."""
-    plan = plan_pull_blocks(FP16, FP16, src, dst, coalesce=coalesce)
+    plan = kvplan.plan(Transfer(Rows(FP16, src), Rows(FP16, dst), coalesce=coalesce), local="dst")
     drawn = bands_of(plan)
     runs = {(rows[1][0], rows[1][1]): [*plan.segments][i] for i in range(len(plan.segments))
             for rows in [plan.rows(i)]}  # fmt: skip
@@ -195,7 +206,7 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
 
 def test_too_many_bands_are_joined_and_none_is_lost() -> None:
     table = np.arange(0, 64, 2)
-    plan = plan_pull_blocks(FP16, FP16, table, table[::-1].copy())
+    plan = kvplan.plan(Transfer(Rows(FP16, table), Rows(FP16, table[::-1].copy())), local="dst")
     whole, joined = bands_of(plan), bands_of(plan, most=10)
     assert (len(whole.bands.state), len(joined.bands.state)) == (32, 8)
     assert (whole.joined, joined.joined) == (0, 32)
@@ -207,7 +218,7 @@ def test_too_many_bands_are_joined_and_none_is_lost() -> None:
 
 def test_joined_bands_are_of_one_state() -> None:
     table = np.arange(0, 64, 2)
-    plan = plan_pull_blocks(FP16, FP16, table, table[::-1].copy())
+    plan = kvplan.plan(Transfer(Rows(FP16, table), Rows(FP16, table[::-1].copy())), local="dst")
     states = np.repeat([SAME, OLD, SAME], [28, 1, 3])
     joined = bands_of(plan, states, most=4)
     assert joined.at is not None
@@ -217,8 +228,8 @@ def test_joined_bands_are_of_one_state() -> None:
 
 
 def test_a_comparison_has_what_both_plans_have_once() -> None:
-    old = plan_pull_blocks(FP16, FP16, [4, 5, 9, 20], [7, 8, 2, 30])
-    new = plan_pull_blocks(FP16, FP16, [5, 4, 9, 21], [7, 8, 2, 30])
+    old = kvplan.plan(Transfer(Rows(FP16, [4, 5, 9, 20]), Rows(FP16, [7, 8, 2, 30])), local="dst")
+    new = kvplan.plan(Transfer(Rows(FP16, [5, 4, 9, 21]), Rows(FP16, [7, 8, 2, 30])), local="dst")
     (picture,) = pictures(old, new)
     bands = picture.drawn.bands
     rows = zip(bands.src_first, bands.dst_first, bands.dst_last, bands.state, strict=True)
@@ -258,8 +269,8 @@ def test_plans_of_other_caches_are_compared_too(a: Any, b: Any) -> None:
 
 
 def test_groups_are_compared_by_name() -> None:
-    plan = plan_pull_blocks(FP16, FP16, [4, 5], [7, 8])
-    other = plan_pull_blocks(FP16, FP16, [4, 6], [7, 8])
+    plan = kvplan.plan(Transfer(Rows(FP16, [4, 5]), Rows(FP16, [7, 8])), local="dst")
+    other = kvplan.plan(Transfer(Rows(FP16, [4, 6]), Rows(FP16, [7, 8])), local="dst")
     old, new = GroupPlan({"a": plan, "b": plan}), GroupPlan({"a": other, "c": plan})
     made = pictures(old, new)
     assert [(it.name, it.verdict.partition(" - ")[0]) for it in made] == [

@@ -20,14 +20,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
     GroupPlan,
     Plan,
+    Rows,
     Shard,
+    Transfer,
     plan_pull_blocks,
-    plan_push_blocks,
 )
 from kvplan.inspection.contents import spans_text
 from kvplan.inspection.units import span
@@ -41,8 +43,8 @@ FLAGS = (
 
 FP16 = DataType.DT_FLOAT16
 NHD = CacheDesc(4, (16, 16, 8, 128), FP16, kv_tensor_format="NHD")
-SMALL = plan_pull_blocks(NHD, NHD, [4, 5, 9], [7, 8, 2])
-SWAPPED = plan_pull_blocks(NHD, NHD, [5, 4, 9], [7, 8, 2])
+SMALL = kvplan.plan(Transfer(Rows(NHD, [4, 5, 9]), Rows(NHD, [7, 8, 2])), local="dst")
+SWAPPED = kvplan.plan(Transfer(Rows(NHD, [5, 4, 9]), Rows(NHD, [7, 8, 2])), local="dst")
 EVIL = "</script><img src=x onerror=document.title='evil'>"
 
 
@@ -51,7 +53,9 @@ def unlike() -> Plan:
                     shard=Shard(heads=range(2, 4), num_heads=8))  # fmt: skip
     dst = CacheDesc(4, (32, 4, 32, 128), FP16, kv_tensor_format="HND",
                     shard=Shard(heads=range(4), num_heads=8))  # fmt: skip
-    return plan_pull_blocks(src, dst, [5, 9, 6], [3, 1], num_tokens=40)
+    return kvplan.plan(
+        Transfer(Rows(src, [5, 9, 6]), Rows(dst, [3, 1]), num_tokens=40), local="dst"
+    )
 
 
 def large() -> Plan:
@@ -186,10 +190,12 @@ def test_a_page_says_of_each_band_what_its_origins_say(page: Page, name: str) ->
     slots = CacheDesc(4, (4, 64, 8, 128), FP16, kv_tensor_format="slot token head dim")
     plan = {
         "runs": SMALL,
-        "stages": plan_pull_blocks(stage, whole, [0, 5], [1, 3]),
-        "kv inside": plan_pull_blocks(inside, inside, [1, 2, 9], [4, 5, 7]),
-        "slot": plan_pull_blocks(slots, NHD, None, [3, 4, 9], src_batch_index=1),
-        "push": plan_push_blocks(NHD, NHD, [3, 1, 2], [3, 4, 5]),
+        "stages": kvplan.plan(Transfer(Rows(stage, [0, 5]), Rows(whole, [1, 3])), local="dst"),
+        "kv inside": kvplan.plan(
+            Transfer(Rows(inside, [1, 2, 9]), Rows(inside, [4, 5, 7])), local="dst"
+        ),
+        "slot": kvplan.plan(Transfer(Rows(slots, slot=1), Rows(NHD, [3, 4, 9])), local="dst"),
+        "push": kvplan.plan(Transfer(Rows(NHD, [3, 1, 2]), Rows(NHD, [3, 4, 5])), local="src"),
     }[name]
     page.open(plan)
     for number, layer in enumerate(layers_of(plan)):
@@ -321,7 +327,12 @@ def test_changes_are_found_among_thousands(page: Page) -> None:
     assert plan.tables is not None
     src = plan.tables.src.copy()
     src[[100, 2000]] = src[[2000, 100]]
-    page.open(plan, diff=plan_pull_blocks(plan.src, plan.dst, src, plan.tables.dst))
+    page.open(
+        plan,
+        diff=kvplan.plan(
+            Transfer(Rows(plan.src, src), Rows(plan.dst, plan.tables.dst)), local="dst"
+        ),
+    )
     seen = []
     for _ in range(5):
         page.one("#change").click()
@@ -400,7 +411,11 @@ def test_nothing_overlaps_and_nothing_is_cut(page: Page, width: int) -> None:
     rng = np.random.default_rng(3)
     runs = [np.arange(5000 * it, 5000 * it + 30) for it in (1, 2)]
     src, dst = (np.concatenate([rng.permutation(5000)[:70], it]) for it in runs)
-    for plan in (SMALL, unlike(), plan_pull_blocks(desc, desc, src, dst)):
+    for plan in (
+        SMALL,
+        unlike(),
+        kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst"),
+    ):
         page.open(plan, width=width)
         assert page.driver.execute_script(OVERLAPS) == []
     page.open(SMALL, diff=SWAPPED, width=width)

@@ -7,15 +7,16 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     CacheDesc,
     Coalesce,
     DataType,
     KvCacheExtParam,
     Plan,
+    Rows,
+    Transfer,
     plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_cache,
 )
 from tests.planning.transfers import Transfer, transfers
 
@@ -198,7 +199,7 @@ def test_only_so_many_lines() -> None:
 def test_only_tensors_that_there_are_are_mentioned() -> None:
     def change(before: int, after: int) -> str:
         old, new = (
-            plan_pull_blocks(desc, desc, [block], [1])
+            kvplan.plan(Transfer(Rows(desc, [block]), Rows(desc, [1])), local="dst")
             for block, count in ((0, before), (2, after))
             for desc in [CacheDesc(count, (8, 4), DataType.DT_INT8)]
         )
@@ -256,8 +257,9 @@ NHD, HND = (
     for shape, axes in (((6, 3, 2, 2), "NHD"), ((4, 2, 5, 2), "HND"))
 )
 turned = st.builds(
-    lambda src, dst, tokens, skipped: plan_pull_blocks(
-        NHD, HND, src, dst, num_tokens=tokens, dst_token=skipped
+    lambda src, dst, tokens, skipped: kvplan.plan(
+        Transfer(Rows(NHD, src), Rows(HND, dst, first_token=skipped), num_tokens=tokens),
+        local="dst",
     ),
     st.lists(st.integers(0, 5), min_size=2, max_size=2),
     st.permutations(range(4)).map(lambda it: it[:2]),

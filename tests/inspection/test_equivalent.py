@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     CacheDesc,
     Coalesce,
     DataType,
     GroupPlan,
     Plan,
+    Rows,
+    Transfer,
     plan_groups,
     plan_pull_blocks,
-    plan_push_blocks,
     reference,
 )
 from tests.planning.test_unlike import planned, transfers
@@ -71,10 +73,7 @@ def test_plans_that_leave_the_same_are_equivalent(
         num_tokens = data.draw(st.integers(1, num_tokens))
     if change == "by_layer":
         function = plan_push_blocks
-        planned_new = plan_push_blocks(
-            src.desc, dst.desc, src_blocks, dst_blocks, num_tokens=num_tokens,
-            src_token=src_token, dst_token=dst_token, coalesce=other, by_layer=True,
-        )  # fmt: skip
+        planned_new = kvplan.plan(Transfer(Rows(src.desc, src_blocks, first_token=src_token), Rows(dst.desc, dst_blocks, first_token=dst_token), num_tokens=num_tokens, coalesce=other), local="src", by_layer=True)  # fmt: skip
     else:
         changed = src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
         planned_new = planned(changed, other, function)
@@ -93,13 +92,17 @@ def test_a_plan_is_equivalent_to_itself_and_any_two_can_be_compared(
 
 
 def test_layer_by_layer_is_equivalent_to_whole_blocks() -> None:
-    whole = plan_push_blocks(CROSS, CROSS, [4, 5], [7, 8])
-    by_layer = plan_push_blocks(CROSS, CROSS, [4, 5], [7, 8], by_layer=True)
+    whole = kvplan.plan(Transfer(Rows(CROSS, [4, 5]), Rows(CROSS, [7, 8])), local="src")
+    by_layer = kvplan.plan(
+        Transfer(Rows(CROSS, [4, 5]), Rows(CROSS, [7, 8])), local="src", by_layer=True
+    )
     assert whole != by_layer
     assert whole.num_descriptors < by_layer.num_descriptors
     whole.assert_equivalent(by_layer)
     assert "verdict: equivalent - same byte mapping, different segmentation" in whole.diff(by_layer)
-    other = plan_push_blocks(CROSS, CROSS, [4, 6], [7, 8], by_layer=True)
+    other = kvplan.plan(
+        Transfer(Rows(CROSS, [4, 6]), Rows(CROSS, [7, 8])), local="src", by_layer=True
+    )
     with pytest.raises(AssertionError, match="4,096 destination bytes from another source"):
         whole.assert_equivalent(other)
 
@@ -116,10 +119,14 @@ def test_the_segments_do_not_matter_and_the_caches_do() -> None:
     old = pull([4, 5], [7, 8])
     old.assert_equivalent(pull([4, 5], [7, 8], coalesce=Coalesce.NONE))
     old.assert_equivalent(pull([5, 4], [8, 7]))
-    old.assert_equivalent(plan_push_blocks(DESC, DESC, [4, 5], [7, 8]))
+    old.assert_equivalent(
+        kvplan.plan(Transfer(Rows(DESC, [4, 5]), Rows(DESC, [7, 8])), local="src")
+    )
     more = dataclasses.replace(DESC, shape=(17, 4))
     with pytest.raises(AssertionError, match="different caches"):
-        old.assert_equivalent(plan_pull_blocks(DESC, more, [4, 5], [7, 8]))
+        old.assert_equivalent(
+            kvplan.plan(Transfer(Rows(DESC, [4, 5]), Rows(more, [7, 8])), local="dst")
+        )
 
 
 def groups(*plans: Plan) -> GroupPlan:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+import kvplan
 from kvplan import (
     TRANSPORT_COSTS,
     CacheDesc,
@@ -16,8 +17,9 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
+    Rows,
+    Transfer,
     TransportCost,
-    plan_pull_blocks,
 )
 from tests.support.refusals import refused
 
@@ -36,7 +38,10 @@ COST = TransportCost(
 def scattered(tensors: int, blocks: int, block_nbytes: int) -> Plan:
     """Every second block, so that none merge."""
     desc = CacheDesc(tensors, (2 * blocks, block_nbytes), DataType.DT_UINT8)
-    return plan_pull_blocks(desc, desc, range(0, 2 * blocks, 2), range(0, 2 * blocks, 2))
+    return kvplan.plan(
+        Transfer(Rows(desc, range(0, 2 * blocks, 2)), Rows(desc, range(0, 2 * blocks, 2))),
+        local="dst",
+    )
 
 
 PLAN = scattered(2, 3, 32 * KIB)

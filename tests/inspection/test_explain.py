@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     Cache,
@@ -15,12 +16,8 @@ from kvplan import (
     Placement,
     Plan,
     RemoteCache,
-    plan_copy_blocks,
-    plan_copy_cache,
-    plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
-    plan_swap_blocks,
+    Rows,
+    Transfer,
 )
 from kvplan.inspection.units import nbytes_text
 from tests.support.refusals import refused
@@ -30,27 +27,40 @@ PREFILL, DECODE = (CacheDesc(n, (16, 16, 8, 1024), DataType.DT_FLOAT16) for n in
 SLOTS, BLOCKS = CacheDesc(4, (3, 10), INT8), CacheDesc(4, (8, 4), INT8)
 WIDE = CacheDesc(40, (8, 4), INT8)
 
-PUSH = plan_push_blocks(
-    Cache(PREFILL, 7),
-    RemoteCache(BlocksCacheKey(1), DECODE),
-    [4, 5, 9],
-    [7, 8, 2],
-    ext_param=KvCacheExtParam(range(4, 6), (0, 1)),
+PUSH = kvplan.plan(
+    Transfer(
+        Rows(Cache(PREFILL, 7), [4, 5, 9]),
+        Rows(RemoteCache(BlocksCacheKey(1), DECODE), [7, 8, 2]),
+        layers=KvCacheExtParam(range(4, 6), (0, 1)),
+    ),
+    local="src",
 )
-C2B = plan_pull_blocks(SLOTS, BLOCKS, None, [4, 5, 0], src_batch_index=2)
-C2B_UNMERGED = plan_pull_blocks(
-    SLOTS, BLOCKS, None, [4, 5, 0], src_batch_index=2, coalesce=Coalesce.NONE
+C2B = kvplan.plan(Transfer(Rows(SLOTS, slot=2), Rows(BLOCKS, [4, 5, 0])), local="dst")
+C2B_UNMERGED = kvplan.plan(
+    Transfer(Rows(SLOTS, slot=2), Rows(BLOCKS, [4, 5, 0]), coalesce=Coalesce.NONE), local="dst"
 )
-C2C = plan_pull_cache(
-    SLOTS, SLOTS, src_batch_index=1, dst_batch_index=2, src_offset=3, dst_offset=1, size=5
+C2C = kvplan.plan(
+    Transfer(Rows(SLOTS, slot=1, offset=3), Rows(SLOTS, slot=2, offset=1), nbytes=5), local="dst"
 )
-COPY = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2)
-COPY_BLOCKS = plan_copy_blocks(Cache(BLOCKS, 1), {0: [1, 2], 3: [6]})
-SWAP = plan_swap_blocks(CacheDesc(4, (8, 4), INT8, Placement.HOST), BLOCKS, {0: 1})
-REVERSED = plan_pull_blocks(
-    WIDE, WIDE, range(8), range(7, -1, -1), ext_param=KvCacheExtParam(tensor_num_per_layer=4)
+COPY = kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS, slot=2)))
+COPY_BLOCKS = kvplan.plan(
+    Transfer(Rows(Cache(BLOCKS, 1), [0, 0, 3]), Rows(Cache(BLOCKS, 1), [1, 2, 6]))
 )
-ONE_LAYER = plan_pull_blocks(WIDE, WIDE, [0], [1], ext_param=KvCacheExtParam((0, 0), (0, 0), 1))
+SWAP = kvplan.plan(
+    Transfer(Rows(CacheDesc(4, (8, 4), INT8, Placement.HOST), [0]), Rows(BLOCKS, [1]))
+)
+REVERSED = kvplan.plan(
+    Transfer(
+        Rows(WIDE, range(8)),
+        Rows(WIDE, range(7, -1, -1)),
+        layers=KvCacheExtParam(tensor_num_per_layer=4),
+    ),
+    local="dst",
+)
+ONE_LAYER = kvplan.plan(
+    Transfer(Rows(WIDE, [0]), Rows(WIDE, [1]), layers=KvCacheExtParam((0, 0), (0, 0), 1)),
+    local="dst",
+)
 
 
 def assert_text(actual: str, expected: str) -> None:
@@ -164,7 +174,7 @@ def test_a_size_is_written_in_the_largest_unit_that_it_has_one_of() -> None:
 
 def test_a_block_that_is_filled_in_part_counts_as_a_slice() -> None:
     row, blocks = (CacheDesc(1, shape, DataType.DT_INT8) for shape in ((1, 10), (3, 4)))
-    plan = plan_pull_blocks(row, blocks, None, [0, 1, 2])
+    plan = kvplan.plan(Transfer(Rows(row), Rows(blocks, [0, 1, 2])), local="dst")
     assert "10 B     merged 3  positions 0..2" in plan.explain()
 
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from kvplan import CacheDesc, DataType, Shard, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, Rows, Shard, Transfer
 
 
 def part(layout: str, heads: range) -> CacheDesc:
@@ -33,7 +34,10 @@ def test_heads(
     layouts: tuple[str, str], right: range, wrong: range, words: tuple[str, ...]
 ) -> None:
     dst = part(layouts[1], range(5))
-    plans = [plan_pull_blocks(part(layouts[0], it), dst, [3, 0], [1, 2]) for it in (right, wrong)]
+    plans = [
+        kvplan.plan(Transfer(Rows(part(layouts[0], it), [3, 0]), Rows(dst, [1, 2])), local="dst")
+        for it in (right, wrong)
+    ]
     text = plans[0].diff(plans[1])
     rows = re.findall(r"^([-+]) .*  tokens \d+\.\.\d+ (heads? [\d.]+)$", text, re.MULTILINE)
     assert set(rows) == {*zip("-+", words, strict=False)}

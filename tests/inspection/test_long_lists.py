@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     Cache,
@@ -18,10 +19,11 @@ from kvplan import (
     LLMStatusCode,
     Plan,
     RemoteCache,
+    Rows,
     Shard,
+    Transfer,
     plan_groups,
     plan_pull_blocks,
-    plan_push_blocks,
 )
 from tests.support.refusals import refused
 
@@ -36,7 +38,9 @@ def scattered(step: int, run: int) -> list[int]:
     return blocks
 
 
-LARGE = plan_pull_blocks(LAYERS, LAYERS, scattered(7, 8100), scattered(2047, 8050))
+LARGE = kvplan.plan(
+    Transfer(Rows(LAYERS, scattered(7, 8100)), Rows(LAYERS, scattered(2047, 8050))), local="dst"
+)
 MLA = CacheDesc(61, (8192, 16, 576), FP16, kv_tensor_format="block token dim")
 
 
@@ -62,7 +66,10 @@ def test_a_low_limit_counts_the_rest() -> None:
 
 
 def test_runs_that_were_not_merged_are_seen() -> None:
-    plan = plan_push_blocks(LAYERS, LAYERS, range(40, 56), range(16, 32), coalesce=Coalesce.NONE)
+    plan = kvplan.plan(
+        Transfer(Rows(LAYERS, range(40, 56)), Rows(LAYERS, range(16, 32)), coalesce=Coalesce.NONE),
+        local="src",
+    )
     assert_text(
         "\n".join(plan.explain(limit=8).splitlines()[9:13]),
         """
@@ -75,7 +82,9 @@ def test_runs_that_were_not_merged_are_seen() -> None:
 
 
 def test_blocks_that_go_the_other_way_round_are_seen() -> None:
-    plan = plan_pull_blocks(LAYERS, LAYERS, range(32), range(131, 99, -1))
+    plan = kvplan.plan(
+        Transfer(Rows(LAYERS, range(32)), Rows(LAYERS, range(131, 99, -1))), local="dst"
+    )
     assert "31 follow the one before in opposite order" in plan.explain()
 
 
@@ -87,20 +96,27 @@ def test_what_is_cut_by_heads_is_counted_in_bytes() -> None:
         )
         for heads in (4, 8)
     )  # fmt: skip
-    text = plan_pull_blocks(half, whole, range(0, 60, 2), range(30)).explain()
+    text = kvplan.plan(
+        Transfer(Rows(half, range(0, 60, 2)), Rows(whole, range(30))), local="dst"
+    ).explain()
     assert "30 segments of 16 KiB each" in text
     assert "src 30 of blocks 0-58 (50%); dst 30 of blocks 0-29 (100%)" in text
 
 
 def test_many_tensors_of_a_layer_are_one_line() -> None:
-    plan = plan_pull_blocks(
-        MLA, MLA, [1, 2, 3], [4, 5, 6], ext_param=KvCacheExtParam(tensor_num_per_layer=1)
+    plan = kvplan.plan(
+        Transfer(
+            Rows(MLA, [1, 2, 3]),
+            Rows(MLA, [4, 5, 6]),
+            layers=KvCacheExtParam(tensor_num_per_layer=1),
+        ),
+        local="dst",
     )
     assert len(plan.explain().splitlines()) == 7
     opaque = CacheDesc(61, (8192, 1024), FP16)
     as_one = KvCacheExtParam(tensor_num_per_layer=61)
     *_, first, others = (
-        plan_pull_blocks(opaque, opaque, [1], [4], ext_param=as_one)
+        kvplan.plan(Transfer(Rows(opaque, [1]), Rows(opaque, [4]), layers=as_one), local="dst")
         .explain(limit=None)
         .splitlines()
     )
@@ -117,7 +133,7 @@ def test_groups_of_the_same_blocks() -> None:
             "latent": latent,
             "indexer": plan_pull_blocks(index, index, *tables),
             "again": latent,
-            "window": plan_pull_blocks(MLA, MLA, [9], [2]),
+            "window": kvplan.plan(Transfer(Rows(MLA, [9]), Rows(MLA, [2])), local="dst"),
         }
     )
     assert_text(plan.explain(), GROUPS)
@@ -140,8 +156,11 @@ def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
     """A block that is in the table twice has the same bytes for other tokens of the request."""
     other = CacheDesc(61, (8192, 16, 576 * wide), FP16, kv_tensor_format="block token dim")
     plans = {
-        "a": plan_pull_blocks(MLA, MLA, [4], [7], num_tokens=16),
-        "b": plan_pull_blocks(other, other, [4, 4], [7], num_tokens=16, src_token=16),
+        "a": kvplan.plan(Transfer(Rows(MLA, [4]), Rows(MLA, [7]), num_tokens=16), local="dst"),
+        "b": kvplan.plan(
+            Transfer(Rows(other, [4, 4], first_token=16), Rows(other, [7]), num_tokens=16),
+            local="dst",
+        ),
     }
     text = plan_groups(plans).explain()
     assert re.search(r"^group a\n(  .*\n)*  .*tokens 0\.\.15$", text, re.MULTILINE), text
@@ -149,7 +168,9 @@ def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
 
 
 def test_the_same_change_in_several_groups_is_one() -> None:
-    old, new, other = (plan_pull_blocks(MLA, MLA, [it], [1]) for it in (1, 2, 3))
+    old, new, other = (
+        kvplan.plan(Transfer(Rows(MLA, [it]), Rows(MLA, [1])), local="dst") for it in (1, 2, 3)
+    )
     groups = [
         plan_groups(dict(zip("abcde", it, strict=True)))
         for it in ((old, old, old, old, old), (old, old, new, new, other))
@@ -164,7 +185,9 @@ def test_lines_come_one_by_one() -> None:
         for form in ("tree", "table"):
             some = [*islice(plan.explain_lines(form), 2000)]  # type: ignore[arg-type]
             assert some[-1]
-    small = plan_pull_blocks(LAYERS, LAYERS, range(0, 80, 2), range(40))
+    small = kvplan.plan(
+        Transfer(Rows(LAYERS, range(0, 80, 2)), Rows(LAYERS, range(40))), local="dst"
+    )
     for form in ("tree", "table"):
         lines = [*small.explain_lines(form)]  # type: ignore[arg-type]
         assert "\n".join(lines) == small.explain(form, limit=None)  # type: ignore[arg-type]
@@ -200,10 +223,16 @@ def test_long_names_and_large_numbers_are_wrapped() -> None:
     desc = CacheDesc(
         2**32 - 2, (8192, 16, 1 << 20), FP16, kv_tensor_format="opaque" + " no layout" * 20
     )
-    plan = plan_push_blocks(
-        Cache(desc, most), RemoteCache(BlocksCacheKey(most, most), desc), range(0, 60, 2), range(30)
+    plan = kvplan.plan(
+        Transfer(
+            Rows(Cache(desc, most), range(0, 60, 2)),
+            Rows(RemoteCache(BlocksCacheKey(most, most), desc), range(30)),
+        ),
+        local="src",
     )
-    other = plan_push_blocks(desc, desc, range(0, 60, 2), range(1, 31))
+    other = kvplan.plan(
+        Transfer(Rows(desc, range(0, 60, 2)), Rows(desc, range(1, 31))), local="src"
+    )
     groups = {"g" * 64: plan, "h" * 64: plan}
     for text in (
         plan.explain(transport="local"),

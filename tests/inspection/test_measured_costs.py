@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan import TRANSPORT_COSTS, CostLine, LLMException, TransportCost
+from kvplan import TRANSPORT_COSTS, CostLine, LLMException, Rows, Transfer, TransportCost
 from kvplan.inspection.measured_costs import costs_path, load_costs, save_costs, this_machine
 
 MINE = TransportCost(name="local", way="mapped", lines=(CostLine(fixed_us=7, mib_us=3),))
@@ -100,7 +100,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_they_can_be_given_to_any_estimate(path: Path) -> None:
     desc = kvplan.CacheDesc(2, (8, 1024), kvplan.DataType.DT_UINT8)
-    plan = kvplan.plan_pull_blocks(desc, desc, [1], [2])
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     save_costs({"local": MINE}, path)
     found = kvplan.load_costs(path)
     assert found is not None

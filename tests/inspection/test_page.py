@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -18,16 +19,16 @@ from kvplan import (
     GroupPlan,
     Plan,
     RemoteCache,
+    Rows,
     Shard,
-    plan_copy_blocks,
+    Transfer,
     plan_pull_blocks,
-    plan_push_blocks,
 )
 from tests.inspection.test_bands import embedded
 
 FP16 = DataType.DT_FLOAT16
 DESC = CacheDesc(4, (16, 16, 8, 128), FP16, kv_tensor_format="NHD")
-PLAN = plan_pull_blocks(DESC, DESC, [4, 5, 9], [7, 8, 2])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [4, 5, 9]), Rows(DESC, [7, 8, 2])), local="dst")
 EVIL = "</script><img src=x onerror=alert(1)><!--"
 
 
@@ -44,7 +45,9 @@ def test_a_large_plan_is_a_small_document(coalesce: Coalesce) -> None:
     desc = CacheDesc(122, (8192, 16, 8, 128), FP16, kv_tensor_format="NHD")
     for plan in (
         scattered(),
-        plan_pull_blocks(desc, desc, runs, np.arange(4096), coalesce=coalesce),
+        kvplan.plan(
+            Transfer(Rows(desc, runs), Rows(desc, np.arange(4096)), coalesce=coalesce), local="dst"
+        ),
     ):
         assert len(plan.to_html().encode()) < 300_000
 
@@ -52,7 +55,10 @@ def test_a_large_plan_is_a_small_document(coalesce: Coalesce) -> None:
 def test_a_comparison_of_large_plans_is_small_too() -> None:
     plan = scattered()
     assert plan.tables is not None
-    reversed_ = plan_pull_blocks(plan.src, plan.dst, plan.tables.src[::-1].copy(), plan.tables.dst)
+    reversed_ = kvplan.plan(
+        Transfer(Rows(plan.src, plan.tables.src[::-1].copy()), Rows(plan.dst, plan.tables.dst)),
+        local="dst",
+    )
     document = plan.to_html(diff=reversed_)
     assert len(document.encode()) < 400_000
     assert embedded(document)[0]["count"] == 8192
@@ -78,8 +84,8 @@ def named(name: str) -> list[str]:
     """Documents in which a name of a user is everywhere that one can be."""
     of_peer = RemoteCache(BlocksCacheKey(1), DESC)
     opaque = CacheDesc(2, (4, 8), FP16, kv_tensor_format=f"opaque {name}")
-    labelled = plan_pull_blocks(opaque, opaque, [1], [2])
-    pulled = plan_pull_blocks(of_peer, DESC, [1], [2])
+    labelled = kvplan.plan(Transfer(Rows(opaque, [1]), Rows(opaque, [2])), local="dst")
+    pulled = kvplan.plan(Transfer(Rows(of_peer, [1]), Rows(DESC, [2])), local="dst")
     groups = GroupPlan({name: PLAN, "other": labelled})
     old = GroupPlan({"x" + name: PLAN, "other": pulled})
     return [
@@ -125,7 +131,9 @@ def notes(plan: Plan, **options: Any) -> list[str]:
 
 def test_what_is_odd_is_said_in_words() -> None:
     bf16 = CacheDesc(4, (16, 16, 8, 128), DataType.DT_BF16, kv_tensor_format="NHD")
-    assert notes(plan_pull_blocks(DESC, bf16, [0], [1], reinterpret=True)) == [
+    assert notes(
+        kvplan.plan(Transfer(Rows(DESC, [0]), Rows(bf16, [1]), reinterpret=True), local="dst")
+    ) == [
         "REINTERPRETED: the bytes are copied as they are, whatever the two sides say that they "
         "mean: DT_FLOAT16 (block 16, token 16, head 8, dim 128) at the source, DT_BF16 (block 16, "
         "token 16, head 8, dim 128) at the destination."
@@ -134,7 +142,11 @@ def test_what_is_odd_is_said_in_words() -> None:
                        shard=Shard(heads=range(2, 4), num_heads=8))  # fmt: skip
     turned = CacheDesc(4, (32, 4, 32, 128), FP16, kv_tensor_format="HND",
                        shard=Shard(heads=range(4), num_heads=8))  # fmt: skip
-    assert notes(plan_pull_blocks(source, turned, [5, 9, 6], [3, 1], num_tokens=40)) == [
+    assert notes(
+        kvplan.plan(
+            Transfer(Rows(source, [5, 9, 6]), Rows(turned, [3, 1]), num_tokens=40), local="dst"
+        )
+    ) == [
         "Transposing: the axes lie in another order at the two ends, so that each block is moved "
         "in 32 runs of 256 B.",
         "Tiny runs: 320 descriptors of less than 2 KiB, each of which costs more than its bytes do "
@@ -142,29 +154,34 @@ def test_what_is_odd_is_said_in_words() -> None:
     ]
     half = CacheDesc(4, (64, 16, 4, 128), FP16, kv_tensor_format="NHD",
                      shard=Shard(heads=range(2, 6), num_heads=8))  # fmt: skip
-    assert notes(plan_pull_blocks(source, half, [5], [3]))[0] == (
+    assert notes(kvplan.plan(Transfer(Rows(source, [5]), Rows(half, [3])), local="dst"))[0] == (
         "Cut by head or token: each block is moved in 16 runs of 512 B."
     )
-    assert notes(plan_pull_blocks(DESC, DESC, [1, 3], [4, 9])) == [
+    assert notes(kvplan.plan(Transfer(Rows(DESC, [1, 3]), Rows(DESC, [4, 9])), local="dst")) == [
         "Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."
     ]
     assert notes(PLAN) == ["Alone: 1 of 2 runs is one block, which has no neighbour at both ends."]
-    assert notes(plan_pull_blocks(DESC, DESC, [1, 2], [4, 5], coalesce=Coalesce.NONE)) == [
-        "Not merged: 1 run could be one with the run before (coalesce is none)."
-    ]
-    assert notes(plan_push_blocks(DESC, DESC, [1, 1, 2, 2], [1, 2, 4, 6]))[0] == (
-        "Source block 1 is read 2 times, and 1 more are: is the block table right?"
-    )
+    assert notes(
+        kvplan.plan(
+            Transfer(Rows(DESC, [1, 2]), Rows(DESC, [4, 5]), coalesce=Coalesce.NONE), local="dst"
+        )
+    ) == ["Not merged: 1 run could be one with the run before (coalesce is none)."]
+    assert notes(
+        kvplan.plan(Transfer(Rows(DESC, [1, 1, 2, 2]), Rows(DESC, [1, 2, 4, 6])), local="src")
+    )[0] == ("Source block 1 is read 2 times, and 1 more are: is the block table right?")
     large = CacheDesc(4, (16, 64, 8, 128), FP16, kv_tensor_format="NHD")
-    assert notes(plan_pull_blocks(DESC, large, [5, 2, 9, 1], [3])) == []  # runs, and no blocks
-    assert notes(plan_copy_blocks(DESC, {1: [2, 3]})) != []
-    assert notes(plan_pull_blocks(DESC, DESC, [1, 2], [4, 5]), notes=["The lease is stale."]) == [
-        "The lease is stale."
-    ]
+    assert (
+        notes(kvplan.plan(Transfer(Rows(DESC, [5, 2, 9, 1]), Rows(large, [3])), local="dst")) == []
+    )  # runs, and no blocks
+    assert notes(kvplan.plan(Transfer(Rows(DESC, [1, 1]), Rows(DESC, [2, 3])))) != []
+    assert notes(
+        kvplan.plan(Transfer(Rows(DESC, [1, 2]), Rows(DESC, [4, 5])), local="dst"),
+        notes=["The lease is stale."],
+    ) == ["The lease is stale."]
 
 
 def test_a_comparison_says_what_is_no_longer_so() -> None:
-    plan = plan_pull_blocks(DESC, DESC, [4, 5], [7, 8])
+    plan = kvplan.plan(Transfer(Rows(DESC, [4, 5]), Rows(DESC, [7, 8])), local="dst")
     assert notes(PLAN, diff=plan) == [
         "No longer so: Alone: 1 of 2 runs is one block, which has no neighbour at both ends."
     ]
@@ -172,7 +189,7 @@ def test_a_comparison_says_what_is_no_longer_so() -> None:
 
 def test_layers_are_counted_that_each_plan_has() -> None:
     one, two, three = (
-        plan_pull_blocks(desc, desc, [4], [7])
+        kvplan.plan(Transfer(Rows(desc, [4]), Rows(desc, [7])), local="dst")
         for layers in (1, 2, 3)
         for desc in [CacheDesc(2 * layers, (16, 16, 8, 128), FP16, kv_tensor_format="NHD")]
     )
@@ -192,13 +209,17 @@ def test_sizes_are_counted() -> None:
     for length in range(1, 40):
         rows += [*range(first, first + length)]
         first += length + 1
-    plan = plan_pull_blocks(desc, desc, rows, rows)
+    plan = kvplan.plan(Transfer(Rows(desc, rows), Rows(desc, rows)), local="dst")
     sizes = embedded(plan.to_html())[0]["sizes"]
     assert [it[:2] for it in sizes] == [
         ["32 B to 64 B", ["2"]], ["64 B to 128 B", ["4"]], ["128 B to 256 B", ["8"]],
         ["256 B to 512 B", ["16"]], ["512 B to 1 KiB", ["32"]], ["1 KiB to 2 KiB", ["16"]],
     ]  # fmt: skip
-    few = embedded(PLAN.to_html(diff=plan_pull_blocks(DESC, DESC, [5, 4, 9], [7, 8, 2])))
+    few = embedded(
+        PLAN.to_html(
+            diff=kvplan.plan(Transfer(Rows(DESC, [5, 4, 9]), Rows(DESC, [7, 8, 2])), local="dst")
+        )
+    )
     assert few[0]["sizes"] == [
         ["32 KiB", ["4", "12"], [0.3333, 1.0]], ["64 KiB", ["4", "0"], [0.3333, 0.0]]
     ]  # fmt: skip

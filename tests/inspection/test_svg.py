@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     CacheDesc,
     Coalesce,
     DataType,
     GroupPlan,
     Plan,
+    Rows,
     Shard,
-    plan_copy_blocks,
+    Transfer,
     plan_pull_blocks,
 )
 from tests.planning.test_unlike import planned
@@ -26,7 +28,7 @@ from tests.planning.transfers import Transfer, transfers
 
 DOCS = Path(__file__).parents[2] / "docs"
 NHD = CacheDesc(4, (16, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
-SMALL = plan_pull_blocks(NHD, NHD, [4, 5, 9], [7, 8, 2])
+SMALL = kvplan.plan(Transfer(Rows(NHD, [4, 5, 9]), Rows(NHD, [7, 8, 2])), local="dst")
 SPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -35,7 +37,7 @@ def in_readme() -> Plan:
     desc = CacheDesc(64, (256, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
     src = [10, 11, 12, 13, 40, 41, 90, 91, 92, 93, 94, 95, 7, 30, 31, 32]
     dst = [100, 101, 102, 103, 104, 105, 106, 107, 20, 21, 22, 23, 24, 25, 26, 61]
-    return plan_pull_blocks(desc, desc, src, dst)
+    return kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
 
 
 def unlike() -> Plan:
@@ -43,7 +45,9 @@ def unlike() -> Plan:
                     shard=Shard(heads=range(2, 4), num_heads=8))  # fmt: skip
     dst = CacheDesc(4, (32, 4, 32, 128), DataType.DT_FLOAT16, kv_tensor_format="HND",
                     shard=Shard(heads=range(4), num_heads=8))  # fmt: skip
-    return plan_pull_blocks(src, dst, [5, 9, 6], [3, 1], num_tokens=40)
+    return kvplan.plan(
+        Transfer(Rows(src, [5, 9, 6]), Rows(dst, [3, 1]), num_tokens=40), local="dst"
+    )
 
 
 GOLDEN = {"small": SMALL, "unlike": unlike()}
@@ -111,7 +115,7 @@ def test_names_are_escaped(name: str) -> None:
 
 
 def test_bands_from_one_block_stand_side_by_side() -> None:
-    root = well_formed(plan_copy_blocks(NHD, {1: [2, 3]}).to_svg())
+    root = well_formed(kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [2, 3]))).to_svg())
     ends = [it.get("x") for it in root.iter(f"{SPACE}text") if it.get("class") == "end"]
     assert len(ends) == 4
     assert len({*ends}) == 2

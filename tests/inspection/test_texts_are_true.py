@@ -15,7 +15,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, plan_groups, plan_pull_blocks
+import kvplan
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    GroupPlan,
+    Plan,
+    Rows,
+    Transfer,
+    plan_groups,
+    plan_pull_blocks,
+)
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Transfer, transfers
@@ -145,7 +156,7 @@ def test_rows_of_a_tree_say_which_of_the_request_they_hold(
 ) -> None:
     src, dst = given_tables
     desc = FORMATS[of]
-    plan = plan_pull_blocks(desc, desc, src, dst, coalesce=how)
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=how), local="dst")
     size = 4 if of == "NHD" else 1
     held = []
     for src_rows, dst_rows, word, at in rows_of(plan):
@@ -187,7 +198,7 @@ def test_a_summary_counts_what_there_is(
 ) -> None:
     src, dst = given_tables
     desc = FORMATS["none"]
-    plan = plan_pull_blocks(desc, desc, src, dst, coalesce=how)
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=how), local="dst")
     text = plan.explain(limit=limit)
     pairs = [*zip(src, dst, strict=True)]
     runs = runs_of(sorted(pairs) if how is Coalesce.SORTED else pairs)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     Cache,
@@ -14,8 +15,9 @@ from kvplan import (
     KvCacheExtParam,
     Plan,
     RemoteCache,
+    Rows,
+    Transfer,
     plan_pull_blocks,
-    plan_push_blocks,
 )
 from kvplan.layout import Shard
 
@@ -34,25 +36,38 @@ def assert_text(actual: str, expected: str) -> None:
 
 
 # Rank 1 of 4 has heads 2 and 3, tokens before heads; rank 0 of 2 has heads 0 to 3, heads first.
-RESHARD = plan_pull_blocks(
-    RemoteCache(BlocksCacheKey(2), cache((64, 16, 2, 128), "NHD", heads=range(2, 4))),
-    Cache(cache((32, 4, 32, 128), "HND", heads=range(4)), 7),
-    [5, 9, 6],
-    [3, 1],
-    num_tokens=40,
+RESHARD = kvplan.plan(
+    Transfer(
+        Rows(
+            RemoteCache(BlocksCacheKey(2), cache((64, 16, 2, 128), "NHD", heads=range(2, 4))),
+            [5, 9, 6],
+        ),
+        Rows(Cache(cache((32, 4, 32, 128), "HND", heads=range(4)), 7), [3, 1]),
+        num_tokens=40,
+    ),
+    local="dst",
 )
 MLA = cache((16, 16, 576), "block token dim", 3)
-LATENT = plan_pull_blocks(MLA, MLA, [4, 5, 9], [7, 8, 2], num_tokens=40)
-CROSS = cache((16, 4, 2, 16, 2, 64), "block layer kv token head dim", 1)
-WHOLE_BLOCKS = plan_pull_blocks(CROSS, CROSS, [4, 5], [7, 8])
-TWO_LAYERS = plan_push_blocks(
-    CROSS, CROSS, [4, 5], [7, 8], ext_param=KvCacheExtParam(range(1, 3), range(1, 3))
+LATENT = kvplan.plan(
+    Transfer(Rows(MLA, [4, 5, 9]), Rows(MLA, [7, 8, 2]), num_tokens=40), local="dst"
 )
-APART = plan_pull_blocks(CROSS, cache((16, 16, 2, 64), "NHD", 8), [4, 6], [7, 8])
+CROSS = cache((16, 4, 2, 16, 2, 64), "block layer kv token head dim", 1)
+WHOLE_BLOCKS = kvplan.plan(Transfer(Rows(CROSS, [4, 5]), Rows(CROSS, [7, 8])), local="dst")
+TWO_LAYERS = kvplan.plan(
+    Transfer(
+        Rows(CROSS, [4, 5]), Rows(CROSS, [7, 8]), layers=KvCacheExtParam(range(1, 3), range(1, 3))
+    ),
+    local="src",
+)
+APART = kvplan.plan(
+    Transfer(Rows(CROSS, [4, 6]), Rows(cache((16, 16, 2, 64), "NHD", 8), [7, 8])), local="dst"
+)
 SLOTS = cache((3, 64, 2, 64), "slot token head dim")
 NHD, HND = cache((16, 16, 2, 64), "NHD"), cache((16, 2, 16, 64), "HND")
-FILLED = plan_pull_blocks(SLOTS, NHD, None, [4, 5, 9], src_batch_index=2)
-TURNED = plan_pull_blocks(SLOTS, HND, None, [4, 5, 9], src_batch_index=2, num_tokens=40)
+FILLED = kvplan.plan(Transfer(Rows(SLOTS, slot=2), Rows(NHD, [4, 5, 9])), local="dst")
+TURNED = kvplan.plan(
+    Transfer(Rows(SLOTS, slot=2), Rows(HND, [4, 5, 9]), num_tokens=40), local="dst"
+)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +200,7 @@ def test_tree_of_a_slice_of_heads() -> None:
     half = cache((64, 4, 16, 128), "HND", heads=range(4, 8))
     whole = cache((64, 8, 16, 128), "HND", heads=range(8))
     assert_text(
-        plan_pull_blocks(half, whole, [4, 5, 9], [7, 8, 2]).explain(),
+        kvplan.plan(Transfer(Rows(half, [4, 5, 9]), Rows(whole, [7, 8, 2])), local="dst").explain(),
         """
 pull_blocks  B2B   src -> dst   plan 2e3f58
   src DT_FLOAT16 (block 64, head 4, token 16, dim 128), all 2 layers, heads 4..7 of 8
@@ -241,7 +256,9 @@ pull_blocks  C2B   src -> dst   plan 0e19f5
 def test_tree_of_bytes_that_are_reinterpreted() -> None:
     bf16 = CacheDesc(4, (16, 16, 2, 64), DataType.DT_BF16, kv_tensor_format="NHD")
     assert_text(
-        plan_pull_blocks(NHD, bf16, [1], [2], reinterpret=True).explain(),
+        kvplan.plan(
+            Transfer(Rows(NHD, [1]), Rows(bf16, [2]), reinterpret=True), local="dst"
+        ).explain(),
         """
 pull_blocks  B2B   src -> dst   plan 7a47ef
   src DT_FLOAT16 (block 16, token 16, head 2, dim 64)
@@ -402,11 +419,12 @@ def test_plans_of_other_caches_are_never_identical(of: CacheDesc, said: str) -> 
 def test_a_wrong_head_is_named() -> None:
     """Two gathers of one request: in the second a source says that it has other heads."""
     old, new = (
-        plan_pull_blocks(
-            cache((64, 16, 1, 128), "NHD", heads=range(head, head + 1)),
-            cache((32, 4, 16, 128), "HND", heads=range(4)),
-            [5],
-            [3],
+        kvplan.plan(
+            Transfer(
+                Rows(cache((64, 16, 1, 128), "NHD", heads=range(head, head + 1)), [5]),
+                Rows(cache((32, 4, 16, 128), "HND", heads=range(4)), [3]),
+            ),
+            local="dst",
         )
         for head in (2, 3)
     )

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    LLMException,
+    Rows,
+    Transfer,
+)
 from kvplan.control.messages import MAX_NBYTES, ShardEntry, Table, TableEntry, encode
 from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
@@ -48,7 +57,7 @@ def test_caches_from_before_and_after_linking(end: End, peer: Peer) -> None:
     found = link.cache(BlocksCacheKey(2, 9))
     assert (found.cache_id, found.paged, found.desc) == (after, True, DESC)
     mine = [np.zeros(DESC.shape, np.float32) for _ in range(2)]
-    plan = kvplan.plan_pull_blocks(DESC, DESC, range(4), range(4))
+    plan = kvplan.plan(Transfer(Rows(DESC, range(4)), Rows(DESC, range(4))), local="dst")
     kvplan.execute(plan, link.memory(found, writable=False), mine)
     assert all((it == 7).all() for it in mine)
 

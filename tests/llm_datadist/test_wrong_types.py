@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import kvplan
+from kvplan import Rows, Transfer
 from kvplan import llm_datadist as official
 from kvplan.llm_datadist.utils.utils import check_isinstance
-from kvplan.planning import plan_copy_cache
 from kvplan.validation import mismatch
 
 NATIVE = kvplan.CacheDesc(2, (2, 8), kvplan.DataType.DT_INT8)
@@ -18,7 +18,7 @@ OFFICIAL: Any = official.CacheDesc(2, [2, 8], official.DataType.DT_INT8)
 
 def test_an_official_description_is_no_native_one() -> None:
     with pytest.raises(TypeError) as caught:
-        plan_copy_cache(OFFICIAL, NATIVE, src_batch_index=0, dst_batch_index=1)
+        kvplan.plan(Transfer(Rows(OFFICIAL, slot=0), Rows(NATIVE, slot=1)))
     kinds = f"kvplan.types.CacheDesc, not {type(OFFICIAL).__module__}.CacheDesc"
     assert str(caught.value).endswith(f"must be {kinds}")
 

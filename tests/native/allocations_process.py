@@ -24,6 +24,8 @@ from kvplan import (
     LLMException,
     LlmRole,
     Options,
+    Rows,
+    Transfer,
     Transfers,
 )
 from tests.support.held import Held
@@ -46,7 +48,7 @@ def assert_arrived(target: list[np.ndarray]) -> None:
 def executed() -> None:
     target = filled(0)
     with Transfers(2) as transfers:
-        plan = kvplan.plan_pull_blocks(DESC, DESC, BLOCKS, ORDER)
+        plan = kvplan.plan(Transfer(Rows(DESC, BLOCKS), Rows(DESC, ORDER)), local="dst")
         transfers.execute(plan, filled(7), target)
     assert_arrived(target)
 
@@ -54,7 +56,7 @@ def executed() -> None:
 def submitted() -> None:
     target = filled(0)
     with Transfers(2) as transfers:
-        plan = kvplan.plan_pull_blocks(DESC, DESC, BLOCKS, ORDER)
+        plan = kvplan.plan(Transfer(Rows(DESC, BLOCKS), Rows(DESC, ORDER)), local="dst")
         transfers.submit(plan, filled(7), target).wait()
     assert_arrived(target)
 
@@ -63,7 +65,7 @@ def layered() -> None:
     target = filled(0)
     with Transfers(2) as transfers:
         one = KvCacheExtParam(tensor_num_per_layer=1)
-        plan = kvplan.plan_push_blocks(DESC, DESC, BLOCKS, ORDER, ext_param=one)
+        plan = kvplan.plan(Transfer(Rows(DESC, BLOCKS), Rows(DESC, ORDER), layers=one), local="src")
         task = transfers.layered(plan, filled(7), target)
         for layer in (1, 0):
             task.ready(layer)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, DataType, LLMException, Plan, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, LLMException, Plan, Rows, Transfer, plan_pull_blocks
 from kvplan.planning.blocks import sorted_pairs
 
 DESC = CacheDesc(2, (8, 4), DataType.DT_INT8)
@@ -51,7 +52,7 @@ class Scalar:
 
 
 def plan(src_blocks: Any, dst_blocks: Any = (0, 1)) -> Plan:
-    return plan_pull_blocks(DESC, DESC, src_blocks, dst_blocks)
+    return kvplan.plan(Transfer(Rows(DESC, src_blocks), Rows(DESC, dst_blocks)), local="dst")
 
 
 INTEGER_TYPES = [
@@ -89,9 +90,9 @@ def without_address(value: object) -> str:
 def test_every_kind_of_integers_means_the_same(blocks: Any) -> None:
     expected = plan([5, 2])
     assert plan(blocks) == expected
-    assert plan_pull_blocks(DESC, DESC, [0, 1], blocks) == plan_pull_blocks(
-        DESC, DESC, [0, 1], [5, 2]
-    )
+    assert kvplan.plan(
+        Transfer(Rows(DESC, [0, 1]), Rows(DESC, blocks)), local="dst"
+    ) == kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 2])), local="dst")
     for column in (expected.segments.src_offsets, plan(blocks).segments.src_offsets):
         assert column.flags.c_contiguous
         assert column.dtype == np.uint64
@@ -202,10 +203,12 @@ def test_a_destination_table_is_accepted_if_and_only_if_it_is_distinct(
     desc = CacheDesc(2, (100_000 if large else 8, 4), DataType.DT_INT8)
     sources = [0] * len(blocks)
     if len(set(blocks)) == len(blocks):
-        assert plan_pull_blocks(desc, desc, sources, blocks).num_slices == len(blocks)
+        assert kvplan.plan(
+            Transfer(Rows(desc, sources), Rows(desc, blocks)), local="dst"
+        ).num_slices == len(blocks)
         return
     with pytest.raises(LLMException) as raised:
-        plan_pull_blocks(desc, desc, sources, blocks)
+        kvplan.plan(Transfer(Rows(desc, sources), Rows(desc, blocks)), local="dst")
     message = str(raised.value)
     pairs = [(i, j) for j in range(len(blocks)) for i in range(j) if blocks[i] == blocks[j]]
     assert any(
@@ -225,7 +228,10 @@ def test_a_plan_does_not_change_with_the_callers_table() -> None:
 def test_an_empty_source_table_means_a_slot() -> None:
     slots = CacheDesc(2, (3, 8), DataType.DT_INT8)
     for nothing in (None, (), [], np.empty(0, dtype=int), np.empty(0)):
-        assert plan_pull_blocks(slots, DESC, nothing, [3, 1]).kind == "C2B"
+        assert (
+            kvplan.plan(Transfer(Rows(slots, nothing), Rows(DESC, [3, 1])), local="dst").kind
+            == "C2B"
+        )
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 511, 512, 4000])

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMException, plan_groups, plan_pull_blocks
+from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer, plan_groups
 
 DESC = CacheDesc(4, (8, 16, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="block token head dim")
-PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 5], [7, 0, 1], num_tokens=40)
+PLAN = kvplan.plan(
+    Transfer(Rows(DESC, [1, 2, 5]), Rows(DESC, [7, 0, 1]), num_tokens=40), local="dst"
+)
 
 
 def test_a_plan_and_one_of_groups_come_back_equal(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, GroupPlan, plan_groups, plan_pull_blocks, reference
+from kvplan import CacheDesc, DataType, GroupPlan, Rows, Transfer, plan_groups, reference
 from tests.planning.unlike import Cache, caches, expected, models, of_one_request
 from tests.support.refusals import refused
 
@@ -25,9 +25,13 @@ STATE = CacheDesc(2, (6, 4096), DataType.DT_FLOAT, kv_tensor_format="block state
 def deepseek(indexer: list[int]) -> GroupPlan:
     return plan_groups(
         {
-            "latent": plan_pull_blocks(LATENT, LATENT, [1, 2, 5], [0, 1, 2]),
-            "indexer": plan_pull_blocks(INDEXER, INDEXER, indexer, [7], num_tokens=40),
-            "state": plan_pull_blocks(STATE, STATE, [3], [5]),
+            "latent": kvplan.plan(
+                Transfer(Rows(LATENT, [1, 2, 5]), Rows(LATENT, [0, 1, 2])), local="dst"
+            ),
+            "indexer": kvplan.plan(
+                Transfer(Rows(INDEXER, indexer), Rows(INDEXER, [7]), num_tokens=40), local="dst"
+            ),
+            "state": kvplan.plan(Transfer(Rows(STATE, [3]), Rows(STATE, [5])), local="dst"),
         }
     )
 
@@ -126,7 +130,7 @@ def test_a_plan_of_groups_does_not_change() -> None:
         (
             {
                 "a": PLAN.groups["state"],
-                "b": kvplan.plan_push_blocks(STATE, STATE, [1], [1]),
+                "b": kvplan.plan(Transfer(Rows(STATE, [1]), Rows(STATE, [1])), local="src"),
             },
             "'a' is a pull, 'b' is a push; one transfer has one direction",
         ),
@@ -161,8 +165,9 @@ def transfers(draw: st.DrawFn) -> Drawn:
 def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
     plan = plan_groups(
         {
-            f"group {i}": plan_pull_blocks(
-                src.desc, dst.desc, src_rows, dst_rows, num_tokens=num_tokens
+            f"group {i}": kvplan.plan(
+                Transfer(Rows(src.desc, src_rows), Rows(dst.desc, dst_rows), num_tokens=num_tokens),
+                local="dst",
             )
             for i, (src, dst, src_rows, dst_rows, num_tokens) in enumerate(drawn)
         }

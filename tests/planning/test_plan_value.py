@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     Cache,
@@ -25,9 +26,9 @@ from kvplan import (
     Placement,
     Plan,
     RemoteCache,
+    Rows,
+    Transfer,
     plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
 )
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import Segments
@@ -135,8 +136,13 @@ def test_every_field_is_changed_above() -> None:
 
 def test_tables_say_which_tokens_but_copy_nothing() -> None:
     """The same pairs of blocks in another order are the same plan, of another request."""
-    other = plan_pull_blocks(
-        DESC, DESC, [9, 5, 4], [2, 8, 7], ext_param=KvCacheExtParam(range(1, 3), range(2))
+    other = kvplan.plan(
+        Transfer(
+            Rows(DESC, [9, 5, 4]),
+            Rows(DESC, [2, 8, 7]),
+            layers=KvCacheExtParam(range(1, 3), range(2)),
+        ),
+        local="dst",
     )
     assert other.tables is not None
     assert other.tables.dst.tolist() == [2, 8, 7]
@@ -212,7 +218,10 @@ def test_nothing_can_be_assigned(name: str) -> None:
 @pytest.mark.parametrize("how", Coalesce)
 def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
     """The planner makes plans past the constructor, and a single segment past its checks."""
-    slot, block = plan_pull_cache(DESC, DESC, size=5, coalesce=how), single(how)
+    slot, block = (
+        kvplan.plan(Transfer(Rows(DESC), Rows(DESC), nbytes=5, coalesce=how), local="dst"),
+        single(how),
+    )
     assert list(slot.segments) == [(0, 0, 5)]
     assert list(block.segments) == [(4 * DESC.stride, 7 * DESC.stride, DESC.stride)]
     for plan in (slot, block, make(coalesce=how)):
@@ -228,7 +237,7 @@ def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
 
 
 def single(how: Coalesce) -> Plan:
-    return plan_pull_blocks(DESC, DESC, [4], [7], coalesce=how)
+    return kvplan.plan(Transfer(Rows(DESC, [4]), Rows(DESC, [7]), coalesce=how), local="dst")
 
 
 def columns_of(plan: Plan) -> list[Any]:
@@ -303,11 +312,14 @@ def test_equal_sort_keys_are_ordered_too() -> None:
     dst = rng.permutation(4096)
     src = rng.integers(0, 64, 4096)
     desc = CacheDesc(1, (4096, 8), DataType.DT_INT8)
-    plan = plan_pull_blocks(desc, desc, src, dst)
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
     segments = list(plan.segments)
     assert segments == sorted(segments)
     shuffled = rng.permutation(4096)
-    assert plan_pull_blocks(desc, desc, src[shuffled], dst[shuffled]) == plan
+    assert (
+        kvplan.plan(Transfer(Rows(desc, src[shuffled]), Rows(desc, dst[shuffled])), local="dst")
+        == plan
+    )
 
 
 @pytest.mark.parametrize("edge", [2**31, 2**32, 2**62])
@@ -329,7 +341,9 @@ def planned(num_layers: int, num_blocks: int) -> Plan:
     desc = CacheDesc(2 * num_layers, (2 * num_blocks, 8), DataType.DT_FLOAT16)
     rng = np.random.default_rng(0)
     src, dst = rng.permutation(2 * num_blocks)[:num_blocks], rng.permutation(2 * num_blocks)
-    return plan_push_blocks(desc, desc, src, dst[:num_blocks], coalesce=Coalesce.NONE)
+    return kvplan.plan(
+        Transfer(Rows(desc, src), Rows(desc, dst[:num_blocks]), coalesce=Coalesce.NONE), local="src"
+    )
 
 
 class TestGrowth:
@@ -350,10 +364,10 @@ class TestGrowth:
     def test_planning_allocates_for_blocks_not_for_layers(self, num_blocks: int) -> None:
         desc = CacheDesc(2_000_000, (2 * num_blocks, 8), DataType.DT_FLOAT16)
         src, dst = np.arange(num_blocks)[::-1], np.arange(num_blocks)
-        plan_push_blocks(desc, desc, src, dst)
+        kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
         tracemalloc.start()
         try:
-            plan = plan_push_blocks(desc, desc, src, dst)
+            plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
             text = plan.explain() + plan.explain("table")
             peak = tracemalloc.get_traced_memory()[1]
         finally:
@@ -364,7 +378,10 @@ class TestGrowth:
     def test_reading_one_descriptor_of_four_trillion(self) -> None:
         desc = CacheDesc(2**32 - 1, (1_000, 8), DataType.DT_FLOAT16)
         three = KvCacheExtParam(tensor_num_per_layer=3)
-        plan = plan_push_blocks(desc, desc, range(1_000), range(999, -1, -1), ext_param=three)
+        plan = kvplan.plan(
+            Transfer(Rows(desc, range(1_000)), Rows(desc, range(999, -1, -1)), layers=three),
+            local="src",
+        )
         last = plan.origin(plan.num_descriptors - 1)
         assert (last.src_tensor, last.src_rows, last.dst_rows) == (2**32 - 2, (999, 999), (0, 0))
         assert plan.explain().endswith(

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer
 from kvplan.planning import reference
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 8), DataType.DT_FLOAT16)
-PLAN = plan_pull_blocks(DESC, DESC, [3, 0], [1, 2])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [3, 0]), Rows(DESC, [1, 2])), local="dst")
 
 
 def arrays(fill: int = 0, **kwargs: Any) -> list[Any]:
@@ -56,10 +57,16 @@ def test_a_read_only_destination_is_found_before_anything_is_written() -> None:
 
 
 def test_a_tensor_that_the_plan_does_not_write_may_be_read_only() -> None:
-    one_layer = plan_pull_blocks(DESC, DESC, [3], [1]).for_layers(range(1))
+    one_layer = kvplan.plan(Transfer(Rows(DESC, [3]), Rows(DESC, [1])), local="dst").for_layers(
+        range(1)
+    )
     assert one_layer.num_tensor_pairs == 2
     single = CacheDesc(1, (4, 8), DataType.DT_FLOAT16)
-    reference.execute(plan_pull_blocks(single, single, [3], [1]), [read_only()], arrays()[:1])
+    reference.execute(
+        kvplan.plan(Transfer(Rows(single, [3]), Rows(single, [1])), local="dst"),
+        [read_only()],
+        arrays()[:1],
+    )
 
 
 @pytest.mark.parametrize("bad", [[1, 2], with_second(b"x" * 64), with_second(None)])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     Cache,
@@ -22,11 +23,12 @@ from kvplan import (
     LLMStatusCode,
     Placement,
     RemoteCache,
+    Rows,
+    Transfer,
     plan_copy_blocks,
     plan_copy_cache,
     plan_pull_blocks,
     plan_pull_cache,
-    plan_push_blocks,
     plan_push_cache,
     plan_swap_blocks,
 )
@@ -72,7 +74,7 @@ def swap_blocks(src_to_dst: Any) -> object:
 
 def layers(src: Any, dst: Any = None, per_layer: Any = 2, desc: CacheDesc = BLOCKS) -> object:
     ext_param = KvCacheExtParam(src, dst, per_layer)
-    return plan_pull_blocks(desc, desc, [0], [1], ext_param=ext_param)
+    return kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1]), layers=ext_param), local="dst")
 
 
 def remote(key: Any, desc: CacheDesc) -> RemoteCache:
@@ -106,7 +108,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: copy_cache(offset=16), [" offset=16", "[0, 16)"]),
     (lambda: copy_cache(offset=10, size=7), ["size=7", " offset=10", "[1, 6]"]),
     (
-        lambda: plan_copy_cache(SLOTS, BLOCKS, reinterpret=True),
+        lambda: kvplan.plan(Transfer(Rows(SLOTS), Rows(BLOCKS), reinterpret=True)),
         ["size=-1", "16 bytes", "[1, 4]", "dst row"],
     ),
     # Block tables.
@@ -121,7 +123,9 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: pull_blocks([0], []), ["src_blocks has 1 block", "dst_blocks 0"]),
     (lambda: pull_blocks([0], np.empty(0, int)), ["src_blocks has 1 block", "dst_blocks 0"]),
     (
-        lambda: plan_pull_blocks(SLOTS, BLOCKS, [0], [1], reinterpret=True),
+        lambda: kvplan.plan(
+            Transfer(Rows(SLOTS, [0]), Rows(BLOCKS, [1]), reinterpret=True), local="dst"
+        ),
         ["src block of 16 bytes", "dst block of 4 bytes", "equal"],
     ),
     # A slot of 16 bytes fills four blocks of 4 bytes.
@@ -137,32 +141,41 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: copy_blocks({0: [1], 1: [2]}), ["block 1", "order"]),
     (lambda: copy_blocks({1: [2], 2: [1]}), ["block 2", "order"]),
     (
-        lambda: plan_copy_blocks(Cache(BLOCKS, 3), {0: [1], 1: [2]}, Cache(BLOCKS, 3)),
+        lambda: kvplan.plan(
+            Transfer(Rows(Cache(BLOCKS, 3), [0, 1]), Rows(Cache(BLOCKS, 3), [1, 2]))
+        ),
         ["block 1", "order"],
     ),
     (
-        lambda: plan_copy_blocks(
-            Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)),
-            {0: [1], 1: [2]},
-            Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)),
+        lambda: kvplan.plan(
+            Transfer(
+                Rows(Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)), [0, 1]),
+                Rows(Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)), [1, 2]),
+            )
         ),
         ["block 1", "order"],
     ),
     (lambda: swap_blocks({5: 0}), ["src_to_dst (source)[0]=5", "[0, 5)"]),
     (lambda: swap_blocks({4: 8}), ["src_to_dst (destination)[0]=8", "[0, 8)"]),
     (lambda: swap_blocks({0: 1, 2: 1}), ["src_to_dst (destination)[1]=1", "distinct"]),
-    (lambda: plan_swap_blocks(BLOCKS, BLOCKS, {0: 0}), ["DEVICE", "one HOST and one DEVICE"]),
-    (lambda: plan_swap_blocks(HOST, HOST, {0: 0}), ["HOST", "one HOST and one DEVICE"]),
     (
-        lambda: plan_swap_blocks(HOST, ONE, {0: 0}),
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [0]))),
+        ["DEVICE", "one HOST and one DEVICE"],
+    ),
+    (
+        lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(HOST, [0]))),
+        ["HOST", "one HOST and one DEVICE"],
+    ),
+    (
+        lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(ONE, [0]))),
         ["src num_tensors=4", "dst num_tensors=1", "equal"],
     ),
     (
-        lambda: plan_swap_blocks(HOST, SLOTS, {0: 0}),
+        lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(SLOTS, [0]))),
         ["shape of a row", "DT_INT8 (5, 4)", "DT_INT8 (3, 16)", "reinterpret=True"],
     ),
     (
-        lambda: plan_swap_blocks(HOST, SLOTS, {0: 0}, reinterpret=True),
+        lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(SLOTS, [0]), reinterpret=True)),
         ["src block of 4", "dst block of 16"],
     ),
     # Layers. A source layer that the cache does not have crashes the reference.
@@ -195,13 +208,16 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: layers(range(1), range(1), 2, ONE), ["tensor_num_per_layer=2", "[1, 1]", "src cache"]),
     (lambda: layers((0, 0), (0, 0), 2, THREE), ["tensor_num_per_layer=2", "divide", "3 tensors"]),
     (
-        lambda: plan_pull_blocks(
-            BLOCKS, THREE, [0], [1], ext_param=KvCacheExtParam(range(1), range(1), 2)
+        lambda: kvplan.plan(
+            Transfer(
+                Rows(BLOCKS, [0]), Rows(THREE, [1]), layers=KvCacheExtParam(range(1), range(1), 2)
+            ),
+            local="dst",
         ),
         ["tensor_num_per_layer=2", "divide", "3 tensors of the dst cache"],
     ),
     (
-        lambda: plan_pull_blocks(BLOCKS, THREE, [0], [1]),
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(THREE, [1])), local="dst"),
         ["src num_tensors=4", "dst num_tensors=3", "equal"],
     ),
     (
@@ -209,52 +225,68 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
         ["tensor_num_per_layer=2 (the default)", "divide", "3 tensors of the src cache"],
     ),
     (
-        lambda: plan_pull_blocks(
-            ONE, BLOCKS, [0], [1], ext_param=KvCacheExtParam(range(1), range(1))
+        lambda: kvplan.plan(
+            Transfer(Rows(ONE, [0]), Rows(BLOCKS, [1]), layers=KvCacheExtParam(range(1), range(1))),
+            local="dst",
         ),
         ["tensor_num_per_layer=2", "[1, 1]", "src cache"],
     ),
     (
-        lambda: plan_pull_blocks(BLOCKS, SIX, [0], [1]),
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(SIX, [1])), local="dst"),
         ["src num_tensors=4", "dst num_tensors=6", "equal"],
     ),
     (
-        lambda: plan_pull_blocks(
-            CacheDesc(512, (2, 4), DataType.DT_INT8),
-            CacheDesc(512, (2, 4), DataType.DT_INT8),
-            [0],
-            [1],
-            ext_param=KvCacheExtParam(tensor_num_per_layer=256),
+        lambda: kvplan.plan(
+            Transfer(
+                Rows(CacheDesc(512, (2, 4), DataType.DT_INT8), [0]),
+                Rows(CacheDesc(512, (2, 4), DataType.DT_INT8), [1]),
+                layers=KvCacheExtParam(tensor_num_per_layer=256),
+            ),
+            local="dst",
         ),
         ["tensor_num_per_layer=256", "[1, 255]"],
     ),
     # What the key of a remote cache says about it.
     (
-        lambda: plan_pull_blocks(remote(BlocksCacheKey(1), BLOCKS), BLOCKS, [], [0]),
+        lambda: kvplan.plan(
+            Transfer(Rows(remote(BlocksCacheKey(1), BLOCKS), []), Rows(BLOCKS, [0])), local="dst"
+        ),
         ["src=BlocksCacheKey(cluster_id=1, model_id=0)", "blocks must be given"],
     ),
     (
-        lambda: plan_pull_cache(remote(BlocksCacheKey(1), SLOTS), SLOTS),
+        lambda: kvplan.plan(
+            Transfer(Rows(remote(BlocksCacheKey(1), SLOTS)), Rows(SLOTS)), local="dst"
+        ),
         ["src=BlocksCacheKey(cluster_id=1, model_id=0)", "paged"],
     ),
     (
-        lambda: plan_push_cache(SLOTS, remote(BlocksCacheKey(1), SLOTS)),
+        lambda: kvplan.plan(
+            Transfer(Rows(SLOTS), Rows(remote(BlocksCacheKey(1), SLOTS))), local="src"
+        ),
         ["dst=BlocksCacheKey(cluster_id=1, model_id=0)", "paged"],
     ),
     (
-        lambda: plan_pull_blocks(remote(CacheKey(1, 7), BLOCKS), BLOCKS, [0], [0]),
+        lambda: kvplan.plan(
+            Transfer(Rows(remote(CacheKey(1, 7), BLOCKS), [0]), Rows(BLOCKS, [0])), local="dst"
+        ),
         ["src=CacheKey(cluster_id=1, req_id=7", "slot"],
     ),
     (
-        lambda: plan_push_blocks(BLOCKS, remote(CacheIndex(1, 7, 3), BLOCKS), [0], [0]),
+        lambda: kvplan.plan(
+            Transfer(Rows(BLOCKS, [0]), Rows(remote(CacheIndex(1, 7, 3), BLOCKS), [0])), local="src"
+        ),
         ["dst=CacheKeyByIdAndIndex(cluster_id=1, cache_id=7, batch_index=3)", "batch_index 0"],
     ),
     (
-        lambda: plan_pull_cache(remote(CacheIndex(1, 7, 2), SLOTS), SLOTS, src_batch_index=1),
+        lambda: kvplan.plan(
+            Transfer(Rows(remote(CacheIndex(1, 7, 2), SLOTS), slot=1), Rows(SLOTS)), local="dst"
+        ),
         ["src_batch_index=1", "None or 2", "batch_index=2"],
     ),
     (
-        lambda: plan_pull_cache(remote(CacheIndex(1, 7, 3), SLOTS), SLOTS),
+        lambda: kvplan.plan(
+            Transfer(Rows(remote(CacheIndex(1, 7, 3), SLOTS)), Rows(SLOTS)), local="dst"
+        ),
         ["src_batch_index=3", "[0, 3)"],
     ),
 ]
@@ -269,9 +301,9 @@ def test_invalid(call: Callable[[], object], parts: list[str]) -> None:
 
 
 TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
-    (lambda: plan_pull_cache("x", SLOTS), "src='x'"),  # type: ignore[arg-type]
-    (lambda: plan_pull_cache(SLOTS, None), "dst=None"),  # type: ignore[arg-type]
-    (lambda: plan_pull_cache((4, 3), SLOTS), "src=(4, 3)"),  # type: ignore[arg-type]
+    (lambda: kvplan.plan(Transfer(Rows("x"), Rows(SLOTS)), local="dst"), "src='x'"),  # type: ignore[arg-type]
+    (lambda: kvplan.plan(Transfer(Rows(SLOTS), Rows(None)), local="dst"), "dst=None"),  # type: ignore[arg-type]
+    (lambda: kvplan.plan(Transfer(Rows((4, 3)), Rows(SLOTS)), local="dst"), "src=(4, 3)"),  # type: ignore[arg-type]
     (lambda: pull_cache(src_batch_index="1"), "src_batch_index='1'"),
     (lambda: pull_cache(src_batch_index=True), "src_batch_index=True"),
     (lambda: pull_cache(src_batch_index=1.0), "src_batch_index=1.0"),
@@ -329,7 +361,7 @@ def test_wrong_type(call: Callable[[], object], part: str) -> None:
 @pytest.mark.parametrize("index", [-1, 4, HUGE])
 def test_there_is_no_such_descriptor(index: int) -> None:
     with pytest.raises(LLMException, match=r"descriptor=.* \[0, 4\)"):
-        plan_pull_cache(SLOTS, SLOTS).origin(index)
+        kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst").origin(index)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +369,7 @@ def test_there_is_no_such_descriptor(index: int) -> None:
 )
 def test_for_layers_gives_only_layers_of_the_plan(part: range) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, r"layers=range\(.*range\(0, 2\)"):
-        plan_pull_cache(SLOTS, SLOTS).for_layers(part)
+        kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst").for_layers(part)
 
 
 def test_a_long_value_does_not_fill_the_message() -> None:
@@ -348,9 +380,16 @@ def test_a_long_value_does_not_fill_the_message() -> None:
 
 def test_a_name_of_the_key_is_enough_to_distinguish_kinds() -> None:
     """The C++ interface addresses paged caches by CacheIndex too."""
-    plan = plan_pull_blocks(remote(CacheIndex(1, 7), BLOCKS), BLOCKS, [0], [1])
+    plan = kvplan.plan(
+        Transfer(Rows(remote(CacheIndex(1, 7), BLOCKS), [0]), Rows(BLOCKS, [1])), local="dst"
+    )
     assert plan.kind == "B2B"
     assert CacheIndex is CacheKeyByIdAndIndex
-    plan = plan_pull_blocks(remote(CacheIndex(1, 7, 2), SLOTS), BLOCKS, None, [1])
+    plan = kvplan.plan(
+        Transfer(Rows(remote(CacheIndex(1, 7, 2), SLOTS)), Rows(BLOCKS, [1])), local="dst"
+    )
     assert plan.rows(0)[0] == (2, 2)
-    assert plan_pull_cache(SLOTS, SLOTS, coalesce=Coalesce.NONE).kind == "C2C"
+    assert (
+        kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS), coalesce=Coalesce.NONE), local="dst").kind
+        == "C2C"
+    )

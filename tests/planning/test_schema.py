@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     CacheDesc,
     Coalesce,
@@ -17,15 +18,17 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
-    plan_pull_blocks,
-    plan_pull_cache,
+    Rows,
+    Transfer,
 )
 from kvplan.planning import Segments
 from tests.planning.transfers import Transfer, transfers
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (8, 4), DataType.DT_INT8)
-DOCUMENT = plan_pull_blocks(DESC, DESC, [4, 5, 1], [1, 2, 6]).to_dict()
+DOCUMENT = kvplan.plan(
+    Transfer(Rows(DESC, [4, 5, 1]), Rows(DESC, [1, 2, 6])), local="dst"
+).to_dict()
 
 
 def refusal(document: Any) -> str:
@@ -285,7 +288,10 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
 
 
 def test_names_survive_and_ranges_too() -> None:
-    plan = plan_pull_cache(DESC, DESC, size=3, src_offset=1, coalesce=Coalesce.CALLER_ORDER)
+    plan = kvplan.plan(
+        Transfer(Rows(DESC, offset=1), Rows(DESC), nbytes=3, coalesce=Coalesce.CALLER_ORDER),
+        local="dst",
+    )
     again = Plan.from_dict(plan.to_dict())
     assert again.src_tensors == plan.src_tensors
     assert again.coalesce is Coalesce.CALLER_ORDER

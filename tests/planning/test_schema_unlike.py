@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMException, Plan, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMException, Plan, Rows, Transfer
 from kvplan.layout import Shard
 from tests.planning.test_schema import DOCUMENT, json_values, paths, refusal
 from tests.planning.test_unlike import planned, transfers
@@ -31,9 +32,12 @@ HND = CacheDesc(
     shard=Shard(range(2), range(4), 2, 8),
 )
 CROSS = CacheDesc(1, (8, 3, 2, 16, 2, 4), FP16, kv_tensor_format="block layer kv token head dim")
-RESHARD = plan_pull_blocks(NHD, HND, [5, 1, 6], [3, 1], num_tokens=40)
-LAYERS = plan_pull_blocks(
-    CROSS, CROSS, [5, 1], [3, 2], ext_param=KvCacheExtParam(range(1, 3), range(2))
+RESHARD = kvplan.plan(Transfer(Rows(NHD, [5, 1, 6]), Rows(HND, [3, 1]), num_tokens=40), local="dst")
+LAYERS = kvplan.plan(
+    Transfer(
+        Rows(CROSS, [5, 1]), Rows(CROSS, [3, 2]), layers=KvCacheExtParam(range(1, 3), range(2))
+    ),
+    local="dst",
 )
 TOP = 2**64 - 1
 

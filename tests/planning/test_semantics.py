@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import kvplan
 from kvplan import (
     BlocksCacheKey,
     Cache,
@@ -16,13 +17,8 @@ from kvplan import (
     Placement,
     Plan,
     RemoteCache,
-    plan_copy_blocks,
-    plan_copy_cache,
-    plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
-    plan_push_cache,
-    plan_swap_blocks,
+    Rows,
+    Transfer,
 )
 
 SLOTS = CacheDesc(4, (3, 16), DataType.DT_INT8)
@@ -40,12 +36,12 @@ def tensor_pairs(plan: Plan) -> list[tuple[int, int]]:
 
 def layered(num_tensors: int, ext_param: KvCacheExtParam) -> Plan:
     desc = CacheDesc(num_tensors, (8, 4), DataType.DT_INT8)
-    return plan_pull_blocks(desc, desc, [0], [1], ext_param=ext_param)
+    return kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1]), layers=ext_param), local="dst")
 
 
 class TestSize:
     def test_minus_one_pulls_one_destination_row(self) -> None:
-        plan = plan_pull_cache(SLOTS, SMALL, src_batch_index=1, dst_batch_index=2)
+        plan = kvplan.plan(Transfer(Rows(SLOTS, slot=1), Rows(SMALL, slot=2)), local="dst")
         assert segments(plan) == [(16, 20, 10)]
 
     def test_minus_one_pushes_and_copies_one_source_row(self) -> None:
@@ -55,94 +51,110 @@ class TestSize:
 
     def test_minus_one_never_means_less_than_the_local_row(self) -> None:
         with pytest.raises(LLMException, match=r"10 bytes|16 bytes"):
-            plan_pull_cache(SMALL, SLOTS)
+            kvplan.plan(Transfer(Rows(SMALL), Rows(SLOTS)), local="dst")
         with pytest.raises(LLMException, match="16 bytes"):
-            plan_push_cache(SLOTS, SMALL)
+            kvplan.plan(Transfer(Rows(SLOTS), Rows(SMALL)), local="src")
 
     @pytest.mark.parametrize("size", [1, 9, 10])
     def test_a_part_of_a_row_and_a_whole_one(self, size: int) -> None:
-        assert segments(plan_pull_cache(SLOTS, SMALL, size=size)) == [(0, 0, size)]
+        assert segments(
+            kvplan.plan(Transfer(Rows(SLOTS), Rows(SMALL), nbytes=size), local="dst")
+        ) == [(0, 0, size)]
 
     def test_minus_one_is_what_is_left_after_the_offset(self) -> None:
-        plan = plan_pull_cache(SLOTS, SMALL, src_offset=9, dst_offset=3)
+        plan = kvplan.plan(Transfer(Rows(SLOTS, offset=9), Rows(SMALL, offset=3)), local="dst")
         assert segments(plan) == [(9, 3, 7)]
-        plan = plan_push_cache(SMALL, SLOTS, src_offset=9, dst_offset=3)
+        plan = kvplan.plan(Transfer(Rows(SMALL, offset=9), Rows(SLOTS, offset=3)), local="src")
         assert segments(plan) == [(9, 3, 1)]
 
     def test_the_offset_of_a_copy_is_on_both_sides(self) -> None:
-        plan = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2, offset=12)
+        plan = kvplan.plan(Transfer(Rows(SLOTS, offset=12), Rows(SLOTS, slot=2, offset=12)))
         assert segments(plan) == [(12, 44, 4)]
-        plan = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2, offset=12, size=3)
+        plan = kvplan.plan(
+            Transfer(Rows(SLOTS, offset=12), Rows(SLOTS, slot=2, offset=12), nbytes=3)
+        )
         assert segments(plan) == [(12, 44, 3)]
 
     def test_the_last_byte_of_the_last_row_can_be_copied(self) -> None:
-        plan = plan_copy_cache(
-            SLOTS, SLOTS, src_batch_index=2, dst_batch_index=2, offset=15, size=1
+        plan = kvplan.plan(
+            Transfer(Rows(SLOTS, slot=2, offset=15), Rows(SLOTS, slot=2, offset=15), nbytes=1)
         )
         assert segments(plan) == [(47, 47, 1)]
 
 
 class TestSlotToBlocks:
     def test_chunk_i_goes_to_block_i(self) -> None:
-        plan = plan_pull_blocks(SLOTS, BLOCKS, None, [7, 0, 3], src_batch_index=1)
+        plan = kvplan.plan(Transfer(Rows(SLOTS, slot=1), Rows(BLOCKS, [7, 0, 3])), local="dst")
         assert (plan.kind, segments(plan)) == ("C2B", [(16, 28, 4), (20, 0, 4), (24, 12, 4)])
 
     def test_the_last_chunk_ends_with_the_row(self) -> None:
-        plan = plan_push_blocks(SMALL, BLOCKS, (), [7, 0, 3], src_batch_index=2)
+        plan = kvplan.plan(Transfer(Rows(SMALL, (), slot=2), Rows(BLOCKS, [7, 0, 3])), local="src")
         assert segments(plan) == [(20, 28, 4), (24, 0, 4), (28, 12, 2)]
 
     def test_a_row_smaller_than_a_block_fills_its_beginning(self) -> None:
         tiny = CacheDesc(4, (3, 3), DataType.DT_INT8)
-        plan = plan_pull_blocks(tiny, BLOCKS, None, [5], src_batch_index=1)
+        plan = kvplan.plan(Transfer(Rows(tiny, slot=1), Rows(BLOCKS, [5])), local="dst")
         assert segments(plan) == [(3, 20, 3)]
 
     def test_chunks_merge_where_blocks_are_neighbours(self) -> None:
-        plan = plan_pull_blocks(SMALL, BLOCKS, None, [4, 5, 6])
+        plan = kvplan.plan(Transfer(Rows(SMALL), Rows(BLOCKS, [4, 5, 6])), local="dst")
         assert segments(plan) == [(0, 16, 10)]
         assert (plan.num_slices, plan.nbytes) == (3, 40)
 
 
 class TestBlocks:
     def test_block_i_goes_to_block_i(self) -> None:
-        plan = plan_pull_blocks(BLOCKS, BLOCKS, [6, 1], [0, 5], coalesce=False)
+        plan = kvplan.plan(
+            Transfer(Rows(BLOCKS, [6, 1]), Rows(BLOCKS, [0, 5]), coalesce=False), local="dst"
+        )
         assert segments(plan) == [(24, 0, 4), (4, 20, 4)]
 
     def test_one_block_can_be_read_many_times(self) -> None:
-        plan = plan_pull_blocks(BLOCKS, BLOCKS, [6, 6, 6], [0, 5, 1])
+        plan = kvplan.plan(Transfer(Rows(BLOCKS, [6, 6, 6]), Rows(BLOCKS, [0, 5, 1])), local="dst")
         assert segments(plan) == [(24, 0, 4), (24, 4, 4), (24, 20, 4)]
 
     def test_caches_of_other_block_counts_fit(self) -> None:
         other = CacheDesc(4, (1, 2, 4), DataType.DT_INT8, batch_dim_index=1)
-        assert segments(plan_push_blocks(BLOCKS, other, [7], [1])) == [(28, 4, 4)]
+        assert segments(
+            kvplan.plan(Transfer(Rows(BLOCKS, [7]), Rows(other, [1])), local="src")
+        ) == [(28, 4, 4)]
 
     def test_blocks_of_other_shape_are_copied_as_bytes_for_who_asks_for_it(self) -> None:
         other = CacheDesc(4, (2, 1, 2), DataType.DT_FLOAT16)
         with pytest.raises(LLMException, match="reinterpret=True"):
-            plan_push_blocks(BLOCKS, other, [7], [1])
-        plan = plan_push_blocks(BLOCKS, other, [7], [1], reinterpret=True)
+            kvplan.plan(Transfer(Rows(BLOCKS, [7]), Rows(other, [1])), local="src")
+        plan = kvplan.plan(
+            Transfer(Rows(BLOCKS, [7]), Rows(other, [1]), reinterpret=True), local="src"
+        )
         assert segments(plan) == [(28, 4, 4)]
 
     def test_a_copy_fans_out(self) -> None:
-        plan = plan_copy_blocks(BLOCKS, {0: [1, 2], 4: [6]})
+        plan = kvplan.plan(Transfer(Rows(BLOCKS, [0, 0, 4]), Rows(BLOCKS, [1, 2, 6])))
         assert segments(plan) == [(0, 4, 4), (0, 8, 4), (16, 24, 4)]
 
     def test_a_block_may_be_copied_to_itself(self) -> None:
-        assert segments(plan_copy_blocks(BLOCKS, {3: [3, 5]})) == [(12, 12, 4), (12, 20, 4)]
+        assert segments(kvplan.plan(Transfer(Rows(BLOCKS, [3, 3]), Rows(BLOCKS, [3, 5])))) == [
+            (12, 12, 4),
+            (12, 20, 4),
+        ]
 
     def test_between_two_caches_nothing_can_clash(self) -> None:
         target = CacheDesc(4, (8, 4), DataType.DT_INT8)
         for dst in (target, Cache(target, 2)):
-            plan = plan_copy_blocks(Cache(BLOCKS, 1), {0: [1], 1: [0]}, dst)
+            plan = kvplan.plan(Transfer(Rows(Cache(BLOCKS, 1), [0, 1]), Rows(dst, [1, 0])))
             assert segments(plan) == [(0, 4, 4), (4, 0, 4)]
 
     def test_an_unregistered_cache_has_no_id_to_share(self) -> None:
-        assert plan_copy_blocks(Cache(BLOCKS), {0: [1], 1: [0]}, Cache(BLOCKS)).nbytes == 32
+        assert (
+            kvplan.plan(Transfer(Rows(Cache(BLOCKS), [0, 1]), Rows(Cache(BLOCKS), [1, 0]))).nbytes
+            == 32
+        )
 
     @pytest.mark.parametrize("inward", [True, False])
     def test_a_swap_goes_in_or_out(self, inward: bool) -> None:
         host = CacheDesc(4, (5, 4), DataType.DT_INT8, Placement.HOST)
         src, dst = (host, BLOCKS) if inward else (BLOCKS, host)
-        assert segments(plan_swap_blocks(src, dst, {4: 1})) == [(16, 4, 4)]
+        assert segments(kvplan.plan(Transfer(Rows(src, [4]), Rows(dst, [1])))) == [(16, 4, 4)]
 
 
 class TestLayers:
@@ -172,8 +184,11 @@ class TestLayers:
 
     def test_one_range_against_a_cache_of_as_many_layers(self) -> None:
         few, many = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (4, 8))
-        plan = plan_pull_blocks(
-            many, few, [0], [0], ext_param=KvCacheExtParam(src_layer_range=range(2, 4))
+        plan = kvplan.plan(
+            Transfer(
+                Rows(many, [0]), Rows(few, [0]), layers=KvCacheExtParam(src_layer_range=range(2, 4))
+            ),
+            local="dst",
         )
         assert tensor_pairs(plan) == [(4, 0), (5, 1), (6, 2), (7, 3)]
 
@@ -206,11 +221,13 @@ class TestLayers:
     def test_the_example_of_the_reference(self) -> None:
         """PushKvCache: 4 tensors of (4, 16) int32, slot 3, layer 3 to 3, one tensor a layer."""
         desc = CacheDesc(4, (4, 16), DataType.DT_INT32)
-        plan = plan_push_cache(
-            desc,
-            RemoteCache(CacheIndex(0, 1, 3), desc),
-            src_batch_index=3,
-            ext_param=KvCacheExtParam((3, 3), (3, 3), 1),
+        plan = kvplan.plan(
+            Transfer(
+                Rows(desc, slot=3),
+                Rows(RemoteCache(CacheIndex(0, 1, 3), desc)),
+                layers=KvCacheExtParam((3, 3), (3, 3), 1),
+            ),
+            local="src",
         )
         assert tensor_pairs(plan) == [(3, 3)]
         assert segments(plan) == [(192, 192, 64)]
@@ -224,33 +241,45 @@ class TestRemoteKeys:
     def test_the_slot_is_the_one_that_the_key_names(self) -> None:
         source = RemoteCache(CacheIndex(1, 7, 2), SLOTS)
         for index in (None, 2):
-            plan = plan_pull_cache(source, SLOTS, src_batch_index=index, dst_batch_index=1)
+            plan = kvplan.plan(Transfer(Rows(source, slot=index), Rows(SLOTS, slot=1)), local="dst")
             assert segments(plan) == [(32, 16, 16)]
-        plan = plan_push_cache(SLOTS, source)
+        plan = kvplan.plan(Transfer(Rows(SLOTS), Rows(source)), local="src")
         assert segments(plan) == [(0, 32, 16)]
-        assert segments(plan_pull_blocks(source, BLOCKS, None, [0])) == [(32, 0, 4)]
+        assert segments(kvplan.plan(Transfer(Rows(source), Rows(BLOCKS, [0])), local="dst")) == [
+            (32, 0, 4)
+        ]
 
     def test_names_are_for_people_only(self) -> None:
-        named = plan_push_blocks(Cache(BLOCKS, 7), RemoteCache(BlocksCacheKey(1), BLOCKS), [0], [1])
+        named = kvplan.plan(
+            Transfer(
+                Rows(Cache(BLOCKS, 7), [0]), Rows(RemoteCache(BlocksCacheKey(1), BLOCKS), [1])
+            ),
+            local="src",
+        )
         assert named.src.name == "cache 7"
         assert named.dst.name == "BlocksCacheKey(cluster_id=1, model_id=0)"
-        assert named == plan_push_blocks(BLOCKS, BLOCKS, [0], [1])
+        assert named == kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1])), local="src")
 
     @pytest.mark.parametrize(("cache_id", "name"), [(0, "cache 0"), (-1, "")])
     def test_a_cache_without_an_id_has_no_name(self, cache_id: int, name: str) -> None:
-        assert plan_copy_blocks(Cache(BLOCKS, cache_id), {0: [1]}).src.name == name
+        assert (
+            kvplan.plan(
+                Transfer(Rows(Cache(BLOCKS, cache_id), [0]), Rows(Cache(BLOCKS, cache_id), [1]))
+            ).src.name
+            == name
+        )
 
 
 class TestSides:
     @pytest.mark.parametrize(
         ("plan", "local"),
         [
-            (plan_pull_cache(SLOTS, SLOTS), "dst"),
-            (plan_pull_blocks(BLOCKS, BLOCKS, [0], [1]), "dst"),
-            (plan_push_cache(SLOTS, SLOTS), "src"),
-            (plan_push_blocks(BLOCKS, BLOCKS, [0], [1]), "src"),
-            (plan_copy_cache(SLOTS, SLOTS), "both"),
-            (plan_copy_blocks(BLOCKS, {0: [1]}), "both"),
+            (kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst"), "dst"),
+            (kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1])), local="dst"), "dst"),
+            (kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="src"), "src"),
+            (kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1])), local="src"), "src"),
+            (kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS))), "both"),
+            (kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1]))), "both"),
         ],
         ids=lambda value: value.operation if isinstance(value, Plan) else value,
     )
@@ -259,7 +288,9 @@ class TestSides:
 
     def test_offsets_reach_beyond_four_gibibytes(self) -> None:
         large = CacheDesc(2, (2**40, 2**20), DataType.DT_INT8)
-        plan = plan_pull_blocks(large, large, [2**40 - 1, 5], [0, 2**40 - 1])
+        plan = kvplan.plan(
+            Transfer(Rows(large, [2**40 - 1, 5]), Rows(large, [0, 2**40 - 1])), local="dst"
+        )
         assert segments(plan) == [
             (5 * 2**20, (2**40 - 1) * 2**20, 2**20),
             ((2**40 - 1) * 2**20, 0, 2**20),
@@ -267,8 +298,15 @@ class TestSides:
 
     def test_the_largest_tensor_that_can_be_addressed(self) -> None:
         largest = CacheDesc(1, (1, 2**63 - 1), DataType.DT_INT8)
-        assert plan_copy_cache(largest, largest).nbytes == 2**63 - 1
-        assert np.uint64(plan_copy_cache(largest, largest, offset=2**63 - 2).nbytes) == 1
+        assert kvplan.plan(Transfer(Rows(largest), Rows(largest))).nbytes == 2**63 - 1
+        assert (
+            np.uint64(
+                kvplan.plan(
+                    Transfer(Rows(largest, offset=2**63 - 2), Rows(largest, offset=2**63 - 2))
+                ).nbytes
+            )
+            == 1
+        )
 
 
 def test_copies_know_no_layers_and_take_any_number_of_tensors():
@@ -276,9 +314,9 @@ def test_copies_know_no_layers_and_take_any_number_of_tensors():
         CacheDesc(3, (4, 8), DataType.DT_INT8, it) for it in (Placement.HOST, Placement.DEVICE)
     )
     for plan in (
-        plan_copy_cache(host, host, dst_batch_index=1),
-        plan_copy_blocks(host, {0: [1]}),
-        plan_swap_blocks(host, device, {0: 1}),
+        kvplan.plan(Transfer(Rows(host), Rows(host, slot=1))),
+        kvplan.plan(Transfer(Rows(host, [0]), Rows(host, [1]))),
+        kvplan.plan(Transfer(Rows(host, [0]), Rows(device, [1]))),
     ):
         assert plan.nbytes == 3 * 8
         assert plan.tensors_per_layer == 1

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplan import CacheDesc, DataType, KvCacheExtParam, Plan, plan_pull_blocks, plan_pull_cache
+import kvplan
+from kvplan import CacheDesc, DataType, KvCacheExtParam, Plan, Rows, Transfer
 from kvplan.layout import Shard
 from tests.support.refusals import refused
 
@@ -61,7 +62,7 @@ def test_unlike_blocks_are_refused_with_both_sides(
     src: CacheDesc, dst: CacheDesc, word: str
 ) -> None:
     with refused("LLM_PARAM_INVALID") as raised:
-        plan_pull_blocks(src, dst, [3, 4], [5, 6])
+        kvplan.plan(Transfer(Rows(src, [3, 4]), Rows(dst, [5, 6])), local="dst")
     message = str(raised.value)
     assert word in message
     for desc in (src, dst):
@@ -74,13 +75,15 @@ def test_unlike_blocks_are_refused_with_both_sides(
 def test_unlike_blocks_are_bytes_for_who_asks_and_every_text_says_so(
     src: CacheDesc, dst: CacheDesc, word: str
 ) -> None:
-    plan = plan_pull_blocks(src, dst, [3, 4], [5, 6], reinterpret=True)
+    plan = kvplan.plan(
+        Transfer(Rows(src, [3, 4]), Rows(dst, [5, 6]), reinterpret=True), local="dst"
+    )
     assert list(plan.segments) == [(3 * src.stride, 5 * dst.stride, 2 * dst.stride)]
     assert plan.reinterpret
     assert "REINTERPRETED" in " ".join(plan.explain().splitlines()[1:4])
     assert Plan.from_dict(plan.to_dict()) == plan
     for alike in (src, dst):
-        other = plan_pull_blocks(alike, alike, [3, 4], [5, 6])
+        other = kvplan.plan(Transfer(Rows(alike, [3, 4]), Rows(alike, [5, 6])), local="dst")
         assert list(other.segments) == list(plan.segments)
         assert not other.reinterpret
         assert other != plan
@@ -93,7 +96,7 @@ def test_unlike_blocks_are_bytes_for_who_asks_and_every_text_says_so(
 def test_each_pair_of_equal_sizes_is_another_plan() -> None:
     """What all have in common is the bytes: rows of 512, from the same to the same."""
     plans = [
-        plan_pull_blocks(it, it, [3], [5])
+        kvplan.plan(Transfer(Rows(it, [3]), Rows(it, [5])), local="dst")
         for it in (
             cache(),
             cache(data_type=BF16),
@@ -116,15 +119,19 @@ def test_each_pair_of_equal_sizes_is_another_plan() -> None:
 
 def test_slots_are_compared_too() -> None:
     with refused("LLM_PARAM_INVALID", "data type"):
-        plan_pull_cache(cache(), cache(data_type=BF16))
+        kvplan.plan(Transfer(Rows(cache()), Rows(cache(data_type=BF16))), local="dst")
     with refused("LLM_PARAM_INVALID", "shape of a row"):
-        plan_pull_cache(cache((3, 16, 8, 16)), cache((3, 32, 4, 16)))
-    assert plan_pull_cache(cache(), cache(data_type=BF16), reinterpret=True).reinterpret
+        kvplan.plan(Transfer(Rows(cache((3, 16, 8, 16))), Rows(cache((3, 32, 4, 16)))), local="dst")
+    assert kvplan.plan(
+        Transfer(Rows(cache()), Rows(cache(data_type=BF16)), reinterpret=True), local="dst"
+    ).reinterpret
 
 
 def test_what_is_alike_is_not_reinterpreted() -> None:
-    plan = plan_pull_blocks(cache(), cache(), [3], [5], reinterpret=True)
-    assert plan == plan_pull_blocks(cache(), cache(), [3], [5])
+    plan = kvplan.plan(
+        Transfer(Rows(cache(), [3]), Rows(cache(), [5]), reinterpret=True), local="dst"
+    )
+    assert plan == kvplan.plan(Transfer(Rows(cache(), [3]), Rows(cache(), [5])), local="dst")
 
 
 @pytest.mark.parametrize(
@@ -143,26 +150,42 @@ def test_tensors_of_a_layer_follow_from_the_layout(
     axes: str, shape: tuple[int, ...], tensors: int, per_layer: int
 ) -> None:
     desc = CacheDesc(tensors, shape, FP16, kv_tensor_format=axes)
-    assert plan_pull_blocks(desc, desc, [1], [2]).tensors_per_layer == per_layer
+    assert (
+        kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst").tensors_per_layer
+        == per_layer
+    )
     if per_layer == 1:
         with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=2 must be None or 1"):
-            plan_pull_blocks(
-                desc, desc, [1], [2], ext_param=KvCacheExtParam(tensor_num_per_layer=2)
+            kvplan.plan(
+                Transfer(
+                    Rows(desc, [1]), Rows(desc, [2]), layers=KvCacheExtParam(tensor_num_per_layer=2)
+                ),
+                local="dst",
             )
 
 
 def test_tensors_of_a_layer_follow_from_the_layers_of_a_shard() -> None:
     one = cache(kv_tensor_format="NHD", shard=Shard(layers=range(4), num_layers=4))
-    assert plan_pull_blocks(one, one, [1], [2]).tensors_per_layer == 1
+    assert kvplan.plan(Transfer(Rows(one, [1]), Rows(one, [2])), local="dst").tensors_per_layer == 1
 
 
 def test_a_number_that_is_given_must_divide_the_tensors_and_the_default_need_not() -> None:
     desc = CacheDesc(5, ROWS, FP16)
-    assert plan_pull_blocks(desc, desc, [1], [2]).num_tensor_pairs == 5
+    assert (
+        kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst").num_tensor_pairs == 5
+    )
     with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=3 must divide the 5"):
-        plan_pull_blocks(desc, desc, [1], [2], ext_param=KvCacheExtParam(tensor_num_per_layer=3))
+        kvplan.plan(
+            Transfer(
+                Rows(desc, [1]), Rows(desc, [2]), layers=KvCacheExtParam(tensor_num_per_layer=3)
+            ),
+            local="dst",
+        )
     one = KvCacheExtParam(tensor_num_per_layer=1)
-    assert len(plan_pull_blocks(desc, desc, [1], [2], ext_param=one).layers) == 5
+    assert (
+        len(kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2]), layers=one), local="dst").layers)
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +200,10 @@ def test_a_last_layer_may_be_short_only_where_all_tensors_are_paired_as_bytes(
 
     def plan() -> Plan:
         given = KvCacheExtParam(layers, layers, tensor_num_per_layer=2)
-        return plan_pull_blocks(desc, desc, [1], [2], ext_param=given, reinterpret=reinterpret)
+        return kvplan.plan(
+            Transfer(Rows(desc, [1]), Rows(desc, [2]), layers=given, reinterpret=reinterpret),
+            local="dst",
+        )
 
     if not accepted:
         with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=2 must divide the 5 tensors"):
@@ -190,4 +216,4 @@ def test_layers_of_another_type_are_refused_where_rows_hold_several() -> None:
     desc = CacheDesc(1, (8, 4, 16, 4), DataType.DT_BF16, kv_tensor_format="block layer token dim")
     for wrong in (5, None):
         with pytest.raises(TypeError, match="ext_param"):
-            plan_pull_blocks(desc, desc, [1], [2], ext_param=wrong)  # type: ignore[arg-type]
+            kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2]), layers=wrong), local="dst")  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from kvplan import (
     LLMStatusCode,
     Placement,
     RemoteCache,
-    plan_pull_cache,
+    Rows,
+    Transfer,
 )
 from tests.planning.transfers import DATA_TYPES
 from tests.support.refusals import refused
@@ -233,7 +234,10 @@ def test_defaults_are_those_of_the_reference() -> None:
     assert (BlocksCacheKey(1).model_id, CacheIndex(1, 2).batch_index) == (0, 0)
     assert KvCacheExtParam().tensor_num_per_layer is None
     desc_of_two = CacheDesc(4, (8, 4), DataType.DT_INT8)
-    assert plan_pull_cache(desc_of_two, desc_of_two).tensors_per_layer == 2
+    assert (
+        kvplan.plan(Transfer(Rows(desc_of_two), Rows(desc_of_two)), local="dst").tensors_per_layer
+        == 2
+    )
     assert (desc().placement, desc().seq_len_dim_index) == (Placement.DEVICE, -1)
 
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
     Plan,
+    Rows,
+    Transfer,
     execute,
     plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
-    plan_push_cache,
     reference,
 )
 from tests.planning.unlike import caches, expected, models, of_one_request
@@ -85,13 +85,17 @@ def test_another_data_type_is_refused_of_tokens_too():
     )
     for wrong in (bf16, fp8):
         with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
-            plan_pull_blocks(half, wrong, [0], [1], num_tokens=3)
-    again = plan_pull_blocks(half, bf16, [0], [1], num_tokens=3, reinterpret=True)
+            kvplan.plan(Transfer(Rows(half, [0]), Rows(wrong, [1]), num_tokens=3), local="dst")
+    again = kvplan.plan(
+        Transfer(Rows(half, [0]), Rows(bf16, [1]), num_tokens=3, reinterpret=True), local="dst"
+    )
     assert again.nbytes == 2 * 3 * 2 * 8 * 2
     assert "REINTERPRETED" in again.explain()
     assert Plan.from_dict(again.to_dict()) == again
     with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
-        plan_pull_blocks(half, fp8, [0], [1], num_tokens=3, reinterpret=True)
+        kvplan.plan(
+            Transfer(Rows(half, [0]), Rows(fp8, [1]), num_tokens=3, reinterpret=True), local="dst"
+        )
 
 
 @given(transfers(), st.booleans(), st.sampled_from([plan_pull_blocks, plan_push_blocks]))
@@ -102,15 +106,14 @@ def test_every_element_arrives_where_its_axes_say(transfer, coalesce, function):
 @given(transfers(), st.booleans())
 def test_a_push_layer_by_layer_is_the_same_push(transfer, coalesce):
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
-    plan = plan_push_blocks(
-        src.desc,
-        dst.desc,
-        src_blocks,
-        dst_blocks,
-        num_tokens=num_tokens,
-        src_token=src_token,
-        dst_token=dst_token,
-        coalesce=coalesce,
+    plan = kvplan.plan(
+        Transfer(
+            Rows(src.desc, src_blocks, first_token=src_token),
+            Rows(dst.desc, dst_blocks, first_token=dst_token),
+            num_tokens=num_tokens,
+            coalesce=coalesce,
+        ),
+        local="src",
         by_layer=True,
     )
     assert len(plan.layers) == len(set(src.layers) & set(dst.layers))
@@ -164,7 +167,7 @@ def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
     )
     tokens = min(src_tokens, dst_tokens) * rows
     read, order = range(-(-tokens // src_tokens)), order[: -(-tokens // dst_tokens)]
-    plan = plan_pull_blocks(src, dst, read, order, num_tokens=tokens)
+    plan = kvplan.plan(Transfer(Rows(src, read), Rows(dst, order), num_tokens=tokens), local="dst")
     rng = np.random.default_rng(0)
     source = [
         rng.integers(0, 256, (rows, src_tokens, heads, packed), np.uint8, endpoint=False)
@@ -218,7 +221,7 @@ def test_packed_elements_need_an_innermost_axis_of_whole_bytes():
 def test_states_and_scales_move_by_rows(axes):
     shape = (6, 8) if axes == "block state" else (6, 2, 4)
     desc = CacheDesc(1, shape, DataType.DT_FLOAT16, kv_tensor_format=axes)
-    plan = plan_pull_blocks(desc, desc, [5, 1], [0, 2])
+    plan = kvplan.plan(Transfer(Rows(desc, [5, 1]), Rows(desc, [0, 2])), local="dst")
     source = [np.arange(48, dtype=np.uint16).reshape(6, 8)]
     target = [np.zeros((6, 8), np.uint16)]
     reference.execute(plan, source, target)

@@ -1,6 +1,7 @@
 """Pulls between unlike caches that look as if they matched, and do not."""
 
-from kvplan import CacheDesc, DataType, LLMStatusCode, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, LLMStatusCode, Rows, Transfer
 from kvplan.layout import Shard
 from tests.support.refusals import refused
 
@@ -12,12 +13,15 @@ def cache(shape, axes, shard=None, tensors=2):
 def test_the_same_layers_of_models_of_other_depth():
     src, dst = (cache((8, 4, 2, 8), "NHD", Shard(range(1), num_layers=total)) for total in (8, 12))
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "layer 0 of 8.*layer 0 of 12"):
-        plan_pull_blocks(src, dst, [0], [1])
+        kvplan.plan(Transfer(Rows(src, [0]), Rows(dst, [1])), local="dst")
 
 
 def test_a_slot_that_cannot_fill_the_blocks_in_another_layout():
     src = cache((3, 16, 2, 8), "slot token head dim")
     dst = cache((9, 2, 4, 8), "HND")
-    assert plan_pull_blocks(src, dst, None, [0, 1, 2, 3]).nbytes == 2 * 16 * 2 * 8 * 2
+    assert (
+        kvplan.plan(Transfer(Rows(src), Rows(dst, [0, 1, 2, 3])), local="dst").nbytes
+        == 2 * 16 * 2 * 8 * 2
+    )
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "16 tokens fills at most 4"):
-        plan_pull_blocks(src, dst, None, [0, 1, 2, 3, 4])
+        kvplan.plan(Transfer(Rows(src), Rows(dst, [0, 1, 2, 3, 4])), local="dst")

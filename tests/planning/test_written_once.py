@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, plan_pull_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, Rows, Transfer
 from kvplan.planning.invariants import MAX_COMPARED, check_invariants
 from kvplan.planning.segments import Segments
 from tests.support.refusals import refused
 
 INT8, FP16 = DataType.DT_INT8, DataType.DT_FLOAT16
 SPACE = CacheDesc(1, (1, 600), INT8)
-OPAQUE = plan_pull_blocks(SPACE, SPACE, [0], [0])
+OPAQUE = kvplan.plan(Transfer(Rows(SPACE, [0]), Rows(SPACE, [0])), local="dst")
 
 
 def holding(segments: Segments) -> Plan:
@@ -98,12 +99,13 @@ def test_a_plan_of_a_million_tokens_comes_back_whole(
     src: CacheDesc, dst: CacheDesc, num_tokens: int
 ) -> None:
     blocks = np.random.default_rng(7)
-    plan = plan_pull_blocks(
-        src,
-        dst,
-        blocks.permutation(src.batch_size),
-        blocks.permutation(dst.batch_size),
-        num_tokens=num_tokens,
+    plan = kvplan.plan(
+        Transfer(
+            Rows(src, blocks.permutation(src.batch_size)),
+            Rows(dst, blocks.permutation(dst.batch_size)),
+            num_tokens=num_tokens,
+        ),
+        local="dst",
     )
     assert plan.segments.num_runs == num_tokens * 8
     again = Plan.from_dict(plan.to_dict())
@@ -116,7 +118,7 @@ def test_more_runs_than_can_be_compared_are_refused_where_they_reach_into_each_o
     space = CacheDesc(1, (1, 4 * half), INT8)
     apart = Segments([0, 0], [0, 2 * half], [1, 1], [([half, half], 1, 2)])
     woven = Segments([0, 0], [0, 3], [1, 1], [([half, half], 1, 2)])
-    one = plan_pull_blocks(space, space, [0], [0])
+    one = kvplan.plan(Transfer(Rows(space, [0]), Rows(space, [0])), local="dst")
     check_invariants(replace(one, segments=apart, num_slices=2 * half))
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "reach into each other are more than"):
         check_invariants(replace(one, segments=woven, num_slices=2 * half))

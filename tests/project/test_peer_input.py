@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import kvplan
 from kvplan import (
     BlockLease,
     CacheDesc,
@@ -20,8 +21,9 @@ from kvplan import (
     LlmRole,
     LLMStatusCode,
     Placement,
+    Rows,
     Shard,
-    plan_pull_blocks,
+    Transfer,
 )
 from kvplan.control import messages as control
 from kvplan.hixl import connections as hixl
@@ -158,7 +160,7 @@ DESC = CacheDesc(
     kv_tensor_format="block head token dim",
     shard=Shard(range(2), range(4), 2, 4),
 )
-PLAN = plan_pull_blocks(DESC, DESC, [1, 2], [3, 4], num_tokens=30)
+PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2]), Rows(DESC, [3, 4]), num_tokens=30), local="dst")
 TABLES = [np.array(table, np.int64).tobytes() for table in ([1, 2], [3, 4])]
 ENTRY = control.TableEntry(
     cache_id=1,

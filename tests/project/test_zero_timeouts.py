@@ -25,8 +25,6 @@ from kvplan import (
     CacheIndex,
     ClusterInfo,
     DataType,
-    GatherGroup,
-    Group,
     HostMemory,
     LlmDataDist,
     LLMException,
@@ -34,11 +32,12 @@ from kvplan import (
     LLMStatusCode,
     Options,
     Placement,
+    Rows,
     Shard,
+    Transfer,
     Transfers,
     hixl,
     llm_datadist,
-    plan_pull_blocks,
     serving,
 )
 from tests.support.wrappers import delay
@@ -104,13 +103,13 @@ class Scene:
         return AddressRanges(1, local, remote, np.array([mine.nbytes], np.uint64))
 
     def pulled(self) -> Any:
-        return self.user.submit_pull_blocks(self.remote, self.cache, [1], [2])
+        return self.user.submit(Transfer(Rows(self.remote, [1]), Rows(self.cache, [2])))
 
     def gathered(self) -> Any:
-        return self.user.submit_gather_blocks([self.remote], self.cache, [[1]], [2])
+        return self.user.submit(Transfer([Rows(self.remote, [1])], Rows(self.cache, [2])))
 
     def pushed(self) -> Any:
-        task = self.user.push_layers(self.cache, self.remote, src_blocks=[1], dst_blocks=[2])
+        task = self.user.layered(Transfer(Rows(self.cache, [1]), Rows(self.remote, [2])))
         task.ready(0)
         return task
 
@@ -126,7 +125,7 @@ class Scene:
         return len(book.take_freed())
 
     def executed(self) -> tuple[Any, ...]:
-        plan = plan_pull_blocks(PAGED, PAGED, [1], [2])
+        plan = kvplan.plan(Transfer(Rows(PAGED, [1]), Rows(PAGED, [2])), local="dst")
         return plan, *([np.zeros(PAGED.shape, np.int32) for _ in range(2)] for _ in range(2))
 
 
@@ -170,15 +169,19 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     ),
     "kvplan.LlmDataDist.pull_groups": (
         TIMEOUT,
-        lambda it: it.user.pull_groups({"all": Group(it.remote, it.cache, [1], [2])}, timeout_ms=0),
+        lambda it: it.user.run(
+            {"all": Transfer(Rows(it.remote, [1]), Rows(it.cache, [2]))}, timeout_ms=0
+        ),
     ),
     "kvplan.LlmDataDist.push_groups": (
         TIMEOUT,
-        lambda it: it.user.push_groups({"all": Group(it.cache, it.remote, [1], [2])}, timeout_ms=0),
+        lambda it: it.user.run(
+            {"all": Transfer(Rows(it.cache, [1]), Rows(it.remote, [2]))}, timeout_ms=0
+        ),
     ),
     "kvplan.LlmDataDist.pull_ranges": (
         TIMEOUT,
-        lambda it: it.user.pull_ranges(it.ranges, timeout_ms=0),
+        lambda it: it.user.run(it.ranges, timeout_ms=0),
     ),
     "kvplan.LlmDataDist.push_ranges": (
         TIMEOUT,
@@ -186,12 +189,12 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     ),
     "kvplan.LlmDataDist.gather_blocks": (
         TIMEOUT,
-        lambda it: it.user.gather_blocks([it.remote], it.cache, [[1]], [2], timeout_ms=0),
+        lambda it: it.user.run(Transfer([Rows(it.remote, [1])], Rows(it.cache, [2])), timeout_ms=0),
     ),
     "kvplan.LlmDataDist.gather_groups": (
         TIMEOUT,
-        lambda it: it.user.gather_groups(
-            {"all": GatherGroup([it.remote], it.cache, [[1]], [2])}, timeout_ms=0
+        lambda it: it.user.run(
+            {"all": Transfer([Rows(it.remote, [1])], Rows(it.cache, [2]))}, timeout_ms=0
         ),
     ),
     "kvplan.Transfers.execute": (

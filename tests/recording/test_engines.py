@@ -19,12 +19,12 @@ from kvplan import (
     CacheIndex,
     ClusterInfo,
     DataType,
-    GatherGroup,
-    Group,
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from kvplan.recording import Transfer, follow, read, select, who_wrote
 from tests.support.refusals import refused
@@ -50,31 +50,35 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         user.pull_blocks(there, here, [1, 2], [3, 4], tag="pull")
         user.pull_blocks(there, here, [1, 2], [3, 4], num_tokens=5, src_token=1, tag="some tokens")
         user.push_blocks(here, there, [5], [6], tag="push")
-        user.submit_pull_blocks(there, here, [7], [8], tag="submitted").wait()
-        user.submit_push_blocks(here, there, [7], [8], tag="submitted push").wait()
-        groups = {"a": Group(there, here, [1], [9]), "b": Group(there, here, [2], [10])}
-        user.pull_groups(groups, tag="groups")
-        user.submit_pull_groups(groups, tag="submitted groups").wait()
-        back = {
-            name: Group(it.dst, it.src, it.dst_blocks, it.src_blocks) for name, it in groups.items()
+        user.submit(Transfer(Rows(there, [7]), Rows(here, [8])), tag="submitted").wait()
+        user.submit(Transfer(Rows(here, [7]), Rows(there, [8])), tag="submitted push").wait()
+        groups = {
+            "a": Transfer(Rows(there, [1]), Rows(here, [9])),
+            "b": Transfer(Rows(there, [2]), Rows(here, [10])),
         }
-        user.push_groups(back, tag="pushed groups")
-        user.submit_push_groups(back, tag="submitted pushed groups").wait()
-        user.gather_blocks([there], here, [[1]], [11], tag="gather")
-        user.submit_gather_blocks([there], here, [[1]], [11], tag="submitted gather").wait()
-        gathered = {"a": GatherGroup([there], here, [[1]], [12])}
-        user.gather_groups(gathered, tag="gather groups")
-        user.submit_gather_groups(gathered, tag="submitted gather groups").wait()
-        task = user.push_layers(
-            here, there, src_blocks=[1], dst_blocks=[2], ext_param=layers, tag="layers"
+        user.run(groups, tag="groups")
+        user.submit(groups, tag="submitted groups").wait()
+        back = {
+            name: Transfer(Rows(it.dst, it.dst_blocks), Rows(it.src, it.src_blocks))
+            for name, it in groups.items()
+        }
+        user.run(back, tag="pushed groups")
+        user.submit(back, tag="submitted pushed groups").wait()
+        user.run(Transfer([Rows(there, [1])], Rows(here, [11])), tag="gather")
+        user.submit(Transfer([Rows(there, [1])], Rows(here, [11])), tag="submitted gather").wait()
+        gathered = {"a": Transfer([Rows(there, [1])], Rows(here, [12]))}
+        user.run(gathered, tag="gather groups")
+        user.submit(gathered, tag="submitted gather groups").wait()
+        task = user.layered(
+            Transfer(Rows(here, [1]), Rows(there, [2]), layers=layers), tag="layers"
         )
         for layer in task.layers:
             task.ready(layer)
         task.wait()
         user.copy_cache(slots, slots, 1, 2, tag="copy")
-        user.submit_copy_cache(slots, slots, 1, 2, tag="submitted copy").wait()
+        user.submit(Transfer(Rows(slots, slot=1), Rows(slots, slot=2)), tag="submitted copy").wait()
         user.copy_blocks(here, {1: [2, 3]}, tag="copies")
-        user.submit_copy_blocks(here, {1: [2, 3]}, tag="submitted copies").wait()
+        user.submit(Transfer(Rows(here, [1, 1]), Rows(here, [2, 3])), tag="submitted copies").wait()
     recording = read(tmp_path / "a.kvrec")
     assert recording.complete
     assert [it.plan for it in recording.transfers] == [plan for *_, plan in planned]
@@ -95,8 +99,8 @@ def test_a_cache_by_slots_and_swaps(tmp_path, user, peer):
     with user.record(tmp_path / "a.kvrec"):
         user.pull_cache(CacheIndex(1, cache_id, 3), slots, 5, tag="pulled")
         user.push_cache(slots, CacheIndex(1, cache_id, 4), 5, tag="pushed")
-        user.submit_pull_cache(CacheIndex(1, cache_id, 3), slots, 5, tag="p").wait()
-        user.submit_push_cache(slots, CacheIndex(1, cache_id, 4), 5, tag="q").wait()
+        user.submit(Transfer(Rows(CacheIndex(1, cache_id, 3)), Rows(slots, slot=5)), tag="p").wait()
+        user.submit(Transfer(Rows(slots, slot=5), Rows(CacheIndex(1, cache_id, 4))), tag="q").wait()
     recording = read(tmp_path / "a.kvrec")
     assert [it.tag for it in recording.transfers] == ["pulled", "pushed", "p", "q"]
     writes = who_wrote(recording, slots.cache_id, 5)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     Cache,
     CacheDesc,
@@ -22,8 +23,9 @@ from kvplan import (
     DataType,
     GroupPlan,
     LLMStatusCode,
+    Rows,
+    Transfer,
     Transfers,
-    plan_pull_blocks,
 )
 from kvplan.recording import read, select
 from kvplan.recording.perfetto import trace_of
@@ -35,7 +37,7 @@ from tests.planning.transfers import transfers
 from tests.recording.operations import Done, record, recorder
 
 DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
-PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 9], [4, 5, 6])
+PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_rows_are_selected(recording):
 
 def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
     """And not of the one that began last, in whatever order their rows are."""
-    plan = plan_pull_blocks(DESC, Cache(DESC, 1), [1], [4])
+    plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])), local="dst")
     long = Done(plan, tag="long", started=100.0), 3.0
     short = Done(plan, tag="short", started=101.0), 1.0
     for name, order in (("a", (short, long)), ("b", (long, short))):
@@ -141,16 +143,18 @@ def test_a_difference_says_where_it_is():
 def test_what_cannot_be_executed_again_says_why():
     assert replay(None).skipped == "it failed before there was a plan"
     large = CacheDesc(64, (4096, 1 << 20), DataType.DT_FLOAT)
-    plan = plan_pull_blocks(large, large, range(64), range(64))
+    plan = kvplan.plan(Transfer(Rows(large, range(64)), Rows(large, range(64))), local="dst")
     assert "GiB" in replay(plan).skipped
-    one = plan_pull_blocks(large, large, [4095], [4094])  # of 16 GiB a tensor
+    one = kvplan.plan(
+        Transfer(Rows(large, [4095]), Rows(large, [4094])), local="dst"
+    )  # of 16 GiB a tensor
     assert str(replay(one)) == "the same" or "not enough memory" in replay(one).skipped
 
 
 def test_caches_of_countless_tensors_are_not_made():
     """A few bytes of a file that says so must not take the machine's memory."""
     desc = CacheDesc(MAX_TENSORS, (2, 1), DataType.DT_INT8)
-    plan = plan_pull_blocks(desc, desc, [0], [1])
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1])), local="dst")
     assert replay(plan).skipped == "its caches have 131,072 tensors, more than 65,536"
 
 

@@ -11,7 +11,16 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Rows,
+    Transfer,
+)
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (64, 16), DataType.DT_FLOAT)
@@ -63,8 +72,8 @@ def test_a_transfer_is_a_span_of_the_callers(traced, peer, spans):
     there, here = CacheIndex(1, cache_id), traced.allocate_blocks_cache(DESC)
     with trace.get_tracer("program").start_as_current_span("request") as request:
         traced.pull_blocks(there, here, [1, 5], [2, 3], tag="request 7")
-        task = traced.submit_push_blocks(here, there, [1], [2])
-        traced.plan_pull_blocks(there, here, [1], [2])  # moves nothing
+        task = traced.submit(Transfer(Rows(here, [1]), Rows(there, [2])))
+        traced.plan(Transfer(Rows(there, [1]), Rows(here, [2])))  # moves nothing
     task.wait()
     traced.copy_blocks(here, {1: [2]})
     traced.notify(1, b"hello")

@@ -18,6 +18,8 @@ from kvplan import (
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
+    Rows,
+    Transfer,
     load_plan,
 )
 from kvplan.cli import main
@@ -168,7 +170,7 @@ def test_a_cancelled_transfer_is_no_failure(capsys, caplog, tmp_path):
         ours, theirs = prefill.allocate_cache(DESC), decode.allocate_cache(DESC)
         prefill.record(path)
         there = CacheIndex(2, theirs.cache_id)
-        task = prefill.push_layers(ours, there, ext_param=PAIRS, tag="request 7")
+        task = prefill.layered(Transfer(Rows(ours), Rows(there), layers=PAIRS), tag="request 7")
         task.cancel()
         with refused("LLM_CANCELLED", "cancelled"):
             task.wait()

@@ -23,6 +23,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
@@ -30,8 +31,8 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
-    plan_pull_blocks,
-    plan_pull_cache,
+    Rows,
+    Transfer,
 )
 from kvplan.cli import main
 from kvplan.recording import Dropped, Transfer, follow, read, who_wrote
@@ -41,8 +42,8 @@ from tests.support.held import Held
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
-PLAN = plan_pull_blocks(DESC, DESC, [1, 2, 9], [4, 5, 6])
-OTHER = plan_pull_blocks(DESC, DESC, [1], [4], reinterpret=True)
+PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
+OTHER = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(DESC, [4]), reinterpret=True), local="dst")
 DEADLINE_S = 60
 SMALLEST = 64 << 10
 MAX_KNOWN = 4096
@@ -94,7 +95,7 @@ def test_what_is_known_of_sides_is_bounded(tmp_path):
     with recorder(tmp_path / "a.kvrec") as it:
         for number in range(MAX_KNOWN + 10):
             desc = CacheDesc(2, (16 + number, 16), DataType.DT_FLOAT)
-            record(it, plan_pull_blocks(desc, desc, [1], [2]))
+            record(it, kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
             assert len(it._known) <= MAX_KNOWN
         assert it._known
     assert len(read(tmp_path / "a.kvrec").transfers) == MAX_KNOWN + 10
@@ -119,7 +120,7 @@ def test_a_row_that_comes_late_has_its_template_in_a_file_that_rotated(tmp_path)
         def others_forget_its_template_and_begin_a_file():
             for number in range(100):
                 desc = CacheDesc(2, (16 + number, 16), DataType.DT_FLOAT)
-                record(it, plan_pull_blocks(desc, desc, [1], [2]))
+                record(it, kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
             it.flush()
             assert it._previous
             first = path.stat().st_ino
@@ -223,7 +224,7 @@ def test_a_follower_that_is_too_slow_is_told_what_it_missed(tmp_path):
 
 def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path):
     path = tmp_path / "a.kvrec"
-    long = plan_pull_blocks(DESC, DESC, range(4096), range(4096))
+    long = kvplan.plan(Transfer(Rows(DESC, range(4096)), Rows(DESC, range(4096))), local="dst")
     with recorder(path, max_queued=32 << 10) as it:
         record(it, PLAN, "before")
         for _ in range(7):
@@ -237,7 +238,9 @@ def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path):
 
 def test_a_recording_may_end_anywhere(tmp_path):
     path, cut = tmp_path / "a.kvrec", tmp_path / "cut.kvrec"
-    long = plan_pull_blocks(DESC, DESC, range(0, 4096, 2), range(2048))
+    long = kvplan.plan(
+        Transfer(Rows(DESC, range(0, 4096, 2)), Rows(DESC, range(2048))), local="dst"
+    )
     with recorder(path) as it:
         for number in range(20):
             record(it, long if number == 10 else PLAN, f"{number}")
@@ -303,7 +306,7 @@ def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
     path, damaged = tmp_path / "a.kvrec", tmp_path / "damaged.kvrec"
     with recorder(path) as it:
         record(it, PLAN, "a")
-        record(it, plan_pull_cache(DESC, DESC), "b")
+        record(it, kvplan.plan(Transfer(Rows(DESC), Rows(DESC)), local="dst"), "b")
         record(it, GroupPlan({"x": PLAN, "y": PLAN}), "c")
         it.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": 1, "blocks": (1, 2)})
     rows, data, at = [], path.read_bytes(), len(MAGIC)

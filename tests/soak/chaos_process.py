@@ -29,6 +29,8 @@ from kvplan import (
     LLMException,
     LlmRole,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from tests.faults.footprint import footprint
 
@@ -158,7 +160,7 @@ class Mover(threading.Thread):
             if job.kind == "push":
                 engine.push_blocks(self._source, lease, rows, timeout_ms=job.timeout_ms)
                 return
-            layered = engine.push_layers(self._source, lease, src_blocks=rows, ext_param=PAIRS)
+            layered = engine.layered(Transfer(Rows(self._source, rows), Rows(lease), layers=PAIRS))
             try:
                 for layer in layered.layers:
                     layered.ready(layer)
@@ -173,7 +175,7 @@ class Mover(threading.Thread):
         elif job.kind == "rows":  # small ones take the short way, which has no timeout
             engine.pull_blocks(lease, target, list(lease.blocks), rows)
         else:
-            task = engine.submit_pull_blocks(lease, target, None, rows)
+            task = engine.submit(Transfer(Rows(lease), Rows(target, rows)))
             if job.kind == "cancel":
                 task.cancel()
             task.wait(job.timeout_ms)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
@@ -30,9 +31,8 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
-    plan_copy_blocks,
-    plan_pull_blocks,
-    plan_pull_cache,
+    Rows,
+    Transfer,
 )
 from kvplan.control.messages import Undecodable, decode, encode
 from kvplan.recording.format import COMPRESSED, LENGTH, MAGIC
@@ -158,11 +158,14 @@ def plans() -> list[Plan]:
     slots = CacheDesc(4, (4, 64), DataType.DT_INT32)
     blocks = CacheDesc(4, (8, 16), DataType.DT_INT32)
     return [
-        plan_pull_cache(slots, slots, src_batch_index=1, dst_batch_index=2),
-        plan_pull_cache(slots, slots, ext_param=KvCacheExtParam((1, 1), (0, 0), 2)),
-        plan_pull_blocks(blocks, blocks, [1, 2, 5], [0, 3, 4]),
-        plan_pull_blocks(slots, blocks, None, [7, 0, 1, 2]),
-        plan_copy_blocks(blocks, {0: [1, 2], 3: [4]}),
+        kvplan.plan(Transfer(Rows(slots, slot=1), Rows(slots, slot=2)), local="dst"),
+        kvplan.plan(
+            Transfer(Rows(slots), Rows(slots), layers=KvCacheExtParam((1, 1), (0, 0), 2)),
+            local="dst",
+        ),
+        kvplan.plan(Transfer(Rows(blocks, [1, 2, 5]), Rows(blocks, [0, 3, 4])), local="dst"),
+        kvplan.plan(Transfer(Rows(slots), Rows(blocks, [7, 0, 1, 2])), local="dst"),
+        kvplan.plan(Transfer(Rows(blocks, [0, 0, 3]), Rows(blocks, [1, 2, 4]))),
         RESHARD,
         LAYERS,
     ]

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     DataType,
     LLMStatusCode,
     Plan,
+    Rows,
+    Transfer,
     load_plan,
-    plan_copy_blocks,
     plan_groups,
-    plan_pull_blocks,
 )
 from kvplan.planning.plan import OBSERVERS
 from kvplan.testing import BlockTables, Budget, GoldenPlans, make_desc, observe_plans, run_reference
@@ -41,7 +42,11 @@ def test_the_shape_of_a_layout(layout: str, tensors: int, shape: tuple[int, ...]
     desc = make_desc(layout, blocks=8, layers=3, heads=4, dim=32)
     assert (desc.num_tensors, desc.shape) == (tensors, shape)
     assert desc.layout is not None
-    plan = plan_pull_blocks(desc, desc, [1], [2]) if "slot" not in layout else None
+    plan = (
+        kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
+        if "slot" not in layout
+        else None
+    )
     assert plan is None or plan.nbytes == 3 * (1 if layout == "MLA" else 8) * 16 * 32 * 2
 
 
@@ -121,7 +126,7 @@ def test_any_plan_is_executed_on_filled_arrays(transfer: Transfer) -> None:
 
 def test_arrays_have_the_shape_of_the_cache() -> None:
     desc = make_desc("HND", blocks=8, data_type=DataType.DT_BF16)
-    moved = run_reference(plan_pull_blocks(desc, desc, [1], [2]))
+    moved = run_reference(kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
     assert [it.shape for it in moved.dst] == [desc.shape] * 4
     assert moved.dst[0].dtype == np.uint16
     np.testing.assert_array_equal(moved.dst[3][2], moved.src[3][1])
@@ -131,8 +136,8 @@ def test_groups_are_executed_together_and_seen_apart() -> None:
     latent, heads = make_desc("MLA"), make_desc()
     plan = plan_groups(
         {
-            "latent": plan_pull_blocks(latent, latent, [1], [2]),
-            "heads": plan_pull_blocks(heads, heads, [3], [4]),
+            "latent": kvplan.plan(Transfer(Rows(latent, [1]), Rows(latent, [2])), local="dst"),
+            "heads": kvplan.plan(Transfer(Rows(heads, [3]), Rows(heads, [4])), local="dst"),
         }
     )
     moved = run_reference(plan)
@@ -143,7 +148,7 @@ def test_groups_are_executed_together_and_seen_apart() -> None:
 
 def test_a_copy_inside_one_cache() -> None:
     desc = make_desc(blocks=4)
-    plan = plan_copy_blocks(desc, {0: [1, 2]})
+    plan = kvplan.plan(Transfer(Rows(desc, [0, 0]), Rows(desc, [1, 2])))
     arrays = run_reference(plan).src
     moved = run_reference(plan, arrays, arrays)
     np.testing.assert_array_equal(moved.dst[0][1], moved.src[0][2])
@@ -153,8 +158,8 @@ def test_observers_are_taken_away_in_any_order() -> None:
     desc = make_desc()
     with observe_plans() as outer:
         with observe_plans() as inner:
-            one = plan_pull_blocks(desc, desc, [1], [2])
-        other = plan_pull_blocks(desc, desc, [1], [3])
+            one = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
+        other = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [3])), local="dst")
         assert Plan.from_dict(other.to_dict()) == other  # read, not made
     assert outer == [one, other]
     assert inner == [one]
@@ -162,7 +167,7 @@ def test_observers_are_taken_away_in_any_order() -> None:
     first, second = observe_plans(), observe_plans()
     a, b = first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
-    plan_pull_blocks(desc, desc, [1], [2])
+    kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     second.__exit__(None, None, None)
     assert (len(a), len(b)) == (0, 1)
 
@@ -170,7 +175,7 @@ def test_observers_are_taken_away_in_any_order() -> None:
 @pytest.mark.parametrize("limit", ["max_descriptors", "max_nbytes"])
 def test_any_plan_is_over_a_budget_of_nothing(limit: str) -> None:
     desc = make_desc()
-    plan = plan_pull_blocks(desc, desc, [1], [2])
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     assert f"{limit}=0" in Budget(**{limit: 0}).failure([plan])
 
 
@@ -187,7 +192,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, transfer: Transfer) -> N
 
 def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyped-def]
     desc = make_desc()
-    plan = plan_pull_blocks(desc, desc, [1], [2])
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     with pytest.raises(AssertionError, match="there is no golden plan"):
         GoldenPlans(tmp_path / "plans", "mine")(plan)
     golden = GoldenPlans(tmp_path / "plans", "mine", update=True)

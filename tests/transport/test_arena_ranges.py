@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 import kvplan
 from kvnative._executor import ThreadPool
 from kvnative._host import Arena
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas
 from kvplan.transport.local.metadata import Metadata
@@ -29,9 +29,9 @@ from tests.transport.owner_process import pattern
 
 PART, PARTS = 16 * 4096, 8
 DESC = CacheDesc(1, (16, 4096), DataType.DT_UINT8)
-PLAN = kvplan.plan_pull_blocks(DESC, DESC, range(16), range(16)[::-1])
+PLAN = kvplan.plan(Transfer(Rows(DESC, range(16)), Rows(DESC, range(16)[::-1])), local="dst")
 FOUR = CacheDesc(4, (16, 4096), DataType.DT_UINT8)
-FIRST_BLOCKS = kvplan.plan_pull_blocks(FOUR, FOUR, [0], [0])
+FIRST_BLOCKS = kvplan.plan(Transfer(Rows(FOUR, [0]), Rows(FOUR, [0])), local="dst")
 
 POOL = f"""
     arena = transport.allocate({PARTS * PART})
@@ -129,7 +129,7 @@ def test_all_ranges_are_reached_by_one_mapping(pool: Pool) -> None:
 def test_one_is_written_and_the_others_are_not(pool: Pool) -> None:
     source = pattern(2, PART)
     kvplan.execute(
-        kvplan.plan_push_blocks(DESC, DESC, range(16), range(16)),
+        kvplan.plan(Transfer(Rows(DESC, range(16)), Rows(DESC, range(16))), local="src"),
         [source],
         pool.part(3, writable=True),
     )
@@ -157,7 +157,11 @@ def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
     ]
     assert modes == ["rw-s"]  # else what follows would end this process
     source = pattern(2, PART)
-    kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, range(16), range(16)), [source], written)
+    kvplan.execute(
+        kvplan.plan(Transfer(Rows(DESC, range(16)), Rows(DESC, range(16))), local="src"),
+        [source],
+        written,
+    )
     code = f"result = memory[3 * {PART} : 4 * {PART}].tobytes()"
     assert pool.owner.run(code) == source.tobytes()
     np.testing.assert_array_equal(pulled(read), expected(0))

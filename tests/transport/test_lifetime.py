@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.metadata import Metadata
@@ -26,7 +26,7 @@ from tests.transport.owner import Owner
 PAGE = mmap.PAGESIZE
 NBYTES = 64 * PAGE
 DESC = CacheDesc(1, (64, PAGE), DataType.DT_UINT8)
-EVERY_BLOCK = kvplan.plan_pull_blocks(DESC, DESC, range(64), range(64)[::-1])
+EVERY_BLOCK = kvplan.plan(Transfer(Rows(DESC, range(64)), Rows(DESC, range(64)[::-1])), local="dst")
 
 ARENA = f"""
     arena = transport.allocate({NBYTES})

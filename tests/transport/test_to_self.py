@@ -10,7 +10,7 @@ import pytest
 
 import kvplan
 from kvnative._executor import ThreadPool
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport
 from tests.support.refusals import refused
 from tests.support.wrappers import limit_bandwidth
@@ -39,7 +39,7 @@ class TestOverlap:
     ) -> None:
         memory = make(transport)
         memory[:] = pattern(1, DESC.nbytes)
-        plan = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [1, 2])
+        plan = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [1, 2])), local="dst")
         with transport.connect(transport.metadata()) as link:
             source = link.memory([memory.ctypes.data], DESC.nbytes)
             with refused(LLMStatusCode.LLM_PARAM_INVALID, "src and dst overlap"):
@@ -50,7 +50,7 @@ class TestOverlap:
         self, transport: LocalTransport, make: Callable[[LocalTransport], np.ndarray]
     ) -> None:
         memory = make(transport)
-        plan = kvplan.plan_push_blocks(DESC, DESC, [0, 1], [1, 2])
+        plan = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [1, 2])), local="src")
         with transport.connect(transport.metadata()) as link:
             target = link.memory([memory.ctypes.data], DESC.nbytes, writable=True)
             with pytest.raises(LLMException, match="src and dst overlap"):
@@ -65,14 +65,20 @@ class TestOverlap:
         expected[[6, 7]] = expected[[0, 1]]
         with transport.connect(transport.metadata()) as link:
             source = link.memory([memory.ctypes.data], DESC.nbytes)
-            kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [6, 7]), source, [memory])
+            kvplan.execute(
+                kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [6, 7])), local="dst"),
+                source,
+                [memory],
+            )
         np.testing.assert_array_equal(memory.reshape(BLOCKS, BLOCK), expected)
 
 
 class TestArenaPart:
     """Two engines in one process: as between two, by a plain copy, and as safe."""
 
-    PLAN = kvplan.plan_pull_blocks(DESC, DESC, range(BLOCKS), range(BLOCKS)[::-1])
+    PLAN = kvplan.plan(
+        Transfer(Rows(DESC, range(BLOCKS)), Rows(DESC, range(BLOCKS)[::-1])), local="dst"
+    )
 
     def test_it_is_copied_in_place(self, transport: LocalTransport) -> None:
         with LocalTransport() as other:

@@ -7,7 +7,7 @@ import pytest
 
 import kvplan
 from kvnative._executor import ThreadPool
-from kvplan import CacheDesc, DataType, LLMStatusCode, Shard
+from kvplan import CacheDesc, DataType, LLMStatusCode, Rows, Shard, Transfer
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.memory import LocalPeerMemory
@@ -70,7 +70,7 @@ class TestOneKind:
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
             local = tensors(2)
-            plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+            plan = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst")
             kvplan.execute(plan, tensors_of(link, base, writable=False), local)
         for found, expected in zip(local, after_transfer(tensors(1), tensors(2)), strict=True):
             np.testing.assert_array_equal(found, expected)
@@ -79,7 +79,7 @@ class TestOneKind:
         owner.run(setup)
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
-            plan = kvplan.plan_push_blocks(DESC, DESC, SRC, DST)
+            plan = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="src")
             kvplan.execute(plan, tensors(2), tensors_of(link, base, writable=True))
         expected = np.concatenate(after_transfer(tensors(2), tensors(1)))
         assert owner.run("result = memory.tobytes()") == expected.tobytes()
@@ -91,7 +91,7 @@ class TestOneKind:
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
             memory = tensors_of(link, base, writable=False)
-            plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+            plan = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst")
             for seed in (3, 4):
                 owner.run(f"memory[:] = pattern({seed}, memory.size)")
                 local = tensors(2)
@@ -109,9 +109,15 @@ class TestOneKind:
             owner.stop()
             local = tensors(2)
             memory = tensors_of(link, base, writable=True)
-            kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
+            kvplan.execute(
+                kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst"), memory, local
+            )
             np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
-            kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
+            kvplan.execute(
+                kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="src"),
+                tensors(3),
+                memory,
+            )
             owner.resume()
         expected = np.concatenate(after_transfer(tensors(3), tensors(1)))
         assert owner.run("result = memory.tobytes()") == expected.tobytes()
@@ -144,7 +150,7 @@ def test_tensors_here_that_overlap_are_no_destination(
     local = [whole[at : at + TENSOR] for at in (0, 2 * BLOCK, TENSOR + 2 * BLOCK)]
     with transport.connect(owner.metadata()) as link:
         memory = tensors_of(link, base, writable=False)
-        plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+        plan = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst")
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "dst tensors overlap in memory"):
             kvplan.execute(plan, memory, local)
     assert not whole.any()
@@ -162,10 +168,14 @@ def test_tensors_of_both_kinds_in_one_transfer(owner: Owner, transport: LocalTra
     with transport.connect(owner.metadata()) as link:
         local = tensors(2)
         memory = link.memory(addresses, TENSOR)
-        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst"), memory, local
+        )
         np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
         memory = link.memory(addresses, TENSOR, writable=True)
-        kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="src"), tensors(3), memory
+        )
     expected = after_transfer(tensors(3), tensors(1))
     found = owner.run("result = first.tobytes() + rest.tobytes()")
     assert found == np.concatenate(expected).tobytes()
@@ -179,7 +189,7 @@ def test_between_two_transports_of_one_process(transport: LocalTransport) -> Non
         view[:] = pattern(1, TENSORS * TENSOR)
         with transport.connect(other.metadata()) as link:
             local = tensors(2)
-            plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+            plan = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst")
             kvplan.execute(plan, tensors_of(link, arena.address, writable=False), local)
         np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
 
@@ -204,7 +214,9 @@ def test_each_tensor_in_an_arena_of_its_own(owner: Owner, transport: LocalTransp
     with transport.connect(owner.metadata()) as link:
         local = tensors(2)
         memory = link.memory([addresses[i] for i in order], TENSOR)
-        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
+        kvplan.execute(
+            kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst"), memory, local
+        )
     source = [pattern(5 + i, TENSOR) for i in order]
     np.testing.assert_array_equal(local, after_transfer(source, tensors(2)))
 
@@ -230,7 +242,7 @@ def test_populate_now_maps_the_pages_with_the_arena(owner: Owner) -> None:
     transport = LocalTransport(populate="now")
     with transport, transport.connect(owner.metadata()) as link:
         local = tensors(2)
-        plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+        plan = kvplan.plan(Transfer(Rows(DESC, SRC), Rows(DESC, DST)), local="dst")
         kvplan.execute(plan, tensors_of(link, base, writable=False), local)
     zeros = [np.zeros(TENSOR, np.uint8)] * TENSORS
     np.testing.assert_array_equal(local, after_transfer(zeros, tensors(2)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvplan import BlockLease, ClusterInfo, LlmDataDist, LLMException, Placement
+from kvplan import BlockLease, ClusterInfo, LlmDataDist, LLMException, Placement, Rows, Transfer
 from kvplan.transport.ucx.library import find as find_ucx
 from tools.cuda_tries.inside import engine, paged
 from tools.cuda_tries.notes import Notes, SkippedError, random_bytes
@@ -160,7 +160,7 @@ def try_freed(notes: Notes) -> None:
                 stale += not np.array_equal(
                     np.stack(datadist.read_cache(cache)), other.content(seed)
                 )
-                task = datadist.submit_pull_blocks(key_of("1"), cache, whole, whole)
+                task = datadist.submit(Transfer(Rows(key_of("1"), whole), Rows(cache, whole)))
                 other.say("free", 1)
                 try:
                     task.wait(timeout_ms=LINK_MS)
@@ -196,7 +196,8 @@ def try_killed(notes: Notes) -> None:
             other.do("make", 1, "DEVICE", 1)
             datadist.pull_blocks(key_of("1"), cache, whole, whole, timeout_ms=LINK_MS)
             tasks = [
-                datadist.submit_pull_blocks(key_of("1"), cache, whole, whole) for _ in range(3)
+                datadist.submit(Transfer(Rows(key_of("1"), whole), Rows(cache, whole)))
+                for _ in range(3)
             ]
             other.process.kill()
             started = time.monotonic()

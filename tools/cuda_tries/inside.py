@@ -25,6 +25,8 @@ from kvplan import (
     LLMException,
     LlmRole,
     Placement,
+    Rows,
+    Transfer,
     TransferTask,
 )
 from kvplan.device import cuda_copies
@@ -290,7 +292,7 @@ def try_events(notes: Notes) -> None:
             at = staging + tensor * desc.tensor_nbytes
             driver.copy_later(address, at, desc.tensor_nbytes)
         driver.record(event)
-        task = datadist.submit_copy_blocks(cache, {0: [1]}, after=event)
+        task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [1])), after=event)
         task.wait(timeout_ms=TIMEOUT_MS)
         driver.synchronize()
         expected = later.copy()
@@ -347,19 +349,25 @@ def try_streams(notes: Notes) -> None:
                 driver.copy_later(at, address, desc.tensor_nbytes)
             driver.synchronize()
 
-        task = datadist.submit_swap_blocks(on_host, on_device, blocks)
+        task = datadist.submit(
+            Transfer(Rows(on_host, list(blocks)), Rows(on_device, list(blocks.values())))
+        )
         read_behind(task)
         driver.read(seen, found)
         notes.same("read behind a transfer", found.reshape(given.shape), given[:, ::-1])
         task.wait(timeout_ms=TIMEOUT_MS)
 
-        task = datadist.submit_swap_blocks(on_host, on_device, blocks)
+        task = datadist.submit(
+            Transfer(Rows(on_host, list(blocks)), Rows(on_device, list(blocks.values())))
+        )
         task.block_stream(stream)
         task.cancel()
         driver.synchronize()
         notes.add("the stream goes on behind one that was cancelled", "ok")
 
-        task = datadist.submit_swap_blocks(on_host, on_device, blocks)
+        task = datadist.submit(
+            Transfer(Rows(on_host, list(blocks)), Rows(on_device, list(blocks.values())))
+        )
         with driver.capture():  # raises where it was spoilt
             try:
                 task.block_stream(stream)
@@ -370,7 +378,7 @@ def try_streams(notes: Notes) -> None:
                 detail = "the transfer was done before"
                 notes.expect("a stream that is captured", task.done, detail)
             with notes.refusal("a point of it", "LLM_PARAM_INVALID"):
-                datadist.submit_copy_blocks(on_device, {0: [1]}, after=stream)
+                datadist.submit(Transfer(Rows(on_device, [0]), Rows(on_device, [1])), after=stream)
         notes.add("its capture goes on", "ok")
         task.wait(timeout_ms=TIMEOUT_MS)
         driver.free(seen)

@@ -17,7 +17,8 @@ import numpy as np
 from kvnative._backend import NativeError
 from kvnative._host import Arena
 from kvplan.execution.transfers import Transfers
-from kvplan.planning import plan_pull_blocks, plan_push_blocks
+from kvplan.planning import planner
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.types import BlocksCacheKey, CacheDesc, DataType, LlmRole
 
@@ -63,7 +64,7 @@ def _wrong_within(way: Way, device: Device | None, transfers: Transfers, stack: 
     for (source, target), (from_blocks, to_blocks) in zip(
         pairwise(stops), pairwise(tables), strict=True
     ):
-        plan = plan_pull_blocks(_DESC, _DESC, from_blocks, to_blocks)
+        plan = planner.plan(Transfer(Rows(_DESC, from_blocks), Rows(_DESC, to_blocks)), local="dst")
         transfers.execute(plan, source, target, timeout_ms=_TIMEOUT_MS)
     wrong = np.flatnonzero((got != given)[:, _STOPS[0]].any(axis=(0, 2)))
     return f"blocks {[_STOPS[0][it] for it in wrong]} came back wrong" if len(wrong) else ""
@@ -123,9 +124,9 @@ def _copy_over(link: UcxLink, arena: Arena) -> None:
     addresses = [int(it.ctypes.data) for it in there]
     remote = link.memory(addresses, _DESC.tensor_nbytes, writable=True)
     with Transfers(threads=1) as transfers:
-        pull = plan_pull_blocks(_DESC, _DESC, _GIVEN, _CAME)
+        pull = planner.plan(Transfer(Rows(_DESC, _GIVEN), Rows(_DESC, _CAME)), local="dst")
         transfers.execute(pull, remote, here, timeout_ms=_TIMEOUT_MS)
-        push = plan_push_blocks(_DESC, _DESC, _CAME, _BACK)
+        push = planner.plan(Transfer(Rows(_DESC, _CAME), Rows(_DESC, _BACK)), local="src")
         transfers.execute(push, here, remote, timeout_ms=_TIMEOUT_MS)
     _check_came(there, expected, "ucx")
 

@@ -19,6 +19,7 @@ from kvplan.cli.measuring.sizes import PEER, Setup, Shape
 from kvplan.control.auth import ClusterKey
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links.values import ClusterInfo
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.types import KvCacheExtParam, LlmRole
 
@@ -63,7 +64,8 @@ class Pair(NamedTuple):
             self.engine.pull_blocks(key, cache, chosen, chosen, part, timeout_ms=_TIMEOUT_MS)
             return time.perf_counter() - began
 
-        return Sample(move, self.engine.plan_pull_blocks(key, cache, some(), some(), part))
+        transfer = Transfer(Rows(key, some()), Rows(cache, some()), layers=part)
+        return Sample(move, self.engine.plan(transfer))
 
     def push(self, shape: int, tensors: int, blocks: int) -> Sample:
         """The same in the other direction; the peer has these bytes already."""
@@ -76,7 +78,8 @@ class Pair(NamedTuple):
             self.engine.push_blocks(cache, key, chosen, chosen, part, timeout_ms=_TIMEOUT_MS)
             return time.perf_counter() - began
 
-        return Sample(move, self.engine.plan_push_blocks(cache, key, some(), some(), part))
+        transfer = Transfer(Rows(cache, some()), Rows(key, some()), layers=part)
+        return Sample(move, self.engine.plan(transfer))
 
     def _choice(self, shape: int, blocks: int) -> Callable[[], NDArray[np.int64]]:
         """Chooses among every second block, so that none are adjacent and merge."""

@@ -13,7 +13,7 @@ from time import monotonic
 from traceback import format_exc
 from typing import TYPE_CHECKING, Self
 
-from kvplan.engine.peer_tensors import PeerTensors
+from kvplan.execution import LayerTask
 from kvplan.llm_datadist.conversion import key_of
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
@@ -30,6 +30,7 @@ from kvplan.llm_datadist.v2.move_arguments import (
     indices_of,
     last_wins,
 )
+from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
@@ -38,7 +39,6 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     import kvplan
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.execution import LayerTask
 
 Config = TransferConfig | TransferWithCacheKeyConfig
 Configs = Sequence[Config]
@@ -221,6 +221,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
             layers=push.layers,
         )
         task = engine.layered(transfer)
+        assert isinstance(task, LayerTask)  # of one cache
     except LLMException as error:
         if error.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED:
             raise  # of all destinations, so of the call

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Final
 
 import kvplan
-from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.v2.llm_types import PushType
 from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.transfer import PeerTensors
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, Placement, Plan, plan_pull_blocks, plan_push_blocks
+import kvplan
+from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.transfers import execute
 from kvplan.status import LLMStatusCode
@@ -107,11 +108,11 @@ def remote(link: UcxLink, owner: CudaOwner) -> UcxPeerMemory:
 
 
 def pull() -> Plan:
-    return plan_pull_blocks(DESC, DESC, THERE, HERE)
+    return kvplan.plan(Transfer(Rows(DESC, THERE), Rows(DESC, HERE)), local="dst")
 
 
 def push() -> Plan:
-    return plan_push_blocks(DESC, DESC, HERE, THERE)
+    return kvplan.plan(Transfer(Rows(DESC, HERE), Rows(DESC, THERE)), local="src")
 
 
 def held(memory: cuda.CudaMemory) -> Blocks:
