@@ -14,11 +14,11 @@ from kvplan.engine.resolve import local_of, refuse_notices
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import RequestBlocks, check_table
 from kvplan.planning.gather import plan_gather
-from kvplan.planning.groups import check_group_name, plan_groups
+from kvplan.planning.groups import plan_groups
 from kvplan.planning.planner import check_sources, part_name
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import check_type, shown
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
@@ -33,7 +33,7 @@ class Several:
 
     Args:
         engine: that runs them.
-        transfers: what moves, by name; "" for a transfer without one.
+        transfers: what moves, by name, at least one; "" for a transfer without one.
         by_layer: whether each layer is to move by itself.
         options: as of `Operation`.
 
@@ -45,7 +45,7 @@ class Several:
 
     Raises:
         TypeError: a transfer or option of another type.
-        LLMException: LLM_PARAM_INVALID: no transfer, a bad name, transfers of several directions.
+        LLMException: LLM_PARAM_INVALID: transfers of several directions.
     """
 
     def __init__(
@@ -57,16 +57,11 @@ class Several:
         speculative: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
-        if not transfers:
-            raise invalid("transfer is empty; it must name at least one Transfer")
         self.engine = engine
         self._transfers = transfers
         peers: dict[object, list[Part]] = {}
         directions: dict[str, str] = {}
         for name, transfer in transfers.items():
-            if name or len(transfers) > 1:
-                check_group_name(name)
-            check_type(f"transfer[{shown(name)}]", transfer, Transfer)
             with named(name):
                 single = isinstance(transfer.src, Rows)
                 if not single:
@@ -150,10 +145,12 @@ class Several:
     def _plans(self) -> list[dict[str, Plan]]:
         """Find all caches; the plans of each operation by name."""
         first = self.operations[0]
+        for operation in self.operations:
+            operation.find_own()
         for index, operation in enumerate(self.operations):
             with self._failing(index):
                 try:
-                    operation.find()
+                    operation.find_peer()
                 finally:
                     if operation.link is not None and operation.moves:
                         self.notices.add(operation.link)

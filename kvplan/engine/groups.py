@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Unpack, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Unpack, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
 from kvplan.planning.groups import plan_groups
-from kvplan.planning.planner import of_group, plan_pair
+from kvplan.planning.planner import Local, of_group, plan_pair
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
@@ -71,6 +71,11 @@ class Part(NamedTuple):
         )  # fmt: skip
 
 
+_Found: TypeAlias = "tuple[Side, TensorMemory] | None"
+_Own: TypeAlias = "tuple[_Found, _Found]"
+"""Source and destination of a part; None: the peer's."""
+
+
 class GroupOperation(TransferOperation):
     """An operation between several caches of this process and of one peer, or inside one process.
 
@@ -84,7 +89,7 @@ class GroupOperation(TransferOperation):
         sides: the source and the destination of each part, when they are found.
     """
 
-    __slots__ = ("_here", "_there", "parts", "sides")
+    __slots__ = ("_own", "_there", "parts", "sides")
 
     def __init__(
         self,
@@ -109,40 +114,42 @@ class GroupOperation(TransferOperation):
         self.is_part = is_part
         self.parts = parts
         self.sides: list[tuple[Side, Side]] = []
-        self._here: list[tuple[TensorMemory, TensorMemory]] = []
+        self._own: list[_Own] = []
         self._there: list[PeerCache] = []
 
-    def find(self) -> None:
-        """Find the caches of all parts.
+    def find_own(self) -> None:
+        """Find the caches of this process.
 
         Raises:
-            TypeError, LLMException: as `own` and `peer`; LLM_PARAM_INVALID: parts of several peers.
+            TypeError, LLMException: as `own`.
         """
-        self.sides, self._here, self._there = [], [], []
-        local = self._local
-        for part in self.parts:
-            src, dst = (
-                self.own(part.argument(field), cast(Cache, rows.cache), paged=True)
-                if local in (field, "both")
-                else None
-                for field, rows in (("src", part.src), ("dst", part.dst))
-            )
+        self._own = [
+            (self._own_rows(part, "src", part.src), self._own_rows(part, "dst", part.dst))
+            for part in self.parts
+        ]
+
+    def find_peer(self) -> None:
+        """Find the caches of the peer, after `find_own`; then `sides` are known.
+
+        Raises:
+            TypeError, LLMException: as `peer`; LLM_PARAM_INVALID: parts of several peers.
+        """
+        self.sides, self._there = [], []
+        for part, (src, dst) in zip(self.parts, self._own, strict=True):
             if src is None:
-                assert dst is not None
-                found = self._peer_cache(part.argument("src"), part.src, READ[:1] + READ[2:])
-                self.sides.append((found, dst[0]))
-                self._here.append((dst[1], dst[1]))
-            elif dst is None:
-                found = self._peer_cache(part.argument("dst"), part.dst, WRITTEN[:-1])
-                self.sides.append((src[0], found))
-                self._here.append((src[1], src[1]))
+                source = self._peer_cache(part.argument("src"), part.src, READ[:1] + READ[2:])
             else:
-                self.sides.append((src[0], dst[0]))
-                self._here.append((src[1], dst[1]))
+                source = src[0]
+            if dst is None:
+                target = self._peer_cache(part.argument("dst"), part.dst, WRITTEN[:-1])
+            else:
+                target = dst[0]
+            self.sides.append((source, target))
 
     def prepare(self) -> Prepared:
         """Find the caches of all parts, and plan each."""
-        self.find()
+        self.find_own()
+        self.find_peer()
         plans = {}
         for index, part in enumerate(self.parts):
             with named(part.name):
@@ -166,10 +173,11 @@ class GroupOperation(TransferOperation):
     def prepared(self, plans: dict[str, Plan]) -> Prepared:
         """Return the plan of the parts that are named, and the memory of both sides."""
         having = [i for i, part in enumerate(self.parts) if part.name in plans]
-        ours = [self._here[i] for i in having]
         plan = plans[""] if "" in plans else plan_groups(plans)
+        read = [src[1] for i in having if (src := self._own[i][0]) is not None]
+        written = [dst[1] for i in having if (dst := self._own[i][1]) is not None]
         if self._local == "both":
-            return plan, joined([src for src, _ in ours]), joined([dst for _, dst in ours]), None
+            return plan, joined(read), joined(written), None
         pulls = self._local == "dst"
         keys = [self.peer_key(self.parts[i]) for i in having]
         leases = [key for key in keys if isinstance(key, BlockLease)]
@@ -178,12 +186,18 @@ class GroupOperation(TransferOperation):
         theirs = self.link.leased_memory(
             [self._there[i] for i in having], leases, writable=not pulls
         )
-        here = joined([memory for memory, _ in ours])
-        return (plan, theirs, here, None) if pulls else (plan, here, theirs, None)
+        if pulls:
+            return plan, theirs, joined(written), None
+        return plan, joined(read), theirs, None
 
     def peer_key(self, part: Part) -> AnyCache:
         """Return the name of the peer's cache of a part."""
         return part.src.cache if self._local == "dst" else part.dst.cache
+
+    def _own_rows(self, part: Part, field: Local, rows: Rows) -> _Found:
+        if self._local not in (field, "both"):
+            return None
+        return self.own(part.argument(field), cast(Cache, rows.cache), paged=True)
 
     def _peer_cache(self, argument: str, rows: Rows, kinds: tuple[type, ...]) -> Side:
         """Return the cache of the peer that an argument names."""

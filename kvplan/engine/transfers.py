@@ -13,7 +13,7 @@ from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner
-from kvplan.planning.planner import check_sources
+from kvplan.planning.planner import check_sources, check_transfers
 from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.validation import shown
@@ -237,6 +237,7 @@ def _operation(
             f"transfer={shown(transfer)} must be Transfer, a mapping of names to Transfer, or "
             "AddressRanges"
         )
+    check_transfers(transfer)
     several = Several(engine, transfer, by_layer=by_layer, **options)
     if len(several.operations) > 1 or several.is_gather or by_layer:
         return several

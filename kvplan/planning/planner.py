@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
@@ -52,14 +52,10 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
         plans = _plan_one("", transfer, local, by_layer)
         return plans[""] if "" in plans else plan_groups(plans)
     check_mapping("transfer", transfer)
-    if not transfer:
-        raise invalid("transfer is empty; it must name at least one Transfer")
+    check_transfers(transfer)
     plans = {}
     for name, part in transfer.items():
-        check_group_name(name)
-        check_type(f"transfer[{shown(name)}]", part, Transfer)
-        with_name = _plan_one(name, part, local, by_layer)
-        plans.update(with_name)
+        plans.update(_plan_one(name, part, local, by_layer))
     return plan_groups(plans)
 
 
@@ -150,6 +146,20 @@ def of_group(name: str, error: LLMException | TypeError) -> LLMException | TypeE
     if isinstance(error, LLMException):
         return LLMException(text, status_code=error.status_code)
     return TypeError(text)
+
+
+def check_transfers(transfers: Mapping[str, Transfer]) -> None:
+    """Refuse a mapping that is empty, or that does not name transfers.
+
+    Raises:
+        TypeError: a name that is not text, or a value that is no `Transfer`.
+        LLMException: LLM_PARAM_INVALID: no transfer, or a bad name of one.
+    """
+    if not transfers:
+        raise invalid("transfer is empty; it must name at least one Transfer")
+    for name, transfer in transfers.items():
+        check_group_name(name)
+        check_type(f"transfer[{shown(name)}]", transfer, Transfer)
 
 
 def check_sources(sources: object) -> None:

@@ -17,7 +17,6 @@ from kvplan import (
     CacheIndex,
     DataType,
     GatherError,
-    Group,
     GroupPlan,
     LlmDataDist,
     Placement,
@@ -67,9 +66,10 @@ def caches_of(user: LlmDataDist) -> dict[str, Cache]:
     return {name: user.allocate_blocks_cache(desc) for name, desc in DESCS.items()}
 
 
-def groups_of(src: dict[str, Any], dst: dict[str, Any]) -> dict[str, Group]:
+def groups_of(src: dict[str, Any], dst: dict[str, Any]) -> dict[str, Transfer]:
     return {
-        name: Group(src[name], dst[name], *TABLES[name], num_tokens=TOKENS[name]) for name in DESCS
+        name: Transfer(Rows(src[name], read), Rows(dst[name], written), num_tokens=TOKENS[name])
+        for name, (read, written) in TABLES.items()
     }
 
 
@@ -207,31 +207,34 @@ def test_what_is_wrong_says_of_which_group(
     mine = caches_of(user)
     good = groups_of(keys, mine)
 
-    def with_state(**other: Any) -> dict[str, Group]:
-        fields = {it: getattr(good["state"], it) for it in Group.__dataclass_fields__}
-        return {**good, "state": Group(**{**fields, **other})}
+    def with_state(src: Any = ..., dst: Any = ..., src_blocks: Any = ...) -> dict[str, Transfer]:
+        read, written = TABLES["state"]
+        source = Rows(
+            keys["state"] if src is ... else src, read if src_blocks is ... else src_blocks
+        )
+        target = Rows(mine["state"] if dst is ... else dst, written)
+        return {**good, "state": Transfer(source, target)}
 
     for status, message, groups in (
         (INVALID, "group state: src_blocks.* out of range", with_state(src_blocks=[9])),
-        (INVALID, "group state: src_blocks=None must name blocks", with_state(src_blocks=None)),
+        (INVALID, "group state: src_blocks is None; it must name", with_state(src_blocks=None)),
         (INVALID, "group state: .*data type: src is DT_INT16", with_state(src=keys["latent"])),
-        (INVALID, r"groups\['state'\].src is of cluster 5 and groups\['latent'\].src of cluster 1",
-         with_state(src=CacheIndex(5, 1))),
-        (INVALID, r"groups\['state'\].src=.* names a slot",
+        ("LLM_NOT_YET_LINK", "cluster 5", with_state(src=CacheIndex(5, 1))),
+        (INVALID, "several directions", with_state(mine["state"], keys["state"])),
+        (INVALID, "several directions", with_state(mine["state"])),
+        (INVALID, "both of peers", with_state(dst=keys["state"])),
+        (INVALID, r"transfer\['state'\].src=.* names a slot",
          with_state(src=CacheIndex(1, keys["state"].cache_id, 1))),
         ("LLM_KV_CACHE_NOT_EXIST", "cache_id=99", with_state(src=CacheIndex(1, 99))),
         ("LLM_KV_CACHE_NOT_EXIST", "99", with_state(dst=Cache(DESCS["state"], 99))),
-        (INVALID, "groups is empty", {}),
+        (INVALID, "transfer is empty", {}),
         (INVALID, "printable", {"": good["state"]}),
     ):  # fmt: skip
         with refused(status, message):
             user.run(groups)
         with refused(status, message):
             user.submit(groups)
-    for wrong in (with_state(src=mine["state"]), with_state(dst=keys["state"])):
-        with pytest.raises(TypeError, match=r"groups\['state'\]\.(src|dst)"):
-            user.run(wrong)
-    with pytest.raises(TypeError, match="must be Group"):
+    with pytest.raises(TypeError, match=r"transfer\['state'\]='state' must be Transfer"):
         user.run({"state": "state"})  # type: ignore[dict-item]
     for name, cache in mine.items():
         assert not any(it.any() for it in user.read_cache(cache)), name

@@ -175,7 +175,7 @@ def test_a_plan_is_that_of_the_whole_push(user: LlmDataDist, slots: Cache, block
     )
     tables = ([0, 1], [2, 3])
     plan = user.plan(Transfer(Rows(blocks, tables[0]), Rows(paged, tables[1])), by_layer=True)
-    assert plan == user.plan_push_blocks(blocks, paged, *tables)
+    assert plan == user.plan(Transfer(Rows(blocks, tables[0]), Rows(paged, tables[1])))
     assert user.plan(Transfer(Rows(slots), Rows(paged, [7, 1])), by_layer=True).kind == "C2B"
     task = user.layered(Transfer(Rows(blocks, tables[0]), Rows(paged, tables[1])))
     assert task.plan == plan

@@ -13,8 +13,6 @@ from kvplan import (
     Cache,
     CacheDesc,
     DataType,
-    GatherGroup,
-    Group,
     KvCacheExtParam,
     LlmDataDist,
     Rows,
@@ -36,23 +34,39 @@ DESC = CacheDesc(2, (4, 16, 2, 8), DataType.DT_INT32, kv_tensor_format="block to
 NUM_TOKENS = 20
 LIMIT = r"more than the 20 tokens of lease \d+ of cmpl-3"
 
+
+def pull(
+    lease: BlockLease, to: Cache, src_token: int = 0, dst_token: int = 0, **tokens: Any
+) -> Transfer:
+    return Transfer(Rows(lease, None, None, src_token), Rows(to, [1, 3], None, dst_token), **tokens)
+
+
+def gather(
+    lease: BlockLease, to: Cache, src_token: int = 0, dst_token: int = 0, **tokens: Any
+) -> Transfer:
+    rows = Rows(lease, None, None, src_token)
+    return Transfer([rows], Rows(to, [1, 3], None, dst_token), **tokens)
+
+
+def push(
+    of: Cache, lease: BlockLease, src_token: int = 0, dst_token: int = 0, **tokens: Any
+) -> Transfer:
+    return Transfer(Rows(of, [1, 3], None, src_token), Rows(lease, None, None, dst_token), **tokens)
+
+
 Pull = Callable[[LlmDataDist, BlockLease, Cache, dict[str, Any]], None]
 PULLS: dict[str, Pull] = {
     "call": lambda user, it, to, more: user.pull_blocks(it, to, None, [1, 3], **more),
-    "task": lambda user, it, to, more: user.submit_pull_blocks(it, to, None, [1, 3], **more).wait(),
-    "gather": lambda user, it, to, more: user.gather_blocks([it], to, [None], [1, 3], **more),
-    "groups": lambda user, it, to, more: user.run(
-        {"all": Group(src=it, dst=to, src_blocks=None, dst_blocks=[1, 3], **more)}
-    ),
-    "gathered groups": lambda user, it, to, more: user.run(
-        {"all": GatherGroup([it], to, [None], [1, 3], **more)}
-    ),
+    "task": lambda user, it, to, more: user.submit(pull(it, to, **more)).wait(),
+    "gather": lambda user, it, to, more: user.run(gather(it, to, **more)),
+    "groups": lambda user, it, to, more: user.run({"all": pull(it, to, **more)}),
+    "gathered groups": lambda user, it, to, more: user.run({"all": gather(it, to, **more)}),
 }
 
 
 def push_layers(user: LlmDataDist, lease: BlockLease, src: Cache, more: dict[str, Any]) -> None:
     param = KvCacheExtParam(tensor_num_per_layer=2)
-    task = user.push_layers(src, lease, src_blocks=[1, 3], ext_param=param, **more)
+    task = user.layered(push(src, lease, layers=param, **more))
     for layer in task.layers:
         task.ready(layer)
     task.wait()
@@ -60,9 +74,7 @@ def push_layers(user: LlmDataDist, lease: BlockLease, src: Cache, more: dict[str
 
 PUSHES: dict[str, Pull] = {
     "call": lambda user, it, of, more: user.push_blocks(of, it, [1, 3], **more),
-    "groups": lambda user, it, of, more: user.run(
-        {"all": Group(src=of, dst=it, src_blocks=[1, 3], dst_blocks=None, **more)}
-    ),
+    "groups": lambda user, it, of, more: user.run({"all": push(of, it, **more)}),
     "layers": push_layers,
 }
 

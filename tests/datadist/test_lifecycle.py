@@ -59,8 +59,8 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
     "caches": lambda it: it.caches(),
     "peer_caches": lambda it: it.peer_caches(1),
     "pull_cache": lambda it: it.pull_cache(CacheIndex(1, 1), CACHE),
-    "plan_pull_cache": lambda it: it.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
-    "submit_pull_cache": lambda it: it.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
+    "plan": lambda it: it.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
+    "submit": lambda it: it.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
     "copy_blocks": lambda it: it.copy_blocks(CACHE, {}),
 }
 
@@ -268,7 +268,7 @@ def test_a_forked_child_is_refused_and_does_its_parent_no_harm(
 
 EXITS = {
     "nothing in flight": "",
-    "a task in flight": "task = user.submit_pull_cache(CacheIndex(1, 1), target)",
+    "a task in flight": "task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(target)))",
     "an exception": "raise SystemExit(0)",
 }
 

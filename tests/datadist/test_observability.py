@@ -276,9 +276,9 @@ def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
         raise KeyError(event.cluster_id)
 
     remove = engine.on_plan(refuse)
-    for call in (engine.copy_cache, engine.submit_copy_cache):
+    for verb in (engine.run, engine.submit):
         with pytest.raises(KeyError):
-            call(cache, cache, 0, 1)
+            verb(Transfer(Rows(cache, slot=0), Rows(cache, slot=1)))
     assert not engine.arrays(cache)[0][1].any()
     assert engine.metrics()["in_flight"] == 0
     remove()

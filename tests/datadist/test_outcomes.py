@@ -206,7 +206,7 @@ def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) ->
 
     user.on_plan(wait_for_the_first)
     with ThreadPoolExecutor(1) as threads:
-        second = threads.submit(user.submit_pull_cache, CacheIndex(1, 1), mine)
+        second = threads.submit(user.submit, Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
         assert planned.wait(DEADLINE_S)
         user.finalize()
         if second.exception(DEADLINE_S) is not None:

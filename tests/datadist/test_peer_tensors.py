@@ -36,8 +36,18 @@ def addresses(peer: Peer, name: str) -> list[int]:
     return list(peer.run(f"result = {name}.tensor_addrs"))
 
 
-def push(user: LlmDataDist, src: Cache, dst: PeerTensors, **arguments: Any) -> None:
-    task = user.push_layers(src, dst, **arguments)
+def push(
+    user: LlmDataDist,
+    src: Cache,
+    dst: PeerTensors,
+    *,
+    src_batch_index: int | None = None,
+    src_blocks: Any = None,
+    dst_blocks: Any = None,
+    **more: Any,
+) -> None:
+    rows = Rows(src, src_blocks, src_batch_index)
+    task = user.layered(Transfer(rows, Rows(dst, dst_blocks), **more))
     ready(task)
     task.wait()
 
@@ -78,8 +88,8 @@ def test_some_layers_go_to_the_addresses_of_others(
 ) -> None:
     arrays = fill(user, slots)
     chosen = addresses(peer, "cache")[20:24]
-    ext_param = KvCacheExtParam(src_layer_range=range(5, 7))
-    push(user, slots, PeerTensors(1, chosen), ext_param=ext_param)
+    layers = KvCacheExtParam(src_layer_range=range(5, 7))
+    push(user, slots, PeerTensors(1, chosen), layers=layers)
     arrived = there(peer, "cache")
     for tensor in range(2 * NUM_LAYERS):
         expected = arrays[tensor - 10][0] if 20 <= tensor < 24 else 0

@@ -60,8 +60,8 @@ def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) 
     found = np.stack(user.read_cache(cache)).reshape(3, SIZE)
     np.testing.assert_array_equal(found, expected)
 
-    back = AddressRanges(1, [here[1] + 5], [there[2]], [230])
-    user.submit_push_ranges(back).wait(30_000)
+    back = AddressRanges(1, [here[1] + 5], [there[2]], [230], "push")
+    user.submit(back).wait(30_000)
     pushed = peer.run("result = datadist.read_cache(cache)[2].reshape(-1)")
     assert pushed[:230].tolist() == tensor(0)[7:237].tolist()
     assert pushed[230:].tolist() == tensor(2)[230:].tolist()
@@ -82,7 +82,7 @@ def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
         user.run(
             AddressRanges(1, [here, here], [there[0], there[0] + 9], [10, 10], direction="push")
         )
-    with pytest.raises(TypeError, match="AddressRanges"):
+    with pytest.raises(TypeError, match=r"transfer=.* must be Transfer, .* or AddressRanges"):
         user.run([here])  # type: ignore[arg-type]
     for columns in (([1], [1], []), ([], [], []), ([1], [1], [0]), ([0], [1], [1])):
         with refused("LLM_PARAM_INVALID"):
@@ -114,7 +114,7 @@ def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine:
     with refused("LLM_PARAM_INVALID", "read-only"):
         user.run(into)
     with refused("LLM_KV_CACHE_NOT_EXIST"):
-        user.push_ranges(into)
+        user.run(AddressRanges(1, [array.ctypes.data], [there], [10], "push"))
     user.run(AddressRanges(1, own.tensor_addrs, [there], [10]))
     assert user.arrays(own)[0].reshape(-1)[:11].tolist() == [1] * 10 + [0]
 

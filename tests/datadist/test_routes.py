@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from kvplan import (
     Cache,
     CacheDesc,
     CacheIndex,
-    CacheKey,
     ClusterInfo,
     Coalesce,
     DataType,
@@ -34,6 +32,8 @@ from kvplan import (
     LLMException,
     LlmRole,
     LLMStatusCode,
+    Rows,
+    Transfer,
 )
 from kvplan.engine.routes import Routes
 from kvplan.execution.transfers import SMALL_NBYTES
@@ -193,10 +193,10 @@ def test_a_transfer_does_and_refuses_what_an_operation_does(
     for name in data.draw(st.lists(st.sampled_from(sorted(EXTRAS)), max_size=1 if usual else 2)):
         extras[name] = data.draw(st.sampled_from(EXTRAS[name]))
     if data.draw(st.booleans()):
-        extras["ext_param"] = data.draw(layers)
+        extras["layers"] = data.draw(layers)
     pulls = data.draw(st.booleans())
     for name in ("src_token", "dst_token") if blocks else ("src_offset", "dst_offset"):
-        if (blocks or pulls) and data.draw(st.integers(0, 9)) == 0:
+        if data.draw(st.integers(0, 9)) == 0:
             extras[name] = data.draw(st.sampled_from([0, False, 1, 0.0]))
     if blocks:
         src_blocks, dst_blocks = data.draw(tables), data.draw(tables)
@@ -232,21 +232,6 @@ def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) ->
                 assert quick == outcome(ends, call), value
             finally:
                 remove()
-
-
-def test_a_prepared_transfer_that_was_changed_is_looked_at_again(ends: Ends) -> None:
-    """A slot of a paged cache is refused when it is prepared; and so is it in a copy of that."""
-    user, mine, paged = ends.user, ends.here[0], ends.there[3]
-    slot = replace(paged, batch_index=1)
-    pull = replace(user.prepare_pull_blocks(paged, mine), src=slot)
-    push = replace(user.prepare_push_blocks(mine, paged), dst=slot)
-    for prepared in (pull, push):
-        with refused(LLMStatusCode.LLM_PARAM_INVALID, "a paged cache has none"):
-            prepared.run([0], [1])
-    request: Any = CacheKey(1, 7, 5)  # of the model that KEY is of
-    user.pull_blocks(KEY, mine, [0], [1])
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "req_id=7"):
-        replace(pull, src=request).run([0], [1])
 
 
 OFFER = """
@@ -311,16 +296,16 @@ def test_what_the_peer_frees_is_not_pulled_any_more(
 def test_a_link_that_ends_has_no_route_and_a_new_one_has(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    prepared = user.prepare_pull_blocks(theirs, mine)
-    prepared.run([0], [1])
+    transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
+    user.run(transfer)
     user.unlink_clusters([1]).raise_for_status()
-    for call in (lambda: pulled(user, theirs, mine), lambda: prepared.run([0], [1])):
+    for call in (lambda: pulled(user, theirs, mine), lambda: user.run(transfer)):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK):
             call()
     peer.run("for array in datadist.arrays(cache): array[:] = 9")
     user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
     assert pulled(user, theirs, mine) == 9
-    prepared.run([0], [2])
+    user.run(Transfer(Rows(theirs, [0]), Rows(mine, [2])))
     assert user.arrays(mine)[0][2, 0] == 9
 
 
@@ -355,19 +340,19 @@ def test_a_peer_that_was_killed_is_found_dead(
 def test_nothing_is_pulled_after_finalize_or_in_a_child(
     user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    prepared = user.prepare_pull_blocks(theirs, mine)
-    prepared.run([0], [1])
+    transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
+    user.run(transfer)
     pid = os.fork()
     if pid == 0:
         try:
-            prepared.run([0], [1])
+            user.run(transfer)
         except LLMException as error:
             os._exit(17 if error.status_code is LLMStatusCode.LLM_FAILED else 18)
         os._exit(19)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
     user.finalize()
     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
-        prepared.run([0], [1])
+        user.run(transfer)
 
 
 def test_who_looks_at_transfers_sees_each(
@@ -396,8 +381,8 @@ def test_a_route_keeps_no_memory(
     """Neither of the peer, once it is known to be freed, nor of this process."""
     on_host_only(machine, "memory of devices is not mapped")
     other = user.allocate_blocks_cache(PAGED)
-    prepared = user.prepare_pull_blocks(theirs, mine)
-    prepared.run([0], [1])
+    transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
+    user.run(transfer)
     before = mapped_arenas()
     user.deallocate_cache(mine)
     assert mapped_arenas() == before - 1

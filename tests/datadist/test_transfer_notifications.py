@@ -63,8 +63,8 @@ def calls_of(user: LlmDataDist) -> Calls:
         "pull_blocks": lambda call, **more: call(BLOCKS, paged, [0, 1], [2, 3], **more),
         "push_cache": lambda call, **more: call(slots, SLOTS, **more),
         "push_blocks": lambda call, **more: call(paged, BLOCKS, [0, 1], [2, 3], **more),
-        "pull_groups": lambda call, **more: call(pulled, **more),
-        "push_groups": lambda call, **more: call(pushed, **more),
+        "pull_groups": lambda **more: user.run(pulled, **more),
+        "push_groups": lambda **more: user.run(pushed, **more),
     }
 
 
@@ -73,7 +73,8 @@ NAMES = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "pull_groups"
 
 def push_no_layers(user: LlmDataDist, paged: Cache, **more: Any) -> None:
     param = KvCacheExtParam(tensor_num_per_layer=2)
-    task = user.push_layers(paged, BLOCKS, src_blocks=[], dst_blocks=[], ext_param=param, **more)
+    transfer = Transfer(Rows(paged, []), Rows(BLOCKS, []), layers=param)
+    task = user.layered(transfer, **more)
     for layer in task.layers:
         task.ready(layer)
     task.wait()
@@ -82,18 +83,17 @@ def push_no_layers(user: LlmDataDist, paged: Cache, **more: Any) -> None:
 NOTHING: dict[str, Callable[..., object]] = {
     "pull": lambda it, paged, **more: it.pull_blocks(BLOCKS, paged, [], [], **more),
     "pull of a slot": lambda it, paged, **more: it.pull_blocks(SLOTS, paged, [], [], **more),
-    "submitted pull": lambda it, paged, **more: it.submit_pull_blocks(
-        BLOCKS, paged, [], [], **more
+    "submitted pull": lambda it, paged, **more: it.submit(
+        Transfer(Rows(BLOCKS, []), Rows(paged, [])), **more
     ).wait(),
     "push": lambda it, paged, **more: it.push_blocks(paged, BLOCKS, [], [], **more),
-    "submitted push": lambda it, paged, **more: it.submit_push_blocks(
-        paged, BLOCKS, (), (), **more
+    "submitted push": lambda it, paged, **more: it.submit(
+        Transfer(Rows(paged, ()), Rows(BLOCKS, ())), **more
     ).wait(),
-    "prepared": lambda it, paged, **more: it.prepare_pull_blocks(BLOCKS, paged).run([], [], **more),
-    "groups": lambda it, paged, **more: it.pull_groups(
+    "groups": lambda it, paged, **more: it.run(
         {"kv": Transfer(Rows(BLOCKS, []), Rows(paged, []))}, **more
     ),
-    "pushed groups": lambda it, paged, **more: it.push_groups(
+    "pushed groups": lambda it, paged, **more: it.run(
         {"kv": Transfer(Rows(paged, []), Rows(BLOCKS, []))}, **more
     ),
     "layers": push_no_layers,
@@ -270,10 +270,11 @@ def test_bytes_without_their_notification_are_said_to_have_arrived(
         for _number in range(4096):
             user.notify(1, b"unread")
 
-    for transfer in (user.pull_blocks, user.submit_pull_blocks):
+    transfer = Transfer(Rows(BLOCKS, [0, 1]), Rows(cache, [2, 3]))
+    for verb in (user.run, user.submit):
         remove = user.on_plan(fill)
         with refused("LLM_LINK_BUSY", "pull_blocks: every byte has arrived, .* notifications wait"):
-            task = transfer(BLOCKS, cache, [0, 1], [2, 3], notify=b"yes", notify_failure=b"no")
+            task = verb(transfer, notify=b"yes", notify_failure=b"no")
             assert task is not None
             task.wait()
         found = peer.run("result = {it.data for it in datadist.notifications()}")
@@ -346,5 +347,5 @@ def test_what_is_no_notification_is_refused_before_anything_moves(
             user.pull_blocks(BlocksCacheKey(1), cache, [0], [0], **wrong)
         wrong = {name: "text"}
         with pytest.raises(TypeError, match=f"{name}='text' must be bytes"):
-            user.submit_pull_blocks(BlocksCacheKey(1), cache, [0], [0], **wrong)
+            user.submit(Transfer(Rows(BlocksCacheKey(1), [0]), Rows(cache, [0])), **wrong)
     assert not any(array.any() for array in user.arrays(cache))

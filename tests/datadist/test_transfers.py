@@ -127,7 +127,6 @@ FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
     "layers": lambda it, slots, paged: it.layered(
         Transfer(Rows(slots), Rows(CacheIndex(1, CACHE)))
     ),
-    "prepared": lambda it, slots, paged: it.prepare_pull_blocks(CacheIndex(1, PAGED), paged),
     "groups": lambda it, slots, paged: it.run(
         {"kv": Transfer(Rows(CacheIndex(1, PAGED), [0]), Rows(paged, [1]))}
     ),
@@ -136,7 +135,9 @@ FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
     ),
     "copy": lambda it, slots, paged: it.copy_cache(slots, slots, 0, 1),
     "copy of blocks": lambda it, slots, paged: it.copy_blocks(paged, {0: [1]}),
-    "swap": lambda it, slots, paged: it.swap_blocks(paged, paged, {0: 1}),
+    "swap": lambda it, slots, paged: it.swap_blocks(
+        paged, Cache(replace(BLOCKS, placement=Placement.HOST), 3), {0: 1}
+    ),
     "arrays": lambda it, slots, paged: it.arrays(slots),
     "memory": lambda it, slots, paged: it.memory(slots),
     "read": lambda it, slots, paged: it.read_cache(slots),
@@ -239,10 +240,10 @@ def test_blocks_are_pushed(
 def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Cache) -> None:
     for array in user.arrays(blocks):
         array[:] = -7
-    arguments = (blocks, CacheIndex(1, PAGED), [2, 6], [4, 3])
-    task = user.submit_push_blocks(*arguments)
+    transfer = Transfer(Rows(blocks, [2, 6]), Rows(CacheIndex(1, PAGED), [4, 3]))
+    task = user.submit(transfer)
     task.wait()
-    assert task.plan == user.plan_push_blocks(*arguments)
+    assert task.plan == user.plan(transfer)
     there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(paged)]"))
     for number, expected in enumerate(theirs(BLOCKS)):
         expected[[4, 3]] = -7

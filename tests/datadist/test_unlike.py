@@ -17,6 +17,7 @@ from kvplan import (
     CacheKey,
     ClusterInfo,
     DataType,
+    GroupPlan,
     LlmDataDist,
     Rows,
     Shard,
@@ -116,7 +117,12 @@ def push(user: LlmDataDist, *arguments: Any, **tokens: int) -> None:
 def push_by_layer(
     user: LlmDataDist, src: LocalCache, dst: CacheIndex, *blocks: Any, **tokens: int
 ) -> None:
-    task = user.push_layers(src, dst, src_blocks=blocks[0], dst_blocks=blocks[1], **tokens)
+    transfer = Transfer(
+        Rows(src, blocks[0], first_token=tokens["src_token"]),
+        Rows(dst, blocks[1], first_token=tokens["dst_token"]),
+        num_tokens=tokens["num_tokens"],
+    )
+    task = user.layered(transfer)
     assert list(task.layers) == [*ALL]
     for layer in task.layers:
         task.ready(layer)
@@ -183,20 +189,25 @@ def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
         array[...] = tensor.view(np.float16)
     sources = [ends.there(low, theirs[0], registered=False), BlocksCacheKey(3, 9)]
 
+    def gather(keys: list[Any]) -> Transfer:
+        rows = [Rows(key, table, first_token=3) for key, table in zip(keys, tables, strict=False)]
+        return Transfer(rows, Rows(here, mine, first_token=5), num_tokens=56)
+
     with refused("LLM_PARAM_INVALID", r"no source has layers 0\.\.1, heads 2\.\.3"):
-        ends.user.gather_blocks(sources[:1], here, tables[:1], mine, **tokens)
+        ends.user.run(gather(sources[:1]))
     with refused("LLM_NOT_YET_LINK", "cluster 8"):
-        ends.user.gather_blocks([sources[0], CacheIndex(8, 1)], here, tables, mine, **tokens)
-    with pytest.raises(TypeError, match=r"sources\[1\]=CacheKey"):
-        ends.user.gather_blocks([sources[0], CacheKey(3, 9)], here, tables, mine, **tokens)
+        ends.user.run(gather([sources[0], CacheIndex(8, 1)]))
+    with pytest.raises(TypeError, match=r"src\[1\]=CacheKey"):
+        ends.user.run(gather([sources[0], CacheKey(3, 9)]))
     assert_same(arrays, targets)
     assert [it.in_flight for it in ends.user.links()] == [0, 0]
 
-    ends.user.gather_blocks(sources, here, tables, mine, **tokens)
+    ends.user.run(gather(sources))
     assert_same(arrays, wanted)
-    plans = ends.user.plan_gather_blocks(sources, here, tables, mine, **tokens)
+    plan = ends.user.plan(gather(sources))
+    assert isinstance(plan, GroupPlan)
     pulled = [it.bytes_pulled for it in ends.user.links()]
-    assert pulled == [plan.nbytes for plan in plans if plan is not None]
+    assert pulled == [it.nbytes for it in plan.groups.values()]
     assert [it.bytes_pushed for it in ends.user.links()] == [0, 0]
 
 

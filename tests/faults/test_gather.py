@@ -77,12 +77,18 @@ class Scene:
         self.arrays: list[NDArray[np.int32]] = user.arrays(self.cache)
         link(user, *self.peers)
 
+    @property
+    def transfer(self) -> Transfer:
+        sources = [Rows(*it) for it in zip(self.sources, TABLES, strict=True)]
+        return Transfer(sources, Rows(self.cache, BLOCKS))
+
     def gather(self, timeout_ms: float = LONG_MS, **more: Any) -> None:
-        arguments = (self.sources, self.cache, TABLES, BLOCKS)
-        self.user.gather_blocks(*arguments, timeout_ms=timeout_ms, **more)
+        self.user.run(self.transfer, timeout_ms=timeout_ms, **more)
 
     def submit(self, **more: Any) -> GatherTask:
-        return self.user.submit_gather_blocks(self.sources, self.cache, TABLES, BLOCKS, **more)
+        task = self.user.submit(self.transfer, **more)
+        assert isinstance(task, GatherTask)
+        return task
 
     def notified(self, peer: int) -> list[bytes]:
         """What the peer of a source is notified of, once there is something."""

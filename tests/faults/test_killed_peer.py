@@ -165,7 +165,7 @@ def test_the_claims_of_the_dead_are_free(make_engine: MakeEngine, make_peer: Mak
         holding.initialize()
         holding.link_clusters([ClusterInfo(1, address)], 10_000).raise_for_status()
         mine = holding.allocate_cache(DESC)
-        task = holding.submit_pull_cache(CacheKey(1, 7), mine)
+        task = holding.submit(Transfer(Rows(CacheKey(1, 7)), Rows(mine)))
         """,
         address=owner.listen_address,
     )

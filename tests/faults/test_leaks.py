@@ -36,12 +36,13 @@ ROUNDS = {
         datadist.link_clusters([owner], 10_000).raise_for_status()
         targets = CacheIndex(1, 2), CacheIndex(1, 1), PeerTensors(1, there)
         pairs = KvCacheExtParam(tensor_num_per_layer=2)
-        tasks = [datadist.push_layers(cache, it, ext_param=pairs) for it in targets]
+        pushes = [Transfer(Rows(cache), Rows(it), layers=pairs) for it in targets]
+        tasks = [datadist.layered(it) for it in pushes]
         with LayerEvent(*tasks) as event:
             event.signal(len(tasks[0].layers))
         for task in tasks:
             task.wait(10_000)
-        open_for_ever = datadist.push_layers(cache, CacheIndex(1, 1), ext_param=pairs)
+        open_for_ever = datadist.layered(pushes[1])
         open_for_ever.ready(0)
         open_for_ever.cancel()
         datadist.unlink_clusters([1], 10_000).raise_for_status()

@@ -57,12 +57,12 @@ def mover(
     verify = way != "option"
     submit, execute = (
         (
-            partial(user.submit_pull_blocks, index, cache, THEIRS, MINE, verify=verify),
+            partial(user.submit, Transfer(Rows(index, THEIRS), Rows(cache, MINE)), verify=verify),
             partial(user.pull_blocks, index, cache, THEIRS, MINE, verify=verify),
         )
         if direction == "pull"
         else (
-            partial(user.submit_push_blocks, cache, index, MINE, THEIRS, verify=verify),
+            partial(user.submit, Transfer(Rows(cache, MINE), Rows(index, THEIRS)), verify=verify),
             partial(user.push_blocks, cache, index, MINE, THEIRS, verify=verify),
         )
     )
