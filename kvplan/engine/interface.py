@@ -12,7 +12,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex, CacheKey, KvCacheExtParam, Placement
-from kvplan.validation import check_type
+from kvplan.validation import as_int, check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.operation import RunOptions
@@ -56,6 +56,7 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
+        _check_pull(src, dst)
         self.run(
             Transfer(
                 Rows(src, None, None, 0, src_offset),
@@ -96,6 +97,7 @@ class InterfaceOperations(TransferOperations):
         """
         if dst_blocks is None:
             raise TypeError("dst_blocks is None; it must name blocks of dst")
+        _check_pull(src, dst)
         self.run(
             Transfer(
                 Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
@@ -132,6 +134,7 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
+        _check_push(src, dst)
         self.run(
             Transfer(
                 Rows(src, None, src_batch_index, 0, src_offset),
@@ -169,6 +172,7 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
+        _check_push(src, dst)
         self.run(
             Transfer(
                 Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
@@ -272,6 +276,21 @@ class InterfaceOperations(TransferOperations):
         )
 
 
+def _check_pull(src: object, dst: object) -> None:
+    """Refuse arguments in the wrong order: they would be a push."""
+    if type(dst) is not Cache or type(src) is Cache:
+        check_type("dst", dst, Cache)
+        raise TypeError(f"src={shown(src)} must be what names a cache of a peer, not Cache")
+
+
+def _check_push(src: object, dst: object) -> None:
+    """Refuse arguments in the wrong order: they would be a pull."""
+    if type(src) is not Cache or type(dst) is Cache:
+        check_type("src", src, Cache)
+        raise TypeError(f"dst={shown(dst)} must be what names a cache of a peer, not Cache")
+
+
 def _nbytes(size: int) -> int | None:
     """Return what a transfer calls a size of the interface: -1 is the whole row."""
-    return None if type(size) is int and size == -1 else size
+    size = size if type(size) is int else as_int("size", size)
+    return None if size == -1 else size

@@ -129,7 +129,7 @@ class TransferOperation(Operation):
             )
         to_blocks = dst_blocks is not None
         from_blocks = read_blocks(src_blocks, dst_blocks) if to_blocks else False
-        table = "src_blocks" if to_blocks else ""
+        table = "src_blocks" if to_blocks or self.by_layer else ""
         layers = transfer.layers
         reinterpret = transfer.reinterpret or self.engine.reinterpret
         src_slot, dst_slot = src.slot, dst.slot
@@ -159,6 +159,7 @@ class TransferOperation(Operation):
         if (
             self.moves
             and transfer.nbytes is None
+            and not (to_blocks and not src.slot is dst.slot is None)
             and are_whole(
                 num_tokens, transfer.coalesce, src.first_token, dst.first_token, src.offset,
                 dst.offset,
@@ -180,9 +181,9 @@ class TransferOperation(Operation):
                 )  # fmt: skip
             if bound is not None:
                 return bound[0], src_memory, dst_memory, bound[1]
-        if source.paged:
-            src_slot = None
-        if target.paged:
+        if source.paged and local == "dst":
+            src_slot = None  # the key's
+        if target.paged and local == "src":
             dst_slot = None
         planned = Transfer(
             Rows(source, src_blocks, src_slot, src.first_token, src.offset),

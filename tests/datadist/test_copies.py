@@ -130,12 +130,13 @@ def test_what_cannot_be_is_refused(engine: LlmDataDist, name: str) -> None:
 
 def test_the_call_for_the_other_kind_of_cache_is_named(engine: LlmDataDist) -> None:
     slots, blocks = engine.allocate_cache(desc()), engine.allocate_blocks_cache(desc())
+    host = engine.allocate_cache(replace(desc(), placement=Placement.HOST))
     with pytest.raises(LLMException, match="copy_cache needs a contiguous one; copy_blocks takes"):
         engine.copy_cache(slots, blocks)
-    with pytest.raises(LLMException, match="copy_blocks needs a paged one; copy_cache takes"):
+    with pytest.raises(LLMException, match="copy_blocks needs a paged one, or no src_blocks"):
         engine.copy_blocks(slots, {0: [1]})
-    with pytest.raises(LLMException, match="contiguous cache; swap_blocks needs a paged one "):
-        engine.swap_blocks(slots, blocks, {0: 1})
+    with pytest.raises(LLMException, match="contiguous cache; swap_blocks needs a paged one, or"):
+        engine.swap_blocks(host, blocks, {0: 1})
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "cache", [1, 2]])
@@ -144,7 +145,7 @@ def test_a_cache_is_a_cache(engine: LlmDataDist, wrong: Any) -> None:
         engine.copy_cache(wrong, wrong)
     with pytest.raises(TypeError, match=r"^dst="):
         engine.copy_cache(engine.allocate_cache(desc()), wrong)
-    with pytest.raises(TypeError, match=r"^cache="):
+    with pytest.raises(TypeError, match=r"^src="):
         engine.copy_blocks(wrong, {0: [1]})
     with pytest.raises(TypeError, match=r"^cache="):
         engine.arrays(wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -170,12 +169,7 @@ def test_engines_memory_and_the_users_own_go_together(
         [0, 0, 7, 0, 0],
         [0, 0, 0, 9, 0],
     ]
-    user.run(
-        {
-            name: Transfer(Rows(it.dst, it.dst_blocks), Rows(it.src, [4]))
-            for name, it in groups.items()
-        }
-    )
+    user.run({name: Transfer(it.dst, Rows(it.src.cache, [4])) for name, it in groups.items()})
     peer.run("assert (arrays[0] == 7).all()")
     assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
 
@@ -333,7 +327,7 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     """Each has two of the four heads, and one of them the state as well."""
     sources, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
     seen: list[PlanEvent] = []
-    keys: dict[str, list[CacheIndex | None]] = {"values": [], "scales": [], "state": [None]}
+    keys: dict[str, list[CacheIndex]] = {"values": [], "scales": []}
     for rank, source in enumerate(sources):
         link(user, source)
         for name, desc in scales_and_values(range(2 * rank, 2 * rank + 2)).items():
@@ -345,7 +339,6 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
             keys[name].append(CacheIndex(source.cluster_id, cache.cache_id))
     state = sources[1].allocate_blocks_cache(DESCS["state"])
     sources[1].write_cache(state, [np.full((5, 32), 9, np.int32)])
-    keys["state"].append(CacheIndex(3, state.cache_id))
     mine = {
         name: user.allocate_blocks_cache(desc)
         for name, desc in {**scales_and_values(range(4)), "state": DESCS["state"]}.items()
@@ -361,10 +354,8 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
         )
         for name in ("values", "scales")
     }
-    groups["state"] = Transfer(
-        [Rows(cache, blocks) for cache, blocks in zip(keys["state"], [None, [2]], strict=True)],
-        Rows(mine["state"], [4]),
-    )
+    state_rows = Rows(CacheIndex(3, state.cache_id), [2])
+    groups["state"] = Transfer(state_rows, Rows(mine["state"], [4]))
     user.on_plan(seen.append)
     user.run(groups, timeout_ms=5000)
     for name, axis in (("values", 2), ("scales", 1)):
@@ -377,38 +368,31 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
                 assert not tokens[7:].any()
     assert user.read_cache(mine["state"])[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
     assert [event.cluster_id for event in seen] == [1, 3]
-    first, second = user.plan(groups)
-    assert [first, second] == [event.plan for event in seen]
-    assert first is not None
-    assert second is not None
-    assert [[*it.groups] for it in (first, second)] == [
-        ["values", "scales"],
-        ["values", "scales", "state"],
-    ]
+    first, second = (event.plan for event in seen)
+    assert isinstance(first, GroupPlan)
+    assert isinstance(second, GroupPlan)
+    assert [*first.groups] == ["values", "scales"]
+    assert [*second.groups] == ["values", "scales", "state"]
+    whole = user.plan(groups)
+    assert isinstance(whole, GroupPlan)
+    parts = {
+        f"{name}: source {source}": plan
+        for source, it in enumerate((first, second))
+        for name, plan in it.groups.items()
+    }
+    parts["state"] = parts.pop("state: source 1")
+    assert dict(whole.groups) == parts
     assert user.metrics()["in_flight"] == 0
 
-    fewer = {**groups, "state": Transfer([Rows(keys["state"][1], [2])], Rows(mine["state"], [4]))}
-    with refused(INVALID, "sources of unequal number.*'values': 2.*'state': 1"):
-        user.run(fewer)
     nobody = {"state": Transfer([], Rows(mine["state"], [4]))}
-    with refused(INVALID, r"sources\[0\] is None in all groups"):
+    with refused(INVALID, "group state: src is empty; a gather needs at least one source"):
         user.run(nobody)
-    no_table = {
-        "state": Transfer(
-            [Rows(cache, blocks) for cache, blocks in zip(keys["state"][1:], [None], strict=True)],
-            Rows(mine["state"], [4]),
-        )
-    }
-    with refused(INVALID, r"group state: groups\['state'\].src_blocks\[0\] is None"):
+    no_table = {"state": Transfer([Rows(state_rows.cache)], Rows(mine["state"], [4]))}
+    with refused(INVALID, r"group state: src_blocks\[0\] is None"):
         user.run(no_table)
     half = {
         "values": Transfer(
-            [
-                Rows(cache, blocks)
-                for cache, blocks in zip(keys["values"][:1], [[1, 2]], strict=True)
-            ],
-            Rows(mine["values"], [4, 5]),
-            num_tokens=7,
+            [Rows(keys["values"][0], [1, 2])], Rows(mine["values"], [4, 5]), num_tokens=7
         )
     }
     with refused(INVALID, r"group values: no source has layers 0..1, heads 2..3"):
@@ -455,7 +439,7 @@ def test_groups_by_leases(
         for name in DESCS
     }
     user.run(back)
-    other = {"latent": replace(back["latent"], dst_blocks=[6, 5, 2])}
+    other = {"latent": Transfer(back["latent"].src, Rows(leases["latent"], [6, 5, 2]))}
     with refused(INVALID, r"group latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
         user.run(other)
     peer.run("datadist.release(leases[1])")

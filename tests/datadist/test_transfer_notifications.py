@@ -47,28 +47,23 @@ def next_notification():
 NEXT = "result = next_notification()"
 SLOTS, BLOCKS = CacheIndex(1, 1), CacheIndex(1, 2)
 
-Calls = dict[str, Callable[..., Any]]
 
-
-def calls_of(user: LlmDataDist) -> Calls:
-    """Each call that moves bytes between a cache of the user and one of the peer."""
+def transfers_of(user: LlmDataDist) -> dict[str, Transfer | dict[str, Transfer]]:
+    """Each kind of transfer between a cache of the user and one of the peer."""
     slots, paged = user.allocate_cache(DESC), user.allocate_blocks_cache(DESC)
     for cache in (slots, paged):
         for array in user.arrays(cache):
             array[:] = 7
-    pulled = {"kv": Transfer(Rows(BLOCKS, [0, 1]), Rows(paged, [2, 3]))}
-    pushed = {"kv": Transfer(Rows(paged, [0, 1]), Rows(BLOCKS, [2, 3]))}
+    pull = Transfer(Rows(BLOCKS, [0, 1]), Rows(paged, [2, 3]))
+    push = Transfer(Rows(paged, [0, 1]), Rows(BLOCKS, [2, 3]))
     return {
-        "pull_cache": lambda call, **more: call(SLOTS, slots, **more),
-        "pull_blocks": lambda call, **more: call(BLOCKS, paged, [0, 1], [2, 3], **more),
-        "push_cache": lambda call, **more: call(slots, SLOTS, **more),
-        "push_blocks": lambda call, **more: call(paged, BLOCKS, [0, 1], [2, 3], **more),
-        "pull_groups": lambda **more: user.run(pulled, **more),
-        "push_groups": lambda **more: user.run(pushed, **more),
+        "pull_cache": Transfer(Rows(SLOTS), Rows(slots)),
+        "pull_blocks": pull,
+        "push_cache": Transfer(Rows(slots), Rows(SLOTS)),
+        "push_blocks": push,
+        "pull_groups": {"kv": pull},
+        "push_groups": {"kv": push},
     }
-
-
-NAMES = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "pull_groups", "push_groups"]
 
 
 def push_no_layers(user: LlmDataDist, paged: Cache, **more: Any) -> None:
@@ -116,13 +111,12 @@ def test_no_blocks_are_a_success_that_notifies(user: LlmDataDist, peer: Peer) ->
 @pytest.mark.over_tcp
 def test_each_transfer_notifies_its_peer_when_it_returns(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
-    calls = calls_of(user)
-    for name in NAMES:
-        calls[name](getattr(user, name), notify=b"of " + name.encode(), notify_failure=b"no")
+    for name, transfer in transfers_of(user).items():
+        user.run(transfer, notify=b"of " + name.encode(), notify_failure=b"no")
         assert peer.run("result = [tuple(it) for it in datadist.notifications()]") == [
             (2, b"of " + name.encode())
         ]
-        calls[name](getattr(user, name))
+        user.run(transfer)
         assert peer.run("result = list(datadist.notifications())") == []
 
 
@@ -131,12 +125,10 @@ def test_each_submitted_transfer_does_whether_or_not_somebody_waits(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)
-    calls = calls_of(user)
-    for name in NAMES:
-        submit = getattr(user, f"submit_{name}")
-        calls[name](submit, notify=b"unseen", notify_failure=b"no")
+    for transfer in transfers_of(user).values():
+        user.submit(transfer, notify=b"unseen", notify_failure=b"no")
         assert peer.run(NEXT) == (2, b"unseen")
-        calls[name](submit, notify=b"seen", notify_failure=b"no").wait()
+        user.submit(transfer, notify=b"seen", notify_failure=b"no").wait()
         assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"seen"]
 
 
@@ -195,18 +187,15 @@ def test_a_failed_transfer_says_so_instead(
 ) -> None:
     peer.run(OFFER)
     broken = faulty(user, make_engine, lambda backend: fail_at(backend, 1))
-    calls = calls_of(broken)
-    for name in NAMES:
+    for transfer in transfers_of(broken).values():
         with refused("LLM_FAILED"):
-            calls[name](getattr(broken, name), notify=b"yes", notify_failure=b"no")
+            broken.run(transfer, notify=b"yes", notify_failure=b"no")
         assert peer.run(NEXT) == (3, b"no")
         with refused("LLM_FAILED"):
-            calls[name](
-                getattr(broken, f"submit_{name}"), notify=b"yes", notify_failure=b"no"
-            ).wait()
+            broken.submit(transfer, notify=b"yes", notify_failure=b"no").wait()
         assert peer.run(NEXT) == (3, b"no")
         with refused("LLM_FAILED"):
-            calls[name](getattr(broken, name), notify=b"yes")
+            broken.run(transfer, notify=b"yes")
         broken.notify(1, b"the next")
         assert peer.run(NEXT) == (3, b"the next")
 

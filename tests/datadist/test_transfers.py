@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -450,9 +451,9 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
         LLMStatusCode.LLM_PARAM_INVALID,
         lambda it, slots, blocks: it.pull_cache(CacheKey(1, 1, 0, 1), slots),
     ),
-    "push of part of a row": (
+    "push of no bytes": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=4),
+        lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=0),
     ),
     "push of no blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,
@@ -491,7 +492,7 @@ def test_the_call_for_the_other_kind_of_cache_is_named(
     )
     with refused(invalid) as error:
         user.push_blocks(slots, CacheIndex(1, PAGED), [0], [0])
-    assert "contiguous cache; push_blocks needs a paged one; push_cache takes" in str(error.value)
+    assert "contiguous cache; push_blocks needs a paged one, or no src_blocks" in str(error.value)
     with refused(invalid) as error:
         user.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0])
     assert "needs a paged one, or no src_blocks: then a slot is moved" in str(error.value)
@@ -508,7 +509,6 @@ def test_arguments_in_the_wrong_order_are_called_by_their_names(
 
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
     "index": lambda it, slots, blocks: it.pull_cache((1, 1), slots),
-    "blocks key for slots": lambda it, slots, blocks: it.pull_cache(BlocksCacheKey(1, 5), slots),
     "cache": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), 1),
     "push by request": lambda it, slots, blocks: it.push_cache(slots, CacheKey(1, 71)),
     "push blocks by request": lambda it, slots, blocks: it.push_blocks(

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -99,10 +99,10 @@ def scene_of(user: LlmDataDist, peer: Peer, of: str = "host", desc: CacheDesc = 
     return Scene(user, cache, arrays, CacheIndex(1, there), addresses)
 
 
-def ranges(it: Scene) -> AddressRanges:
+def ranges(it: Scene, direction: Literal["pull", "push"] = "pull") -> AddressRanges:
     local = [address + block * ROW for address in it.cache.tensor_addrs for block in TO]
     remote = [address + block * ROW for address in it.addresses for block in FROM]
-    return AddressRanges(1, local, remote, [ROW] * len(local))
+    return AddressRanges(1, local, remote, [ROW] * len(local), direction)
 
 
 def other(it: Scene) -> Cache:
@@ -134,7 +134,7 @@ SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
     "pull_groups": groups,
     "gather_groups": gather,
     "pull_ranges": lambda it: it.user.submit(ranges(it)),
-    "push_ranges": lambda it: it.user.submit(ranges(it, direction="push")),
+    "push_ranges": lambda it: it.user.submit(ranges(it, "push")),
     "push_layers": layers,
     "copy_blocks": lambda it: it.user.submit(Transfer(Rows(it.cache, [0]), Rows(it.cache, [1]))),
 }
