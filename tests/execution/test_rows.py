@@ -189,7 +189,9 @@ def test_hostile_block_tables_are_left_to_the_planner(
             value = random.choice([*HOSTILE, src_count, dst_count, *src_rows, *dst_rows])
             table[random.randrange(len(table))] = value
     bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
-    lowers = Rows(*bases, src_count, dst_count, stride, is_one)
+    sides = [(it, 1, stride, stride, 0, False) for it in (src_count, dst_count)]
+    nbytes = src_count * stride, dst_count * stride
+    lowers = Rows(*bases, *sides, stride, (), None, *nbytes, is_one, True)
     good = (
         len(src_rows) > 0
         and all(type(it) is int and 0 <= it < src_count for it in src_rows)
@@ -203,9 +205,10 @@ def test_hostile_block_tables_are_left_to_the_planner(
     if type(src_rows) is not np.ndarray:
         assert (found is not None) is good
     if found is not None and good:
+        assert found[1] == count
         read = [
             (src + at, dst + at)
-            for src, dst, nbytes in zip(*columns(found), strict=True)
+            for src, dst, nbytes in zip(*columns(found[0]), strict=True)
             for at in range(0, nbytes, stride)
         ]
         assert read == [
@@ -222,7 +225,7 @@ def test_rows_that_were_never_made_move_nothing() -> None:
 
 ODD = [
     np.array([1, 2], dtype=it)
-    for it in ("m8[s]", "M8[s]", ">i8", "u8", "i4", "f8", "c16", "g", "O", "S8", "U2")
+    for it in ("m8[s]", "M8[s]", ">i8", "f8", "c16", "g", "O", "S8", "U2", "?")
 ]
 ODD += [np.array([(1,), (2,)], dtype=[("a", it)]) for it in ("i8", "m8[s]")]
 ODD += [np.ma.array([1, 2], mask=[True, False]), np.array([True, False]), np.ones((2, 1), np.int64)]
@@ -231,12 +234,30 @@ if hasattr(np.dtypes, "StringDType"):
 
 
 @pytest.mark.parametrize("table", ODD, ids=lambda it: str(it.dtype))
-def test_an_array_that_is_no_block_table_of_int64_is_left_to_the_planner(table: Any) -> None:
+def test_an_array_that_is_no_block_table_of_integers_is_left_to_the_planner(table: Any) -> None:
     """Those too that have no buffer."""
     (source, src), (target, dst) = cache(5), cache(4)
     for src_rows, dst_rows in ((table, [1, 2]), ([1, 2], table)):
         arguments = "pull_blocks", "B2B", source, target, src, dst, src_rows, dst_rows
         assert RowRequests().bind(*arguments) is None
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", "iu")
+def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int) -> None:
+    (source, src), (target, dst) = cache(200), cache(200)
+    there, here = [100, 0, 7, 127], [1, 126, 0, 5]
+    tables = [np.array(it, f"{kind}{width}") for it in (there, here)]
+    for given_rows in (tables, [np.repeat(it, 3)[::3] for it in tables]):
+        arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
+        bound = RowRequests().bind(*arguments)
+        assert bound is not None
+        plan = plan_pull_blocks(source, target, there, here)
+        assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
+        assert bound[0] == plan
+    tables[0][1] = np.iinfo(tables[0].dtype).max  # of uint8 255; of uint64 the last one
+    if width != 1 or kind == "u":
+        assert RowRequests().bind(*arguments[:6], *tables) is None
 
 
 def test_a_slot_is_a_row() -> None:
@@ -273,27 +294,6 @@ def test_its_plan_is_a_plan_like_others() -> None:
     assert plan_of_rows().for_layers(range(1)) == made.for_layers(range(1))
     with pytest.raises(AttributeError, match="no attribute 'segment'"):
         plan_of_rows().segment  # type: ignore[attr-defined]  # noqa: B018
-
-
-def heads(layout: str) -> CacheDesc:
-    return CacheDesc(2, (6, 2, 4, 2), DataType.DT_INT8, kv_tensor_format=layout)
-
-
-def test_what_the_planner_cuts_is_left_to_it() -> None:
-    """Caches that lie differently, of unequal rows, or in a tensor that holds several layers."""
-    requests = RowRequests()
-    plain, memory = cache(6, 2)
-    nhd, hnd = (side("it", heads(it), paged=True) for it in ("NHD", "HND"))
-    layers = CacheDesc(1, (2, 6, 2, 4), DataType.DT_INT8, kv_tensor_format="layer block token dim")
-    inside = side("it", layers, paged=True)
-    of_heads = HostMemory.from_arrays([np.zeros((6, 2, 4, 2), np.int8)] * 1)
-    of_layers = HostMemory.from_arrays([np.zeros((2, 6, 2, 4), np.int8)])
-    for source, target, src, dst in (
-        (nhd, hnd, of_heads, of_heads),
-        (plain, nhd, memory, of_heads),
-        (inside, inside, of_layers, of_layers),
-    ):
-        assert requests.bind("pull_blocks", "B2B", source, target, src, dst, [1], [2]) is None
 
 
 def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:
