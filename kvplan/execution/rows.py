@@ -106,7 +106,7 @@ class RowRequests:
             src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
         for rows, num_pairs, common in pair.cuts:
             lowered = (
-                rows.lower(*_tokens_of(src_rows, dst_rows, num_tokens, src_token, dst_token))
+                rows.lower(*_tokens_of(kind, src_rows, dst_rows, num_tokens, src_token, dst_token))
                 if by_tokens
                 else rows.lower(_plain(src_rows), _plain(dst_rows))
             )
@@ -270,10 +270,15 @@ def _are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: i
 
 
 def _tokens_of(
-    src_rows: Blocks, dst_rows: Blocks, num_tokens: int | None, src_token: int, dst_token: int
+    kind: Kind,
+    src_rows: Blocks,
+    dst_rows: Blocks,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
 ) -> tuple[Blocks, Blocks, int, int, int, bool, bool]:
     """Return the arguments of `Rows.lower`."""
-    of_lease = num_tokens is not None
+    of_lease = num_tokens is not None and kind == "B2B"  # as in `plan_to_blocks`
     return (
         _plain(src_rows),
         _plain(dst_rows),

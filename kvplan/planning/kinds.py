@@ -283,15 +283,17 @@ def plan_rows(
     reinterpret: bool = False,
 ) -> Plan:
     """Plan rows of two sides: B2B, or C2B or C2C of one slot each."""
+    slot = None
+    if kind != "B2B":
+        (slot,) = map(int, src_rows)
     if kind == "C2C":
-        (src_slot,), (dst_slot,) = src_rows, dst_rows
+        (dst_slot,) = map(int, dst_rows)
         return plan_slot_to_slot(
-            operation, src, dst, int(src_slot), int(dst_slot), -1, 0, 0, num_tokens, ext_param,
+            operation, src, dst, slot, dst_slot, -1, 0, 0, num_tokens, ext_param,
             DEFAULT_COALESCE, reinterpret, by_layer,
         )  # fmt: skip
-    blocks, slot = (src_rows, None) if kind == "B2B" else (None, int(src_rows[0]))
     return plan_to_blocks(
-        operation, src, dst, blocks, dst_rows, slot, num_tokens, src_token, dst_token, ext_param,
+        operation, src, dst, src_rows if slot is None else None, dst_rows, slot, num_tokens, src_token, dst_token, ext_param,
         DEFAULT_COALESCE, reinterpret, by_layer,
     )  # fmt: skip
 
