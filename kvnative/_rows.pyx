@@ -6,7 +6,9 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
+from cpython.list cimport PyList_Size
 from cpython.long cimport PyLong_AsLongLong
+from cpython.tuple cimport PyTuple_GetItem, PyTuple_Size
 from libc.stddef cimport size_t
 from libc.stdint cimport (
     int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -66,12 +68,13 @@ cdef extern from "core/rows.h" nogil:
     ctypedef struct kvn_rows_cut:
         size_t num_runs
     bint kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes)
-    size_t kvn_rows_scratch(const kvn_rows *rows, size_t src_count, size_t dst_count)
+    size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request)
     bint kvn_rows_cut_up(
         const kvn_rows *rows, kvn_rows_request request, void *scratch, kvn_rows_cut *cut
     )
+    size_t kvn_rows_room(const kvn_rows_cut *cut)
     const uint64_t *kvn_rows_columns(
-        const kvn_rows *rows, const kvn_rows_cut *cut, kvn_run *one, kvn_run *other, size_t *num
+        const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room, size_t *num
     )
 
 cdef tuple NAMES = ("nbytes", "src_rows", "dst_rows", "src_bases", "dst_bases")
@@ -162,8 +165,8 @@ cdef class Rows:
             src_rows, dst_rows: block tables, or the one slot.
             num_tokens: tokens that are moved; 0: whole rows.
             src_token, dst_token: tokens that are skipped.
-            src_is_lease, dst_is_lease: whether rows beyond what the other table can hold are left
-                out.
+            src_is_lease, dst_is_lease: whether a table is a tuple of all blocks of a request: of
+                tokens that are given, those beyond what the other table can hold are left out.
 
         Returns:
             None: the planner is to be asked, which refuses what is wrong, and takes what is
@@ -177,26 +180,28 @@ cdef class Rows:
         cdef size_t needed
         cdef kvn_rows_request request
         cdef kvn_rows_cut cut
-        cdef Py_ssize_t src_count = table_length(src_rows)
-        cdef Py_ssize_t dst_count = table_length(dst_rows)
+        cdef Py_ssize_t src_count = table_length(src_rows, src_is_lease)
+        cdef Py_ssize_t dst_count = table_length(dst_rows, dst_is_lease)
         if not self.can_have(src_count, dst_count) or min(num_tokens, src_token, dst_token) < 0:
             return None
+        memset(&request, 0, sizeof(request))
+        request.num_tokens = num_tokens
+        request.src.count, request.dst.count = src_count, dst_count
+        request.src.skipped, request.dst.skipped = src_token, dst_token
+        request.src.is_lease, request.dst.is_lease = src_is_lease, dst_is_lease
         if src_count > FEW or dst_count > FEW:
-            needed = kvn_rows_scratch(&self.rows, src_count, dst_count)
+            needed = kvn_rows_scratch(&self.rows, &request)
             allocated = scratch = malloc(needed + (src_count + dst_count) * sizeof(int64_t))
             if needed == 0 or allocated is NULL:
                 free(allocated)
                 raise MemoryError
             tables = <int64_t *>(<char *>allocated + needed)
         try:
+            request.src.rows, request.dst.rows = tables, tables + src_count
             if not read_table(src_rows, tables, src_count):
                 return None
             if not read_table(dst_rows, tables + src_count, dst_count):
                 return None
-            request = request_of(tables, src_count, dst_count)
-            request.num_tokens = num_tokens
-            request.src.skipped, request.dst.skipped = src_token, dst_token
-            request.src.is_lease, request.dst.is_lease = src_is_lease, dst_is_lease
             if not kvn_rows_cut_up(&self.rows, request, scratch, &cut):
                 return None
             return self.lower_cut(&cut), cut.num_runs
@@ -216,8 +221,8 @@ cdef class Rows:
         cdef kvn_announcement announced
         cdef int64_t tables[2 * FEW]
         cdef kvn_run pieces[2 * FEW]
-        cdef kvn_run one[2 * FEW]
-        cdef kvn_run other[2 * FEW]
+        cdef kvn_run room[2 * FEW]
+        cdef kvn_rows_request request
         cdef kvn_rows_cut cut
         cdef const uint64_t *columns
         cdef Py_ssize_t src_count = table_length(src_rows)
@@ -230,15 +235,16 @@ cdef class Rows:
         cdef char *dst_base
         if not self.can_have(src_count, dst_count) or src_count > FEW or dst_count > FEW:
             return 0
+        memset(&request, 0, sizeof(request))
+        request.src.rows, request.src.count = tables, src_count
+        request.dst.rows, request.dst.count = tables + src_count, dst_count
         if not read_table(src_rows, tables, src_count):
             return 0
         if not read_table(dst_rows, tables + src_count, dst_count):
             return 0
-        if not kvn_rows_cut_up(&self.rows, request_of(tables, src_count, dst_count), pieces, &cut):
+        if not kvn_rows_cut_up(&self.rows, request, pieces, &cut) or kvn_rows_room(&cut) > 2 * FEW:
             return 0
-        if cut.num_runs > 2 * FEW:
-            return 0
-        columns = kvn_rows_columns(&self.rows, &cut, one, other, &num)
+        columns = kvn_rows_columns(&self.rows, &cut, room, &num)
         for i in range(num):
             total += columns[2 * num + i]  # no sum of bytes of a tensor passes 64 bits
         if total > most or self.pairs * total > most or living.get(cache_id) is not entry:
@@ -262,23 +268,23 @@ cdef class Rows:
     cdef bint can_have(self, Py_ssize_t src_count, Py_ssize_t dst_count) noexcept:
         return src_count >= 1 and 1 <= dst_count <= <Py_ssize_t>self.rows.dst.count
 
-    cdef lower_cut(self, const kvn_rows_cut *cut):
-        cdef kvn_run few[2 * 2 * FEW]
-        cdef kvn_run *runs = few
+    cdef lower_cut(self, kvn_rows_cut *cut):
+        cdef kvn_run few[2 * FEW]
+        cdef kvn_run *room = few
         cdef kvn_run *allocated = NULL
         cdef const uint64_t *columns
         cdef size_t num
         cdef kvn_recipe recipe
-        if cut.num_runs > 2 * FEW:
-            runs = allocated = <kvn_run *>malloc(2 * cut.num_runs * sizeof(kvn_run))
+        if kvn_rows_room(cut) > 2 * FEW:
+            room = allocated = <kvn_run *>malloc(kvn_rows_room(cut) * sizeof(kvn_run))
             if allocated is NULL:
                 raise MemoryError
         try:
             if cut.num_runs > MANY:
                 with nogil:
-                    columns = kvn_rows_columns(&self.rows, cut, runs, runs + cut.num_runs, &num)
+                    columns = kvn_rows_columns(&self.rows, cut, room, &num)
             else:
-                columns = kvn_rows_columns(&self.rows, cut, runs, runs + cut.num_runs, &num)
+                columns = kvn_rows_columns(&self.rows, cut, room, &num)
             recipe.src_offsets, recipe.dst_offsets = columns, columns + num
             recipe.nbytes = columns + 2 * num
             recipe.num_segments, recipe.num_repeats = num, 0
@@ -290,23 +296,12 @@ cdef class Rows:
             free(allocated)
 
 
-cdef kvn_rows_request request_of(
-    const int64_t *tables, Py_ssize_t src_count, Py_ssize_t dst_count
-) noexcept:
-    """A request of whole rows."""
-    cdef kvn_rows_request request
-    memset(&request, 0, sizeof(request))
-    request.src.rows, request.src.count = tables, src_count
-    request.dst.rows, request.dst.count = tables + src_count, dst_count
-    return request
-
-
-cdef Py_ssize_t table_length(object rows) except -2:
+cdef Py_ssize_t table_length(object rows, bint is_lease=False) except -2:
     """Entries of a block table of a usual type; -1: it is of another."""
+    if type(rows) is tuple or (is_lease and isinstance(rows, tuple)):
+        return PyTuple_Size(rows)
     if type(rows) is list:
-        return len(<list>rows)
-    if type(rows) is tuple:
-        return len(<tuple>rows)
+        return PyList_Size(rows)
     if type(rows) is ndarray:  # of a masked array, say, not all entries count
         return rows.shape[0] if rows.ndim == 1 else -1
     return -1
@@ -314,21 +309,21 @@ cdef Py_ssize_t table_length(object rows) except -2:
 
 cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
     """Whether all entries are what a block table usually has: int, within 64 bits."""
+    cdef bint is_tuple = isinstance(rows, tuple)
     cdef Py_ssize_t i
     cdef object entry
-    if type(rows) is list or type(rows) is tuple:
-        if len(rows) != count:  # another thread has changed it
-            return False
+    if not is_tuple and type(rows) is not list:
+        return read_array(rows, table, count)
+    try:
         for i in range(count):
-            try:
-                entry = rows[i]
-                if type(entry) is not int:
-                    return False
-                table[i] = PyLong_AsLongLong(entry)
-            except (OverflowError, IndexError):  # or another thread takes entries out
+            # Not borrowed from a list, which another thread may change.
+            entry = <object>PyTuple_GetItem(rows, i) if is_tuple else rows[i]
+            if type(entry) is not int:
                 return False
-        return True
-    return read_array(rows, table, count)
+            table[i] = PyLong_AsLongLong(entry)
+    except (OverflowError, IndexError):  # too large, or another thread takes entries out of a list
+        return False
+    return is_tuple or PyList_Size(rows) == count
 
 
 cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
@@ -363,8 +358,12 @@ cdef bint read_entries(char letter, const Py_buffer *column, int64_t *table) noe
     cdef int32_t int32
     if not is_signed and letter not in (c"B", c"H", c"I", c"L", c"Q"):
         return False
+    # Unsigned entries that are too large become negative, so out of range.
+    if column.itemsize == 8 and column.strides[0] == 8:
+        memcpy(table, entry, 8 * column.shape[0])
+        return True
     for i in range(column.shape[0]):
-        if column.itemsize == 8:  # an unsigned one that is too large is negative, so out of range
+        if column.itemsize == 8:
             memcpy(&table[i], entry, 8)
         elif column.itemsize == 4:
             memcpy(&int32, entry, 4)

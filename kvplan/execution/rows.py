@@ -105,10 +105,14 @@ class RowRequests:
         if kind != "C2C":  # the caller may change them
             src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
         for rows, num_pairs, common in pair.cuts:
-            lowered = (
-                rows.lower(*_tokens_of(kind, src_rows, dst_rows, num_tokens, src_token, dst_token))
-                if by_tokens
-                else rows.lower(_plain(src_rows), _plain(dst_rows))
+            lowered = rows.lower(
+                src_rows,
+                dst_rows,
+                num_tokens or 0,
+                src_token,
+                dst_token,
+                type(src_rows) is RequestBlocks,
+                type(dst_rows) is RequestBlocks,
             )
             if lowered is None:
                 continue
@@ -267,31 +271,6 @@ def _are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: i
     if kind == "C2C":
         return src_token == 0 == dst_token
     return 0 <= src_token <= INT64_MAX and 0 <= dst_token <= INT64_MAX
-
-
-def _tokens_of(
-    kind: Kind,
-    src_rows: Blocks,
-    dst_rows: Blocks,
-    num_tokens: int | None,
-    src_token: int,
-    dst_token: int,
-) -> tuple[Blocks, Blocks, int, int, int, bool, bool]:
-    """Return the arguments of `Rows.lower`."""
-    of_lease = num_tokens is not None and kind == "B2B"  # as in `plan_to_blocks`
-    return (
-        _plain(src_rows),
-        _plain(dst_rows),
-        num_tokens or 0,
-        src_token,
-        dst_token,
-        of_lease and type(src_rows) is RequestBlocks,
-        of_lease and type(dst_rows) is RequestBlocks,
-    )
-
-
-def _plain(rows: Blocks) -> Blocks:
-    return tuple(rows) if type(rows) is RequestBlocks else rows
 
 
 def _copied(rows: Blocks) -> Blocks:

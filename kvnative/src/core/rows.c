@@ -33,14 +33,25 @@ bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes
            reaches(rows, &rows->dst, dst_nbytes);
 }
 
-/* Each piece ends where a row of one of the sides does; of many rows a bit for each destination. */
-size_t kvn_rows_scratch(const kvn_rows *rows, size_t src_count, size_t dst_count)
+/* How many pieces a request can have: each ends where a row of one of the sides does. */
+static bool most_pieces(const kvn_rows *rows, const kvn_rows_request *request, size_t *most)
 {
-    const size_t words = dst_count > KVN_ROWS_FEW ? words_of(rows->dst.count) : 0;
-    size_t count, nbytes;
-    if (__builtin_add_overflow(src_count, dst_count, &count) ||
-        __builtin_mul_overflow(count, sizeof(kvn_run), &nbytes) ||
-        __builtin_add_overflow(nbytes, words * sizeof(uint64_t), &nbytes) || nbytes > PTRDIFF_MAX)
+    const kvn_rows_table *const src = &request->src, *const dst = &request->dst;
+    const uint64_t tokens = rows->src.tokens;
+    if (tokens == rows->dst.tokens && src->skipped % tokens == dst->skipped % tokens) {
+        *most = src->count > dst->count ? src->count : dst->count;
+        return true;
+    }
+    return !__builtin_add_overflow(src->count, dst->count, most);
+}
+
+size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request)
+{
+    const size_t words = request->dst.count > KVN_ROWS_FEW ? words_of(rows->dst.count) : 0;
+    size_t nbytes;
+    if (!most_pieces(rows, request, &nbytes) ||
+        __builtin_mul_overflow(nbytes, sizeof(kvn_run), &nbytes) ||
+        __builtin_add_overflow(nbytes, words * sizeof(uint64_t), &nbytes) || nbytes > PTRDIFF_MAX / 2)
         return 0;
     return nbytes;
 }
@@ -129,6 +140,8 @@ static uint64_t tokens_of(const kvn_rows *rows, kvn_rows_request *request)
     int64_t src_held, dst_held, num_tokens = (int64_t)request->num_tokens;
     if ((rows->src.is_slot && src->count != 1) || (rows->dst.is_slot && dst->count != 1))
         return 0;
+    if (is_whole || rows->src.is_slot) /* as the planner does */
+        src->is_lease = dst->is_lease = false;
     if (!held(&rows->dst, dst, &dst_held) || !leave_out(&rows->src, src, dst_held) ||
         !held(&rows->src, src, &src_held) || !leave_out(&rows->dst, dst, src_held) ||
         !held(&rows->dst, dst, &dst_held))
@@ -292,8 +305,11 @@ bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scrat
                      kvn_rows_cut *cut)
 {
     kvn_run *const pieces = scratch;
-    uint64_t *const seen = (uint64_t *)(pieces + request.src.count + request.dst.count);
-    uint64_t num_tokens;
+    uint64_t num_tokens, *seen;
+    size_t most;
+    if (!most_pieces(rows, &request, &most))
+        return false;
+    seen = (uint64_t *)(pieces + most); /* a bit for each destination, of many rows */
     if (!are_good(rows, &request.src, &request.dst, seen))
         return false;
     num_tokens = tokens_of(rows, &request);
@@ -398,11 +414,29 @@ static size_t merge(kvn_run *runs, size_t num)
     return last + 1;
 }
 
-const uint64_t *kvn_rows_columns(const kvn_rows *rows, const kvn_rows_cut *cut, kvn_run *one,
-                                 kvn_run *other, size_t *num)
+/* Pieces that are runs already: the one size is not cut any further. */
+static bool are_runs(const kvn_rows_cut *cut)
 {
-    kvn_run *runs = one, *end = one;
-    for (size_t i = 0; i < cut->num_sizes; i++) {
+    return cut->num_sizes == 1 && cut->sizes[0].num_levels == 0;
+}
+
+size_t kvn_rows_room(const kvn_rows_cut *cut)
+{
+    return cut->num_runs <= cut->num_pieces ? cut->num_runs : 2 * cut->num_runs;
+}
+
+const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room, size_t *num)
+{
+    kvn_run *const spare = cut->num_runs <= cut->num_pieces ? cut->pieces : room + cut->num_runs;
+    kvn_run *runs = room, *other = spare, *end = room;
+    *num = cut->num_runs;
+    if (are_runs(cut)) {
+        runs = cut->pieces;
+        other = room;
+        for (size_t at = 0; at < *num; at++)
+            runs[at].nbytes = cut->sizes[0].run;
+    }
+    for (size_t i = 0; runs == room && i < cut->num_sizes; i++) {
         const kvn_rows_size *const size = &cut->sizes[i];
         for (size_t at = 0; at < cut->num_pieces; at++) {
             kvn_run run = cut->pieces[at];
@@ -412,12 +446,13 @@ const uint64_t *kvn_rows_columns(const kvn_rows *rows, const kvn_rows_cut *cut, 
             end = repeat(end, run, size->levels, size->num_levels);
         }
     }
-    *num = cut->num_runs;
     if (cut->merges) {
-        runs = sort(rows->orders_ties, one, other, *num);
+        kvn_run *const sorted = sort(rows->orders_ties, runs, other, *num);
+        other = sorted == runs ? other : runs;
+        runs = sorted;
         *num = merge(runs, *num);
     }
-    uint64_t *const columns = (uint64_t *)(runs == one ? other : one);
+    uint64_t *const columns = (uint64_t *)other;
     for (size_t i = 0; i < *num; i++) {
         columns[i] = runs[i].src;
         columns[*num + i] = runs[i].dst;

@@ -72,7 +72,7 @@ typedef struct kvn_rows_size {
 } kvn_rows_size;
 
 typedef struct kvn_rows_cut {
-    const kvn_run *pieces;
+    kvn_run *pieces;
     size_t num_pieces;
     kvn_rows_size sizes[KVN_ROWS_SIZES]; /* the largest first */
     size_t num_sizes;
@@ -83,8 +83,8 @@ typedef struct kvn_rows_cut {
 /* Whether all that a request can name lies in the first src_nbytes and dst_nbytes of a tensor. */
 bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes);
 
-/* Bytes of scratch memory, aligned to 8, for a request of tables with so many rows; 0: too many. */
-size_t kvn_rows_scratch(const kvn_rows *rows, size_t src_count, size_t dst_count);
+/* Bytes of scratch memory, aligned to 8, that a request needs; 0: too many. */
+size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
 
 /* Check a request, and cut it. The cut refers to `scratch`. False: the planner has to look at it, as a
  * row is out of range, written twice, or read and written in one cache, the tables do not hold the
@@ -92,9 +92,11 @@ size_t kvn_rows_scratch(const kvn_rows *rows, size_t src_count, size_t dst_count
 bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
                      kvn_rows_cut *cut);
 
-/* Make the runs of a cut in the planner's order. `one` and `other` have room for cut->num_runs. Returns
- * how many they are, and where: three columns of `*num` in one of the two, src, dst, nbytes. */
-const uint64_t *kvn_rows_columns(const kvn_rows *rows, const kvn_rows_cut *cut, kvn_run *one,
-                                 kvn_run *other, size_t *num);
+/* How many runs of memory kvn_rows_columns needs besides that of the pieces. */
+size_t kvn_rows_room(const kvn_rows_cut *cut);
+
+/* Make the runs of a cut in the planner's order, once: the pieces are overwritten. Returns how many they
+ * are, and three columns of so many: src, dst and nbytes. */
+const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room, size_t *num);
 
 #endif
