@@ -293,8 +293,8 @@ def plan_rows(
             DEFAULT_COALESCE, reinterpret, by_layer,
         )  # fmt: skip
     return plan_to_blocks(
-        operation, src, dst, src_rows if slot is None else None, dst_rows, slot, num_tokens, src_token, dst_token, ext_param,
-        DEFAULT_COALESCE, reinterpret, by_layer,
+        operation, src, dst, src_rows if slot is None else None, dst_rows, slot, num_tokens,
+        src_token, dst_token, ext_param, DEFAULT_COALESCE, reinterpret, by_layer,
     )  # fmt: skip
 
 

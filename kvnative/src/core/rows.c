@@ -51,7 +51,8 @@ size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request)
     size_t nbytes;
     if (!most_pieces(rows, request, &nbytes) ||
         __builtin_mul_overflow(nbytes, sizeof(kvn_run), &nbytes) ||
-        __builtin_add_overflow(nbytes, words * sizeof(uint64_t), &nbytes) || nbytes > PTRDIFF_MAX / 2)
+        __builtin_add_overflow(nbytes, words * sizeof(uint64_t), &nbytes) ||
+        nbytes > PTRDIFF_MAX / 2)
         return 0;
     return nbytes;
 }
@@ -88,9 +89,10 @@ static bool are_good(const kvn_rows *rows, const kvn_rows_table *src, const kvn_
         const uint64_t row = (uint64_t)src->rows[i];
         if (row >= rows->src.count)
             return false;
-        if (rows->is_one && (dst->count <= KVN_ROWS_FEW ? is_among(src->rows[i], dst->rows, dst->count)
-                                                        : row < rows->dst.count &&
-                                                              (seen[row / 64] >> row % 64 & 1)))
+        if (!rows->is_one)
+            continue;
+        if (dst->count <= KVN_ROWS_FEW ? is_among(src->rows[i], dst->rows, dst->count)
+                                       : row < rows->dst.count && (seen[row / 64] >> row % 64 & 1))
             return false;
     }
     return true;
@@ -117,8 +119,8 @@ static bool leave_out(const kvn_rows_side *side, kvn_rows_table *table, int64_t 
     return true;
 }
 
-/* Whether both tables can be of one request: they hold as many tokens, or both end in the block that
- * has its last one, which may come after those that are moved. */
+/* Whether both tables can be of one request: they hold as many tokens, or both end in the block
+ * that has its last one, which may come after those that are moved. */
 static bool are_of_one(const kvn_rows *rows, const kvn_rows_request *request, int64_t src_held,
                        int64_t dst_held, int64_t num_tokens)
 {
@@ -350,7 +352,7 @@ static void sort_few(kvn_run *runs, size_t num)
     }
 }
 
-/* Sort by digits of an offset, the lowest first; digits that all runs have in common are skipped. */
+/* Sort by digits of an offset, the lowest first; those that all runs have in common are skipped. */
 static kvn_run *sort_by(bool by_src, kvn_run *runs, kvn_run *other, size_t num)
 {
 #define KEY(run) (by_src ? (run).src : (run).dst)
@@ -425,7 +427,8 @@ size_t kvn_rows_room(const kvn_rows_cut *cut)
     return cut->num_runs <= cut->num_pieces ? cut->num_runs : 2 * cut->num_runs;
 }
 
-const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room, size_t *num)
+const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room,
+                                 size_t *num)
 {
     kvn_run *const spare = cut->num_runs <= cut->num_pieces ? cut->pieces : room + cut->num_runs;
     kvn_run *runs = room, *other = spare, *end = room;

@@ -86,17 +86,18 @@ bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes
 /* Bytes of scratch memory, aligned to 8, that a request needs; 0: too many. */
 size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
 
-/* Check a request, and cut it. The cut refers to `scratch`. False: the planner has to look at it, as a
- * row is out of range, written twice, or read and written in one cache, the tables do not hold the
- * tokens or cannot be of one request, or keys and values become pairs. */
+/* Check a request, and cut it; the cut is in `scratch`. False: the planner has to look at it, as a row
+ * is out of range, written twice, or read and written in one cache, the tables do not hold the tokens
+ * or cannot be of one request, or keys and values become pairs. */
 bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
                      kvn_rows_cut *cut);
 
 /* How many runs of memory kvn_rows_columns needs besides that of the pieces. */
 size_t kvn_rows_room(const kvn_rows_cut *cut);
 
-/* Make the runs of a cut in the planner's order, once: the pieces are overwritten. Returns how many they
- * are, and three columns of so many: src, dst and nbytes. */
-const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room, size_t *num);
+/* Make the runs of a cut in the planner's order, once: the pieces are overwritten. Returns how many
+ * they are, and three columns of so many: src, dst and nbytes. */
+const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room,
+                                 size_t *num);
 
 #endif
