@@ -316,8 +316,10 @@ cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
         return read_array(rows, table, count)
     try:
         for i in range(count):
-            # Not borrowed from a list, which another thread may change.
-            entry = <object>PyTuple_GetItem(rows, i) if is_tuple else rows[i]
+            if is_tuple:
+                entry = <object>PyTuple_GetItem(rows, i)
+            else:  # not borrowed: another thread may change the list
+                entry = rows[i]
             if type(entry) is not int:
                 return False
             table[i] = PyLong_AsLongLong(entry)
