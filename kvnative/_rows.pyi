@@ -16,16 +16,26 @@ class Rows:
         self,
         src_bases: NDArray[np.uint64],
         dst_bases: NDArray[np.uint64],
-        src_count: int,
-        dst_count: int,
-        stride: int,
+        src: tuple[int, int, int, int, int, bool],
+        dst: tuple[int, int, int, int, int, bool],
+        run: int,
+        levels: tuple[tuple[int, int, int], ...],
+        kv: tuple[int, int, int] | None,
+        src_nbytes: int,
+        dst_nbytes: int,
         is_one: bool = False,
+        orders_ties: bool = False,
     ) -> None: ...
     def lower(
         self,
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
-    ) -> Descriptors | None: ...
+        num_tokens: int = 0,
+        src_token: int = 0,
+        dst_token: int = 0,
+        src_is_lease: bool = False,
+        dst_is_lease: bool = False,
+    ) -> tuple[Descriptors, int] | None: ...
     def move_now(
         self,
         peer: Peer,

@@ -1,4 +1,4 @@
-"""Whole rows between two memories: the addresses are checked once, and each request is lowered."""
+"""Rows between two memories: the addresses are checked once, and each request is lowered."""
 
 cimport cython
 from cpython.buffer cimport (
@@ -6,11 +6,15 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
+from cpython.list cimport PyList_Size
 from cpython.long cimport PyLong_AsLongLong
+from cpython.tuple cimport PyTuple_GetItem, PyTuple_Size
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport (
+    int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+)
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from numpy import ndarray
 
@@ -25,56 +29,117 @@ from kvnative._writers cimport (
 __all__ = ["Rows"]
 
 cdef extern from "core/rows.h" nogil:
-    ctypedef struct kvn_rows:
-        uint64_t src_count
-        uint64_t dst_count
-        uint64_t stride
-        bint is_one
     enum:
         FEW "KVN_ROWS_FEW"  # rows: what they need lies on the stack
-    size_t kvn_rows_scratch(const kvn_rows *rows, size_t count)
-    size_t kvn_rows_merge(
-        const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count, void *scratch,
-        uint64_t *src_offsets, uint64_t *dst_offsets, uint64_t *nbytes
+        LEVELS "KVN_ROWS_LEVELS"
+    ctypedef struct kvn_rows_side:
+        uint64_t count
+        uint64_t tokens
+        uint64_t row_stride
+        uint64_t token_stride
+        uint64_t start
+        bint is_slot
+    ctypedef struct kvn_level:
+        uint64_t times
+        uint64_t src_stride
+        uint64_t dst_stride
+    ctypedef struct kvn_rows:
+        kvn_rows_side src
+        kvn_rows_side dst
+        uint64_t run
+        kvn_level levels[6]
+        size_t num_levels
+        kvn_level kv
+        bint is_one
+        bint orders_ties
+    ctypedef struct kvn_rows_table:
+        const int64_t *rows
+        size_t count
+        uint64_t skipped
+        bint is_lease
+    ctypedef struct kvn_rows_request:
+        kvn_rows_table src
+        kvn_rows_table dst
+        uint64_t num_tokens
+    ctypedef struct kvn_run:
+        uint64_t src
+        uint64_t dst
+        uint64_t nbytes
+    ctypedef struct kvn_rows_cut:
+        size_t num_runs
+    bint kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes)
+    size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request)
+    bint kvn_rows_cut_up(
+        const kvn_rows *rows, kvn_rows_request request, void *scratch, kvn_rows_cut *cut
+    )
+    size_t kvn_rows_room(const kvn_rows_cut *cut)
+    const uint64_t *kvn_rows_columns(
+        const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room, size_t *num
     )
 
 cdef tuple NAMES = ("nbytes", "src_rows", "dst_rows", "src_bases", "dst_bases")
 
 cdef enum:
-    MANY = 512  # are lowered without the GIL
-    MOST = 0x7FFFFFFF  # rows of a cache
+    MANY = 512  # runs are made without the GIL
+
+
+cdef kvn_rows_side side_of(given) except *:
+    cdef kvn_rows_side side
+    (side.count, side.tokens, side.row_stride, side.token_stride, side.start, side.is_slot) = given
+    return side
+
+
+cdef kvn_level level_of(given) except *:
+    cdef kvn_level level
+    level.times, level.src_stride, level.dst_stride = given
+    return level
 
 
 @cython.final
 cdef class Rows:
-    """Rows of tensor pairs that are `stride` bytes apart on both sides, and moved whole.
+    """Rows of tensor pairs, cut into runs of bytes as a template of the planner says.
 
     Args:
-        src_bases, dst_bases: contiguous uint64 columns of addresses, one per tensor pair.
-        src_count, dst_count: rows of each tensor.
-        stride: bytes of a row.
+        src_bases, dst_bases: contiguous uint64 columns of addresses, one for each tensor pair.
+        src, dst: of each side (rows, tokens of a row, bytes from row to row, bytes from token to
+            token, bytes of a token before the first that is moved, whether it is one slot). Where
+            rows are copied as bytes, each byte is a token.
+        run: bytes that lie together however a request is cut.
+        levels: axes other than that of tokens, (times, src_stride, dst_stride) each.
+        kv: the level of keys and values; a request that is left with more than two levels, and this
+            among them, is refused, as the planner makes tensor pairs of it. None: there is none.
+        src_nbytes, dst_nbytes: bytes that each tensor has from its base address on.
         is_one: whether both sides are one cache, of which no row may be read and written.
+        orders_ties: whether runs of one source are always in order of their destinations.
 
     Raises:
         TypeError: a column that is not uint64.
-        ValueError: columns of unequal length, a count or stride of 0, or more than 2**31 - 1 rows.
-        OverflowError: the end of a tensor passes 2**64 - 1.
+        ValueError: columns of unequal length, more than six levels, or rows beyond a tensor.
     """
     cdef kvn_rows rows
-    cdef object src_bases
-    cdef object dst_bases
     cdef Py_buffer src
     cdef Py_buffer dst
     cdef int held
     cdef Py_ssize_t pairs  # of tensors; none before they are made
 
-    def __init__(self, src_bases, dst_bases, uint64_t src_count, uint64_t dst_count,
-                 uint64_t stride, bint is_one=False):
+    def __init__(self, src_bases, dst_bases, src, dst, uint64_t run, levels, kv,
+                 uint64_t src_nbytes, uint64_t dst_nbytes, bint is_one=False,
+                 bint orders_ties=False):
+        cdef Py_ssize_t i
+        cdef kvn_rows rows
         if self.held:
             raise TypeError("rows are made once")
-        if not (1 <= src_count <= MOST and 1 <= dst_count <= MOST and stride >= 1):
-            raise ValueError(f"src_count={src_count}, dst_count={dst_count}, stride={stride}:"
-                             f" expected at least 1, and at most {MOST} rows")
+        if len(levels) > LEVELS:
+            raise ValueError(f"levels: expected at most {LEVELS}, got {len(levels)}")
+        rows.src, rows.dst, rows.run = side_of(src), side_of(dst), run
+        rows.num_levels = len(levels)
+        for i in range(len(levels)):
+            rows.levels[i] = level_of(levels[i])
+        rows.kv = level_of((0, 0, 0) if kv is None else kv)
+        rows.is_one, rows.orders_ties = is_one, orders_ties
+        if not kvn_rows_fit(&rows, src_nbytes, dst_nbytes):
+            raise ValueError(f"src={src}, dst={dst}, run={run}, levels={levels}: rows reach beyond"
+                             f" {src_nbytes} bytes at src or {dst_nbytes} at dst, or a number is 0")
         acquire_uint64(&self.src, src_bases, "src_bases")
         self.held = 1
         acquire_uint64(&self.dst, dst_bases, "dst_bases")
@@ -82,8 +147,7 @@ cdef class Rows:
         if self.src.shape[0] != self.dst.shape[0]:
             raise ValueError(f"dst_bases: expected {self.src.shape[0]} items, as in src_bases,"
                              f" got {self.dst.shape[0]}")
-        self.rows.src_count, self.rows.dst_count, self.rows.stride = src_count, dst_count, stride
-        self.rows.is_one = is_one
+        self.rows = rows
         self.pairs = self.src.shape[0]
 
     def __dealloc__(self):
@@ -92,32 +156,57 @@ cdef class Rows:
         if self.held > 1:
             PyBuffer_Release(&self.dst)
 
-    def lower(self, src_rows, dst_rows):
-        """Descriptors of rows `src_rows[i]` to rows `dst_rows[i]` of each tensor pair.
+    def lower(self, src_rows, dst_rows, int64_t num_tokens=0, int64_t src_token=0,
+              int64_t dst_token=0, bint src_is_lease=False, bint dst_is_lease=False):
+        """Descriptors of a request, as of a plan that is coalesced by sorting, and how many runs
+        each tensor pair had before adjacent ones were merged.
 
-        They are those of a plan that is coalesced by sorting. None: the planner is to be asked,
-        which refuses what is wrong, and takes what is unusual: rows that are no list or tuple of
-        int and no int64 array, that are out of range, written twice, read and written in one cache,
-        none at all, or not as many on both sides.
+        Args:
+            src_rows, dst_rows: block tables, or the one slot.
+            num_tokens: tokens that are moved; 0: whole rows.
+            src_token, dst_token: tokens that are skipped.
+            src_is_lease, dst_is_lease: whether a table is a tuple of all blocks of a request: of
+                tokens that are given, those beyond what the other table can hold are left out.
+
+        Returns:
+            None: the planner is to be asked, which refuses what is wrong, and takes what is
+            unusual: tables that are no list or tuple of int and no array of integers, or empty.
         """
-        cdef int64_t few[2 * FEW]
-        cdef int64_t *many = NULL
-        cdef int64_t *tables = few
-        cdef Py_ssize_t count = table_length(src_rows)
-        if not 1 <= count <= <Py_ssize_t>self.rows.dst_count or count != table_length(dst_rows):
+        cdef int64_t few_rows[2 * FEW]
+        cdef kvn_run few_pieces[2 * FEW]
+        cdef int64_t *tables = few_rows
+        cdef void *scratch = few_pieces
+        cdef void *allocated = NULL
+        cdef size_t needed
+        cdef kvn_rows_request request
+        cdef kvn_rows_cut cut
+        cdef Py_ssize_t src_count = table_length(src_rows, src_is_lease)
+        cdef Py_ssize_t dst_count = table_length(dst_rows, dst_is_lease)
+        if not self.can_have(src_count, dst_count) or min(num_tokens, src_token, dst_token) < 0:
             return None
-        if count > FEW:
-            many = tables = <int64_t *>malloc(2 * count * sizeof(int64_t))
-            if many is NULL:
+        memset(&request, 0, sizeof(request))
+        request.num_tokens = num_tokens
+        request.src.count, request.dst.count = src_count, dst_count
+        request.src.skipped, request.dst.skipped = src_token, dst_token
+        request.src.is_lease, request.dst.is_lease = src_is_lease, dst_is_lease
+        if src_count > FEW or dst_count > FEW:
+            needed = kvn_rows_scratch(&self.rows, &request)
+            allocated = scratch = malloc(needed + (src_count + dst_count) * sizeof(int64_t))
+            if needed == 0 or allocated is NULL:
+                free(allocated)
                 raise MemoryError
+            tables = <int64_t *>(<char *>allocated + needed)
         try:
-            if not read_table(src_rows, tables, count):
+            request.src.rows, request.dst.rows = tables, tables + src_count
+            if not read_table(src_rows, tables, src_count):
                 return None
-            if not read_table(dst_rows, tables + count, count):
+            if not read_table(dst_rows, tables + src_count, dst_count):
                 return None
-            return self.lower_tables(tables, tables + count, count)
+            if not kvn_rows_cut_up(&self.rows, request, scratch, &cut):
+                return None
+            return self.lower_cut(&cut), cut.num_runs
         finally:
-            free(many)
+            free(allocated)
 
     def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard,
                  dict living not None, cache_id, entry, src_rows, dst_rows, uint64_t most):
@@ -130,27 +219,37 @@ cdef class Rows:
         or a check has failed; or the last one has, and what was moved does not count.
         """
         cdef kvn_announcement announced
-        cdef int64_t src[FEW]
-        cdef int64_t dst[FEW]
-        cdef uint64_t columns[3 * FEW]
-        cdef uint64_t scratch[2 * FEW]
-        cdef Py_ssize_t count = table_length(src_rows)
-        cdef Py_ssize_t pair, i
-        cdef size_t segments
-        cdef uint64_t total
+        cdef int64_t tables[2 * FEW]
+        cdef kvn_run pieces[2 * FEW]
+        cdef kvn_run room[2 * FEW]
+        cdef kvn_rows_request request
+        cdef kvn_rows_cut cut
+        cdef const uint64_t *columns
+        cdef Py_ssize_t src_count = table_length(src_rows)
+        cdef Py_ssize_t dst_count = table_length(dst_rows)
+        cdef Py_ssize_t pair
+        cdef size_t i
+        cdef size_t num = 0
+        cdef uint64_t total = 0
         cdef char *src_base
         cdef char *dst_base
-        if count < 1 or count > FEW or count != table_length(dst_rows):
+        if not self.can_have(src_count, dst_count) or src_count > FEW or dst_count > FEW:
             return 0
-        total = <uint64_t>self.pairs * <uint64_t>count * self.rows.stride
-        if self.rows.stride > most or total > most:
+        memset(&request, 0, sizeof(request))
+        request.src.rows, request.src.count = tables, src_count
+        request.dst.rows, request.dst.count = tables + src_count, dst_count
+        if not read_table(src_rows, tables, src_count):
             return 0
-        if not read_table(src_rows, src, count) or not read_table(dst_rows, dst, count):
+        if not read_table(dst_rows, tables + src_count, dst_count):
             return 0
-        segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns, columns + FEW,
-                                  columns + 2 * FEW)
-        if segments == 0 or living.get(cache_id) is not entry:
+        if not kvn_rows_cut_up(&self.rows, request, pieces, &cut) or kvn_rows_room(&cut) > 2 * FEW:
             return 0
+        columns = kvn_rows_columns(&self.rows, &cut, room, &num)
+        for i in range(num):
+            total += columns[2 * num + i]  # no sum of bytes of a tensor passes 64 bits
+        if total > most or self.pairs * total > most or living.get(cache_id) is not entry:
+            return 0
+        total *= self.pairs
         # From here on nothing of Python runs: no other thread, signal handler or finalizer.
         peer.check_open()
         if not peer.is_good(words):
@@ -160,40 +259,35 @@ cdef class Rows:
         for pair in range(self.pairs):
             src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
             dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
-            for i in range(<Py_ssize_t>segments):
-                memcpy(dst_base + columns[FEW + i], src_base + columns[i], columns[2 * FEW + i])
+            for i in range(num):
+                memcpy(dst_base + columns[num + i], src_base + columns[i], columns[2 * num + i])
         if guard is not None:
             kvn_guard_leave(guard.guard, &announced)
         return total if peer.is_good(words) else 0
 
-    cdef lower_tables(self, const int64_t *src, const int64_t *dst, Py_ssize_t count):
-        cdef uint64_t few[3 * FEW]
-        cdef uint64_t small[2 * FEW]
-        cdef uint64_t *columns = few
-        cdef void *scratch = small
-        cdef size_t needed = kvn_rows_scratch(&self.rows, count)
-        cdef void *allocated = NULL
-        cdef size_t segments
+    cdef bint can_have(self, Py_ssize_t src_count, Py_ssize_t dst_count) noexcept:
+        return src_count >= 1 and 1 <= dst_count <= <Py_ssize_t>self.rows.dst.count
+
+    cdef lower_cut(self, kvn_rows_cut *cut):
+        cdef kvn_run few[2 * FEW]
+        cdef kvn_run *room = few
+        cdef kvn_run *allocated = NULL
+        cdef const uint64_t *columns
+        cdef size_t num
         cdef kvn_recipe recipe
-        if count > FEW:
-            allocated = malloc(needed + 3 * count * sizeof(uint64_t))
+        if kvn_rows_room(cut) > 2 * FEW:
+            room = allocated = <kvn_run *>malloc(kvn_rows_room(cut) * sizeof(kvn_run))
             if allocated is NULL:
                 raise MemoryError
-            columns = <uint64_t *>allocated
-            scratch = columns + 3 * count
         try:
-            if count > MANY:
+            if cut.num_runs > MANY:
                 with nogil:
-                    segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns,
-                                              columns + count, columns + 2 * count)
+                    columns = kvn_rows_columns(&self.rows, cut, room, &num)
             else:
-                segments = kvn_rows_merge(&self.rows, src, dst, count, scratch, columns,
-                                          columns + count, columns + 2 * count)
-            if segments == 0:
-                return None
-            recipe.src_offsets, recipe.dst_offsets = columns, columns + count
-            recipe.nbytes = columns + 2 * count
-            recipe.num_segments, recipe.num_repeats = segments, 0
+                columns = kvn_rows_columns(&self.rows, cut, room, &num)
+            recipe.src_offsets, recipe.dst_offsets = columns, columns + num
+            recipe.nbytes = columns + 2 * num
+            recipe.num_segments, recipe.num_repeats = num, 0
             recipe.src_bases = <const uint64_t *>self.src.buf
             recipe.dst_bases = <const uint64_t *>self.dst.buf
             recipe.num_pairs = self.pairs
@@ -202,12 +296,12 @@ cdef class Rows:
             free(allocated)
 
 
-cdef Py_ssize_t table_length(object rows) except -2:
+cdef Py_ssize_t table_length(object rows, bint is_lease=False) except -2:
     """Entries of a block table of a usual type; -1: it is of another."""
+    if type(rows) is tuple or (is_lease and isinstance(rows, tuple)):
+        return PyTuple_Size(rows)
     if type(rows) is list:
-        return len(<list>rows)
-    if type(rows) is tuple:
-        return len(<tuple>rows)
+        return PyList_Size(rows)
     if type(rows) is ndarray:  # of a masked array, say, not all entries count
         return rows.shape[0] if rows.ndim == 1 else -1
     return -1
@@ -215,21 +309,23 @@ cdef Py_ssize_t table_length(object rows) except -2:
 
 cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
     """Whether all entries are what a block table usually has: int, within 64 bits."""
+    cdef bint is_tuple = isinstance(rows, tuple)
     cdef Py_ssize_t i
     cdef object entry
-    if type(rows) is list or type(rows) is tuple:
-        if len(rows) != count:  # another thread has changed it
-            return False
+    if not is_tuple and type(rows) is not list:
+        return read_array(rows, table, count)
+    try:
         for i in range(count):
-            try:
+            if is_tuple:
+                entry = <object>PyTuple_GetItem(rows, i)
+            else:  # not borrowed: another thread may change the list
                 entry = rows[i]
-                if type(entry) is not int:
-                    return False
-                table[i] = PyLong_AsLongLong(entry)
-            except (OverflowError, IndexError):  # or another thread takes entries out
+            if type(entry) is not int:
                 return False
-        return True
-    return read_array(rows, table, count)
+            table[i] = PyLong_AsLongLong(entry)
+    except (OverflowError, IndexError):  # too large, or another thread takes entries out of a list
+        return False
+    return is_tuple or PyList_Size(rows) == count
 
 
 cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
@@ -242,15 +338,45 @@ cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
         return False
     try:
         letter = column.format
-        if letter is NULL or column.itemsize != 8 or column.ndim != 1 or column.shape[0] != count:
+        if letter is NULL or column.ndim != 1 or column.shape[0] != count:
             return False
         if letter[0] in (c"@", c"="):
             letter += 1
-        if letter[0] not in (c"l", c"q") or letter[1] != 0:
+        if letter[0] == 0 or letter[1] != 0 or not read_entries(letter[0], &column, table):
             return False
-        for i in range(count):
-            # Not as int64: an array may lie at any address.
-            memcpy(&table[i], <const char *>column.buf + i * column.strides[0], sizeof(int64_t))
         return True
     finally:
         PyBuffer_Release(&column)
+
+
+cdef bint read_entries(char letter, const Py_buffer *column, int64_t *table) noexcept:
+    """Whether the entries are integers, of any width."""
+    cdef bint is_signed = letter in (c"b", c"h", c"i", c"l", c"q")
+    cdef const char *entry = <const char *>column.buf
+    cdef Py_ssize_t i
+    # No entry is read where it lies: an array may lie at any address.
+    cdef int8_t int8
+    cdef int16_t int16
+    cdef int32_t int32
+    if not is_signed and letter not in (c"B", c"H", c"I", c"L", c"Q"):
+        return False
+    # Unsigned entries that are too large become negative, so out of range.
+    if column.itemsize == 8 and column.strides[0] == 8:
+        memcpy(table, entry, 8 * column.shape[0])
+        return True
+    for i in range(column.shape[0]):
+        if column.itemsize == 8:
+            memcpy(&table[i], entry, 8)
+        elif column.itemsize == 4:
+            memcpy(&int32, entry, 4)
+            table[i] = int32 if is_signed else <uint32_t>int32
+        elif column.itemsize == 2:
+            memcpy(&int16, entry, 2)
+            table[i] = int16 if is_signed else <uint16_t>int16
+        elif column.itemsize == 1:
+            memcpy(&int8, entry, 1)
+            table[i] = int8 if is_signed else <uint8_t>int8
+        else:
+            return False
+        entry += column.strides[0]
+    return True

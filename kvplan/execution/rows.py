@@ -1,9 +1,10 @@
-"""Whole rows between caches that are alike, lowered without making a plan first.
+"""Requests lowered without making a plan first.
 
-Most requests are of this kind, and small ones cost more to plan than to copy. What the planner says
-of two memories and the layers that are moved is asked once; a request then needs its block tables
-only. The planner stays the law: it is asked for whatever is not plain, it refuses, and it makes the
-plan of such a request when somebody looks at it.
+Small requests cost more to plan than to copy. What the planner says of two memories and of the
+layers that are moved is asked once (`kvplan.planning.templates`); a request then needs its block
+tables and its tokens only. The planner decides what is right: it is asked for every request that
+is not lowered here, it refuses what is wrong, and it makes the plan of a lowered request when that
+is looked at.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import numpy as np
 from kvnative._extents import extents_clash, first_below
 from kvnative._rows import Rows
 from kvnative._signals import Mutex
-from kvplan.planning.kinds import plan_rows
+from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import OBSERVERS, Plan
-from kvplan.status import LLMException
+from kvplan.planning.templates import Template, templates_of
 from kvplan.types import KvCacheExtParam
+from kvplan.validation import INT64_MAX
 
 if TYPE_CHECKING:
     from kvnative._lower import Descriptors
@@ -28,31 +30,37 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Kind, Operation
     from kvplan.planning.side import Side
 
-_MOST: Final = 1024
+_MAX_PAIRS: Final = 1024
 """Pairs of memories that are remembered, with the layers that are moved between them."""
 
-_Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool]
+_Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool]
 
-_TABLES: Final = (list, tuple, np.ndarray)
+_TABLES: Final = (list, tuple, np.ndarray, RequestBlocks)
 _NONE = np.empty(0, dtype=np.uint64)
 _new = object.__new__
 _assign = object.__setattr__
 
 
+class _Cut(NamedTuple):
+    """A template between two memories."""
+
+    rows: Rows
+    num_pairs: int
+    plan: dict[str, Any]  # the fields that all plans have in common
+
+
 class _Pair(NamedTuple):
-    """What is known of two memories; held by their addresses, which keep no memory alive."""
+    """What is known of two memories. It holds their addresses, and keeps no memory alive."""
 
     src: Addresses
     dst: Addresses
     source: Side
     target: Side
-    rows: Rows | None  # None: the planner is always asked
-    plan: dict[str, Any]  # what all plans of the pair have in common
-    nbytes: int  # of a row, in all tensors that are moved
+    cuts: tuple[_Cut, ...]  # the first that takes a request lowers it; none: the planner is asked
 
 
 class RowRequests:
-    """Lowers requests of whole rows; any thread may."""
+    """Lowers requests; any thread may."""
 
     def __init__(self) -> None:
         self._mutex = Mutex()
@@ -71,26 +79,58 @@ class RowRequests:
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
         by_layer: bool = False,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
+        reinterpret: bool = False,
     ) -> tuple[Plan, Descriptors] | None:
-        """What moves rows `src_rows[i]` to rows `dst_rows[i]`; None: plan it."""
-        pair = self._pair(operation, kind, source, target, src, dst, ext_param, by_layer)
-        if pair is None or pair.rows is None:
+        """Return the plan of a request, and its descriptors; None: the planner has to be asked.
+
+        Args:
+            src_rows, dst_rows: block tables; of a slot, its index alone.
+            num_tokens, src_token, dst_token: as of `plan_pull_blocks`; of slots on both sides the
+                last two are 0.
+        """
+        if type(src_token) is not int or type(dst_token) is not int:
             return None
-        if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
+        by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
+        if by_tokens and not _are_tokens(kind, num_tokens, src_token, dst_token):
+            return None
+        pair = self._pair(
+            operation, kind, source, target, src, dst, ext_param, by_layer, by_tokens,
+            bool(reinterpret),
+        )  # fmt: skip
+        if pair is None or type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
         if kind != "C2C":  # the caller may change them
             src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
-        descriptors = pair.rows.lower(src_rows, dst_rows)
-        if descriptors is None:
-            return None
-        count = len(src_rows)
-        known = pair.plan.copy()
-        known["unplanned"] = src_rows, dst_rows, ext_param, by_layer
-        known["num_slices"] = count
-        known["nbytes"] = count * pair.nbytes
-        plan = _new(Plan)
-        _assign(plan, "__dict__", known)  # past a constructor that sets each field by itself
-        return plan, descriptors
+        for rows, num_pairs, common in pair.cuts:
+            lowered = rows.lower(
+                src_rows,
+                dst_rows,
+                num_tokens or 0,
+                src_token,
+                dst_token,
+                type(src_rows) is RequestBlocks,
+                type(dst_rows) is RequestBlocks,
+            )
+            if lowered is None:
+                continue
+            descriptors, num_slices = lowered
+            nbytes = descriptors.total_nbytes
+            known = common.copy()
+            known["unplanned"] = (
+                src_rows, dst_rows, ext_param, by_layer, num_tokens, src_token, dst_token,
+                reinterpret,
+            )  # fmt: skip
+            known["num_slices"] = num_slices
+            known["nbytes"] = nbytes
+            known["nbytes_per_tensor"] = nbytes // num_pairs
+            known["num_descriptors"] = len(descriptors)
+            plan = _new(Plan)
+            _assign(plan, "__dict__", known)  # past a constructor that sets each field by itself
+            return plan, descriptors
+        return None
 
     def known(
         self,
@@ -102,9 +142,9 @@ class RowRequests:
         dst: TensorMemory,
         ext_param: KvCacheExtParam,
     ) -> Rows | None:
-        """What lowers requests between these two memories; None: the planner is always asked."""
-        pair = self._pair(operation, kind, source, target, src, dst, ext_param, False)
-        return None if pair is None else pair.rows
+        """Return what lowers whole rows between two memories; None: the planner is always asked."""
+        pair = self._pair(operation, kind, source, target, src, dst, ext_param, False, False, False)
+        return pair.cuts[0].rows if pair is not None and pair.cuts else None
 
     def _pair(
         self,
@@ -116,30 +156,36 @@ class RowRequests:
         dst: TensorMemory,
         ext_param: KvCacheExtParam,
         by_layer: bool,
+        by_tokens: bool,
+        reinterpret: bool,
     ) -> _Pair | None:
-        """What is known of these two memories; None: the planner is to be asked."""
+        """Return what is known of two memories; None: the planner has to be asked."""
         if OBSERVERS:  # they look at each plan that is made
             return None
         if not are_plain(ext_param):
             return None
         layers = None if ext_param is ALL_LAYERS else ext_param
-        key = id(src.addresses), id(dst.addresses), operation, layers, by_layer
+        key: _Key = (
+            id(src.addresses), id(dst.addresses), operation, layers, by_layer, by_tokens,
+            reinterpret,
+        )  # fmt: skip
         pair = self._pairs.get(key)
         if pair is not None and pair.source is source and pair.target is target:
             return pair
-        plan = _law(operation, kind, source, target, ext_param, by_layer)
-        rows = None
-        common = {}
-        nbytes = 0
-        if plan is not None:
-            later = ("segments", "tables", "num_slices", "nbytes", "nbytes_per_tensor")
-            common = {name: it for name, it in vars(plan).items() if name not in later}
-            nbytes = plan.num_tensor_pairs * source.stride
-            if _fits(source, src) and _fits(target, dst) and dst.writable:
-                rows = _rows(plan, src, dst)
-        pair = _Pair(src.addresses, dst.addresses, source, target, rows, common, nbytes)
+        cuts: list[_Cut] = []
+        if _fits(source, src) and _fits(target, dst) and dst.writable:
+            for template in templates_of(
+                operation, kind, source, target, ext_param,
+                by_layer=by_layer, by_tokens=by_tokens, reinterpret=reinterpret,
+            ):  # fmt: skip
+                rows = _rows(template, source, target, src, dst)
+                if rows is None:
+                    break
+                fields = template.plan | {"as_bytes": template.as_bytes}
+                cuts.append(_Cut(rows, len(fields["src_tensors"]), fields))
+        pair = _Pair(src.addresses, dst.addresses, source, target, tuple(cuts))
         with self._mutex:
-            if len(self._pairs) >= _MOST:
+            if len(self._pairs) >= _MAX_PAIRS:
                 self._pairs = {}
             self._pairs[key] = pair
         return pair
@@ -161,43 +207,54 @@ def are_plain(layers: KvCacheExtParam) -> bool:
     )
 
 
-def _law(
-    operation: Operation,
-    kind: Kind,
-    source: Side,
-    target: Side,
-    ext_param: KvCacheExtParam,
-    by_layer: bool,
-) -> Plan | None:
-    """The plan of the first row, if the planner moves rows as they are: all of each tensor."""
-    if not (source.is_plain and target.is_plain) or source.stride != target.stride:
-        return None
-    try:
-        plan = plan_rows(operation, kind, source, target, (0,), (0,), ext_param, by_layer)
-    except LLMException:
-        return None
-    is_whole = (
-        not plan.split
-        and not plan.reinterpret
-        and [*plan.segments] == [(0, 0, source.stride)]
-        and not plan.segments.repeats
+def _rows(
+    template: Template, source: Side, target: Side, src: TensorMemory, dst: TensorMemory
+) -> Rows | None:
+    """Return the rows of the tensors that are paired; None if tensors of the caches overlap."""
+    fields = template.plan
+    split, per_layer = fields["split"], fields["tensors_per_layer"]
+    src_views, dst_views = fields["src_tensors"], fields["dst_tensors"]
+    read, src_bases, src_start = view_addresses(source, src.addresses, src_views, split, per_layer)
+    written, dst_bases, dst_start = view_addresses(
+        target, dst.addresses, dst_views, split, per_layer
     )
-    return plan if is_whole else None
-
-
-def _rows(plan: Plan, src: TensorMemory, dst: TensorMemory) -> Rows | None:
-    """Rows of the tensors that the plan pairs; None where any of both caches overlap."""
-    source, target = plan.src, plan.dst
-    read = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
-    written = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
-    is_one = src is dst and plan.src_tensors == plan.dst_tensors
+    is_one = src is dst and source == target and src_views == dst_views
     one_space = not is_one and src.in_process and dst.in_process
     # Tensors that overlap, of two caches or of one: then it depends on the rows.
     if extents_clash(
         written, target.tensor_nbytes, read if one_space else _NONE, source.tensor_nbytes
     ):
         return None
-    return Rows(read, written, source.count, target.count, source.stride, is_one)
+    return Rows(
+        src_bases,
+        dst_bases,
+        template.src,
+        template.dst,
+        template.run,
+        template.levels,
+        template.kv,
+        source.tensor_nbytes - src_start,
+        target.tensor_nbytes - dst_start,
+        is_one,
+        template.as_bytes,
+    )
+
+
+def view_addresses(
+    side: Side, addresses: Addresses, views: range, split: tuple[str, ...], per_layer: int
+) -> tuple[Addresses, Addresses, int]:
+    """Return the addresses of the tensors that views lie in, each once, and of the views.
+
+    The third value is the largest offset of a view in its tensor.
+    """
+    if not split:
+        tensors = addresses[views.start : views.stop]
+        return tensors, tensors, 0
+    numbers, starts = side.locate(views, split, per_layer)
+    # Each tensor once, however many views it has; one that is given twice is two.
+    ordered = np.sort(numbers)
+    once = ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
+    return addresses[once], addresses[numbers] + starts, int(starts.max())
 
 
 def _fits(side: Side, memory: TensorMemory) -> bool:
@@ -207,5 +264,16 @@ def _fits(side: Side, memory: TensorMemory) -> bool:
     )
 
 
+def _are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: int) -> bool:
+    """Whether numbers of tokens are as usual; otherwise they are the planner's to refuse."""
+    if num_tokens is not None and not (type(num_tokens) is int and 1 <= num_tokens <= INT64_MAX):
+        return False
+    if kind == "C2C":
+        return src_token == 0 == dst_token
+    return 0 <= src_token <= INT64_MAX and 0 <= dst_token <= INT64_MAX
+
+
 def _copied(rows: Blocks) -> Blocks:
-    return rows.copy() if type(rows) is np.ndarray else tuple(rows)
+    if type(rows) is list:
+        return tuple(rows)
+    return rows.copy() if type(rows) is np.ndarray else rows

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, ca
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvnative._executor import (
     KVN_CANCELLED,
@@ -39,7 +38,7 @@ from kvplan.execution.memory import (
     using,
 )
 from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
-from kvplan.execution.rows import RowRequests
+from kvplan.execution.rows import RowRequests, view_addresses
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
@@ -503,21 +502,11 @@ def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Des
             )
     if not dst.writable:
         raise invalid("dst is read-only")
-    src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
-    dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
-    read, written = src_bases, dst_bases
-    if plan.split:  # views lie next to one another in a tensor
-        src_tensors, src_starts = plan.src.locate(
-            plan.src_tensors, plan.split, plan.tensors_per_layer
-        )
-        dst_tensors, dst_starts = plan.dst.locate(
-            plan.dst_tensors, plan.split, plan.tensors_per_layer
-        )
-        # Each tensor once, however many views it has; one that is given twice is two.
-        read = src.addresses[_without_repeats(src_tensors)]
-        written = dst.addresses[_without_repeats(dst_tensors)]
-        src_bases = src.addresses[src_tensors] + src_starts
-        dst_bases = dst.addresses[dst_tensors] + dst_starts
+    split, per_layer = plan.split, plan.tensors_per_layer
+    read, src_bases, _ = view_addresses(plan.src, src.addresses, plan.src_tensors, split, per_layer)
+    written, dst_bases, _ = view_addresses(
+        plan.dst, dst.addresses, plan.dst_tensors, split, per_layer
+    )
     segments = plan.segments
     descriptors = lower(
         segments.src_offsets,
@@ -580,9 +569,3 @@ def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool)
     ):
         check_order_free(plan, descriptors, one_space)
     return descriptors
-
-
-def _without_repeats(tensors: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of tensors, each once."""
-    ordered = np.sort(tensors)
-    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]

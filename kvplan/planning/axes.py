@@ -70,12 +70,27 @@ class Cut(NamedTuple):
     num_slices: int
 
 
-class _Level(NamedTuple):
+class Level(NamedTuple):
     """An axis that both sides step along: how often, and by how many bytes."""
 
     times: int
     src_stride: int
     dst_stride: int
+
+
+class Common(NamedTuple):
+    """What rows of two sides have in common, whichever of their tokens are moved.
+
+    Attributes:
+        src_start, dst_start: bytes of a token before the first that both have.
+        levels: the axes that both step along, but that of tokens.
+        split: the axes that views split.
+    """
+
+    src_start: int
+    dst_start: int
+    levels: list[Level]
+    split: list[str]
 
 
 def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bool) -> bool:
@@ -171,6 +186,41 @@ def cut(
         LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), no
             heads in common, other numbers of tokens, or tokens beyond a table.
     """
+    src_start, dst_start, levels, split = in_common(source, target, heads)
+    src_offsets, dst_offsets, tokens = _token_runs(source, target, tables)
+    src_offsets += src_start
+    dst_offsets += dst_start
+    token_strides = source.stride_of("token"), target.stride_of("token")
+    tables_of: list[Segments] = []
+    # Whole blocks first, then pieces with fewer tokens, which may have other runs.
+    sizes = (
+        np.flatnonzero(np.bincount(tokens))[::-1] if isinstance(tokens, np.ndarray) else [tokens]
+    )
+    for size in map(int, sizes):
+        here = tokens == size if isinstance(tokens, np.ndarray) else slice(None)
+        run, left = _fuse(source, target, [*levels, Level(size, *token_strides)])
+        kv = None if tables_of else kv_level(left, source, target)
+        if kv is not None and len(left) > MAX_REPEATS:
+            # Pairs of views are cheaper than rows of the table.
+            levels.remove(kv)
+            left.remove(kv)
+            split.append("kv")
+        tables_of.append(_table(src_offsets[here], dst_offsets[here], run, left))
+    segments = _joined(tables_of, how)
+    num_slices = sum(it.num_runs for it in tables_of)
+    return Cut(segments, tuple(split), num_slices)
+
+
+def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
+    """Return what rows of both sides have in common, axis by axis.
+
+    Args:
+        heads: KV heads of the model to take; None: all that both have.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), or no
+            heads in common.
+    """
     for it, name in ((source, "src"), (target, "dst")):
         if it.layout is None:
             raise invalid(
@@ -178,7 +228,7 @@ def cut(
                 "CacheDesc a kv_tensor_format such as 'block token head dim'"
             )
     src_start = dst_start = 0
-    levels: list[_Level] = []
+    levels: list[Level] = []
     split = []
     for axis in _MODEL_AXES:
         count, src_count, dst_count = 0, source.extent(axis), target.extent(axis)
@@ -193,35 +243,13 @@ def cut(
             refuse_unlike(f"axis {axis}", source, target)
         else:
             count = src_count
-        levels.append(_Level(count, source.stride_of(axis), target.stride_of(axis)))
+        levels.append(Level(count, source.stride_of(axis), target.stride_of(axis)))
     if source.extent("layer") > 1 or target.extent("layer") > 1:
         split.append("layer")
-
-    src_offsets, dst_offsets, tokens = _token_runs(source, target, tables)
-    src_offsets += src_start
-    dst_offsets += dst_start
-    token_strides = source.stride_of("token"), target.stride_of("token")
-    tables_of: list[Segments] = []
-    # Whole blocks first, then pieces with fewer tokens, which may have other runs.
-    sizes = (
-        np.flatnonzero(np.bincount(tokens))[::-1] if isinstance(tokens, np.ndarray) else [tokens]
-    )
-    for size in map(int, sizes):
-        here = tokens == size if isinstance(tokens, np.ndarray) else slice(None)
-        run, left = _fuse(source, target, [*levels, _Level(size, *token_strides)])
-        kv = None if tables_of else _kv_level(left, source, target)
-        if kv is not None and len(left) > MAX_REPEATS:
-            # Pairs of views are cheaper than rows of the table.
-            levels.remove(kv)
-            left.remove(kv)
-            split.append("kv")
-        tables_of.append(_table(src_offsets[here], dst_offsets[here], run, left))
-    segments = _joined(tables_of, how)
-    num_slices = sum(it.num_runs for it in tables_of)
-    return Cut(segments, tuple(split), num_slices)
+    return Common(src_start, dst_start, levels, split)
 
 
-def _table(src: Indices, dst: Indices, run: int, levels: list[_Level]) -> Segments:
+def _table(src: Indices, dst: Indices, run: int, levels: list[Level]) -> Segments:
     """A segment at each pair of offsets; levels beyond those that repeats have become segments."""
     while len(levels) > MAX_REPEATS:
         level = levels.pop(0)
@@ -393,8 +421,24 @@ def _offsets(side: Side, table: Indices, token: int, starts: Indices, step: int)
     return offsets
 
 
-def _fuse(source: Side, target: Side, levels: list[_Level]) -> tuple[int, list[_Level]]:
+def _fuse(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:
     """The bytes that are contiguous on both sides, and the levels left, outermost first."""
+    run, levels = elements(source, target, levels)
+    while fused := [it for it in levels if it.src_stride == it.dst_stride == run]:
+        run *= fused[0].times
+        levels.remove(fused[0])
+    left: list[Level] = []
+    for inner in sorted(levels, key=lambda it: it.dst_stride, reverse=True):
+        outer = left[-1] if left else Level(0, 0, 0)
+        if outer[1:] == (inner.times * inner.src_stride, inner.times * inner.dst_stride):
+            left[-1] = inner._replace(times=outer.times * inner.times)
+        else:
+            left.append(inner)
+    return run, left
+
+
+def elements(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:
+    """Return the bytes that lie together whatever is moved, and the levels outside of them."""
     assert source.data_type is not None  # a layout comes with one
     bits = source.data_type.bits
     run = bits // 8
@@ -406,23 +450,14 @@ def _fuse(source: Side, target: Side, levels: list[_Level]) -> tuple[int, list[_
             refuse_unlike(f"the innermost axis of packed {source.data_type.name}", source, target)
         run = length * bits // 8
         levels = [it for it in levels if it.src_stride or it.dst_stride]
-    while fused := [it for it in levels if it.src_stride == it.dst_stride == run]:
-        run *= fused[0].times
-        levels.remove(fused[0])
-    left: list[_Level] = []
-    for inner in sorted(levels, key=lambda it: it.dst_stride, reverse=True):
-        outer = left[-1] if left else _Level(0, 0, 0)
-        if outer[1:] == (inner.times * inner.src_stride, inner.times * inner.dst_stride):
-            left[-1] = inner._replace(times=outer.times * inner.times)
-        else:
-            left.append(inner)
-    return run, left
+    return run, levels
 
 
 def _innermost(side: Side) -> tuple[str, int]:
     return (side.layout.axes[-1] if side.layout is not None else ""), side.shape[-1]
 
 
-def _kv_level(levels: list[_Level], source: Side, target: Side) -> _Level | None:
-    kv = _Level(source.extent("kv"), source.stride_of("kv"), target.stride_of("kv"))
+def kv_level(levels: list[Level], source: Side, target: Side) -> Level | None:
+    """Return the level of keys and values, if it is one of `levels`."""
+    kv = Level(source.extent("kv"), source.stride_of("kv"), target.stride_of("kv"))
     return kv if kv.times > 1 and kv in levels else None

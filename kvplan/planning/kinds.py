@@ -55,7 +55,7 @@ def plan_slot_to_slot(
     )
     if num_tokens is not None:
         num_tokens = as_int("num_tokens", num_tokens)
-    if num_tokens is not None or not _move_as_bytes(
+    if num_tokens is not None or not move_as_bytes(
         source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
     ):
         for name, value, whole in (
@@ -165,7 +165,7 @@ def plan_to_blocks(
     if (
         by_tokens
         or heads is not None
-        or not _move_as_bytes(
+        or not move_as_bytes(
             source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
         )
     ):
@@ -226,7 +226,7 @@ def plan_block_to_block(
         or tables.num_tokens is not None
         or tables.src_token
         or tables.dst_token
-        or not _move_as_bytes(
+        or not move_as_bytes(
             source, target, ext_param, by_layer, chunked=False, reinterpret=reinterpret
         )
     ):
@@ -277,21 +277,28 @@ def plan_rows(
     dst_rows: Blocks,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     by_layer: bool = False,
+    num_tokens: int | None = None,
+    src_token: int = 0,
+    dst_token: int = 0,
+    reinterpret: bool = False,
 ) -> Plan:
-    """Plan whole rows: B2B, or C2C of one slot each."""
-    if kind == "B2B":
-        return plan_to_blocks(
-            operation, src, dst, src_rows, dst_rows, None, None, 0, 0, ext_param, DEFAULT_COALESCE,
-            False, by_layer,
+    """Plan rows of two sides: B2B, or C2B or C2C of one slot each."""
+    slot = None
+    if kind != "B2B":
+        (slot,) = map(int, src_rows)
+    if kind == "C2C":
+        (dst_slot,) = map(int, dst_rows)
+        return plan_slot_to_slot(
+            operation, src, dst, slot, dst_slot, -1, 0, 0, num_tokens, ext_param,
+            DEFAULT_COALESCE, reinterpret, by_layer,
         )  # fmt: skip
-    (src_slot,), (dst_slot,) = src_rows, dst_rows
-    return plan_slot_to_slot(
-        operation, src, dst, int(src_slot), int(dst_slot), -1, 0, 0, None, ext_param,
-        DEFAULT_COALESCE, False, by_layer,
+    return plan_to_blocks(
+        operation, src, dst, src_rows if slot is None else None, dst_rows, slot, num_tokens,
+        src_token, dst_token, ext_param, DEFAULT_COALESCE, reinterpret, by_layer,
     )  # fmt: skip
 
 
-def _move_as_bytes(
+def move_as_bytes(
     source: Side,
     target: Side,
     ext_param: KvCacheExtParam,
@@ -356,18 +363,9 @@ def _plan(
     *,
     by_rows: bool = False,
 ) -> Plan:
-    per_layer = source.usual_tensors_per_layer
-    if (
-        ext_param is ALL_LAYERS
-        and not split
-        and source.num_tensors == target.num_tensors
-        and source.meaning == target.meaning
-    ):  # almost always: all layers of two caches that are alike
-        src_views = dst_views = range(source.num_tensors)
-    else:
-        src_views, dst_views, per_layer = pair_views(
-            source, target, ext_param, split, as_bytes=reinterpret
-        )
+    src_views, dst_views, per_layer = paired_views(
+        source, target, ext_param, split, as_bytes=reinterpret
+    )
     plan = Plan.__new__(Plan)
     # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
     vars(plan).update(
@@ -399,3 +397,23 @@ def _coalesce(how: Coalesce | bool) -> Coalesce:
     if isinstance(how, bool):
         return DEFAULT_COALESCE if how else Coalesce.NONE
     return check_type("coalesce", how, Coalesce)
+
+
+def paired_views(
+    source: Side,
+    target: Side,
+    ext_param: KvCacheExtParam,
+    split: tuple[str, ...] = (),
+    *,
+    as_bytes: bool = False,
+) -> tuple[range, range, int]:
+    """Return what `pair_views` does, without its checks where nothing can be wrong."""
+    if (
+        ext_param is ALL_LAYERS
+        and not split
+        and source.num_tensors == target.num_tensors
+        and source.meaning == target.meaning
+    ):  # almost always: all layers of two caches that are alike
+        views = range(source.num_tensors)
+        return views, views, source.usual_tensors_per_layer
+    return pair_views(source, target, ext_param, split, as_bytes=as_bytes)

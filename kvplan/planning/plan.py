@@ -56,7 +56,7 @@ Kind = Literal["C2C", "C2B", "B2B"]
 
 
 _LATER = ("segments", "tables")
-"""Fields that the plan of a request of whole rows has when somebody looks at it."""
+"""Fields that the plan of a request that was lowered without it has when they are looked at."""
 
 
 class LayerPair(NamedTuple):
@@ -151,8 +151,8 @@ class Plan:
             asked for.
         tables: the rows of the request in its order, for texts; not compared.
 
-    The plan of a small request that was executed has `segments` and `tables` from when somebody
-    looks at them: lowering did not need them (`kvplan.execution.rows`).
+    The plan of a request that was executed has `segments` and `tables` when they are first looked
+    at: lowering did not need them (`kvplan.execution.rows`).
     """
 
     operation: Operation
@@ -170,11 +170,13 @@ class Plan:
     tables: BlockTables | None = field(default_factory=lambda: None)  # no default of the class
     # Of a plan that moves whole rows its tables say all segments: recordings have those alone.
     by_rows: ClassVar[bool] = False
+    # Of a request that was lowered without a plan: whole rows are copied as bytes.
+    as_bytes: ClassVar[bool] = False
 
     if not TYPE_CHECKING:  # as to mypy: every field is there
 
         def __getattr__(self, name: str) -> Any:
-            """Plan the rows of a request that was lowered without a plan, now that one asks."""
+            """Plan a request that was lowered without a plan."""
             if name not in _LATER or (unplanned := vars(self).get("unplanned")) is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             from kvplan.planning.kinds import plan_rows  # it makes plans: not at the top
@@ -185,12 +187,16 @@ class Plan:
 
     @property
     def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
-        """The rows at src and at dst of a request that was lowered without a plan; None: planned.
+        """The rows at src and at dst of a request that was lowered without a plan.
 
-        All of each row is moved, of each tensor pair: row i of one to row i of the other.
+        All of each row is moved as bytes, of each tensor pair: row i of one to row i of the other,
+        or a slot to blocks in their order. None: it is planned, or cut otherwise.
         """
         known = vars(self)
-        return None if "segments" in known else known["unplanned"][:2]
+        if "segments" in known or not self.as_bytes:
+            return None
+        src_rows, dst_rows, *_ = known["unplanned"]
+        return src_rows, dst_rows
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:
@@ -203,7 +209,7 @@ class Plan:
         """Number of tensor pairs."""
         return len(self.src_tensors)
 
-    @property
+    @cached_property
     def num_descriptors(self) -> int:
         """Descriptors that lowering will make."""
         return self.num_tensor_pairs * self.segments.num_runs

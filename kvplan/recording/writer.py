@@ -266,11 +266,11 @@ class Recorder:
         known = self._known.get(key)
         number = self._number(key, plan) if known is None else known[0]
         if (rows := plan.unplanned_rows) is not None:  # planning it would take several times this
-            if plan.kind == "B2B":
+            if plan.kind != "C2C":
                 return group, number, _packed(rows[0]), _packed(rows[1]), None
             (src_slot,), (dst_slot,) = rows
-            stride = src.stride
-            return group, number, b"", b"", (1, src_slot * stride, dst_slot * stride, stride)
+            offsets = src_slot * src.stride, dst_slot * dst.stride
+            return group, number, b"", b"", (1, *offsets, plan.nbytes_per_tensor)
         tables = plan.tables
         if plan.by_rows and tables is not None:
             return group, number, tables.src.tobytes(), tables.dst.tobytes(), None

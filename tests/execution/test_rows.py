@@ -192,7 +192,9 @@ def test_hostile_block_tables_are_left_to_the_planner(
             value = random.choice([*HOSTILE, src_count, dst_count, *src_rows, *dst_rows])
             table[random.randrange(len(table))] = value
     bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
-    lowers = Rows(*bases, src_count, dst_count, stride, is_one)
+    sides = [(it, 1, stride, stride, 0, False) for it in (src_count, dst_count)]
+    nbytes = src_count * stride, dst_count * stride
+    lowers = Rows(*bases, *sides, stride, (), None, *nbytes, is_one, True)
     good = (
         len(src_rows) > 0
         and all(type(it) is int and 0 <= it < src_count for it in src_rows)
@@ -206,9 +208,10 @@ def test_hostile_block_tables_are_left_to_the_planner(
     if type(src_rows) is not np.ndarray:
         assert (found is not None) is good
     if found is not None and good:
+        assert found[1] == count
         read = [
             (src + at, dst + at)
-            for src, dst, nbytes in zip(*columns(found), strict=True)
+            for src, dst, nbytes in zip(*columns(found[0]), strict=True)
             for at in range(0, nbytes, stride)
         ]
         assert read == [
@@ -225,7 +228,7 @@ def test_rows_that_were_never_made_move_nothing() -> None:
 
 ODD = [
     np.array([1, 2], dtype=it)
-    for it in ("m8[s]", "M8[s]", ">i8", "u8", "i4", "f8", "c16", "g", "O", "S8", "U2")
+    for it in ("m8[s]", "M8[s]", ">i8", "f8", "c16", "g", "O", "S8", "U2", "?")
 ]
 ODD += [np.array([(1,), (2,)], dtype=[("a", it)]) for it in ("i8", "m8[s]")]
 ODD += [np.ma.array([1, 2], mask=[True, False]), np.array([True, False]), np.ones((2, 1), np.int64)]
@@ -234,12 +237,30 @@ if hasattr(np.dtypes, "StringDType"):
 
 
 @pytest.mark.parametrize("table", ODD, ids=lambda it: str(it.dtype))
-def test_an_array_that_is_no_block_table_of_int64_is_left_to_the_planner(table: Any) -> None:
+def test_an_array_that_is_no_block_table_of_integers_is_left_to_the_planner(table: Any) -> None:
     """Those too that have no buffer."""
     (source, src), (target, dst) = cache(5), cache(4)
     for src_rows, dst_rows in ((table, [1, 2]), ([1, 2], table)):
         arguments = "pull_blocks", "B2B", source, target, src, dst, src_rows, dst_rows
         assert RowRequests().bind(*arguments) is None
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", "iu")
+def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int) -> None:
+    (source, src), (target, dst) = cache(200), cache(200)
+    there, here = [100, 0, 7, 127], [1, 126, 0, 5]
+    tables = [np.array(it, f"{kind}{width}") for it in (there, here)]
+    for given_rows in (tables, [np.repeat(it, 3)[::3] for it in tables]):
+        arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
+        bound = RowRequests().bind(*arguments)
+        assert bound is not None
+        plan = plan_pull_blocks(source, target, there, here)
+        assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
+        assert bound[0] == plan
+    tables[0][1] = np.iinfo(tables[0].dtype).max  # of uint8 255; of uint64 the last one
+    if width != 1 or kind == "u":
+        assert RowRequests().bind(*arguments[:6], *tables) is None
 
 
 def test_a_slot_is_a_row() -> None:
@@ -278,25 +299,118 @@ def test_its_plan_is_a_plan_like_others() -> None:
         plan_of_rows().segment  # type: ignore[attr-defined]  # noqa: B018
 
 
-def heads(layout: str) -> CacheDesc:
-    return CacheDesc(2, (6, 2, 4, 2), DataType.DT_INT8, kv_tensor_format=layout)
+def heads(layout: str, tokens: int = 3) -> tuple[Side, HostMemory]:
+    """Six blocks of two heads, in one tensor."""
+    shape = (6, tokens, 2, 4) if layout == "NHD" else (6, 2, tokens, 4)
+    desc = CacheDesc(1, shape, DataType.DT_INT8, kv_tensor_format=layout)
+    return side("it", desc, paged=True), HostMemory.from_arrays([np.zeros(shape, np.int8)])
 
 
-def test_what_the_planner_cuts_is_left_to_it() -> None:
-    """Caches that lie differently, of unequal rows, or in a tensor that holds several layers."""
+def test_what_the_planner_refuses_of_two_caches_is_left_to_it() -> None:
+    """Whatever rows are named: those of another size, and tokens that no layout describes."""
     requests = RowRequests()
-    plain, memory = cache(6, 2)
-    nhd, hnd = (side("it", heads(it), paged=True) for it in ("NHD", "HND"))
-    layers = CacheDesc(1, (2, 6, 2, 4), DataType.DT_INT8, kv_tensor_format="layer block token dim")
-    inside = side("it", layers, paged=True)
-    of_heads = HostMemory.from_arrays([np.zeros((6, 2, 4, 2), np.int8)] * 1)
-    of_layers = HostMemory.from_arrays([np.zeros((2, 6, 2, 4), np.int8)])
-    for source, target, src, dst in (
-        (nhd, hnd, of_heads, of_heads),
-        (plain, nhd, memory, of_heads),
-        (inside, inside, of_layers, of_layers),
+    (plain, src), (other, dst), (nhd, of_heads) = cache(6, 1), cache(6, 1), heads("NHD")
+    arguments = "pull_blocks", "B2B"
+    assert not requests.bind(*arguments, plain, nhd, src, of_heads, [1], [2])
+    assert requests.bind(*arguments, plain, other, src, dst, [1], [2])
+    assert not requests.bind(*arguments, plain, other, src, dst, [1], [2], num_tokens=1)
+    for refused_of_opaque in ({"src_token": 1}, {"dst_token": 1}):
+        assert not requests.bind(*arguments, plain, other, src, dst, [1], [2], **refused_of_opaque)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"num_tokens": it} for it in (0, -1, True, 1.0, "1", np.int64(1), 10**30, 4)
+    ] + [
+        {name: it} for name in ("src_token", "dst_token") for it in (-1, False, 1.0, 0.0, 10**30)
+    ] + [{"num_tokens": 1, "src_token": None}],
+)  # fmt: skip
+def test_numbers_of_tokens_that_are_not_as_usual_are_left_to_the_planner(tokens: Any) -> None:
+    (nhd, src), (hnd, dst) = heads("NHD"), heads("HND")
+    arguments = "pull_blocks", "B2B", nhd, hnd, src, dst, [1], [2]
+    assert RowRequests().bind(*arguments, num_tokens=3) is not None
+    assert RowRequests().bind(*arguments, **tokens) is None
+
+
+def test_tokens_of_a_slot_that_are_skipped_on_both_sides_are_left_to_the_planner() -> None:
+    desc = CacheDesc(1, (2, 8, 4), DataType.DT_INT8, kv_tensor_format="slot token dim")
+    own = side("it", desc, paged=False)
+    src, dst = (HostMemory.from_arrays([np.zeros((2, 8, 4), np.int8)]) for _ in range(2))
+    arguments = "pull_cache", "C2C", own, own, src, dst, (0,), (1,)
+    assert RowRequests().bind(*arguments, num_tokens=3) is not None
+    assert RowRequests().bind(*arguments, num_tokens=3, dst_token=1) is None
+
+
+def test_pieces_of_too_many_sizes_are_left_to_the_planner() -> None:
+    """Blocks of 40 and of 41 tokens are cut into two sizes more with each block."""
+    requests = RowRequests()
+    sides, memories = [], []
+    for tokens in (40, 41):
+        desc = CacheDesc(1, (20, tokens, 2), DataType.DT_INT8, kv_tensor_format="block token dim")
+        sides.append(side("it", desc, paged=True))
+        memories.append(HostMemory.from_arrays([np.zeros(desc.shape, np.int8)]))
+    arguments = "pull_blocks", "B2B", *sides, *memories, [*range(20)], [*range(20)]
+    assert requests.bind(*arguments, num_tokens=300) is not None
+    assert requests.bind(*arguments, num_tokens=800) is None
+
+
+def test_tokens_move_inside_of_a_cache_between_other_blocks_alone() -> None:
+    (own, memory), requests = heads("NHD"), RowRequests()
+    arguments = "copy_blocks", "B2B", own, own, memory, memory
+    bound = requests.bind(*arguments, [0, 5], [2, 1], num_tokens=4)
+    plan = plan_pull_blocks(own, own, [0, 5], [2, 1], num_tokens=4)
+    assert bound is not None
+    assert columns(bound[1]) == columns(bind(plan, memory, memory, one_space=True))
+    assert requests.bind(*arguments, [0, 5], [2, 0], num_tokens=4) is None
+    hnd, _ = heads("HND")  # of the same memory
+    arguments = "copy_blocks", "B2B", own, hnd, memory, memory
+    assert requests.bind(*arguments, [0, 5], [2, 1], num_tokens=4) is None
+
+
+def rows_of(**changes: Any) -> Rows:
+    """Rows of two tensors of 100 bytes: 5 rows of 4 tokens, each two runs of 2 bytes, 3 apart."""
+    made: dict[str, Any] = {
+        "src": (5, 4, 20, 5, 0, False),
+        "dst": (5, 4, 20, 5, 0, False),
+        "run": 2,
+        "levels": ((2, 3, 3),),
+        "kv": None,
+        "src_nbytes": 100,
+        "dst_nbytes": 100,
+    } | changes
+    return Rows(np.array([0], np.uint64), np.array([1 << 20], np.uint64), **made)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"src_nbytes": 99}, {"dst_nbytes": 99}, {"run": 3}, {"run": 0}, {"run": 2**64 - 1},
+        {"levels": ((2, 4, 3),)}, {"levels": ((3, 3, 3),)}, {"levels": ((0, 3, 3),)},
+        {"levels": ((2**63, 2, 3),)}, {"levels": ((2, 2**64 - 1, 3),)},
+        {"levels": ((1, 1, 1),) * 7},
+        {"src": (6, 4, 20, 5, 0, False)}, {"dst": (5, 5, 20, 5, 0, False)},
+        {"src": (0, 4, 20, 5, 0, False)}, {"src": (5, 0, 20, 5, 0, False)},
+        {"src": (5, 4, 21, 5, 0, False)}, {"dst": (5, 4, 20, 5, 1, False)},
+        {"src": (2**63, 4, 0, 5, 0, False)}, {"src": (5, 4, 2**64 - 1, 5, 0, False)},
+    ],
+)  # fmt: skip
+def test_rows_that_reach_beyond_their_tensor_are_not_made(changes: Any) -> None:
+    assert rows_of().lower([4], [0]) is not None
+    with pytest.raises(ValueError, match="levels"):
+        rows_of(**changes)
+
+
+def test_numbers_of_a_template_that_are_no_such_numbers_are_refused() -> None:
+    for changes, error in (
+        ({"run": -1}, OverflowError),
+        ({"src": (5, 4, 20, 5, 0)}, ValueError),
+        ({"levels": ((2, 3),)}, ValueError),
+        ({"kv": "ab"}, ValueError),
+        ({"levels": None}, TypeError),
     ):
-        assert requests.bind("pull_blocks", "B2B", source, target, src, dst, [1], [2]) is None
+        with pytest.raises(error):
+            rows_of(**changes)  # type: ignore[arg-type]
 
 
 def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:

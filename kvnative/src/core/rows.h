@@ -1,6 +1,6 @@
-/* Whole rows (blocks or slots) of caches that are alike, as segments: what the planner makes of two
- * block tables, without its objects. It takes only what it is sure of; the planner refuses the rest,
- * in words. */
+/* Rows (blocks or slots) of two caches, cut into runs of bytes: what the planner makes of two block
+ * tables, without its objects. A template says how rows lie on both sides; the planner made it. Only
+ * requests that are certainly right are cut; the planner refuses the others, in words. */
 #ifndef KVN_ROWS_H
 #define KVN_ROWS_H
 
@@ -8,26 +8,96 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of both caches: how many rows each tensor has, and how many bytes a row has. */
+/* Rows up to which the destinations are compared with each other, without a bit for each row. */
+#define KVN_ROWS_FEW 64
+/* Axes other than that of the tokens, and different numbers of tokens of pieces of a request. */
+#define KVN_ROWS_LEVELS 6
+#define KVN_ROWS_SIZES 16
+
+typedef struct kvn_rows_side {
+    uint64_t count;        /* rows of a tensor */
+    uint64_t tokens;       /* tokens of a row; bytes of it where rows are copied as bytes */
+    uint64_t row_stride;   /* bytes from one row to the next */
+    uint64_t token_stride; /* bytes from one token to the next */
+    uint64_t start;        /* bytes of a token before its first run */
+    bool is_slot;          /* a request has one row, and fills as much of it as the other side has */
+} kvn_rows_side;
+
+/* An axis along which both sides step: how often, and by how many bytes. */
+typedef struct kvn_level {
+    uint64_t times;
+    uint64_t src_stride;
+    uint64_t dst_stride;
+} kvn_level;
+
 typedef struct kvn_rows {
-    uint64_t src_count;
-    uint64_t dst_count;
-    uint64_t stride;
-    bool is_one; /* cache on both sides: no row may be read and written */
+    kvn_rows_side src;
+    kvn_rows_side dst;
+    uint64_t run; /* bytes that lie together whatever is cut */
+    kvn_level levels[KVN_ROWS_LEVELS];
+    size_t num_levels;
+    kvn_level kv;     /* the level that becomes tensor pairs where too many are left; 0 times: none */
+    bool is_one;      /* one cache on both sides: no row may be both read and written */
+    bool orders_ties; /* runs of one source are in order of their destinations in any case */
 } kvn_rows;
 
-/* So many rows are compared with each other, and need no bit for each row of the destination. */
-#define KVN_ROWS_FEW 64
+/* A block table, and how many of its tokens come before the first that is moved. */
+typedef struct kvn_rows_table {
+    const int64_t *rows;
+    size_t count;
+    uint64_t skipped;
+    bool is_lease; /* rows beyond what the other table can hold are left out */
+} kvn_rows_table;
 
-/* Bytes of the scratch memory that kvn_rows_merge needs for `count` rows. */
-size_t kvn_rows_scratch(const kvn_rows *rows, size_t count);
+typedef struct kvn_rows_request {
+    kvn_rows_table src;
+    kvn_rows_table dst;
+    uint64_t num_tokens; /* 0: whole rows */
+} kvn_rows_request;
 
-/* Rows src[i] to rows dst[i], in ascending order of source, then destination; those that are adjacent
- * on both sides become one segment. Writes at most `count` segments to three columns of `count`, and
- * returns how many; 0: a row is out of range, or named twice in dst, or in both
- * where that is one cache. count > 0; all columns, and
- * `scratch`, are aligned to 8 bytes. */
-size_t kvn_rows_merge(const kvn_rows *rows, const int64_t *src, const int64_t *dst, size_t count,
-                      void *scratch, uint64_t *src_offsets, uint64_t *dst_offsets, uint64_t *nbytes);
+/* Bytes from src to dst; of a piece, which is not yet cut along the levels, nbytes counts tokens. */
+typedef struct kvn_run {
+    uint64_t src;
+    uint64_t dst;
+    uint64_t nbytes;
+} kvn_run;
+
+/* All pieces of a request that have one number of tokens, and how each of them is cut. */
+typedef struct kvn_rows_size {
+    uint64_t tokens;
+    size_t count;
+    uint64_t run;
+    kvn_level levels[KVN_ROWS_LEVELS + 1]; /* outermost first */
+    size_t num_levels;
+} kvn_rows_size;
+
+typedef struct kvn_rows_cut {
+    kvn_run *pieces;
+    size_t num_pieces;
+    kvn_rows_size sizes[KVN_ROWS_SIZES]; /* the largest first */
+    size_t num_sizes;
+    size_t num_runs; /* before adjacent ones are merged */
+    bool merges;     /* whether they are ordered and merged */
+} kvn_rows_cut;
+
+/* Whether all that a request can name lies in the first src_nbytes and dst_nbytes of a tensor. */
+bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes);
+
+/* Bytes of scratch memory, aligned to 8, that a request needs; 0: too many. */
+size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
+
+/* Check a request, and cut it; the cut is in `scratch`. False: the planner has to look at it, as a row
+ * is out of range, written twice, or read and written in one cache, the tables do not hold the tokens
+ * or cannot be of one request, or keys and values become pairs. */
+bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
+                     kvn_rows_cut *cut);
+
+/* How many runs of memory kvn_rows_columns needs besides that of the pieces. */
+size_t kvn_rows_room(const kvn_rows_cut *cut);
+
+/* Make the runs of a cut in the planner's order, once: the pieces are overwritten. Returns how many
+ * they are, and three columns of so many: src, dst and nbytes. */
+const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room,
+                                 size_t *num);
 
 #endif

@@ -1,0 +1,292 @@
+"""Requests of every shape, lowered without a plan: the descriptors of their plan, in its order.
+
+`make explore` runs these with 20,000 examples of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvnative._lower import Descriptors
+from kvplan import DataType, HostMemory, KvCacheExtParam, LLMException, Plan
+from kvplan.execution.rows import RowRequests
+from kvplan.execution.transfers import bind
+from kvplan.planning.blocks import RequestBlocks
+from kvplan.planning.kinds import plan_rows
+from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.plan import Kind, Operation
+from kvplan.planning.side import Side, side
+from tests.planning.transfers import block_to_block, copy_slot, slot_to_blocks, slot_to_slot
+from tests.planning.unlike import Cache, Model, caches, models, of_one_request
+
+OPERATIONS: dict[Kind, tuple[Operation, Operation]] = {
+    "B2B": ("pull_blocks", "push_blocks"),
+    "C2B": ("pull_blocks", "push_blocks"),
+    "C2C": ("pull_cache", "push_cache"),
+}
+ROWS: dict[Kind, tuple[str, str]] = {
+    "B2B": ("block", "block"),
+    "C2B": ("slot", "block"),
+    "C2C": ("slot", "slot"),
+}
+
+
+class Request(NamedTuple):
+    """Arguments of `RowRequests.bind`."""
+
+    operation: Operation
+    kind: Kind
+    source: Side
+    target: Side
+    src: HostMemory
+    dst: HostMemory
+    src_rows: Any
+    dst_rows: Any
+    ext_param: KvCacheExtParam
+    more: dict[str, Any]
+
+    def bound(self, requests: RowRequests) -> tuple[Plan, Descriptors] | None:
+        return requests.bind(*self[:-1], **self.more)
+
+    def planned(self) -> tuple[Plan, Descriptors]:
+        more = {name: it for name, it in self.more.items() if name != "by_layer"}
+        plan = plan_rows(
+            self.operation, self.kind, self.source, self.target, self.src_rows, self.dst_rows,
+            self.ext_param, self.more.get("by_layer", False), **more,
+        )  # fmt: skip
+        return plan, bind(plan, self.src, self.dst, one_space=True)
+
+
+def columns(descriptors: Descriptors) -> list[list[int]]:
+    return [getattr(descriptors, it).tolist() for it in ("src", "dst", "nbytes")]
+
+
+def memory(cache: Side) -> HostMemory:
+    arrays = [np.zeros(cache.tensor_nbytes, np.uint8) for _ in range(cache.num_tensors)]
+    return HostMemory.from_arrays(arrays)
+
+
+def assert_lowered_as_planned(request: Request) -> None:
+    """What the planner takes has the same descriptors and plan; what it refuses is left to it."""
+    requests = RowRequests()
+    bound = [request.bound(requests) for _ in range(2)][1]  # by a template that was found
+    try:
+        plan, descriptors = request.planned()
+    except (LLMException, ValueError, TypeError):
+        assert bound is None
+        return
+    if bound is None:
+        # Copies inside of a cache are compared by their addresses; of no bytes nothing is lowered.
+        assert request.src is request.dst or plan.nbytes == 0
+        return
+    assert columns(bound[1]) == columns(descriptors)
+    assert "segments" not in vars(bound[0])
+    for name in (
+        "nbytes", "nbytes_per_tensor", "num_slices", "num_descriptors", "split", "src_tensors",
+        "dst_tensors", "tensors_per_layer", "reinterpret", "coalesce",
+    ):  # fmt: skip
+        assert getattr(bound[0], name) == getattr(plan, name), name
+    assert "segments" not in vars(bound[0])
+    assert bound[0] == plan
+    if plan.tables is None:
+        assert bound[0].tables is None
+    else:
+        assert bound[0].tables is not None
+        for found, wanted in zip(bound[0].tables, plan.tables, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    assert bound[0].by_rows == plan.by_rows
+
+
+forms = st.sampled_from([list, tuple, RequestBlocks, np.array, lambda it: np.array(it, np.int32)])
+layer_ranges = st.none() | st.tuples(st.integers(0, 2), st.integers(1, 3)).map(
+    lambda it: range(it[0], sum(it))
+)
+
+
+def now_and_then(draw: st.DrawFn) -> bool:
+    return draw(st.integers(0, 15)) == 15
+
+
+@st.composite
+def pairs(draw: st.DrawFn, kind: Kind) -> tuple[Cache, Cache]:
+    """Caches that differ in everything, or in little, as most do."""
+    model: Model = draw(models)
+    if now_and_then(draw):
+        model = replace(model, dim=2 * model.dim, data_type=DataType.DT_INT4)
+    src_row, dst_row = ROWS[kind]
+    src, dst = draw(caches(model, src_row)), draw(caches(model, dst_row))
+    alike = draw(st.booleans())
+    if alike or draw(st.booleans()):  # one layout
+        axes = tuple(dst_row if axis == src_row else axis for axis in src.axes)
+        dst = replace(dst, axes=axes)
+    if alike or not set(src.heads) & set(dst.heads):
+        dst = replace(dst, heads=src.heads)
+    if alike or not set(src.layers) & set(dst.layers):
+        dst = replace(dst, layers=src.layers)
+    if draw(st.booleans()):
+        dst = replace(dst, tokens=src.tokens)
+    if draw(st.integers(0, 3)) == 0:  # more rows than are compared with each other
+        src, dst = replace(src, rows=100), replace(dst, rows=90)
+    if now_and_then(draw):
+        data_type = draw(st.sampled_from([DataType.DT_INT8, DataType.DT_FLOAT16, DataType.DT_BF16]))
+        dst = replace(dst, model=replace(model, data_type=data_type))
+    return src, dst
+
+
+@st.composite
+def tables(draw: st.DrawFn, cache: Cache, *, distinct: bool) -> list[int]:
+    if cache.row == "slot":
+        return [draw(st.integers(0, cache.rows - 1))]
+    random = Random(draw(st.integers(0, 2**32)))  # of Hypothesis' own most tables are short
+    count = random.randint(1, cache.rows)
+    first = random.randint(0, cache.rows - count)
+    rows = [*range(first, first + count)] if random.random() < 0.4 else [*range(cache.rows)]
+    if random.random() < 0.6:
+        random.shuffle(rows)
+    rows = rows[:count]
+    if not distinct and random.random() < 0.3:
+        rows = random.choices(rows, k=count)
+    return sorted(rows, reverse=random.random() < 0.5) if random.random() < 0.3 else rows
+
+
+@st.composite
+def requests_of_unlike(draw: st.DrawFn) -> Request | None:
+    kind = draw(st.sampled_from([*ROWS]))
+    src, dst = draw(pairs(kind))
+    try:
+        source, target = (
+            side(name, it.desc, paged=it.row == "block")
+            for name, it in (("src", src), ("dst", dst))
+        )
+    except (LLMException, ValueError):  # no tensor has part of a byte
+        return None
+    src_rows, dst_rows = draw(tables(src, distinct=False)), draw(tables(dst, distinct=True))
+    tokens = [draw(st.integers(0, it.tokens)) if draw(st.booleans()) else 0 for it in (src, dst)]
+    if kind == "C2C":  # which begins at the first token
+        tokens = [0, 0]
+    num_tokens: int | None = draw(st.integers(0, 30) | st.none())
+    if not now_and_then(draw):  # one that is right
+        cut = of_one_request(src, dst, src_rows, dst_rows, *tokens)
+        src_rows, dst_rows = cut[0] or src_rows, cut[1] or dst_rows
+        if kind == "B2B" and src.tokens == dst.tokens and draw(st.booleans()):
+            count = min(len(src_rows), len(dst_rows))
+            src_rows, dst_rows, tokens, num_tokens = (
+                src_rows[:count],
+                dst_rows[:count],
+                [0, 0],
+                None,
+            )
+        elif cut[2] > 0:
+            whole = kind != "B2B" and draw(st.booleans())
+            num_tokens = None if whole else draw(st.integers(1, cut[2]))
+    for table, cache in ((src_rows, src), (dst_rows, dst)):
+        if now_and_then(draw):
+            wrong = draw(st.integers(-1, 8))
+            table[:] = [wrong] if cache.row == "slot" else [*table, wrong]
+    ext_param = (
+        draw(st.builds(KvCacheExtParam, layer_ranges, layer_ranges, st.none()))
+        if now_and_then(draw)
+        else ALL_LAYERS
+    )
+    source_memory = memory(source)
+    is_one = src == dst and draw(st.booleans())
+    given_rows = (
+        draw(forms)(it) if cache.row == "block" else tuple(it)
+        for it, cache in ((src_rows, src), (dst_rows, dst))
+    )
+    return Request(
+        draw(st.sampled_from(OPERATIONS[kind])),
+        kind,
+        source,
+        target,
+        source_memory,
+        source_memory if is_one else memory(target),
+        *given_rows,
+        ext_param,
+        {
+            "num_tokens": num_tokens,
+            "src_token": tokens[0],
+            "dst_token": tokens[1],
+            "reinterpret": now_and_then(draw),
+            "by_layer": draw(st.booleans()),
+        },
+    )
+
+
+@given(requests_of_unlike())
+def test_requests_between_unlike_caches_are_lowered_as_their_plans(request: Request | None) -> None:
+    if request is not None:
+        assert_lowered_as_planned(request)
+
+
+@given(
+    st.data(), st.sampled_from(["B2B", "B2B", "C2B"]), st.integers(1, 6), st.integers(0, 9),
+    st.sampled_from([list, RequestBlocks, np.array]),
+)  # fmt: skip
+def test_many_rows_of_one_layout_are_ordered_and_merged_as_in_their_plans(
+    data: st.DataObject, kind: Kind, tokens: int, skipped: int, form: Any
+) -> None:
+    """Sources that are read twice, blocks of other sizes, and tokens that are left over."""
+    model = Model(2, 1, 2, 2, DataType.DT_INT8)
+    whole = range(2), range(2)
+    src = Cache(model, (ROWS[kind][0], "token", "head", "dim"), 150, tokens, *whole)
+    if kind == "C2B":
+        src = replace(src, rows=3, tokens=100)
+    other = data.draw(st.sampled_from([tokens, tokens, 2 * tokens, 5]))
+    dst = Cache(model, ("block", "token", "head", "dim"), 140, other, *whole)
+    src_rows = data.draw(tables(src, distinct=False))
+    dst_rows = data.draw(tables(dst, distinct=True))
+    src_token, dst_token = data.draw(st.sampled_from([(0, 0), (skipped, 0), (skipped, skipped)]))
+    src_rows, dst_rows, most = of_one_request(src, dst, src_rows, dst_rows, src_token, dst_token)
+    num_tokens = data.draw(st.none() | st.integers(max(most - 9, 1), max(most, 1)))
+    source, target = side("src", src.desc, paged=kind == "B2B"), side("dst", dst.desc, paged=True)
+    assert_lowered_as_planned(
+        Request(
+            "push_blocks",
+            kind,
+            source,
+            target,
+            memory(source),
+            memory(target),
+            form(src_rows) if kind == "B2B" else tuple(src_rows),
+            form(dst_rows),
+            ALL_LAYERS,
+            {"num_tokens": num_tokens, "src_token": src_token, "dst_token": dst_token},
+        )
+    )
+
+
+@given(
+    slot_to_slot() | copy_slot() | block_to_block() | slot_to_blocks(), st.booleans(), st.booleans()
+)
+def test_rows_of_no_known_layout_are_lowered_as_their_plans(
+    transfer: Any, by_layer: bool, reinterpret: bool
+) -> None:
+    arguments = transfer.arguments
+    operation = transfer.function.__name__.removeprefix("plan_")
+    paged = operation.endswith("blocks")
+    from_blocks = paged and bool(arguments["src_blocks"])
+    source = side("src", transfer.src, paged=from_blocks)
+    target = side("dst", transfer.dst, paged=paged)
+    read = arguments["src_blocks"] if from_blocks else (arguments["src_batch_index"],)
+    written = arguments["dst_blocks"] if paged else (arguments["dst_batch_index"],)
+    kind: Kind = "B2B" if from_blocks else "C2B" if paged else "C2C"
+    more = {"by_layer": by_layer, "reinterpret": reinterpret}
+    layers = arguments.get("ext_param", ALL_LAYERS)
+    ranges = layers.src_layer_range, layers.dst_layer_range
+    if any(isinstance(it, tuple) for it in ranges):  # another way to write what ranges say
+        ranges = tuple(  # type: ignore[assignment]
+            it if not isinstance(it, tuple) else None if it[0] < 0 else range(it[0], it[1] + 1)
+            for it in ranges
+        )
+        layers = KvCacheExtParam(*ranges, layers.tensor_num_per_layer)
+    memories = memory(source), memory(target)
+    assert_lowered_as_planned(
+        Request(operation, kind, source, target, *memories, read, written, layers, more)
+    )
