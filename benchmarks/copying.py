@@ -20,7 +20,6 @@ from kvplan import Rows, Transfer
 from kvplan.execution import calibration
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.transfers import Transfers, bind
-from kvplan.planning import plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
 
 if TYPE_CHECKING:

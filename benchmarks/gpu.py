@@ -26,16 +26,7 @@ from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic, Unmeasured, timed
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors, lower
-from kvplan import (
-    ClusterInfo,
-    KvCacheExtParam,
-    LlmDataDist,
-    LLMException,
-    LlmRole,
-    Rows,
-    Transfer,
-    plan_pull_blocks,
-)
+from kvplan import ClusterInfo, KvCacheExtParam, LlmDataDist, LLMException, LlmRole, Rows, Transfer
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.transfers import Transfers, bind
 

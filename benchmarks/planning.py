@@ -13,7 +13,7 @@ import kvplan
 from benchmarks.table import Row, Run, Topic, timed
 from kvplan import Rows, Transfer
 from kvplan.layout import Shard
-from kvplan.planning import Plan, plan_pull_blocks
+from kvplan.planning import Plan
 from kvplan.types import CacheDesc, DataType
 
 if TYPE_CHECKING:

@@ -312,7 +312,7 @@ def move_as_bytes(
         return True
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
         return False
-    check_type("ext_param", ext_param, KvCacheExtParam)
+    check_type("layers", ext_param, KvCacheExtParam)
     # Rows of several layers, of which some are moved, or one after the other, are cut.
     return source.extent("layer") == 1 or not (
         by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None

@@ -46,7 +46,7 @@ def pair_views(
             not what the layout says.
     """
     if type(ext_param) is not KvCacheExtParam:
-        check_type("ext_param", ext_param, KvCacheExtParam)
+        check_type("layers", ext_param, KvCacheExtParam)
     given = ext_param.tensor_num_per_layer
     if given is not None and type(given) is not int:
         given = as_int("tensor_num_per_layer", given)
@@ -201,7 +201,7 @@ def _model_layers(side: Side, local: range) -> tuple[Layers, int | None]:
 
 def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
     """Return the src tensors of a transfer, as `pair_views` does."""
-    check_type("ext_param", ext_param, KvCacheExtParam)
+    check_type("layers", ext_param, KvCacheExtParam)
     alike = replace(ext_param, dst_layer_range=ext_param.src_layer_range)
     return pair_views(src, src, alike)[0]
 

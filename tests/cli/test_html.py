@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import plan_groups
 from kvplan.cli import main
+from kvplan.planning.groups import plan_groups
 from tests.cli.running import command, push, refused
 
 PLAN, OTHER = push([7, 8, 2]), push([7, 2, 8])

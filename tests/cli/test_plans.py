@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan import TRANSPORT_COSTS, GroupPlan, Rows, Transfer, plan_groups
+from kvplan import TRANSPORT_COSTS, GroupPlan, Rows, Transfer
 from kvplan.cli import main
 from kvplan.inspection.cost import ms_text
 from kvplan.inspection.measured_costs import save_costs
+from kvplan.planning.groups import plan_groups
 from tests.cli.running import HEADS_FIRST, ROOT, TOKENS_FIRST, command, push, refused
 
 PLAN = push([7, 8, 2])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, DataType, plan_pull_blocks, reference
+from kvplan import CacheDesc, DataType, reference
 from tests.cli.test_command import command
 
 DESC = CacheDesc(4, (32, 16, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")

@@ -21,11 +21,11 @@ from kvplan import (
     LlmRole,
     Rows,
     Transfer,
-    plan_groups,
     reference,
 )
 from kvplan.debug import locate, replay
 from kvplan.layout import Shard
+from kvplan.planning.groups import plan_groups
 from kvplan.recording import read
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import expected

@@ -30,8 +30,6 @@ from kvplan import (
     Rows,
     Transfer,
     Transfers,
-    plan_copy_blocks,
-    plan_pull_blocks,
 )
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.transfers import bind

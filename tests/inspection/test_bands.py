@@ -18,23 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    GroupPlan,
-    Plan,
-    Rows,
-    Transfer,
-    plan_pull_blocks,
-    plan_pull_cache,
-)
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
 from kvplan.inspection.bands import NEW, OLD, SAME, Bands, bands_of
 from kvplan.inspection.contents import tokens_of
 from kvplan.inspection.picture import pictures
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
-from tests.planning.transfers import Transfer, transfers
+from tests.planning.transfers import Example, transfers
 
 Span = tuple[int, int]
 FP16 = CacheDesc(4, (64, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -72,24 +62,24 @@ def rows_of(columns: dict[str, list[int]], band: int) -> Iterator[Span]:
 
 @given(transfers(), st.sampled_from(Coalesce))
 def test_a_page_joins_the_rows_that_the_reference_moves(
-    transfer: Transfer, coalesce: Coalesce
+    example: Example, coalesce: Coalesce
 ) -> None:
-    plan = transfer.plan(coalesce)
+    plan = example.plan(coalesce)
     (picture,) = embedded(plan.to_html())
     columns = picture["columns"]
     drawn = [pair for band in range(picture["count"]) for pair in rows_of(columns, band)]
-    assert {*drawn} == {(it.src_row, it.dst_row) for it in transfer.moves}
+    assert {*drawn} == {(it.src_row, it.dst_row) for it in example.moves}
     tensors = [
         tuple(map(int, pair.split()[:3:2]))
         for _, text in picture["layers"]
         for pair in re.sub("^tensors? ", "", text).split(", ")
     ]
-    assert tensors == transfer.tensor_pairs
+    assert tensors == example.tensor_pairs
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_bands_of_bytes_are_all_of_the_plan_once(transfer: Transfer, coalesce: Coalesce) -> None:
-    assert_is_all_of(transfer.plan(coalesce))
+def test_bands_of_bytes_are_all_of_the_plan_once(example: Example, coalesce: Coalesce) -> None:
+    assert_is_all_of(example.plan(coalesce))
 
 
 @given(unlike_transfers(), st.booleans())
@@ -149,14 +139,14 @@ def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> 
 
 @given(transfers(), st.sampled_from(Coalesce))
 def test_a_band_of_bytes_begins_and_ends_where_they_do(
-    transfer: Transfer, coalesce: Coalesce
+    example: Example, coalesce: Coalesce
 ) -> None:
-    drawn = bands_of(transfer.plan(coalesce))
-    strides = transfer.src.stride, transfer.dst.stride
+    drawn = bands_of(example.plan(coalesce))
+    strides = example.src.stride, example.dst.stride
     for which, (name, stride) in enumerate(zip(("src", "dst"), strides, strict=True)):
         written = {
             getattr(it, f"{name}_row") * stride + getattr(it, f"{name}_start") + byte
-            for it in transfer.moves
+            for it in example.moves
             for byte in range(it.nbytes)
         }
         step = stride // drawn.parts[which]

@@ -21,16 +21,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    DataType,
-    GroupPlan,
-    Plan,
-    Rows,
-    Shard,
-    Transfer,
-    plan_pull_blocks,
-)
+from kvplan import CacheDesc, DataType, GroupPlan, Plan, Rows, Shard, Transfer
 from kvplan.inspection.contents import spans_text
 from kvplan.inspection.units import span
 from kvplan.planning.groups import AnyPlan

@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    KvCacheExtParam,
-    Plan,
-    Rows,
-    Transfer,
-    plan_pull_blocks,
-)
-from tests.planning.transfers import Transfer, transfers
+from kvplan import CacheDesc, Coalesce, DataType, KvCacheExtParam, Plan, Rows, Transfer
+from tests.planning.transfers import Example, transfers
 
 SLOTS, BLOCKS, MORE_BLOCKS = (
     CacheDesc(4, shape, DataType.DT_INT8) for shape in ((3, 10), (16, 4), (17, 4))
@@ -217,8 +208,8 @@ def test_names_are_no_difference() -> None:
 
 
 @given(transfers(), transfers())
-def test_plans_of_one_transfer_are_equivalent(transfer: Transfer, other: Transfer) -> None:
-    plans = [transfer.plan(how) for how in Coalesce]
+def test_plans_of_one_transfer_are_equivalent(example: Example, other: Example) -> None:
+    plans = [example.plan(how) for how in Coalesce]
     for old in plans:
         for new in plans:
             verdict = "identical" if old == new else "equivalent - same byte mapping"

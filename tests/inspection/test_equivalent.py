@@ -11,20 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    GroupPlan,
-    Plan,
-    Rows,
-    Transfer,
-    plan_groups,
-    plan_pull_blocks,
-    reference,
-)
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer, reference
+from kvplan.planning.groups import plan_groups
 from tests.planning.test_unlike import planned, transfers
-from tests.planning.transfers import Transfer
+from tests.planning.transfers import Example
 from tests.planning.transfers import transfers as plain_transfers
 
 DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
@@ -82,10 +72,10 @@ def test_plans_that_leave_the_same_are_equivalent(
 
 @given(plain_transfers(), plain_transfers(), st.sampled_from(Coalesce))
 def test_a_plan_is_equivalent_to_itself_and_any_two_can_be_compared(
-    transfer: Transfer, other: Transfer, how: Coalesce
+    example: Example, other: Example, how: Coalesce
 ) -> None:
-    plan = transfer.plan()
-    plan.assert_equivalent(transfer.plan(how))
+    plan = example.plan()
+    plan.assert_equivalent(example.plan(how))
     new = other.plan()
     if is_equivalent(plan, new):
         assert outcome(plan) == outcome(new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, Rows, Shard, Transfer, plan_gather
+from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, Rows, Shard, Transfer
 from kvplan.planning.gather import plan_gather
 from tests.inspection.test_unlike import assert_text
 from tests.support.refusals import refused

@@ -22,9 +22,8 @@ from kvplan import (
     Rows,
     Shard,
     Transfer,
-    plan_groups,
-    plan_pull_blocks,
 )
+from kvplan.planning.groups import plan_groups
 from tests.support.refusals import refused
 
 FP16 = DataType.DT_FLOAT16

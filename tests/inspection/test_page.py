@@ -22,7 +22,6 @@ from kvplan import (
     Rows,
     Shard,
     Transfer,
-    plan_pull_blocks,
 )
 from tests.inspection.test_bands import embedded
 

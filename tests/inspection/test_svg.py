@@ -11,20 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    GroupPlan,
-    Plan,
-    Rows,
-    Shard,
-    Transfer,
-    plan_pull_blocks,
-)
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Shard, Transfer
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
-from tests.planning.transfers import Transfer, transfers
+from tests.planning.transfers import Example, transfers
 
 DOCS = Path(__file__).parents[2] / "docs"
 NHD = CacheDesc(4, (16, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -79,8 +69,8 @@ def well_formed(text: str) -> ET.Element:
 
 @settings(max_examples=30)
 @given(transfers(), st.sampled_from(Coalesce))
-def test_every_band_is_drawn(transfer: Transfer, coalesce: Coalesce) -> None:
-    plan = transfer.plan(coalesce)
+def test_every_band_is_drawn(example: Example, coalesce: Coalesce) -> None:
+    plan = example.plan(coalesce)
     root = well_formed(plan.to_svg())
     ribbons = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "ribbon"]
     assert len(ribbons) <= plan.segments.num_runs

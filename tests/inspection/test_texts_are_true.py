@@ -16,20 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    GroupPlan,
-    Plan,
-    Rows,
-    Transfer,
-    plan_groups,
-    plan_pull_blocks,
-)
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
+from kvplan.planning.groups import plan_groups
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
-from tests.planning.transfers import Transfer, transfers
+from tests.planning.transfers import Example, transfers
 from tests.planning.unlike import expected
 
 coalescings = st.sampled_from(Coalesce)
@@ -72,11 +63,11 @@ def execute_table(plan: Plan, src: list[np.ndarray], dst: list[np.ndarray]) -> N
 
 @given(transfers(), coalescings, limits)
 def test_a_table_executed_does_what_was_asked_for(
-    transfer: Transfer, how: Coalesce, limit: int | None
+    example: Example, how: Coalesce, limit: int | None
 ) -> None:
-    plan = transfer.plan(how)
-    src, dst = transfer.memory()
-    wanted = transfer.apply(src, dst)
+    plan = example.plan(how)
+    src, dst = example.memory()
+    wanted = example.apply(src, dst)
     execute_table(plan, src, dst)
     assert all(np.array_equal(a, b) for a, b in zip(dst, wanted, strict=True))
     for text in texts(plan, limit):
@@ -267,7 +258,7 @@ def test_groups_are_listed_once_and_each_is_named(
 
 
 @given(transfers(), transfers())
-def test_a_diff_of_any_two_is_narrow(old: Transfer, new: Transfer) -> None:
+def test_a_diff_of_any_two_is_narrow(old: Example, new: Example) -> None:
     assert_narrow(old.plan().diff(new.plan()))
 
 

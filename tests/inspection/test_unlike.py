@@ -17,7 +17,6 @@ from kvplan import (
     RemoteCache,
     Rows,
     Transfer,
-    plan_pull_blocks,
 )
 from kvplan.layout import Shard
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMException, Plan, Rows, Transfer, plan_pull_blocks
+from kvplan import CacheDesc, DataType, LLMException, Plan, Rows, Transfer
 from kvplan.planning.blocks import sorted_pairs
 
 DESC = CacheDesc(2, (8, 4), DataType.DT_INT8)
@@ -146,7 +146,7 @@ NOT_A_TABLE: list[Any] = [
 def test_what_is_no_sequence_of_integers_is_named(name: str, blocks: Any) -> None:
     tables = {"src_blocks": [0, 1], "dst_blocks": [0, 1]} | {name: blocks}
     with pytest.raises(TypeError, match=name):
-        plan_pull_blocks(DESC, DESC, **tables)
+        plan(**tables)
 
 
 OUT_OF_RANGE: list[tuple[Any, int]] = [
@@ -171,13 +171,13 @@ def test_an_index_out_of_range_is_named_whatever_holds_it(
 ) -> None:
     tables = {"src_blocks": [0, 1], "dst_blocks": [0, 1]} | {name: blocks}
     with pytest.raises(LLMException) as raised:
-        plan_pull_blocks(DESC, DESC, **tables)
+        plan(**tables)
     assert f"{name}[1]={value} is out of range [0, 8)" in str(raised.value)
 
     # One block alone is looked at without NumPy's reductions.
     alone = {"src_blocks": [0], "dst_blocks": [0]} | {name: blocks[1:]}
     with pytest.raises(LLMException) as raised:
-        plan_pull_blocks(DESC, DESC, **alone)
+        plan(**alone)
     assert f"{name}[0]={value} is out of range [0, 8)" in str(raised.value)
 
 

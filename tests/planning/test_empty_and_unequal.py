@@ -19,12 +19,10 @@ from kvplan import (
     Rows,
     Transfer,
     execute,
-    plan_gather,
-    plan_groups,
-    plan_pull_blocks,
 )
 from kvplan.planning import reference
 from kvplan.planning.gather import plan_gather
+from kvplan.planning.groups import plan_groups
 from tests.support.refusals import refused
 
 
@@ -105,6 +103,28 @@ def test_what_cannot_match_is_refused_without_blocks_too() -> None:
         kvplan.plan(Transfer(Rows(NHD, []), Rows(blocks(8, 16, 2, 8), [])), local="dst")
 
 
+def planned(
+    src: CacheDesc,
+    dst: CacheDesc,
+    src_blocks: int,
+    dst_blocks: int,
+    *,
+    num_tokens: int | None = None,
+    src_token: int = 0,
+    dst_token: int = 0,
+) -> Plan:
+    """Plan a pull of the first blocks of a cache, or of its slot 0, into the first of another."""
+    read = None if src is SLOTS else range(src_blocks)
+    return kvplan.plan(
+        Transfer(
+            Rows(src, read, first_token=src_token),
+            Rows(dst, range(dst_blocks), first_token=dst_token),
+            num_tokens=num_tokens,
+        ),
+        local="dst",
+    )
+
+
 @pytest.mark.parametrize(
     ("src", "dst", "src_blocks", "dst_blocks", "more", "text"),
     [
@@ -121,9 +141,8 @@ def test_what_cannot_match_is_refused_without_blocks_too() -> None:
 def test_tables_of_no_one_request_are_refused(
     src: CacheDesc, dst: CacheDesc, src_blocks: int, dst_blocks: int, more: Any, text: str
 ) -> None:
-    read = None if src is SLOTS else range(src_blocks)
     with refused("LLM_PARAM_INVALID", text):
-        plan_pull_blocks(src, dst, read, range(dst_blocks), **more)
+        planned(src, dst, src_blocks, dst_blocks, **more)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +161,5 @@ def test_tables_of_no_one_request_are_refused(
 def test_tables_of_one_request_are_taken(
     src: CacheDesc, dst: CacheDesc, src_blocks: int, dst_blocks: int, more: Any
 ) -> None:
-    read = None if src is SLOTS else range(src_blocks)
-    plan = plan_pull_blocks(src, dst, read, range(dst_blocks), **more)
+    plan = planned(src, dst, src_blocks, dst_blocks, **more)
     assert plan.nbytes == 4 * more["num_tokens"] * 2 * 4 * 2

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer, plan_groups
+from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer
+from kvplan.planning.groups import plan_groups
 
 DESC = CacheDesc(4, (8, 16, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="block token head dim")
 PLAN = kvplan.plan(

@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, GroupPlan, Rows, Transfer, plan_groups, reference
+from kvplan import CacheDesc, DataType, GroupPlan, Rows, Transfer, reference
+from kvplan.planning.groups import plan_groups
 from tests.planning.unlike import Cache, caches, expected, models, of_one_request
 from tests.support.refusals import refused
 

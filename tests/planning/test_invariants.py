@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvplan import Coalesce, Plan
 from kvplan.planning import reference
 from kvplan.planning.invariants import check_invariants
-from tests.planning.transfers import Tensors, Transfer, transfers
+from tests.planning.transfers import Example, Tensors, transfers
 
 coalescings = st.sampled_from(Coalesce)
 
 
-def written_by(plan: Plan, transfer: Transfer) -> Tensors:
-    src, dst = transfer.memory()
+def written_by(plan: Plan, example: Example) -> Tensors:
+    src, dst = example.memory()
     reference.execute(plan, src, dst)
     return dst
 
@@ -30,67 +30,67 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
 
 
 @given(transfers(), coalescings)
-def test_execution_is_what_the_specification_says(transfer: Transfer, how: Coalesce) -> None:
-    expected = transfer.apply(*transfer.memory())
-    assert_same(written_by(transfer.plan(how), transfer), expected)
+def test_execution_is_what_the_specification_says(example: Example, how: Coalesce) -> None:
+    expected = example.apply(*example.memory())
+    assert_same(written_by(example.plan(how), example), expected)
 
 
 @given(transfers(), coalescings)
-def test_every_byte_is_in_bounds_and_written_once(transfer: Transfer, how: Coalesce) -> None:
-    plan = transfer.plan(how)
-    writes = np.zeros(transfer.dst.tensor_nbytes, dtype=int)
+def test_every_byte_is_in_bounds_and_written_once(example: Example, how: Coalesce) -> None:
+    plan = example.plan(how)
+    writes = np.zeros(example.dst.tensor_nbytes, dtype=int)
     for src, dst, nbytes in plan.segments:
         assert nbytes > 0
-        assert src + nbytes <= transfer.src.tensor_nbytes
-        assert dst + nbytes <= transfer.dst.tensor_nbytes
+        assert src + nbytes <= example.src.tensor_nbytes
+        assert dst + nbytes <= example.dst.tensor_nbytes
         writes[dst : dst + nbytes] += 1
     assert writes.max() == 1
     assert len(set(plan.dst_tensors)) == len(plan.dst_tensors)
-    assert set(plan.src_tensors) <= set(range(transfer.src.num_tensors))
-    assert set(plan.dst_tensors) <= set(range(transfer.dst.num_tensors))
+    assert set(plan.src_tensors) <= set(range(example.src.num_tensors))
+    assert set(plan.dst_tensors) <= set(range(example.dst.num_tensors))
     check_invariants(plan)
 
 
 @given(transfers(), coalescings)
-def test_it_copies_as_many_bytes_as_were_asked_for(transfer: Transfer, how: Coalesce) -> None:
-    plan = transfer.plan(how)
-    assert plan.nbytes == transfer.nbytes
-    assert plan.num_slices == len(transfer.moves)
-    assert list(zip(plan.src_tensors, plan.dst_tensors, strict=True)) == transfer.tensor_pairs
-    assert plan.num_descriptors == len(transfer.tensor_pairs) * len(plan.segments)
+def test_it_copies_as_many_bytes_as_were_asked_for(example: Example, how: Coalesce) -> None:
+    plan = example.plan(how)
+    assert plan.nbytes == example.nbytes
+    assert plan.num_slices == len(example.moves)
+    assert list(zip(plan.src_tensors, plan.dst_tensors, strict=True)) == example.tensor_pairs
+    assert plan.num_descriptors == len(example.tensor_pairs) * len(plan.segments)
 
 
 @given(transfers())
-def test_coalescing_changes_segments_but_no_byte(transfer: Transfer) -> None:
+def test_coalescing_changes_segments_but_no_byte(example: Example) -> None:
     none, caller, in_order = (
-        transfer.plan(how) for how in (Coalesce.NONE, Coalesce.CALLER_ORDER, Coalesce.SORTED)
+        example.plan(how) for how in (Coalesce.NONE, Coalesce.CALLER_ORDER, Coalesce.SORTED)
     )
-    assert len(none.segments) == len(transfer.moves) == none.num_slices
+    assert len(none.segments) == len(example.moves) == none.num_slices
     assert len(caller.segments) <= len(none.segments)
     assert len(in_order.segments) <= len(none.segments)
-    assert transfer.plan(True) == in_order
-    assert transfer.plan(False) == none
+    assert example.plan(True) == in_order
+    assert example.plan(False) == none
     verdicts = {none.diff(other).splitlines()[-1] for other in (caller, in_order)}
     assert all("equivalent" in verdict for verdict in verdicts)
 
 
 @given(transfers())
-def test_no_two_segments_are_left_that_could_merge_when_neighbours(transfer: Transfer) -> None:
+def test_no_two_segments_are_left_that_could_merge_when_neighbours(example: Example) -> None:
     for how in (Coalesce.CALLER_ORDER, Coalesce.SORTED):
-        segments = list(transfer.plan(how).segments)
+        segments = list(example.plan(how).segments)
         for (src, dst, nbytes), (next_src, next_dst, _) in pairwise(segments):
             assert (src + nbytes, dst + nbytes) != (next_src, next_dst)
 
 
 @given(transfers())
-def test_sorted_segments_depend_on_what_is_copied_not_on_its_order(transfer: Transfer) -> None:
-    segments = list(transfer.plan(Coalesce.SORTED).segments)
+def test_sorted_segments_depend_on_what_is_copied_not_on_its_order(example: Example) -> None:
+    segments = list(example.plan(Coalesce.SORTED).segments)
     assert segments == sorted(segments)
 
 
 @given(transfers(), coalescings)
-def test_json_gives_the_same_plan_back(transfer: Transfer, how: Coalesce) -> None:
-    plan = transfer.plan(how)
+def test_json_gives_the_same_plan_back(example: Example, how: Coalesce) -> None:
+    plan = example.plan(how)
     document = json.loads(json.dumps(plan.to_dict()))
     again = Plan.from_dict(document)
     assert again == plan
@@ -100,8 +100,8 @@ def test_json_gives_the_same_plan_back(transfer: Transfer, how: Coalesce) -> Non
 
 
 @given(transfers(), st.data())
-def test_pieces_by_layer_copy_what_the_whole_does(transfer: Transfer, data: st.DataObject) -> None:
-    plan = transfer.plan()
+def test_pieces_by_layer_copy_what_the_whole_does(example: Example, data: st.DataObject) -> None:
+    plan = example.plan()
     layers = plan.src_layers
     cut = data.draw(st.integers(layers.start, layers.stop))
     pieces = [
@@ -109,8 +109,8 @@ def test_pieces_by_layer_copy_what_the_whole_does(transfer: Transfer, data: st.D
         for part in (range(layers.start, cut), range(cut, layers.stop))
         if len(part)
     ]
-    src, dst = transfer.memory()
-    expected = transfer.apply(src, dst)
+    src, dst = example.memory()
+    expected = example.apply(src, dst)
     for piece in reversed(pieces):
         reference.execute(piece, src, dst)
     assert_same(dst, expected)
@@ -121,9 +121,9 @@ def test_pieces_by_layer_copy_what_the_whole_does(transfer: Transfer, data: st.D
 
 
 @given(transfers())
-def test_layers_name_every_tensor_pair_once(transfer: Transfer) -> None:
-    plan = transfer.plan()
-    assert [pair for layer in plan.layers for pair in layer.tensors] == transfer.tensor_pairs
+def test_layers_name_every_tensor_pair_once(example: Example) -> None:
+    plan = example.plan()
+    assert [pair for layer in plan.layers for pair in layer.tensors] == example.tensor_pairs
     assert [layer.src_layer for layer in plan.layers] == list(plan.src_layers)
     assert [layer.dst_layer for layer in plan.layers] == list(plan.dst_layers)
     for layer in plan.layers:
@@ -133,10 +133,10 @@ def test_layers_name_every_tensor_pair_once(transfer: Transfer) -> None:
 
 
 @given(transfers(), coalescings)
-def test_descriptors_run_one_by_one_by_their_origin(transfer: Transfer, how: Coalesce) -> None:
-    plan = transfer.plan(how)
-    src, dst = transfer.memory()
-    expected = transfer.apply(src, dst)
+def test_descriptors_run_one_by_one_by_their_origin(example: Example, how: Coalesce) -> None:
+    plan = example.plan(how)
+    src, dst = example.memory()
+    expected = example.apply(src, dst)
     segments = list(plan.segments)
     for index in range(plan.num_descriptors):
         origin = plan.origin(index)
@@ -145,8 +145,8 @@ def test_descriptors_run_one_by_one_by_their_origin(transfer: Transfer, how: Coa
         assert origin.dst_tensor // plan.tensors_per_layer == origin.dst_layer
         # The rows are exactly those that hold the segment's bytes.
         for first, last, offset, stride in (
-            (*origin.src_rows, src_offset, transfer.src.stride),
-            (*origin.dst_rows, dst_offset, transfer.dst.stride),
+            (*origin.src_rows, src_offset, example.src.stride),
+            (*origin.dst_rows, dst_offset, example.dst.stride),
         ):
             assert first * stride <= offset < (first + 1) * stride
             assert last * stride < offset + nbytes <= (last + 1) * stride
@@ -159,8 +159,8 @@ def test_descriptors_run_one_by_one_by_their_origin(transfer: Transfer, how: Coa
 
 
 @given(transfers(), coalescings)
-def test_columns_are_what_lowering_relies_on(transfer: Transfer, how: Coalesce) -> None:
-    segments = transfer.plan(how).segments
+def test_columns_are_what_lowering_relies_on(example: Example, how: Coalesce) -> None:
+    segments = example.plan(how).segments
     for column in (segments.src_offsets, segments.dst_offsets, segments.nbytes):
         assert column.dtype == np.dtype(np.uint64)
         assert column.dtype.isnative
@@ -171,8 +171,8 @@ def test_columns_are_what_lowering_relies_on(transfer: Transfer, how: Coalesce) 
 
 
 @given(transfers(), coalescings)
-def test_every_plan_can_be_read(transfer: Transfer, how: Coalesce) -> None:
-    plan = transfer.plan(how)
+def test_every_plan_can_be_read(example: Example, how: Coalesce) -> None:
+    plan = example.plan(how)
     table = plan.explain("table", limit=None).splitlines()
     assert len(table) == 1 + plan.num_descriptors
     assert repr(plan).startswith(f"<Plan {plan.operation} {plan.kind} L")

@@ -22,11 +22,8 @@ from kvplan import (
     Plan,
     Rows,
     Transfer,
-    plan_copy_blocks,
-    plan_gather,
-    plan_swap_blocks,
 )
-from kvplan.planning.gather import plan_gather
+from kvplan.planning.blocks import pair_tables
 
 
 class Tensor:
@@ -109,6 +106,7 @@ def test_what_stands_for_no_int_is_refused(wrong: Any) -> None:
 
 MAPPINGS = [
     {0: [1, 2], 3: [4]},
+    {0: np.array([1, 2]), 3: 4},
     [(0, 1), (0, 2), (3, 4)],
     ([0, 1], [0, 2], [3, 4]),
     np.array([[0, 1], [0, 2], [3, 4]]),
@@ -117,40 +115,31 @@ MAPPINGS = [
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_pairs_and_tensors_are_taken_as_a_mapping(mapping: Any) -> None:
-    assert plan_copy_blocks(NHD, mapping) == plan_copy_blocks(NHD, MAPPINGS[0])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mapping", [{0: 1, 2: 3}, [(0, 1), (2, 3)], Tensor([[0, 1], [2, 3]])])
-def test_pairs_and_tensors_are_swapped(mapping: Any) -> None:
-    assert plan_swap_blocks(HOST, NHD, mapping) == kvplan.plan(
-        Transfer(Rows(HOST, [0, 2]), Rows(NHD, [1, 3]))
-    )
+def test_mappings_pairs_and_tensors_are_two_tables(mapping: Any) -> None:
+    assert pair_tables("blocks", mapping) == ([0, 0, 3], [1, 2, 4])
 
 
 def test_a_tensor_is_a_block_table() -> None:
     wanted = kvplan.plan(Transfer(Rows(NHD, [1, 2]), Rows(NHD, [3, 4])), local="dst")
-    assert (
-        kvplan.plan(Transfer(Rows(NHD, Tensor([1, 2])), Rows(NHD, Tensor([3, 4]))), local="dst")
-        == wanted
-    )  # type: ignore[arg-type]
+    of_tensors = Transfer(Rows(NHD, Tensor([1, 2])), Rows(NHD, Tensor([3, 4])))
+    assert kvplan.plan(of_tensors, local="dst") == wanted
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a block for each source": (
-        lambda: plan_gather(Transfer([Rows(NHD, 1)], Rows(NHD, [2])), [NHD], NHD),  # type: ignore[list-item]
+        lambda: kvplan.plan(Transfer([Rows(NHD, 1)], Rows(NHD, [2]))),
         r"src_blocks\[0\]=1 must be a block table, .* one for each source, as in \[\[1, 2\]\]",
     ),
-    "a number for a sequence": (
-        lambda: kvplan.plan(Transfer(Rows(NHD, [0]), Rows(NHD, [1]))),  # type: ignore[dict-item]
-        r"blocks\[0\]=1 must be a sequence of int, of the blocks that it is copied to",
+    "a block for pairs": (
+        lambda: pair_tables("blocks", 5),
+        "blocks=5 must be a mapping, or pairs of a source and a destination block, not int",
     ),
     "a flat list of pairs": (
-        lambda: plan_copy_blocks(NHD, [0, 1]),  # type: ignore[list-item]
+        lambda: pair_tables("blocks", [0, 1]),
         r"blocks\[0\]=0 must be a pair of a source and a destination block",
     ),
     "three columns": (
-        lambda: plan_swap_blocks(HOST, NHD, np.zeros((2, 3), int)),
+        lambda: pair_tables("src_to_dst", np.zeros((2, 3), int)),
         r"src_to_dst of shape \(2, 3\) and int64 must have two columns",
     ),
     "a tensor on a device": (

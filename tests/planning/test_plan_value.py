@@ -28,18 +28,18 @@ from kvplan import (
     RemoteCache,
     Rows,
     Transfer,
-    plan_pull_blocks,
 )
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import Segments
-from tests.planning.transfers import Transfer, transfers
+from tests.planning.transfers import Example, transfers
 
 DESC = CacheDesc(8, (16, 3), DataType.DT_FLOAT16)
 
 
 def make(src: Any = DESC, dst: Any = DESC, **kwargs: Any) -> Plan:
-    ext_param = KvCacheExtParam(range(1, 3), range(2))
-    return plan_pull_blocks(src, dst, [4, 5, 9], [7, 8, 2], ext_param=ext_param, **kwargs)
+    layers = KvCacheExtParam(range(1, 3), range(2))
+    transfer = Transfer(Rows(src, [4, 5, 9]), Rows(dst, [7, 8, 2]), layers=layers, **kwargs)
+    return kvplan.plan(transfer, local="dst")
 
 
 PLAN = make()
@@ -152,7 +152,7 @@ def test_tables_say_which_tokens_but_copy_nothing() -> None:
 
 
 @given(transfers(), transfers())
-def test_plans_are_equal_exactly_if_their_fingerprints_are(a: Transfer, b: Transfer) -> None:
+def test_plans_are_equal_exactly_if_their_fingerprints_are(a: Example, b: Example) -> None:
     plans = [transfer.plan(how) for transfer in (a, b, a) for how in Coalesce]
     for one in plans:
         for other in plans:
@@ -327,9 +327,11 @@ def test_equal_sort_keys_are_ordered_too() -> None:
 def test_block_indices_of_more_than_31_bits_are_sorted_as_they_are(edge: int, side: str) -> None:
     few, many = (CacheDesc(1, (count, 1), DataType.DT_INT8) for count in (8, edge + 8))
     small, large = [6, 2, 4, 0], [edge, 3, edge - 2, 1]
-    tables = {"src": (many, few, large, small), "dst": (few, many, small, large)}[side]
-    plan = plan_pull_blocks(*tables)
-    pairs = sorted(zip(*tables[2:], strict=True))
+    src, dst = Rows(many, large), Rows(few, small)
+    if side == "dst":
+        src, dst = dst, src
+    plan = kvplan.plan(Transfer(src, dst))
+    pairs = sorted(zip(src.blocks, dst.blocks, strict=True))
     assert list(plan.segments) == [(src, dst, 1) for src, dst in pairs]
 
 

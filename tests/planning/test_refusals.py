@@ -25,12 +25,6 @@ from kvplan import (
     RemoteCache,
     Rows,
     Transfer,
-    plan_copy_blocks,
-    plan_copy_cache,
-    plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_cache,
-    plan_swap_blocks,
 )
 from tests.support.refusals import refused
 
@@ -44,32 +38,24 @@ ONE, THREE, SIX = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (1, 3, 6))
 HUGE = 2**70
 
 
-def pull_cache(**kwargs: Any) -> object:
-    return plan_pull_cache(SLOTS, SLOTS, **kwargs)
+def slots(
+    local: Any, src_slot: Any = 0, dst_slot: Any = 0, at: Any = 0, to: Any = 0, **more: Any
+) -> object:
+    src, dst = Rows(SLOTS, slot=src_slot, offset=at), Rows(SLOTS, slot=dst_slot, offset=to)
+    return kvplan.plan(Transfer(src, dst, **more), local=local)
 
 
-def push_cache(**kwargs: Any) -> object:
-    return plan_push_cache(SLOTS, SLOTS, **kwargs)
+def pull_blocks(src_blocks: Any, dst_blocks: Any, **more: Any) -> object:
+    transfer = Transfer(Rows(BLOCKS, src_blocks), Rows(BLOCKS, dst_blocks), **more)
+    return kvplan.plan(transfer, local="dst")
 
 
-def copy_cache(**kwargs: Any) -> object:
-    return plan_copy_cache(SLOTS, SLOTS, **kwargs)
+def slot_to_blocks(dst_blocks: Any, slot: Any = None) -> object:
+    return kvplan.plan(Transfer(Rows(SLOTS, slot=slot), Rows(BLOCKS, dst_blocks)), local="dst")
 
 
-def pull_blocks(src_blocks: Any, dst_blocks: Any, **kwargs: Any) -> object:
-    return plan_pull_blocks(BLOCKS, BLOCKS, src_blocks, dst_blocks, **kwargs)
-
-
-def slot_to_blocks(dst_blocks: Any, **kwargs: Any) -> object:
-    return plan_pull_blocks(SLOTS, BLOCKS, None, dst_blocks, **kwargs)
-
-
-def copy_blocks(blocks: Any) -> object:
-    return plan_copy_blocks(BLOCKS, blocks)
-
-
-def swap_blocks(src_to_dst: Any) -> object:
-    return plan_swap_blocks(HOST, BLOCKS, src_to_dst)
+def copy_blocks(src_blocks: Any, dst_blocks: Any, src: Any = BLOCKS, dst: Any = BLOCKS) -> object:
+    return kvplan.plan(Transfer(Rows(src, src_blocks), Rows(dst, dst_blocks)), local="both")
 
 
 def layers(src: Any, dst: Any = None, per_layer: Any = 2, desc: CacheDesc = BLOCKS) -> object:
@@ -83,30 +69,37 @@ def remote(key: Any, desc: CacheDesc) -> RemoteCache:
 
 INVALID: list[tuple[Callable[[], object], list[str]]] = [
     # Slots. The reference does not check the source's in remote mode, and copies what lies behind.
-    (lambda: pull_cache(src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
-    (lambda: pull_cache(src_batch_index=-1), ["src_batch_index=-1", "[0, 3)"]),
-    (lambda: pull_cache(src_batch_index=HUGE), [f"src_batch_index={HUGE}", "[0, 3)"]),
-    (lambda: pull_cache(dst_batch_index=3), ["dst_batch_index=3", "[0, 3)"]),
-    (lambda: push_cache(src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
-    (lambda: push_cache(dst_batch_index=-5), ["dst_batch_index=-5", "[0, 3)"]),
-    (lambda: copy_cache(src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
-    (lambda: copy_cache(dst_batch_index=3), ["dst_batch_index=3", "[0, 3)"]),
-    (lambda: slot_to_blocks([0], src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
-    (lambda: pull_blocks([0], [1], src_batch_index=1), ["src_batch_index=1", "0"]),
+    (lambda: slots("dst", src_slot=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: slots("dst", src_slot=-1), ["src_batch_index=-1", "[0, 3)"]),
+    (lambda: slots("dst", src_slot=HUGE), [f"src_batch_index={HUGE}", "[0, 3)"]),
+    (lambda: slots("dst", dst_slot=3), ["dst_batch_index=3", "[0, 3)"]),
+    (lambda: slots("src", src_slot=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: slots("src", dst_slot=-5), ["dst_batch_index=-5", "[0, 3)"]),
+    (lambda: slots("both", src_slot=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: slots("both", dst_slot=3), ["dst_batch_index=3", "[0, 3)"]),
+    (lambda: slot_to_blocks([0], slot=3), ["src_batch_index=3", "[0, 3)"]),
+    (
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0], slot=1), Rows(BLOCKS, [1])), local="dst"),
+        ["src_batch_index=1", "0"],
+    ),
+    (
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1], slot=1)), local="dst"),
+        ["dst_batch_index=1", "0"],
+    ),
     # Sizes and offsets.
-    (lambda: pull_cache(size=0), ["size=0", "-1 or > 0"]),
-    (lambda: copy_cache(size=-2), ["size=-2", "-1 or > 0"]),
-    (lambda: pull_cache(size=17), ["size=17", "src_offset=0", "[1, 16]", "row of 16 bytes"]),
-    (lambda: pull_cache(size=HUGE), [f"size={HUGE}", "[1, 16]"]),
-    (lambda: pull_cache(size=8, src_offset=9), ["size=8", "src_offset=9", "[1, 7]"]),
-    (lambda: push_cache(size=8, dst_offset=9), ["size=8", "dst_offset=9", "[1, 7]"]),
-    (lambda: pull_cache(src_offset=1), ["size=-1", "16 bytes", "src_offset=1", "[1, 15]"]),
-    (lambda: push_cache(dst_offset=1), ["size=-1", "16 bytes", "dst_offset=1", "[1, 15]"]),
-    (lambda: pull_cache(src_offset=16), ["src_offset=16", "[0, 16)"]),
-    (lambda: pull_cache(dst_offset=-1), ["dst_offset=-1", "[0, 16)"]),
-    (lambda: copy_cache(offset=-1), [" offset=-1", "[0, 16)"]),
-    (lambda: copy_cache(offset=16), [" offset=16", "[0, 16)"]),
-    (lambda: copy_cache(offset=10, size=7), ["size=7", " offset=10", "[1, 6]"]),
+    (lambda: slots("dst", nbytes=0), ["size=0", "-1 or > 0"]),
+    (lambda: slots("both", nbytes=-2), ["size=-2", "-1 or > 0"]),
+    (lambda: slots("dst", nbytes=17), ["size=17", "src_offset=0", "[1, 16]", "row of 16 bytes"]),
+    (lambda: slots("dst", nbytes=HUGE), [f"size={HUGE}", "[1, 16]"]),
+    (lambda: slots("dst", nbytes=8, at=9), ["size=8", "src_offset=9", "[1, 7]"]),
+    (lambda: slots("src", nbytes=8, to=9), ["size=8", "dst_offset=9", "[1, 7]"]),
+    (lambda: slots("dst", at=1), ["size=-1", "16 bytes", "src_offset=1", "[1, 15]"]),
+    (lambda: slots("src", to=1), ["size=-1", "16 bytes", "dst_offset=1", "[1, 15]"]),
+    (lambda: slots("dst", at=16), ["src_offset=16", "[0, 16)"]),
+    (lambda: slots("dst", to=-1), ["dst_offset=-1", "[0, 16)"]),
+    (lambda: slots("both", at=-1, to=-1), [" offset=-1", "[0, 16)"]),
+    (lambda: slots("both", at=16, to=16), [" offset=16", "[0, 16)"]),
+    (lambda: slots("both", at=10, to=10, nbytes=7), ["size=7", " offset=10", "[1, 6]"]),
     (
         lambda: kvplan.plan(Transfer(Rows(SLOTS), Rows(BLOCKS), reinterpret=True)),
         ["size=-1", "16 bytes", "[1, 4]", "dst row"],
@@ -133,39 +126,28 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: slot_to_blocks([0, 8]), ["dst_blocks[1]=8", "[0, 8)"]),
     (lambda: slot_to_blocks([3, 2, 3]), ["dst_blocks[2]=3", "dst_blocks[0]"]),
     # Copies and swaps of blocks.
-    (lambda: copy_blocks({0: [8]}), ["blocks (destination)[0]=8", "[0, 8)"]),
-    (lambda: copy_blocks({8: [0]}), ["blocks (source)[0]=8", "[0, 8)"]),
-    (lambda: copy_blocks({0: [1], 8: []}), ["blocks (source)[1]=8", "[0, 8)"]),
-    (lambda: copy_blocks({0: [1], 2: [1]}), ["(destination)[1]=1", "distinct"]),
-    (lambda: copy_blocks({0: [1, 1]}), ["(destination)[1]=1", "distinct"]),
-    (lambda: copy_blocks({0: [1], 1: [2]}), ["block 1", "order"]),
-    (lambda: copy_blocks({1: [2], 2: [1]}), ["block 2", "order"]),
+    (lambda: copy_blocks([0], [8]), ["dst_blocks[0]=8", "[0, 8)"]),
+    (lambda: copy_blocks([8], [0]), ["src_blocks[0]=8", "[0, 8)"]),
+    (lambda: copy_blocks([0, 2], [1, 1]), ["dst_blocks[1]=1", "distinct"]),
+    (lambda: copy_blocks([0, 0], [1, 1]), ["dst_blocks[1]=1", "distinct"]),
+    (lambda: copy_blocks([0, 1], [1, 2]), ["block 1", "order"]),
+    (lambda: copy_blocks([1, 2], [2, 1]), ["block 2", "order"]),
     (
-        lambda: kvplan.plan(
-            Transfer(Rows(Cache(BLOCKS, 3), [0, 1]), Rows(Cache(BLOCKS, 3), [1, 2]))
-        ),
+        lambda: copy_blocks([0, 1], [1, 2], Cache(BLOCKS, 3), Cache(BLOCKS, 3)),
         ["block 1", "order"],
     ),
     (
-        lambda: kvplan.plan(
-            Transfer(
-                Rows(Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)), [0, 1]),
-                Rows(Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)), [1, 2]),
-            )
+        lambda: copy_blocks(
+            [0, 1],
+            [1, 2],
+            Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)),
+            Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)),
         ),
         ["block 1", "order"],
     ),
-    (lambda: swap_blocks({5: 0}), ["src_to_dst (source)[0]=5", "[0, 5)"]),
-    (lambda: swap_blocks({4: 8}), ["src_to_dst (destination)[0]=8", "[0, 8)"]),
-    (lambda: swap_blocks({0: 1, 2: 1}), ["src_to_dst (destination)[1]=1", "distinct"]),
-    (
-        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [0]))),
-        ["DEVICE", "one HOST and one DEVICE"],
-    ),
-    (
-        lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(HOST, [0]))),
-        ["HOST", "one HOST and one DEVICE"],
-    ),
+    (lambda: copy_blocks([5], [0], HOST), ["src_blocks[0]=5", "[0, 5)"]),
+    (lambda: copy_blocks([4], [8], HOST), ["dst_blocks[0]=8", "[0, 8)"]),
+    (lambda: copy_blocks([0, 2], [1, 1], HOST), ["dst_blocks[1]=1", "distinct"]),
     (
         lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(ONE, [0]))),
         ["src num_tensors=4", "dst num_tensors=1", "equal"],
@@ -304,22 +286,29 @@ TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: kvplan.plan(Transfer(Rows("x"), Rows(SLOTS)), local="dst"), "src='x'"),  # type: ignore[arg-type]
     (lambda: kvplan.plan(Transfer(Rows(SLOTS), Rows(None)), local="dst"), "dst=None"),  # type: ignore[arg-type]
     (lambda: kvplan.plan(Transfer(Rows((4, 3)), Rows(SLOTS)), local="dst"), "src=(4, 3)"),  # type: ignore[arg-type]
-    (lambda: pull_cache(src_batch_index="1"), "src_batch_index='1'"),
-    (lambda: pull_cache(src_batch_index=True), "src_batch_index=True"),
-    (lambda: pull_cache(src_batch_index=1.0), "src_batch_index=1.0"),
-    (lambda: pull_cache(dst_batch_index=[1]), "dst_batch_index=[1]"),
-    (lambda: copy_cache(dst_batch_index=1.5), "dst_batch_index=1.5"),
-    (lambda: pull_blocks([0], [1], src_batch_index=False), "src_batch_index=False"),
-    (lambda: pull_cache(size=None), "size=None"),
-    (lambda: pull_cache(size=True), "size=True"),
-    (lambda: pull_cache(size=1.0), "size=1.0"),
-    (lambda: pull_cache(src_offset=None), "src_offset=None"),
-    (lambda: copy_cache(offset="0"), " offset='0'"),
-    (lambda: pull_cache(coalesce="sorted"), "coalesce='sorted'"),
-    (lambda: pull_cache(coalesce=1), "coalesce=1"),
-    (lambda: pull_cache(ext_param=None), "ext_param=None"),
-    (lambda: pull_cache(ext_param={"src_layer_range": (0, 0)}), "ext_param={"),
-    (lambda: pull_cache(ext_param=(range(1), range(1), 2)), "ext_param=("),
+    (lambda: slots("dst", src_slot="1"), "src_batch_index='1'"),
+    (lambda: slots("dst", src_slot=True), "src_batch_index=True"),
+    (lambda: slots("dst", src_slot=1.0), "src_batch_index=1.0"),
+    (lambda: slots("dst", dst_slot=[1]), "dst_batch_index=[1]"),
+    (lambda: slots("both", dst_slot=1.5), "dst_batch_index=1.5"),
+    (
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0], slot=False), Rows(BLOCKS, [1]))),
+        "src_batch_index=False",
+    ),
+    (
+        lambda: kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1], slot="0"))),
+        "dst_batch_index='0'",
+    ),
+    (lambda: slots("dst", nbytes=None), "size=None"),
+    (lambda: slots("dst", nbytes=True), "size=True"),
+    (lambda: slots("dst", nbytes=1.0), "size=1.0"),
+    (lambda: slots("dst", at=None), "src_offset=None"),
+    (lambda: slots("both", at="0", to="0"), " offset='0'"),
+    (lambda: slots("dst", coalesce="sorted"), "coalesce='sorted'"),
+    (lambda: slots("dst", coalesce=1), "coalesce=1"),
+    (lambda: slots("dst", layers=None), "layers=None"),
+    (lambda: slots("dst", layers={"src_layer_range": (0, 0)}), "layers={"),
+    (lambda: slots("dst", layers=(range(1), range(1), 2)), "layers=("),
     (lambda: layers(1), "src_layer_range=1"),
     (lambda: layers("01"), "src_layer_range='01'"),
     (lambda: layers((1,)), "src_layer_range=(1,)"),
@@ -332,20 +321,19 @@ TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: layers(None, None, "2"), "tensor_num_per_layer='2'"),
     (lambda: layers(None, None, 2.0), "tensor_num_per_layer=2.0"),
     (lambda: layers(None, None, True), "tensor_num_per_layer=True"),
-    (lambda: copy_blocks(5), "blocks=5 must be a mapping, or pairs"),
-    (lambda: copy_blocks({0: 1}), "blocks[0]=1"),
-    (lambda: copy_blocks({0: {1}}), "blocks[0]={1}"),
-    (lambda: copy_blocks({0: "12"}), "blocks (destination)"),
-    (lambda: copy_blocks({0: [1.5]}), "blocks (destination)"),
-    (lambda: copy_blocks({"0": [1]}), "blocks (source)"),
-    (lambda: copy_blocks({True: [2]}), "blocks (source)"),
-    (lambda: copy_blocks({0: [True]}), "blocks (destination)"),
-    (lambda: swap_blocks([0, 1]), "src_to_dst[0]=0 must be a pair"),
-    (lambda: swap_blocks({0: [1]}), "src_to_dst (destination)"),
-    (lambda: swap_blocks({0: None}), "src_to_dst (destination)"),
-    (lambda: pull_cache().for_layers((0, 1)), "layers=(0, 1)"),  # type: ignore[attr-defined]
-    (lambda: pull_cache().origin("0"), "descriptor='0'"),  # type: ignore[attr-defined]
-    (lambda: pull_cache().diff("0"), "other='0'"),  # type: ignore[attr-defined]
+    (lambda: copy_blocks(5, [1]), "src_blocks must be a sequence"),
+    (lambda: copy_blocks([0], 1), "dst_blocks must be a sequence"),
+    (lambda: copy_blocks([0], {1}), "dst_blocks must be a sequence"),
+    (lambda: copy_blocks([0], "1"), "dst_blocks must be a sequence"),
+    (lambda: copy_blocks([0], [1.5]), "dst_blocks must hold integers"),
+    (lambda: copy_blocks(["0"], [1]), "src_blocks must hold integers"),
+    (lambda: copy_blocks([True], [2]), "src_blocks must hold int, not bool"),
+    (lambda: copy_blocks([0], [True]), "dst_blocks must hold int, not bool"),
+    (lambda: copy_blocks([0], [[1]]), "dst_blocks"),
+    (lambda: copy_blocks([0], [None]), "dst_blocks"),
+    (lambda: slots("dst").for_layers((0, 1)), "layers=(0, 1)"),  # type: ignore[attr-defined]
+    (lambda: slots("dst").origin("0"), "descriptor='0'"),  # type: ignore[attr-defined]
+    (lambda: slots("dst").diff("0"), "other='0'"),  # type: ignore[attr-defined]
     (lambda: remote("key", BLOCKS), "key='key'"),
     (lambda: remote(BlocksCacheKey(1), None), "cache_desc=None"),  # type: ignore[arg-type]
 ]
@@ -374,7 +362,7 @@ def test_for_layers_gives_only_layers_of_the_plan(part: range) -> None:
 
 def test_a_long_value_does_not_fill_the_message() -> None:
     with pytest.raises(TypeError) as raised:
-        pull_cache(size=list(range(100_000)))
+        slots("dst", nbytes=list(range(100_000)))
     assert len(str(raised.value)) < 300
 
 

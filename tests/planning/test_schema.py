@@ -22,7 +22,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.planning import Segments
-from tests.planning.transfers import Transfer, transfers
+from tests.planning.transfers import Example, transfers
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (8, 4), DataType.DT_INT8)
@@ -256,9 +256,9 @@ def paths(document: dict[str, Any], prefix: str = "") -> list[str]:
 
 @given(transfers(), st.data())
 def test_a_damaged_document_is_refused_or_is_a_sound_plan(
-    transfer: Transfer, data: st.DataObject
+    example: Example, data: st.DataObject
 ) -> None:
-    document = json.loads(json.dumps(transfer.plan().to_dict()))
+    document = json.loads(json.dumps(example.plan().to_dict()))
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(paths(document)))
         *parents, last = path.split(".")

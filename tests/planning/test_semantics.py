@@ -45,8 +45,8 @@ class TestSize:
         assert segments(plan) == [(16, 20, 10)]
 
     def test_minus_one_pushes_and_copies_one_source_row(self) -> None:
-        for function in (plan_push_cache, plan_copy_cache):
-            plan = function(SMALL, SLOTS, src_batch_index=2, dst_batch_index=1)
+        for local in ("src", "both"):
+            plan = kvplan.plan(Transfer(Rows(SMALL, slot=2), Rows(SLOTS, slot=1)), local=local)
             assert segments(plan) == [(20, 16, 10)]
 
     def test_minus_one_never_means_less_than_the_local_row(self) -> None:

@@ -9,16 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    DataType,
-    Plan,
-    Rows,
-    Transfer,
-    execute,
-    plan_pull_blocks,
-    reference,
-)
+from kvplan import CacheDesc, DataType, Plan, Rows, Transfer, execute, reference
+from tests.planning.transfers import LOCALS
 from tests.planning.unlike import caches, expected, models, of_one_request
 from tests.support.refusals import refused
 
@@ -50,18 +42,18 @@ def transfers(draw):
     return src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
 
 
-def planned(transfer, coalesce, function=plan_pull_blocks):
+def planned(transfer, coalesce, local="dst", *, by_layer=False):
     """The plan of a transfer of blocks that was drawn."""
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
-    return function(
-        src.desc,
-        dst.desc,
-        src_blocks,
-        dst_blocks,
-        num_tokens=num_tokens,
-        src_token=src_token,
-        dst_token=dst_token,
-        coalesce=coalesce,
+    return kvplan.plan(
+        Transfer(
+            Rows(src.desc, src_blocks, first_token=src_token),
+            Rows(dst.desc, dst_blocks, first_token=dst_token),
+            num_tokens=num_tokens,
+            coalesce=coalesce,
+        ),
+        local=local,
+        by_layer=by_layer,
     )
 
 
@@ -98,24 +90,15 @@ def test_another_data_type_is_refused_of_tokens_too():
         )
 
 
-@given(transfers(), st.booleans(), st.sampled_from([plan_pull_blocks, plan_push_blocks]))
-def test_every_element_arrives_where_its_axes_say(transfer, coalesce, function):
-    assert_moves(planned(transfer, coalesce, function), *transfer)
+@given(transfers(), st.booleans(), st.sampled_from(LOCALS))
+def test_every_element_arrives_where_its_axes_say(transfer, coalesce, local):
+    assert_moves(planned(transfer, coalesce, local), *transfer)
 
 
 @given(transfers(), st.booleans())
 def test_a_push_layer_by_layer_is_the_same_push(transfer, coalesce):
-    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
-    plan = kvplan.plan(
-        Transfer(
-            Rows(src.desc, src_blocks, first_token=src_token),
-            Rows(dst.desc, dst_blocks, first_token=dst_token),
-            num_tokens=num_tokens,
-            coalesce=coalesce,
-        ),
-        local="src",
-        by_layer=True,
-    )
+    src, dst = transfer[:2]
+    plan = planned(transfer, coalesce, "src", by_layer=True)
     assert len(plan.layers) == len(set(src.layers) & set(dst.layers))
     source, target = src.tensors(1), dst.tensors(2)
     wanted = expected(src, dst, source, target, *transfer[2:])
@@ -125,31 +108,31 @@ def test_a_push_layer_by_layer_is_the_same_push(transfer, coalesce):
         np.testing.assert_array_equal(a, b)
 
 
-@given(st.data(), st.sampled_from([plan_pull_blocks, plan_push_blocks]))
-def test_a_slot_is_cut_into_blocks_by_its_tokens(data, function):
+@given(st.data(), st.sampled_from(LOCALS))
+def test_a_slot_is_cut_into_blocks_by_its_tokens(data, local):
     src, dst = data.draw(sides("slot"))
     slot = data.draw(st.integers(0, src.rows - 1))
     dst_blocks = data.draw(tables(dst))
     _, dst_blocks, last = of_one_request(src, dst, [slot], dst_blocks, 0, 0)
     num_tokens = data.draw(st.integers(1, last))
-    plan = function(
-        src.desc, dst.desc, None, dst_blocks, src_batch_index=slot, num_tokens=num_tokens
+    plan = kvplan.plan(
+        Transfer(Rows(src.desc, slot=slot), Rows(dst.desc, dst_blocks), num_tokens=num_tokens),
+        local=local,
     )
     assert plan.kind == "C2B"
     assert_moves(plan, src, dst, [slot], dst_blocks, 0, 0, num_tokens)
 
 
-@given(st.data(), st.sampled_from([plan_pull_cache, plan_push_cache]))
-def test_a_slot_goes_to_a_slot_by_its_tokens(data, function):
+@given(st.data(), st.sampled_from(LOCALS))
+def test_a_slot_goes_to_a_slot_by_its_tokens(data, local):
     src, dst = data.draw(sides("slot", "slot"))
     slots = [data.draw(st.integers(0, it.rows - 1)) for it in (src, dst)]
     num_tokens = data.draw(st.integers(1, min(src.tokens, dst.tokens)))
-    plan = function(
-        src.desc,
-        dst.desc,
-        src_batch_index=slots[0],
-        dst_batch_index=slots[1],
-        num_tokens=num_tokens,
+    plan = kvplan.plan(
+        Transfer(
+            Rows(src.desc, slot=slots[0]), Rows(dst.desc, slot=slots[1]), num_tokens=num_tokens
+        ),
+        local=local,
     )
     assert plan.kind == "C2C"
     assert_moves(plan, src, dst, [slots[0]], [slots[1]], 0, 0, num_tokens)
@@ -199,22 +182,22 @@ def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
     ],
 )
 def test_packed_elements_whose_innermost_axis_is_cut_have_no_address(src, dst):
-    descs = [
+    read, written = [
         CacheDesc(2, tuple(shape), DataType.DT_INT4, kv_tensor_format=axes)
         for *shape, axes in (src, dst)
     ]
     with refused("LLM_PARAM_INVALID", "innermost axis of packed DT_INT4"):
-        plan_pull_blocks(*descs, [0], [1])
+        kvplan.plan(Transfer(Rows(read, [0]), Rows(written, [1])))
 
 
 def test_packed_elements_need_an_innermost_axis_of_whole_bytes():
     """Three 4-bit elements: the second head would begin in the middle of a byte."""
-    descs = [
+    read, written = [
         CacheDesc(2, shape, DataType.DT_INT4, kv_tensor_format=axes)
         for shape, axes in (((4, 4, 2, 3), "NHD"), ((4, 2, 4, 3), "HND"))
     ]
     with refused("LLM_PARAM_INVALID", "innermost axis of packed DT_INT4"):
-        plan_pull_blocks(*descs, [0], [1])
+        kvplan.plan(Transfer(Rows(read, [0]), Rows(written, [1])))
 
 
 @pytest.mark.parametrize("axes", ["block state", "block token group"])

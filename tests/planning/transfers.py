@@ -1,18 +1,19 @@
 """Random transfers, and what the specification says they do: loops over rows, without a Plan.
 
-`Transfer.apply` is the second, independent oracle. It never sees offsets into a tensor, segments or
+`Example.apply` is the second, independent oracle. It never sees offsets into a tensor, segments or
 coalescing: it moves bytes between rows of (rows, stride) arrays, as the reference describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+import kvplan
 from kvplan import (
     CacheDesc,
     Coalesce,
@@ -21,16 +22,13 @@ from kvplan import (
     LLMException,
     Placement,
     Plan,
-    plan_copy_blocks,
-    plan_copy_cache,
-    plan_pull_blocks,
-    plan_pull_cache,
-    plan_push_blocks,
-    plan_push_cache,
-    plan_swap_blocks,
+    Rows,
+    Transfer,
 )
+from kvplan.planning.planner import Local
 
 Tensors = list[np.ndarray[Any, np.dtype[np.uint8]]]
+LOCALS: list[Local] = ["dst", "src", "both"]
 
 
 def has_width(data_type: DataType) -> bool:
@@ -55,43 +53,45 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """A call of a planning function, and the row moves that the specification asks for."""
+class Example:
+    """A transfer between two `CacheDesc`, and the moves that the specification asks for.
 
-    function: Callable[..., Plan]
-    src: CacheDesc
-    dst: CacheDesc
-    arguments: Mapping[str, Any]
+    Source and destination are one cache where both are one object.
+    """
+
+    local: Local
+    transfer: Transfer
     moves: list[Move]
     tensor_pairs: list[tuple[int, int]]
-    within: bool = False
-    """Source and destination are one cache."""
+
+    @property
+    def src(self) -> CacheDesc:
+        assert isinstance(self.transfer.src, Rows)
+        assert isinstance(self.transfer.src.cache, CacheDesc)
+        return self.transfer.src.cache
+
+    @property
+    def dst(self) -> CacheDesc:
+        assert isinstance(self.transfer.dst.cache, CacheDesc)
+        return self.transfer.dst.cache
 
     @property
     def reinterpret(self) -> bool:
         """Whether it copies bytes whatever they are: of other rows, or of a layer that is short."""
-        pairs = len(self.tensor_pairs)
-        per_layer = min(2, pairs)
-        if (given := self.arguments.get("ext_param")) is not None:
-            per_layer = given.tensor_num_per_layer
         of_rows = [
-            (it.data_type, it.shape[it.batch_dim_index + 1 :]) for it in (self.src, self.dst)
+            (desc.data_type, desc.shape[desc.batch_dim_index + 1 :])
+            for desc in (self.src, self.dst)
         ]
-        return pairs % per_layer != 0 or of_rows[0] != of_rows[1]
+        per_layer = min(self.transfer.layers.tensor_num_per_layer or 2, len(self.tensor_pairs))
+        return len(self.tensor_pairs) % per_layer != 0 or of_rows[0] != of_rows[1]
 
     def plan(self, coalesce: Coalesce | bool = True) -> Plan:
-        if self.function is plan_copy_blocks:
-            dst = None if self.within else self.dst
-            return plan_copy_blocks(
-                self.src,
-                self.arguments["blocks"],
-                dst,
-                coalesce=coalesce,
-                reinterpret=self.reinterpret,
-            )
-        return self.function(
-            self.src, self.dst, coalesce=coalesce, reinterpret=self.reinterpret, **self.arguments
+        transfer = msgspec.structs.replace(
+            self.transfer, coalesce=coalesce, reinterpret=self.reinterpret
         )
+        plan = kvplan.plan(transfer, local=self.local)
+        assert isinstance(plan, Plan)
+        return plan
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ class Transfer:
             ]
             for desc in (self.src, self.dst)
         )
-        return (src, src) if self.within else (src, dst)
+        return (src, src) if self.src is self.dst else (src, dst)
 
     def apply(self, src: Tensors, dst: Tensors) -> Tensors:
         """Return what `dst` must be afterwards."""
@@ -151,14 +151,14 @@ def desc_of(
 
 @st.composite
 def layer_choices(draw: st.DrawFn) -> tuple[int, int, KvCacheExtParam, list[tuple[int, int]]]:
-    """Number of tensors on both sides, an ext_param, and the tensor pairs that it means."""
+    """Numbers of tensors of both sides, layers, and the tensor pairs that these mean."""
     per_layer = draw(st.integers(1, 3))
     if draw(st.booleans()):
         # No range: all tensors, of which a layer may lack some.
         num_tensors = draw(st.integers(per_layer, 3 * per_layer))
         spelled = draw(st.sampled_from([None, (-1, -1)]))
-        ext_param = KvCacheExtParam(spelled, draw(st.sampled_from([None, (-1, -1)])), per_layer)
-        return num_tensors, num_tensors, ext_param, [(i, i) for i in range(num_tensors)]
+        layers = KvCacheExtParam(spelled, draw(st.sampled_from([None, (-1, -1)])), per_layer)
+        return num_tensors, num_tensors, layers, [(i, i) for i in range(num_tensors)]
 
     src_layers, dst_layers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     length = draw(st.integers(1, min(src_layers, dst_layers)))
@@ -177,88 +177,63 @@ def layer_choices(draw: st.DrawFn) -> tuple[int, int, KvCacheExtParam, list[tupl
         ]
         return draw(st.sampled_from([*ways, None] if length == of else ways))
 
-    ext_param = KvCacheExtParam(
-        spell(src_first, src_layers), spell(dst_first, dst_layers), per_layer
-    )
-    return src_layers * per_layer, dst_layers * per_layer, ext_param, pairs
+    layers = KvCacheExtParam(spell(src_first, src_layers), spell(dst_first, dst_layers), per_layer)
+    return src_layers * per_layer, dst_layers * per_layer, layers, pairs
 
 
 @st.composite
-def slot_to_slot(draw: st.DrawFn) -> Transfer:
-    function = draw(st.sampled_from([plan_pull_cache, plan_push_cache]))
-    src_tensors, dst_tensors, ext_param, pairs = draw(layer_choices())
+def slot_to_slot(draw: st.DrawFn) -> Example:
+    local = draw(st.sampled_from(LOCALS))
+    src_tensors, dst_tensors, layers, pairs = draw(layer_choices())
     src, dst = desc_of(draw, src_tensors, draw(rows())), desc_of(draw, dst_tensors, draw(rows()))
     src_row, dst_row = (draw(st.integers(0, desc.batch_size - 1)) for desc in (src, dst))
-    local, remote = (dst, src) if function is plan_pull_cache else (src, dst)
-    if local.stride <= remote.stride and draw(st.booleans()):
-        # -1: the local row, from its offset on, has to find room or bytes in the remote one.
-        size, src_offset, dst_offset = -1, 0, 0
-        nbytes = local.stride
+    src_offset, dst_offset = (draw(st.integers(0, desc.stride - 1)) for desc in (src, dst))
+    room = [src.stride - src_offset, dst.stride - dst_offset]
+    # None: the local row, from its offset on, has to find room or bytes in the other one.
+    whole = room[1] if local == "dst" else room[0]
+    if whole == min(room) and draw(st.booleans()):
+        nbytes, given = whole, None
     else:
-        nbytes = size = draw(st.integers(1, min(src.stride, dst.stride)))
-        src_offset = draw(st.integers(0, src.stride - nbytes))
-        dst_offset = draw(st.integers(0, dst.stride - nbytes))
-    arguments = {
-        "src_batch_index": src_row,
-        "dst_batch_index": dst_row,
-        "size": size,
-        "src_offset": src_offset,
-        "dst_offset": dst_offset,
-        "ext_param": ext_param,
-    }
-    moves = [Move(src_row, src_offset, dst_row, dst_offset, nbytes)]
-    return Transfer(function, src, dst, arguments, moves, pairs)
-
-
-@st.composite
-def copy_slot(draw: st.DrawFn) -> Transfer:
-    num_tensors, row = draw(st.integers(1, 5)), draw(rows())
-    src, dst = desc_of(draw, num_tensors, row), desc_of(draw, num_tensors, row)
-    src_row, dst_row = (draw(st.integers(0, desc.batch_size - 1)) for desc in (src, dst))
-    offset = draw(st.integers(0, src.stride - 1))
-    size = draw(st.sampled_from([-1, draw(st.integers(1, src.stride - offset))]))
-    arguments = {
-        "src_batch_index": src_row,
-        "dst_batch_index": dst_row,
-        "offset": offset,
-        "size": size,
-    }
-    nbytes = src.stride - offset if size == -1 else size
-    return Transfer(
-        plan_copy_cache,
-        src,
-        dst,
-        arguments,
-        [Move(src_row, offset, dst_row, offset, nbytes)],
-        [(i, i) for i in range(num_tensors)],
+        nbytes = given = draw(st.integers(1, min(room)))
+    return Example(
+        local,
+        Transfer(
+            Rows(src, slot=src_row, offset=src_offset),
+            Rows(dst, slot=dst_row, offset=dst_offset),
+            nbytes=given,
+            layers=layers,
+        ),
+        [Move(src_row, src_offset, dst_row, dst_offset, nbytes)],
+        pairs,
     )
 
 
 @st.composite
-def block_to_block(draw: st.DrawFn) -> Transfer:
-    function = draw(st.sampled_from([plan_pull_blocks, plan_push_blocks]))
-    src_tensors, dst_tensors, ext_param, pairs = draw(layer_choices())
+def block_to_block(draw: st.DrawFn) -> Example:
+    local = draw(st.sampled_from(LOCALS))
+    src_tensors, dst_tensors, layers, pairs = draw(layer_choices())
     row = draw(rows())
-    src, dst = desc_of(draw, src_tensors, row), desc_of(draw, dst_tensors, row)
+    src, dst = (
+        desc_of(draw, num_tensors, row, draw(st.sampled_from(Placement)))
+        for num_tensors in (src_tensors, dst_tensors)
+    )
     dst_blocks = draw(
         st.lists(st.integers(0, dst.batch_size - 1), min_size=1, unique=True).map(tuple)
     )
     src_blocks = [draw(st.integers(0, src.batch_size - 1)) for _ in dst_blocks]
-    return Transfer(
-        function,
-        src,
-        dst,
-        {"src_blocks": src_blocks, "dst_blocks": dst_blocks, "ext_param": ext_param},
+    return Example(
+        local,
+        Transfer(Rows(src, src_blocks), Rows(dst, dst_blocks), layers=layers),
         [Move(s, 0, d, 0, src.stride) for s, d in zip(src_blocks, dst_blocks, strict=True)],
         pairs,
     )
 
 
 @st.composite
-def slot_to_blocks(draw: st.DrawFn) -> Transfer:
+def slot_to_blocks(draw: st.DrawFn) -> Example:
     """The slot is cut into chunks of one block; the last one may be short."""
-    function = draw(st.sampled_from([plan_pull_blocks, plan_push_blocks]))
-    src_tensors, dst_tensors, ext_param, pairs = draw(layer_choices())
+    local = draw(st.sampled_from(LOCALS))
+    src_tensors, dst_tensors, layers, pairs = draw(layer_choices())
     src, dst = desc_of(draw, src_tensors, draw(rows())), desc_of(draw, dst_tensors, draw(rows()))
     slot = draw(st.integers(0, src.batch_size - 1))
     chunks = [
@@ -267,16 +242,13 @@ def slot_to_blocks(draw: st.DrawFn) -> Transfer:
     dst_blocks = draw(
         st.lists(st.integers(0, dst.batch_size - 1), min_size=1, max_size=len(chunks), unique=True)
     )
-    return Transfer(
-        function,
-        src,
-        dst,
-        {
-            "src_blocks": draw(st.sampled_from([None, (), []])),
-            "dst_blocks": dst_blocks,
-            "src_batch_index": slot,
-            "ext_param": ext_param,
-        },
+    return Example(
+        local,
+        Transfer(
+            Rows(src, draw(st.sampled_from([None, (), []])), slot=slot),
+            Rows(dst, dst_blocks),
+            layers=layers,
+        ),
         [
             Move(slot, start, block, 0, nbytes)
             for (start, nbytes), block in zip(chunks, dst_blocks, strict=False)
@@ -286,52 +258,20 @@ def slot_to_blocks(draw: st.DrawFn) -> Transfer:
 
 
 @st.composite
-def copy_blocks(draw: st.DrawFn) -> Transfer:
-    num_tensors, row, within = draw(st.integers(1, 5)), draw(rows()), draw(st.booleans())
-    src = desc_of(draw, num_tensors, row, min_rows=2)
-    dst = src if within else desc_of(draw, num_tensors, row)
-    order = draw(st.permutations(range(dst.batch_size)))
-    # Inside one cache, what is read and what is written are two sets of blocks.
-    written = order[: draw(st.integers(1, len(order) - within))]
-    readable = order[len(written) :] if within else range(src.batch_size)
-    blocks: dict[int, list[int]] = {}
-    for block in written:
-        blocks.setdefault(draw(st.sampled_from(readable)), []).append(block)
-    return Transfer(
-        plan_copy_blocks,
-        src,
-        dst,
-        {"blocks": blocks},
-        [Move(s, 0, d, 0, src.stride) for s, targets in blocks.items() for d in targets],
-        [(i, i) for i in range(num_tensors)],
-        within,
-    )
-
-
-@st.composite
-def swap_blocks(draw: st.DrawFn) -> Transfer:
-    num_tensors, row = draw(st.integers(1, 5)), draw(rows())
-    placements = draw(st.permutations([Placement.HOST, Placement.DEVICE]))
-    src, dst = (desc_of(draw, num_tensors, row, placement) for placement in placements)
-    size = draw(st.integers(1, min(src.batch_size, dst.batch_size)))
-    src_blocks = draw(st.permutations(range(src.batch_size)))[:size]
-    dst_blocks = draw(st.permutations(range(dst.batch_size)))[:size]
-    return Transfer(
-        plan_swap_blocks,
-        src,
-        dst,
-        {"src_to_dst": dict(zip(src_blocks, dst_blocks, strict=True))},
-        [Move(s, 0, d, 0, src.stride) for s, d in zip(src_blocks, dst_blocks, strict=True)],
+def inside_one_cache(draw: st.DrawFn) -> Example:
+    """What is read and what is written are two sets of blocks."""
+    num_tensors = draw(st.integers(1, 5))
+    desc = desc_of(draw, num_tensors, draw(rows()), min_rows=2)
+    order = draw(st.permutations(range(desc.batch_size)))
+    written = order[: draw(st.integers(1, len(order) - 1))]
+    read = [draw(st.sampled_from(order[len(written) :])) for _ in written]
+    return Example(
+        "both",
+        Transfer(Rows(desc, read), Rows(desc, written)),
+        [Move(s, 0, d, 0, desc.stride) for s, d in zip(read, written, strict=True)],
         [(i, i) for i in range(num_tensors)],
     )
 
 
-def transfers() -> st.SearchStrategy[Transfer]:
-    return st.one_of(
-        slot_to_slot(),
-        copy_slot(),
-        block_to_block(),
-        slot_to_blocks(),
-        copy_blocks(),
-        swap_blocks(),
-    )
+def transfers() -> st.SearchStrategy[Example]:
+    return st.one_of(slot_to_slot(), block_to_block(), slot_to_blocks(), inside_one_cache())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer, plan_gather
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
 from kvplan.planning.gather import plan_gather
 from kvplan.recording import read
 from tests.planning import test_gather, test_unlike

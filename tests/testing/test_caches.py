@@ -10,19 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    DataType,
-    LLMStatusCode,
-    Plan,
-    Rows,
-    Transfer,
-    load_plan,
-    plan_groups,
-)
+from kvplan import DataType, LLMStatusCode, Plan, Rows, Transfer, load_plan
+from kvplan.planning.groups import plan_groups
 from kvplan.planning.plan import OBSERVERS
 from kvplan.testing import BlockTables, Budget, GoldenPlans, make_desc, observe_plans, run_reference
 from kvplan.testing.golden import write_plan
-from tests.planning.transfers import Transfer, transfers
+from tests.planning.transfers import Example, transfers
 from tests.support.refusals import refused
 
 
@@ -109,16 +102,16 @@ def test_tables_that_cannot_be(arguments, options, message: str) -> None:  # typ
 
 
 @given(transfers())
-def test_any_plan_is_executed_on_filled_arrays(transfer: Transfer) -> None:
-    plan = transfer.plan()
+def test_any_plan_is_executed_on_filled_arrays(example: Example) -> None:
+    plan = example.plan()
     moved = run_reference(plan)
     flat = [it.reshape(-1).view(np.uint8) for it in moved.src]
-    src = [it.reshape(transfer.src.batch_size, transfer.src.stride) for it in flat]
+    src = [it.reshape(example.src.batch_size, example.src.stride) for it in flat]
     zeros = [
-        np.zeros((transfer.dst.batch_size, transfer.dst.stride), np.uint8)
-        for _ in range(transfer.dst.num_tensors)
+        np.zeros((example.dst.batch_size, example.dst.stride), np.uint8)
+        for _ in range(example.dst.num_tensors)
     ]
-    for found, wanted in zip(moved.dst, transfer.apply(src, zeros), strict=True):
+    for found, wanted in zip(moved.dst, example.apply(src, zeros), strict=True):
         assert found.reshape(-1).view(np.uint8).tobytes() == wanted.tobytes()
     assert all(it.all() for it in moved.src)  # no element is 0: what is 0 was not written
     assert not moved.groups
@@ -180,9 +173,9 @@ def test_any_plan_is_over_a_budget_of_nothing(limit: str) -> None:
 
 
 @given(transfers())
-def test_a_written_plan_is_read_again(tmp_path_factory, transfer: Transfer) -> None:  # type: ignore[no-untyped-def]
+def test_a_written_plan_is_read_again(tmp_path_factory, example: Example) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.getbasetemp() / "plan.json"
-    plan = transfer.plan()
+    plan = example.plan()
     groups = plan_groups({"b": plan, "a": plan})
     for it in (plan, groups):
         write_plan(path, it)
