@@ -167,7 +167,8 @@ class GroupOperation(TransferOperation):
         """Return the plan of the parts that are named, and the memory of both sides."""
         having = [i for i, part in enumerate(self.parts) if part.name in plans]
         ours = [self._here[i] for i in having]
-        plan = plans[""] if "" in plans else plan_groups(plans)
+        # By layers each pair of caches is an operation of its own, with the plan of that pair.
+        plan = next(iter(plans.values())) if self.by_layer or "" in plans else plan_groups(plans)
         if self._local == "both":
             return plan, joined([src for src, _ in ours]), joined([dst for _, dst in ours]), None
         pulls = self._local == "dst"

@@ -18,8 +18,6 @@ from kvplan import (
     LLMException,
     LlmRole,
     Options,
-    Rows,
-    Transfer,
 )
 from tests.faults.contents import Tensor, make_cache, pattern
 from tests.faults.states import link_of, wait_for_state
