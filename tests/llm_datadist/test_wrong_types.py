@@ -19,7 +19,7 @@ OFFICIAL: Any = official.CacheDesc(2, [2, 8], official.DataType.DT_INT8)
 def test_an_official_description_is_no_native_one() -> None:
     with pytest.raises(TypeError) as caught:
         kvplan.plan(Transfer(Rows(OFFICIAL, slot=0), Rows(NATIVE, slot=1)))
-    native = "kvplan.types.CacheDesc, kvplan.types.Cache or kvplan.types.RemoteCache"
+    native = "kvplan.types.CacheDesc or kvplan.types.Cache or kvplan.types.RemoteCache"
     assert f"must be {native}, not {type(OFFICIAL).__module__}.CacheDesc;" in str(caught.value)
 
 
