@@ -35,11 +35,9 @@ def copy_blocks(datadist: LlmDataDist) -> None:
     """One block to two others, another to one."""
     cache = datadist.allocate_blocks_cache(DEVICE)
     datadist.write_cache(cache, numbered(DEVICE))
-    print(
-        datadist.plan(Transfer(Rows(cache, [1, 1, 2]), Rows(cache, [4, 6, 5]))).explain(),
-        end="\n\n",
-    )
-    datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})
+    transfer = Transfer(Rows(cache, [1, 1, 2]), Rows(cache, [4, 6, 5]))
+    print(datadist.plan(transfer).explain(), end="\n\n")
+    datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})  # the same copy, by the short name
     expected = numbered(DEVICE)
     expected[:, [4, 6]], expected[:, 5] = expected[:, [1, 1]], expected[:, 2]
     check("block 1 in 4 and 6, block 2 in 5", datadist.read_cache(cache), expected)

@@ -65,7 +65,7 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, options: argparse.N
     check("pull_blocks", blocks.read(), expected)
 
     request = CacheKey(PREFILL, REQUEST)
-    manager.pull_cache(request, contiguous, dst_batch_index=2)
+    manager.pull_cache(request, contiguous, batch_index=2)
     expected = empty[1].copy()
     expected[:, 2] = numbered(SLOTS)[:, 1]
     check("pull_cache", slots.read(), expected)

@@ -1,7 +1,9 @@
 """Pull: decode fetches the KV cache of a prompt from prefill, whose Python takes no part in it.
 
 Three pulls between two processes, each by one call, for all layers at once: blocks into blocks, a
-slot into a slot, and a slot, cut up, into blocks. The first one is planned and printed before.
+slot into a slot, and a slot, cut up, into blocks. The first one is planned and printed before. It
+is a `Transfer`, a value that can be planned, run, submitted and moved by layers; the others use
+the short names of whole pulls, which build the same value.
 """
 
 import argparse
@@ -55,8 +57,9 @@ def decode(pipe: Connection) -> None:
         paged = datadist.allocate_blocks_cache(PAGED)
         theirs, mine = [4, 5, 9], [7, 8, 2]
         key = BlocksCacheKey(PREFILL)
-        print(datadist.plan(Transfer(Rows(key, theirs), Rows(paged, mine))).explain(), end="\n\n")
-        datadist.pull_blocks(key, paged, theirs, mine)
+        transfer = Transfer(Rows(key, theirs), Rows(paged, mine))
+        print(datadist.plan(transfer).explain(), end="\n\n")
+        datadist.run(transfer)
         expected = np.zeros_like(numbered(PAGED))
         expected[:, mine] = numbered(PAGED)[:, theirs]
         check(f"blocks {theirs} of prefill, in blocks {mine}", datadist.read_cache(paged), expected)

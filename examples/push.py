@@ -46,12 +46,9 @@ def prefill(pipe: Connection) -> None:
             datadist.write_cache(cache, numbered(cache.cache_desc))
 
         key = BlocksCacheKey(DECODE)
-        print(
-            datadist.plan(Transfer(Rows(paged, MINE), Rows(key, THEIRS))).explain(),
-            end="\n\n",
-            flush=True,
-        )
-        datadist.push_blocks(paged, key, MINE, THEIRS)
+        transfer = Transfer(Rows(paged, MINE), Rows(key, THEIRS))
+        print(datadist.plan(transfer).explain(), end="\n\n", flush=True)
+        datadist.run(transfer)
 
         slot = CacheIndex(DECODE, slots_id, batch_index=2)
         for layer in range(2):

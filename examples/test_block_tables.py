@@ -42,14 +42,12 @@ def plan_fetch(
     desc: CacheDesc, theirs: list[int], mine: list[int], num_tokens: int, num_cached: int
 ) -> Plan:
     """What decode pulls: the tokens of the prompt that are not in its prefix cache."""
-    return kvplan.plan(
-        Transfer(
-            Rows(desc, theirs, first_token=num_cached),
-            Rows(desc, mine, first_token=num_cached),
-            num_tokens=num_tokens - num_cached,
-        ),
-        local="dst",
+    fetch = Transfer(
+        Rows(desc, theirs, first_token=num_cached),
+        Rows(desc, mine, first_token=num_cached),
+        num_tokens=num_tokens - num_cached,
     )
+    return kvplan.plan(fetch, local="dst")
 
 
 def check_tokens(
@@ -95,17 +93,16 @@ def test_any_request(
 
 def test_a_push_moves_the_same_bytes(kvplan_desc: Callable[..., CacheDesc]) -> None:
     desc = kvplan_desc("NHD", blocks=64, tokens=BLOCK_TOKENS, layers=2)
-    pull = kvplan.plan(Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 2])), local="dst")
-    pull.assert_equivalent(
-        kvplan.plan(Transfer(Rows(desc, [9, 4, 5]), Rows(desc, [2, 7, 8])), local="src")
-    )
+    pull = Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 2]))
+    push = Transfer(Rows(desc, [9, 4, 5]), Rows(desc, [2, 7, 8]))
+    kvplan.plan(pull, local="dst").assert_equivalent(kvplan.plan(push, local="src"))
 
 
 def test_a_wrong_table_is_seen(kvplan_desc: Callable[..., CacheDesc]) -> None:
     """What a failure says: which block, and how many bytes."""
     desc = kvplan_desc("NHD", blocks=64, tokens=BLOCK_TOKENS, layers=2)
-    right = kvplan.plan(Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 2])), local="dst")
+    theirs = Rows(desc, [4, 5, 9])
+    right = kvplan.plan(Transfer(theirs, Rows(desc, [7, 8, 2])), local="dst")
+    wrong = kvplan.plan(Transfer(theirs, Rows(desc, [7, 8, 3])), local="dst")
     with pytest.raises(AssertionError, match=r"dst_blocks\[2\] is 3, and was 2"):
-        right.assert_equivalent(
-            kvplan.plan(Transfer(Rows(desc, [4, 5, 9]), Rows(desc, [7, 8, 3])), local="dst")
-        )
+        right.assert_equivalent(wrong)

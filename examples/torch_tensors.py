@@ -12,14 +12,21 @@ import multiprocessing
 import sys
 from multiprocessing.connection import Connection
 
-from kvplan import Rows, Transfer
-
 try:
     import torch
 except ModuleNotFoundError:
     sys.exit("this example needs torch: pip install torch")
 
-from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, LlmDataDist, LlmRole, Shard
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    LlmDataDist,
+    LlmRole,
+    Rows,
+    Shard,
+    Transfer,
+)
 
 PREFILL, DECODE = 1, 2
 LAYERS, HEADS, DIM = 4, 8, 64
@@ -73,9 +80,10 @@ def decode(pipe: Connection) -> None:
         datadist.link_clusters([ClusterInfo(PREFILL, pipe.recv())]).raise_for_status()
         cache = datadist.register_blocks_cache(desc, tensors)
         key = BlocksCacheKey(PREFILL)
-        plan = datadist.plan(Transfer(Rows(key, THEIRS), Rows(cache, MINE), num_tokens=TOKENS))
+        transfer = Transfer(Rows(key, THEIRS), Rows(cache, MINE), num_tokens=TOKENS)
+        plan = datadist.plan(transfer)
         print(f"prefill: {plan.src}\ndecode:  {plan.dst}\n{plan!r}")
-        datadist.pull_blocks(key, cache, THEIRS, MINE, num_tokens=TOKENS)
+        datadist.run(transfer)
         pipe.send("done")
 
     expected = flash_infer(blocks=40, block_size=8)

@@ -38,7 +38,6 @@ from kvplan import (
     Rows,
     Transfer,
     execute,
-    plan_pull_blocks,
 )
 from kvplan.device.ascend import AscendDevice
 from kvplan.device.memory import DeviceMemory
@@ -123,7 +122,10 @@ def copies(arguments: argparse.Namespace) -> int:
     """Inside one process: asynchronous batches with pinned memory, synchronous ones without."""
     desc = described(arguments, Placement.DEVICE)
     here, there = scattered(arguments)
-    forth, back = (plan_pull_blocks(desc, desc, *it) for it in ((here, there), (there, here)))
+    forth, back, inside = (
+        kvplan.plan(Transfer(Rows(desc, read), Rows(desc, written)), local="dst")
+        for read, written in ((here, there), (there, here), (there, there))
+    )
     wrong = False
     with ExitStack() as stack:
         device = AscendDevice(arguments.device_id)
@@ -136,12 +138,7 @@ def copies(arguments: argparse.Namespace) -> int:
             given[:] = np.random.default_rng(1).integers(1, 256, given.shape, np.uint8)
             steps: list[tuple[str, Any, Any, Any]] = [
                 (f"{kind} host -> device", forth, HostMemory.from_arrays(list(given)), first),
-                (
-                    "device -> device",
-                    kvplan.plan(Transfer(Rows(desc, there), Rows(desc, there)), local="dst"),
-                    first,
-                    second,
-                ),
+                ("device -> device", inside, first, second),
                 (f"device -> {kind} host", back, second, HostMemory.from_arrays(list(got))),
             ]
             for name, plan, source, target in steps:

@@ -21,7 +21,16 @@ import numpy as np
 
 import kvnative
 import kvplan
-from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Rows,
+    Transfer,
+)
 
 DESC = CacheDesc(num_tensors=4, shape=(16, 8, 2, 16), data_type=DataType.DT_FLOAT16)
 THEIRS, MINE = [4, 5, 9], [7, 8, 2]
@@ -73,7 +82,8 @@ def main() -> None:
         f" {platform.machine()}, NumPy {np.__version__}: {len(modules)} modules imported"
         f" from {Path(kvplan.__file__).parents[1]}{gil}"
     )
-    print(f"  {kvplan.plan_pull_blocks(DESC, DESC, THEIRS, MINE)!r}")
+    plan = kvplan.plan(Transfer(Rows(DESC, THEIRS), Rows(DESC, MINE)), local="dst")
+    print(f"  {plan!r}")
     for transport in sys.argv[1:] or ("local", "tcp"):
         pull({"kvplan.transport": transport})
         print(

@@ -202,8 +202,8 @@ def demonstrate(
     decoder.send(PlantWrongHead())
     planted: WrongHead = workers.answer(decoder)
     console.lines(
-        f"gather_blocks refuses it:\n  {planted.refusal}\n\n"
-        f"pull_blocks from that process alone does not:\n{planted.difference}\n"
+        f"a gather refuses it:\n  {planted.refusal}\n\n"
+        f"a pull from that process alone does not:\n{planted.difference}\n"
     )
     found = workers.answer(decoder)
     heads = head - 1, offers[-1].heads[1] - 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole, Plan
+from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole, Plan, Rows, Transfer
 from kvplan.debug import locate
 
 from .device import described, options, tensors_of
@@ -92,12 +92,11 @@ def run(channel: Channel, settings: Settings) -> None:
         channel.progress(f"linked over {link.transport}: {link.way}")
 
         key = BlocksCacheKey(PREFILL_CLUSTER)
-        arguments = (key, cache, handover.block_table, mine)
-        plan_it, pull = datadist.plan_pull_blocks, datadist.pull_blocks
-        channel.answer(moved(plan_it, pull, arguments, link_seconds))
+        pull = Transfer(Rows(key, handover.block_table), Rows(cache, mine))
+        channel.answer(moved(datadist, pull, link_seconds))
         pulled = tensors.snapshot()
         generate()
-        right = plan_it(*arguments)
+        right = datadist.plan(pull)
         offers: list[OfferedHeads] = []
 
         while True:
@@ -121,7 +120,7 @@ def run(channel: Channel, settings: Settings) -> None:
                     broken = list(handover.block_table)
                     entry = position // settings.block_size
                     broken[entry] = broken[(entry + 1) % num_pulled]
-                    wrong = (key, cache, broken, mine)
-                    channel.answer(moved(plan_it, pull, wrong, right=right))
-                    channel.answer(located(pulled, tensors, plan_it(*wrong)))
+                    wrong = Transfer(Rows(key, broken), Rows(cache, mine))
+                    channel.answer(moved(datadist, wrong, right=right))
+                    channel.answer(located(pulled, tensors, datadist.plan(wrong)))
                     generate()

@@ -30,35 +30,18 @@ def gathered(
     clusters = [ClusterInfo(it.cluster_id, it.listen_address) for it in offers]
     datadist.link_clusters(clusters).raise_for_status()
     link_seconds = time.perf_counter() - started
-    keys = [BlocksCacheKey(it.cluster_id, RIGHT) for it in offers]
-    tables = [it.block_table for it in offers]
-    num_tokens = offers[0].num_tokens
+    sources = [offered_rows(offer, RIGHT) for offer in offers]
+    gather = Transfer(sources, Rows(cache, mine), num_tokens=offers[0].num_tokens)
 
     started = time.perf_counter()
-    plans = datadist.plan(
-        Transfer(
-            [Rows(cache, blocks) for cache, blocks in zip(keys, tables, strict=True)],
-            Rows(cache, mine),
-            num_tokens=num_tokens,
-        )
-    )
+    parts = datadist.plan(gather).groups.values()
     plan_seconds = time.perf_counter() - started
-    taken = [it for it in plans if it is not None]
-    first, repeated = timed(
-        lambda: datadist.run(
-            Transfer(
-                [Rows(cache, blocks) for cache, blocks in zip(keys, tables, strict=True)],
-                Rows(cache, mine),
-                num_tokens=num_tokens,
-            ),
-            timeout_ms=TIMEOUT_MS,
-        )
-    )
+    first, repeated = timed(lambda: datadist.run(gather, timeout_ms=TIMEOUT_MS))
     return Moved(
-        explanation="\n\n".join(it.explain(limit=EXPLAINED_ROWS) for it in taken),
-        nbytes=sum(it.nbytes for it in taken),
-        num_slices=sum(it.num_slices * it.num_tensor_pairs for it in taken),
-        num_descriptors=sum(it.num_descriptors for it in taken),
+        explanation="\n\n".join(part.explain(limit=EXPLAINED_ROWS) for part in parts),
+        nbytes=sum(part.nbytes for part in parts),
+        num_slices=sum(part.num_slices * part.num_tensor_pairs for part in parts),
+        num_descriptors=sum(part.num_descriptors for part in parts),
         plan_seconds=plan_seconds,
         transfer_seconds=first,
         repeated_seconds=repeated,
@@ -74,32 +57,23 @@ def with_wrong_head(
     Returns the plan of that pull, too.
     """
     last = offers[-1]
-    keys = [BlocksCacheKey(it.cluster_id, RIGHT) for it in offers]
-    wrong = BlocksCacheKey(last.cluster_id, WRONG)
-    tables = [it.block_table for it in offers]
     num_tokens = last.num_tokens
+    right, wrong = offered_rows(last, RIGHT), offered_rows(last, WRONG)
+    others = [offered_rows(offer, RIGHT) for offer in offers[:-1]]
+    target = Rows(cache, mine)
     try:
-        datadist.run(
-            Transfer(
-                [
-                    Rows(cache, blocks)
-                    for cache, blocks in zip([*keys[:-1], wrong], tables, strict=True)
-                ],
-                Rows(cache, mine),
-                num_tokens=num_tokens,
-            )
-        )
+        datadist.run(Transfer([*others, wrong], target, num_tokens=num_tokens))
     except LLMException as error:
         refusal = str(error)
     else:
         raise AssertionError("a gather that lacks a head was not refused")
-    plans = [
-        datadist.plan(
-            Transfer(Rows(it, last.block_table), Rows(cache, mine), num_tokens=num_tokens)
-        )
-        for it in (keys[-1], wrong)
-    ]
-    datadist.pull_blocks(
-        wrong, cache, last.block_table, mine, num_tokens=num_tokens, timeout_ms=TIMEOUT_MS
-    )
-    return WrongHead(refusal, plans[0].diff(plans[1])), plans[1]
+    pull = Transfer(wrong, target, num_tokens=num_tokens)
+    expected = datadist.plan(Transfer(right, target, num_tokens=num_tokens))
+    planned = datadist.plan(pull)
+    datadist.run(pull, timeout_ms=TIMEOUT_MS)
+    return WrongHead(refusal, expected.diff(planned)), planned
+
+
+def offered_rows(offer: OfferedHeads, model_id: int) -> Rows:
+    """Return the blocks of the request at one prefill process."""
+    return Rows(BlocksCacheKey(offer.cluster_id, model_id), offer.block_table)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
-from kvplan import Plan
+from kvplan import LlmDataDist, Plan, Transfer
 
 from .messages import Moved
 
@@ -18,20 +17,19 @@ EXPLAINED_ROWS = 6
 
 
 def moved(
-    plan_it: Callable[..., Plan],
-    move_it: Callable[..., None],
-    arguments: tuple[Any, ...],
+    datadist: LlmDataDist,
+    transfer: Transfer,
     link_seconds: float | None = None,
     right: Plan | None = None,
 ) -> Moved:
-    """Plan, then move: the same arguments to `plan_pull_blocks` and `pull_blocks`, or push.
+    """Plan a transfer, then move it.
 
     `right` is the plan that this one should have been, if it is wrong on purpose.
     """
     started = time.perf_counter()
-    plan = plan_it(*arguments)
+    plan = datadist.plan(transfer)
     plan_seconds = time.perf_counter() - started
-    first, repeated = timed(lambda: move_it(*arguments, timeout_ms=TIMEOUT_MS))
+    first, repeated = timed(lambda: datadist.run(transfer, timeout_ms=TIMEOUT_MS))
     return Moved(
         explanation=plan.explain(limit=EXPLAINED_ROWS),
         nbytes=plan.nbytes,

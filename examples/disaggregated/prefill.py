@@ -6,7 +6,17 @@ import gc
 
 import numpy as np
 
-from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, DataType, LlmDataDist, LlmRole, Shard
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Rows,
+    Shard,
+    Transfer,
+)
 
 from .by_layer import pushed_by_layer
 from .device import described, options, tensors_of
@@ -55,13 +65,9 @@ def run(channel: Channel, settings: Settings) -> None:
                 by_layer = (datadist, cache, block_table, target, model, prompt)
                 channel.answer(pushed_by_layer(*by_layer, channel.progress))
                 continue
-            arguments = (
-                cache,
-                CacheIndex(DECODE_CLUSTER, target.cache_id),
-                block_table,
-                target.block_table,
-            )
-            channel.answer(moved(datadist.plan_push_blocks, datadist.push_blocks, arguments))
+            there = CacheIndex(DECODE_CLUSTER, target.cache_id)
+            push = Transfer(Rows(cache, block_table), Rows(there, target.block_table))
+            channel.answer(moved(datadist, push))
 
 
 def cache_desc(config: LlamaConfig, num_blocks: int, block_size: int) -> CacheDesc:

@@ -173,7 +173,8 @@ class GroupOperation(TransferOperation):
     def prepared(self, plans: dict[str, Plan]) -> Prepared:
         """Return the plan of the parts that are named, and the memory of both sides."""
         having = [i for i, part in enumerate(self.parts) if part.name in plans]
-        plan = plans[""] if "" in plans else plan_groups(plans)
+        # By layers each pair of caches is an operation of its own, with the plan of that pair.
+        plan = next(iter(plans.values())) if self.by_layer or "" in plans else plan_groups(plans)
         read = [src[1] for i in having if (src := self._own[i][0]) is not None]
         written = [dst[1] for i in having if (dst := self._own[i][1]) is not None]
         if self._local == "both":

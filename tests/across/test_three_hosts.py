@@ -8,9 +8,11 @@ from tests.across.engine import NBYTES, PATIENT, QUICK, Engine
 from tools.namespaces import Namespace
 
 BOTH = """
+from kvplan import Rows, Transfer
+
 caches = [make_cache(it.datadist, "allocated", None, it.cache.cache_desc) for _ in peers]
 tasks = [
-    it.datadist.submit_pull_cache(CacheIndex(peer, remote), cache)
+    it.datadist.submit(Transfer(Rows(CacheIndex(peer, remote)), Rows(cache)))
     for (peer, remote), (cache, _) in zip(peers, caches)
 ]
 """

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, CacheIndex, DataType, LlmDataDist, Shard
+from kvplan import Cache, CacheDesc, CacheIndex, DataType, LlmDataDist, Rows, Shard, Transfer
 from tests.ascend.simulator import Call, Log
 from tests.datadist.peer import Peer
 
@@ -21,10 +21,8 @@ PUT, GET = "HcclBatchPut", "HcclBatchGet"
 WAITS = ("aclrtSynchronizeStream", "aclrtSynchronizeStreamWithTimeout")
 COPIES = ("aclrtMemcpy", "aclrtMemcpyAsync", "aclrtMemcpyBatch", "aclrtMemcpyBatchAsync")
 
-TABLES = {
-    "src_blocks": np.arange(0, 2 * BLOCKS, 2).tolist(),
-    "dst_blocks": np.random.default_rng(1).permutation(NUM_BLOCKS // 2)[:BLOCKS].tolist(),
-}
+MINE = np.arange(0, 2 * BLOCKS, 2).tolist()
+THEIRS = np.random.default_rng(1).permutation(NUM_BLOCKS // 2)[:BLOCKS].tolist()
 """No two neighbours at both ends: every block is a descriptor of its own."""
 
 
@@ -58,17 +56,20 @@ def waits(log: Log) -> list[Call]:
 def arrived(user: LlmDataDist, cache: Cache, peer: Peer) -> None:
     theirs = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(cache)]"))
     for number, array in enumerate(user.arrays(cache)):
-        src, dst = TABLES["src_blocks"], TABLES["dst_blocks"]
-        assert (theirs[number][dst] == array[src]).all()
+        assert (theirs[number][THEIRS] == array[MINE]).all()
+
+
+def pushed(cache: Cache, there: CacheIndex) -> Transfer:
+    return Transfer(Rows(cache, MINE), Rows(there, THEIRS))
 
 
 def test_a_push_of_all_layers_waits_once(
     user: LlmDataDist, cache: Cache, there: CacheIndex, peer: Peer, sim_log: Log
 ) -> None:
-    plan = user.plan_push_blocks(cache, there, **TABLES)
+    plan = user.plan(pushed(cache, there))
     assert plan.num_descriptors == LAYERS * PER_LAYER == 7808
     sim_log.restart()
-    user.push_blocks(cache, there, **TABLES)
+    user.run(pushed(cache, there))
     sizes = [it.fields["descriptors"] for it in sim_log.calls(PUT)]
     assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
     assert (
@@ -84,7 +85,7 @@ def test_a_push_by_layers_waits_once_for_each(
     user: LlmDataDist, cache: Cache, there: CacheIndex, peer: Peer, sim_log: Log
 ) -> None:
     """Where each layer moves before the next is ready, as when a model computes in between."""
-    task = user.push_layers(cache, there, **TABLES)
+    task = user.layered(pushed(cache, there))
     sim_log.restart()
     for layer in task.layers:
         task.ready(layer)

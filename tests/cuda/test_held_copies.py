@@ -442,7 +442,8 @@ def run_alone(program: str, *arguments: str, **environment: str) -> None:
 
 
 FINALIZED_BEFORE = """
-from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole, Placement
+from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole
+from kvplan import Placement, Rows, Transfer
 from tests.cuda_sim.simulator import controls
 from tests.device.compute import compute_on
 
@@ -453,7 +454,8 @@ cache = datadist.allocate_blocks_cache(
     CacheDesc(4, (8, 4096), DataType.DT_UINT8, Placement.DEVICE)
 )
 compute.hold()
-tasks = [datadist.submit_copy_blocks(cache, {0: [1]}, after=compute.event()) for _ in range(6)]
+copy = Transfer(Rows(cache, [0]), Rows(cache, [1]))
+tasks = [datadist.submit(copy, after=compute.event()) for _ in range(6)]
 tasks[0].wait_done(100)
 datadist.finalize()
 for task in tasks:

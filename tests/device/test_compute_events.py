@@ -121,14 +121,6 @@ class TestInside:
         task.wait(FOREVER)
         assert not any(it.any() for it in datadist.read_cache(other))
 
-    def test_with_prepared_blocks(self, datadist: LlmDataDist, compute: Compute) -> None:
-        prepared = datadist.prepare_copy_blocks(datadist.allocate_blocks_cache(DEVICE))
-        compute.hold()
-        task = prepared.submit({0: [5]}, after=compute.event())
-        assert still(task)
-        compute.release()
-        task.wait(FOREVER)
-
 
 class TestBetween:
     """Transfers between two engines."""

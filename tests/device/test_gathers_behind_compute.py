@@ -60,10 +60,11 @@ class Gathered:
             linked.compute.fill(address + 5 * WHOLE.stride, 2 * WHOLE.stride, 9)
 
     def submit(self, dst: Cache | None = None, **more: Any) -> GatherTask:
-        tables = [[0, 3]] * len(self.sources)
-        return self.pair.prefill.submit_gather_blocks(
-            self.sources, dst or self.mine, tables, [6, 5], **more
-        )
+        return self.pair.prefill.submit(self.transfer(dst or self.mine), **more)
+
+    def transfer(self, dst: Cache) -> Transfer:
+        """Return the gather of blocks 0 and 3 of each source into blocks 6 and 5 of `dst`."""
+        return Transfer([Rows(source, [0, 3]) for source in self.sources], Rows(dst, [6, 5]))
 
     def found(self, cache: Cache | None = None) -> list[list[int]]:
         """What blocks 5 and 6 hold, by tensor."""
@@ -91,16 +92,7 @@ def test_each_source_comes_after_it(linked: Pair) -> None:
 def test_groups_come_after_it(linked: Pair) -> None:
     gathered = Gathered(linked)
     other = linked.prefill.allocate_blocks_cache(WHOLE)
-    groups = {
-        name: Transfer(
-            [
-                Rows(cache, blocks)
-                for cache, blocks in zip(gathered.sources, [[0, 3]] * NUM_TENSORS, strict=True)
-            ],
-            Rows(cache, [6, 5]),
-        )
-        for name, cache in (("one", gathered.mine), ("two", other))
-    }
+    groups = {"one": gathered.transfer(gathered.mine), "two": gathered.transfer(other)}
     task = linked.prefill.submit(groups, after=linked.compute)
     assert still(task)
     assert gathered.found(other) == [[0]] * NUM_TENSORS

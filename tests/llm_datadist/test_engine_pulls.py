@@ -66,7 +66,7 @@ def test_a_key_is_consumed_by_its_pull(pair: tuple[Peer, CacheManager]) -> None:
     with refused(NOT_EXIST):
         manager.pull_cache(CacheKey(1, 1), cache, 2)
     for _ in range(2):  # a prefix is not
-        manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache=cache, dst_batch_index=0)
+        manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache=cache, batch_index=0)
         assert [it[0].tolist() for it in found] == peer.bytes_of("cache")[:, 1].tolist()
 
 

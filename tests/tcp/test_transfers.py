@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import kvplan
 from kvnative._executor import KVN_OK, Executor
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
-from kvplan import CacheDesc, DataType, Shard, plan_pull_blocks, plan_push_blocks
+from kvplan import CacheDesc, DataType, Rows, Shard, Transfer
 from kvplan.planning import reference
 from tests.tcp.frames import Raw, answer
 from tests.tcp.peer import (
@@ -141,8 +142,8 @@ class TestShapes:
     def test_a_plan(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
     ) -> None:
-        make = plan_pull_blocks if direction == "get" else plan_push_blocks
-        plan = make(DESC, DESC, [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39])
+        transfer = Transfer(Rows(DESC, [7, 8, 9, 30, 2, 39]), Rows(DESC, [0, 20, 21, 22, 5, 39]))
+        plan = kvplan.plan(transfer, local="dst" if direction == "get" else "src")
         nbytes = plan.src.tensor_nbytes
         sides = [steady_peer.memory, local]
         if direction == "put":

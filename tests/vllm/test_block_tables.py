@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import plan_pull_blocks
+import kvplan
+from kvplan import Rows, Transfer
 from kvplan.testing import make_desc, run_reference
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +48,8 @@ def test_the_tables_are_of_one_request_without_the_null_block() -> None:
 
 def test_each_token_that_was_not_cached_arrives() -> None:
     desc, tables = make_desc(blocks=28), (documented("PREFILL"), documented("DECODE"))
-    plan = plan_pull_blocks(desc, desc, *tables, num_tokens=118, src_token=32, dst_token=32)
-    moved = run_reference(plan)
+    rows = (Rows(desc, table, first_token=32) for table in tables)
+    moved = run_reference(kvplan.plan(Transfer(*rows, num_tokens=118), local="dst"))
     for token in range(32, 150):
         (src, dst), at = (it[token // 16] for it in tables), token % 16
         assert (moved.dst[0][dst, at] == moved.src[0][src, at]).all()
