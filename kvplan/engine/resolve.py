@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final, NoReturn, Unpack, cast
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import are_whole, read_blocks
+from kvplan.planning.blocks import read_blocks
 from kvplan.planning.layers import source_tensors
 from kvplan.planning.planner import Local, plan_pair
+from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -28,6 +29,8 @@ from kvplan.validation import check_type, mismatch, shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.execution import TensorMemory
+    from kvplan.planning.blocks import Blocks
+    from kvplan.planning.plan import Kind
     from kvplan.planning.plan import Operation as PlanOperation
     from kvplan.types import AnyCacheKey
 
@@ -156,29 +159,17 @@ class TransferOperation(Operation):
                 target, dst_slot, dst_memory = self.peer(
                     "dst", dst, WRITTEN, paged=to_blocks, writable=True, table="dst_blocks"
                 )
-        if (
-            self.moves
-            and transfer.nbytes is None
-            and not (to_blocks and not src.slot is dst.slot is None)
-            and are_whole(
-                num_tokens, transfer.coalesce, src.first_token, dst.first_token, src.offset,
-                dst.offset,
-            )
-        ):  # fmt: skip
-            bound = None
+        if self.moves and _is_usual(transfer, src, dst, to_blocks=to_blocks):
+            src_rows = src_blocks if source.paged else (src_slot or 0,)
+            dst_rows = dst_blocks if to_blocks else (dst_slot or 0,)
+            kind: Kind = "C2C" if not to_blocks else "B2B" if source.paged else "C2B"
             rows_word = "blocks" if to_blocks else "cache"
-            verb = cast("PlanOperation", self.name.replace("layers", rows_word))
-            rows = self.engine.transfers.rows
-            if src_blocks is not None and dst_blocks is not None and source.paged:
-                bound = rows.bind(
-                    verb, "B2B", source, target, src_memory, dst_memory, src_blocks, dst_blocks,
-                    layers, by_layer=self.by_layer,
-                )  # fmt: skip
-            elif not to_blocks and src_blocks is None:
-                bound = rows.bind(
-                    verb, "C2C", source, target, src_memory, dst_memory, (src_slot or 0,),
-                    (dst_slot or 0,), layers, by_layer=self.by_layer,
-                )  # fmt: skip
+            bound = self.engine.transfers.rows.bind(
+                cast("PlanOperation", self.name.replace("layers", rows_word)), kind, source,
+                target, src_memory, dst_memory, cast("Blocks", src_rows), cast("Blocks", dst_rows),
+                layers, by_layer=self.by_layer, num_tokens=num_tokens, src_token=src.first_token,
+                dst_token=dst.first_token, reinterpret=reinterpret,
+            )  # fmt: skip
             if bound is not None:
                 return bound[0], src_memory, dst_memory, bound[1]
         if source.paged and local == "dst":
@@ -334,6 +325,22 @@ def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> N
 def _check_names_one(argument: str, key: CacheKey) -> None:
     if (key.req_id == NO_ID) is (key.prefix_id == NO_ID):
         raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")
+
+
+def _is_usual(transfer: Transfer, src: Rows, dst: Rows, *, to_blocks: bool) -> bool:
+    """Whether a request may be lowered without a plan: what is not usual the planner looks at."""
+    return (
+        transfer.nbytes is None
+        and transfer.coalesce is DEFAULT_COALESCE
+        and transfer.rank is None
+        and type(src.offset) is type(dst.offset) is int
+        and src.offset == dst.offset == 0
+        and (
+            (dst.slot is None and (src.blocks is None or src.slot is None))
+            if to_blocks
+            else src.blocks is None
+        )
+    )
 
 
 def _check_slot(argument: str, rows: Rows, named: int) -> None:

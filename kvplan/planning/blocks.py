@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
@@ -50,17 +49,6 @@ def read_blocks(src_blocks: object, dst_blocks: object) -> bool | None:
 def is_empty(blocks: object) -> bool:
     """Whether it is a block table without blocks, of a request of which nothing is to be moved."""
     return isinstance(blocks, Sized) and len(blocks) == 0
-
-
-def are_whole(num_tokens: int | None, coalesce: Coalesce | bool, *skipped: int) -> bool:
-    """Whether rows are asked for as by default: all of each, from its beginning on."""
-    if num_tokens is not None or coalesce is not DEFAULT_COALESCE:
-        return False
-    for it in skipped:  # a comprehension takes twice as long
-        if type(it) is int and it == 0:
-            continue
-        return False
-    return True
 
 
 def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
