@@ -47,4 +47,7 @@ class Rows:
         src_rows: Sequence[int] | NDArray[np.integer],
         dst_rows: Sequence[int] | NDArray[np.integer],
         most: int,
+        num_tokens: int = 0,
+        src_token: int = 0,
+        dst_token: int = 0,
     ) -> int: ...

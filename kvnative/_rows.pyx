@@ -209,14 +209,16 @@ cdef class Rows:
             free(allocated)
 
     def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard,
-                 dict living not None, cache_id, entry, src_rows, dst_rows, uint64_t most):
+                 dict living not None, cache_id, entry, src_rows, dst_rows, uint64_t most,
+                 int64_t num_tokens=0, int64_t src_token=0, int64_t dst_token=0):
         """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
 
         The addresses are of this process: memory of the peer is mapped here. With a guard that is
         the destination, and each write is announced. Of this process, `entry` has the rows while it
         is what `living` has by `cache_id`. Returns the bytes that were moved. 0: nothing was moved,
         as they are more than `most` or than a few rows, or as `lower` would have the planner asked,
-        or a check has failed; or the last one has, and what was moved does not count.
+        or a check has failed; or the last one has, and what was moved does not count. Tokens are
+        as of `lower`; a table that is a tuple of another class is all of a lease.
         """
         cdef kvn_announcement announced
         cdef int64_t tables[2 * FEW]
@@ -225,8 +227,10 @@ cdef class Rows:
         cdef kvn_rows_request request
         cdef kvn_rows_cut cut
         cdef const uint64_t *columns
-        cdef Py_ssize_t src_count = table_length(src_rows)
-        cdef Py_ssize_t dst_count = table_length(dst_rows)
+        cdef bint src_is_lease = isinstance(src_rows, tuple) and type(src_rows) is not tuple
+        cdef bint dst_is_lease = isinstance(dst_rows, tuple) and type(dst_rows) is not tuple
+        cdef Py_ssize_t src_count = table_length(src_rows, src_is_lease)
+        cdef Py_ssize_t dst_count = table_length(dst_rows, dst_is_lease)
         cdef Py_ssize_t pair
         cdef size_t i
         cdef size_t num = 0
@@ -235,7 +239,12 @@ cdef class Rows:
         cdef char *dst_base
         if not self.can_have(src_count, dst_count) or src_count > FEW or dst_count > FEW:
             return 0
+        if min(num_tokens, src_token, dst_token) < 0:
+            return 0
         memset(&request, 0, sizeof(request))
+        request.num_tokens = num_tokens
+        request.src.skipped, request.dst.skipped = src_token, dst_token
+        request.src.is_lease, request.dst.is_lease = src_is_lease, dst_is_lease
         request.src.rows, request.src.count = tables, src_count
         request.dst.rows, request.dst.count = tables + src_count, dst_count
         if not read_table(src_rows, tables, src_count):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from weakref import ref
 
 from kvplan.engine.telemetry import logger
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.rows import are_plain
+from kvplan.lease import BlockLease
 from kvplan.links.values import LinkState
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import OBSERVERS
@@ -35,16 +36,18 @@ if TYPE_CHECKING:
     from kvplan.engine.telemetry import Metrics
     from kvplan.execution import Transfers
     from kvplan.links import Links, PeerLink
+    from kvplan.planning.blocks import Blocks
     from kvplan.planning.plan import Kind
     from kvplan.transport.protocol import PeerMemory
     from kvplan.types import KvCacheExtParam
 
 Verb = Literal["pull_cache", "pull_blocks", "push_cache", "push_blocks"]
-_Key = tuple[Verb, int | tuple[int], int, "KvCacheExtParam | None"]
+_Key = tuple[Verb, int | tuple[int], int, "KvCacheExtParam | None", bool]
 
 _LINKED: Final = LinkState.LINKED  # of an enumeration they take longer to look up
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
+_TRANSPORT: Final = "local"  # the only one with memory of a peer that is mapped here
 _MOST: Final = 1024
 """Routes that are remembered of a link."""
 
@@ -75,14 +78,13 @@ class Routes:
         self._metrics = metrics
 
     def move(self, transfer: Transfer) -> bool:
-        """Move whole rows, and count that; False: nothing was moved."""
+        """Move what is small and usual, and count that; False: nothing was moved."""
         started = perf_counter()
         src, dst = transfer.src, transfer.dst
         if (
             OBSERVERS
             or type(src) is not Rows
             or type(dst) is not Rows
-            or transfer.num_tokens is not None
             or transfer.nbytes is not None
             or transfer.reinterpret is not False
             or transfer.coalesce is not DEFAULT_COALESCE
@@ -91,9 +93,7 @@ class Routes:
         ):
             return False
         for rows in (src, dst):
-            if type(rows.first_token) is not int or type(rows.offset) is not int:
-                return False
-            if rows.first_token or rows.offset:
+            if type(rows.first_token) is not int or type(rows.offset) is not int or rows.offset:
                 return False
         layers = transfer.layers
         if layers is not ALL_LAYERS and not are_plain(layers):
@@ -103,16 +103,37 @@ class Routes:
         cache, key = here.cache, there.cache
         if type(cache) is not Cache:
             return False
-        paged = src.blocks is not None
-        if paged is (dst.blocks is None):
-            return False
         named: int | tuple[int]
-        slot = 0
-        if type(key) is CacheIndex and not (paged and key.batch_index):
+        slot, lease = 0, None
+        src_blocks, dst_blocks, num_tokens = src.blocks, dst.blocks, transfer.num_tokens
+        if type(key) is BlockLease:
+            if not key.paged:
+                return False
+            named, lease = key.cache_id, key
+            try:
+                if pulls and dst_blocks is not None:
+                    src_blocks, num_tokens = key.request(
+                        "src_blocks", src_blocks, num_tokens, src.first_token
+                    )
+                elif not pulls and src_blocks is not None:
+                    dst_blocks, num_tokens = key.request(
+                        "dst_blocks", dst_blocks, num_tokens, dst.first_token
+                    )
+            except (LLMException, TypeError):
+                return False
+        elif type(key) is CacheIndex:
             named, slot = key.cache_id, key.batch_index
-        elif type(key) is BlocksCacheKey and paged:
+        elif type(key) is BlocksCacheKey:
             named = (key.model_id,)
         else:
+            return False
+        paged = src_blocks is not None
+        if paged is (dst_blocks is None) or (slot if paged else type(key) is not CacheIndex):
+            return False
+        by_tokens = num_tokens is not None or src.first_token > 0 or dst.first_token > 0
+        if by_tokens and not paged:
+            return False
+        if num_tokens is not None and not (type(num_tokens) is int and num_tokens > 0):
             return False
         link = self._links.peers.get(key.cluster_id)
         entry = self._living.get(cache.cache_id)
@@ -123,9 +144,7 @@ class Routes:
         if paged:
             if here.slot is not None or there.slot is not None:
                 return False
-            src_rows, dst_rows = src.blocks, dst.blocks
-            assert src_rows is not None
-            assert dst_rows is not None
+            src_rows, dst_rows = cast("Blocks", src_blocks), cast("Blocks", dst_blocks)
         else:
             if there.slot not in (None, slot):
                 return False
@@ -135,19 +154,26 @@ class Routes:
         if link.state is not _LINKED:
             return False
         verb: Verb = _VERBS[pulls, paged]
-        known: _Key = verb, named, cache.cache_id, None if layers is ALL_LAYERS else layers
+        plain_layers = None if layers is ALL_LAYERS else layers
+        known: _Key = verb, named, cache.cache_id, plain_layers, by_tokens
         route: Route | None = routes.get(known)
         if route is None or route.entry() is not entry:
-            route = self._find(verb, link, key, entry, layers)
+            route = self._find(verb, link, key, entry, layers, by_tokens=by_tokens)
             if route is None:
                 return False
             if len(routes) >= _MOST:
                 routes.clear()
             routes[known] = route
+        words = route.words
+        if lease is not None:
+            word = lease.packed_word(_TRANSPORT)
+            if word is None or lease.instance != link.instance:
+                return False
+            words += word
         try:
             nbytes = route.rows.move_now(
                 route.peer,
-                route.words,
+                words,
                 route.guard,
                 self._living,
                 cache.cache_id,
@@ -155,6 +181,9 @@ class Routes:
                 src_rows,
                 dst_rows,
                 self._transfers.small_nbytes,
+                num_tokens or 0,
+                src.first_token,
+                dst.first_token,
             )
         except ValueError:  # the link is closed
             return False
@@ -168,9 +197,11 @@ class Routes:
         self,
         verb: Verb,
         link: PeerLink,
-        there: CacheIndex | BlocksCacheKey,
+        there: CacheIndex | BlocksCacheKey | BlockLease,
         entry: CacheEntry,
         ext_param: KvCacheExtParam,
+        *,
+        by_tokens: bool,
     ) -> Route | None:
         """The route; None: there is none, for whatever reason."""
         pulls = verb in _PULLS
@@ -187,9 +218,13 @@ class Routes:
             return None
         kind: Kind = "B2B" if paged else "C2C"
         rows = (
-            self._transfers.rows.known(verb, kind, remote, local, theirs, ours, ext_param)
+            self._transfers.rows.known(
+                verb, kind, remote, local, theirs, ours, ext_param, by_tokens=by_tokens
+            )
             if pulls
-            else self._transfers.rows.known(verb, kind, local, remote, ours, theirs, ext_param)
+            else self._transfers.rows.known(
+                verb, kind, local, remote, ours, theirs, ext_param, by_tokens=by_tokens
+            )
         )
         if rows is None:
             return None

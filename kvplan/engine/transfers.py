@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, Unpack, cast, overload
+from typing import TYPE_CHECKING, Final, TypeAlias, Unpack, cast, overload
 
 from kvplan.engine.gather import Several
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
-from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan
 
 Movable: TypeAlias = "AnyTransfer | AddressRanges"
+_LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
 
 
@@ -85,7 +86,11 @@ class TransferOperations(OperationRunner):
                 where that was asked for; LLM_ENGINE_FINALIZED.
             GatherError: of a transfer with several peers: it names each that failed.
         """
-        if not options and type(transfer) is Transfer and self._moved_now(transfer):
+        if (
+            type(transfer) is Transfer
+            and (not options or _only_named(options))
+            and self._moved_now(transfer)
+        ):
             return
         timeout_ms = options.pop("timeout_ms", None)
         others = cast(SubmitOptions, options)
@@ -243,6 +248,23 @@ def _operation(
         return several
     parts = several.operations[0].parts
     return GroupOperation(engine, several.name, parts, speculative=speculative, **options)
+
+
+def _only_named(options: RunOptions) -> bool:
+    """Whether options change nothing for a transfer that is done at once."""
+    for name, value in options.items():
+        if name == "tag":
+            if type(value) is not str or len(value) > MAX_TAG or not value.isprintable():
+                return False
+        elif value is None:
+            continue
+        elif (
+            name != "timeout_ms"
+            or type(value) not in (int, float)
+            or not 0 <= cast(float, value) < _LONG_MS
+        ):
+            return False
+    return True
 
 
 def _refuse_timeout(options: Mapping[str, object]) -> None:

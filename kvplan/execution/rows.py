@@ -141,9 +141,17 @@ class RowRequests:
         src: TensorMemory,
         dst: TensorMemory,
         ext_param: KvCacheExtParam,
+        *,
+        by_tokens: bool,
     ) -> Rows | None:
-        """Return what lowers whole rows between two memories; None: the planner is always asked."""
-        pair = self._pair(operation, kind, source, target, src, dst, ext_param, False, False, False)
+        """Return what lowers requests of two memories; None: the planner is always asked.
+
+        Args:
+            by_tokens: whether the requests say tokens, or move whole rows.
+        """
+        pair = self._pair(
+            operation, kind, source, target, src, dst, ext_param, False, by_tokens, False
+        )
         return pair.cuts[0].rows if pair is not None and pair.cuts else None
 
     def _pair(
