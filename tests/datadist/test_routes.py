@@ -50,6 +50,7 @@ pytestmark = pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL there a
 
 PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)
+LAID = CacheDesc(4, (8, 4, 2, 2), DataType.DT_INT32, kv_tensor_format="block token head dim")
 KEY = BlocksCacheKey(1, 5)
 ROUTE = [Routes.move.__code__]
 
@@ -72,21 +73,26 @@ def ends() -> Iterator[Ends]:
         paged = owner.allocate_blocks_cache(PAGED, BlocksCacheKey(0, 5))
         slots = owner.allocate_cache(SLOTS)
         other = owner.allocate_blocks_cache(CacheDesc(2, (8, 16), DataType.DT_INT32))
+        laid = owner.allocate_blocks_cache(LAID, BlocksCacheKey(0, 7))
+        ended = owner.lease_blocks(laid, [1])
+        owner.release(ended)
         there = [
             KEY, BlocksCacheKey(1, 6), BlocksCacheKey(3, 5), CacheIndex(1, paged.cache_id),
             CacheIndex(1, paged.cache_id, 1), CacheIndex(1, slots.cache_id, 2),
             CacheIndex(1, slots.cache_id, 9), CacheIndex(1, 99), CacheIndex(1, other.cache_id),
-            CacheIndex(2, 1), None,
+            CacheIndex(2, 1), None, BlocksCacheKey(1, 7), ended,
+            owner.lease_blocks(paged, [3, 1, 5]), owner.lease_blocks(laid, [3, 1]),
+            owner.lease_blocks(laid, [5, 2, 7], tokens=9), owner.lease_slot(slots, 1),
         ]  # fmt: skip
         gone = user.allocate_blocks_cache(PAGED)
         user.deallocate_cache(gone)
         floats = CacheDesc(4, (8, 16), DataType.DT_FLOAT)
         mine = [
             user.allocate_blocks_cache(PAGED), user.allocate_cache(SLOTS),
-            user.allocate_blocks_cache(floats),
+            user.allocate_blocks_cache(floats), user.allocate_blocks_cache(LAID),
         ]  # fmt: skip
         arrays = [array for it in mine for array in user.arrays(it)]
-        arrays += [array for it in (paged, slots, other) for array in owner.arrays(it)]
+        arrays += [array for it in (paged, slots, other, laid) for array in owner.arrays(it)]
         yield Ends(user, there, [*mine, gone, None], arrays)
 
 
