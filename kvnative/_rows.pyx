@@ -8,7 +8,7 @@ from cpython.buffer cimport (
 )
 from cpython.list cimport PyList_Size
 from cpython.long cimport PyLong_AsLongLong
-from cpython.tuple cimport PyTuple_GetItem, PyTuple_Size
+from cpython.tuple cimport PyTuple_Size
 from libc.stddef cimport size_t
 from libc.stdint cimport (
     int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -325,14 +325,11 @@ cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
         return read_array(rows, table, count)
     try:
         for i in range(count):
-            if is_tuple:
-                entry = <object>PyTuple_GetItem(rows, i)
-            else:  # not borrowed: another thread may change the list
-                entry = rows[i]
+            entry = (<tuple>rows)[i] if is_tuple else (<list>rows)[i]
             if type(entry) is not int:
                 return False
             table[i] = PyLong_AsLongLong(entry)
-    except (OverflowError, IndexError):  # too large, or another thread takes entries out of a list
+    except (OverflowError, IndexError):  # or another thread takes entries out of a list
         return False
     return is_tuple or PyList_Size(rows) == count
 
@@ -340,7 +337,6 @@ cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
 cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
     cdef Py_buffer column
     cdef const char *letter
-    cdef Py_ssize_t i
     try:
         PyObject_GetBuffer(rows, &column, PyBUF_FULL_RO)
     except (BufferError, ValueError):  # of dates, say, or strings of any length

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MAX_PAIRS: Final = 1024
 """Pairs of memories that are remembered, with the layers that are moved between them."""
 
-_Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool]
+_Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None]
 
 _TABLES: Final = (list, tuple, np.ndarray, RequestBlocks)
 _NONE = np.empty(0, dtype=np.uint64)
@@ -83,6 +83,7 @@ class RowRequests:
         src_token: int = 0,
         dst_token: int = 0,
         reinterpret: bool = False,
+        heads: range | None = None,
     ) -> tuple[Plan, Descriptors] | None:
         """Return the plan of a request, and its descriptors; None: the planner has to be asked.
 
@@ -90,15 +91,18 @@ class RowRequests:
             src_rows, dst_rows: block tables; of a slot, its index alone.
             num_tokens, src_token, dst_token: as of `plan_pull_blocks`; of slots on both sides the
                 last two are 0.
+            heads: KV heads of the model that are moved into blocks; None: all that both have.
         """
         if type(src_token) is not int or type(dst_token) is not int:
             return None
         by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
         if by_tokens and not _are_tokens(kind, num_tokens, src_token, dst_token):
             return None
+        if heads is not None and (kind == "C2C" or heads.step != 1):
+            return None
         pair = self._pair(
             operation, kind, source, target, src, dst, ext_param, by_layer, by_tokens,
-            bool(reinterpret),
+            bool(reinterpret), heads,
         )  # fmt: skip
         if pair is None or type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
@@ -121,7 +125,7 @@ class RowRequests:
             known = common.copy()
             known["unplanned"] = (
                 src_rows, dst_rows, ext_param, by_layer, num_tokens, src_token, dst_token,
-                reinterpret,
+                reinterpret, heads,
             )  # fmt: skip
             known["num_slices"] = num_slices
             known["nbytes"] = nbytes
@@ -150,8 +154,9 @@ class RowRequests:
             by_tokens: whether the requests say tokens, or move whole rows.
         """
         pair = self._pair(
-            operation, kind, source, target, src, dst, ext_param, False, by_tokens, False
-        )
+            operation, kind, source, target, src, dst, ext_param,
+            by_layer=False, by_tokens=by_tokens,
+        )  # fmt: skip
         return pair.cuts[0].rows if pair is not None and pair.cuts else None
 
     def _pair(
@@ -164,8 +169,9 @@ class RowRequests:
         dst: TensorMemory,
         ext_param: KvCacheExtParam,
         by_layer: bool,
-        by_tokens: bool,
-        reinterpret: bool,
+        by_tokens: bool = False,
+        reinterpret: bool = False,
+        heads: range | None = None,
     ) -> _Pair | None:
         """Return what is known of two memories; None: the planner has to be asked."""
         if OBSERVERS:  # they look at each plan that is made
@@ -175,7 +181,7 @@ class RowRequests:
         layers = None if ext_param is ALL_LAYERS else ext_param
         key: _Key = (
             id(src.addresses), id(dst.addresses), operation, layers, by_layer, by_tokens,
-            reinterpret,
+            reinterpret, heads,
         )  # fmt: skip
         pair = self._pairs.get(key)
         if pair is not None and pair.source is source and pair.target is target:
@@ -184,7 +190,7 @@ class RowRequests:
         if _fits(source, src) and _fits(target, dst) and dst.writable:
             for template in templates_of(
                 operation, kind, source, target, ext_param,
-                by_layer=by_layer, by_tokens=by_tokens, reinterpret=reinterpret,
+                by_layer=by_layer, by_tokens=by_tokens, reinterpret=reinterpret, heads=heads,
             ):  # fmt: skip
                 rows = _rows(template, source, target, src, dst)
                 if rows is None:

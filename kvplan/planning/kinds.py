@@ -281,6 +281,7 @@ def plan_rows(
     src_token: int = 0,
     dst_token: int = 0,
     reinterpret: bool = False,
+    heads: range | None = None,
 ) -> Plan:
     """Plan rows of two sides: B2B, or C2B or C2C of one slot each."""
     slot = None
@@ -294,7 +295,7 @@ def plan_rows(
         )  # fmt: skip
     return plan_to_blocks(
         operation, src, dst, src_rows if slot is None else None, dst_rows, slot, num_tokens,
-        src_token, dst_token, ext_param, DEFAULT_COALESCE, reinterpret, by_layer,
+        src_token, dst_token, ext_param, DEFAULT_COALESCE, reinterpret, by_layer, heads,
     )  # fmt: skip
 
 

@@ -73,24 +73,31 @@ def templates_of(
     by_layer: bool,
     by_tokens: bool,
     reinterpret: bool,
+    heads: range | None = None,
 ) -> tuple[Template, ...]:
     """Return templates of requests between two sides; the first that takes a request is used.
 
     Args:
         by_tokens: whether requests name tokens; otherwise they are of whole rows.
+        heads: KV heads of the model that are moved; None: all that both sides have.
 
     Returns:
         Nothing if the planner refuses all such requests.
     """
     try:
-        as_bytes = not by_tokens and move_as_bytes(
-            source, target, ext_param, by_layer, chunked=kind != "B2B", reinterpret=reinterpret
+        as_bytes = (
+            not by_tokens
+            and heads is None
+            and move_as_bytes(
+                source, target, ext_param, by_layer, chunked=kind != "B2B", reinterpret=reinterpret
+            )
         )
         has_tokens = source.layout is not None and "token" in source.layout.axes
         # A request that is right between all sides: it shows what is refused whatever is asked for.
         sample = plan_rows(
             operation, kind, source, target, (0,), (0,), ext_param, by_layer,
-            1 if by_tokens or (has_tokens and not as_bytes) else None, reinterpret=reinterpret,
+            1 if by_tokens or (has_tokens and not as_bytes) else None,
+            reinterpret=reinterpret, heads=heads,
         )  # fmt: skip
         fields = {name: it for name, it in vars(sample).items() if name not in _OF_REQUESTS}
         if as_bytes:
@@ -99,7 +106,7 @@ def templates_of(
                 for it in (source, target)
             )
             return (Template(src, dst, 1, (), None, True, fields),)
-        src_start, dst_start, every_level, split = in_common(source, target)
+        src_start, dst_start, every_level, split = in_common(source, target, heads)
         src, dst = _row_shape(source, src_start), _row_shape(target, dst_start)
         run, levels = elements(source, target, every_level)
         kv = kv_level(levels, source, target)

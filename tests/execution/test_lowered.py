@@ -23,7 +23,7 @@ from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Kind, Operation
 from kvplan.planning.side import Side, side
 from tests.planning.transfers import block_to_block, copy_slot, slot_to_blocks, slot_to_slot
-from tests.planning.unlike import Cache, Model, caches, models, of_one_request
+from tests.planning.unlike import Cache, Model, caches, models, of_one_request, parts
 
 OPERATIONS: dict[Kind, tuple[Operation, Operation]] = {
     "B2B": ("pull_blocks", "push_blocks"),
@@ -215,6 +215,9 @@ def requests_of_unlike(draw: st.DrawFn) -> Request | None:
             "dst_token": tokens[1],
             "reinterpret": now_and_then(draw),
             "by_layer": draw(st.booleans()),
+            "heads": None
+            if kind == "C2C" or draw(st.integers(0, 5))
+            else draw(parts(src.model.heads)),
         },
     )
 
