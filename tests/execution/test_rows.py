@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import kvplan
 from kvnative._lower import Descriptors
 from kvnative._process import Peer
-from kvnative._rows import Rows
+from kvnative._rows import Rows as NativeRows
 from kvplan import (
     CacheDesc,
     DataType,
@@ -80,7 +80,9 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     given_rows = data.draw(forms)(src_rows), data.draw(forms)(dst_rows)
     bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, *given_rows)
     try:
-        plan = plan_pull_blocks(source, target, *given_rows)
+        plan = kvplan.plan(
+            Transfer(Rows(source, given_rows[0]), Rows(target, given_rows[1])), local="dst"
+        )
     except (LLMException, TypeError):
         assert bound is None
         return
@@ -155,7 +157,7 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
     written = [*chain(*blocks.values())]
     bound = RowRequests().bind("copy_blocks", "B2B", own, own, memory, memory, read, written)
     try:
-        plan = plan_copy_blocks(own, blocks)
+        plan = kvplan.plan(Transfer(Rows(own, read), Rows(own, written)))
     except LLMException:
         assert bound is None
         return
@@ -190,7 +192,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
             value = random.choice([*HOSTILE, src_count, dst_count, *src_rows, *dst_rows])
             table[random.randrange(len(table))] = value
     bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
-    lowers = Rows(*bases, src_count, dst_count, stride, is_one)
+    lowers = NativeRows(*bases, src_count, dst_count, stride, is_one)
     good = (
         len(src_rows) > 0
         and all(type(it) is int and 0 <= it < src_count for it in src_rows)
