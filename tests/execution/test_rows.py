@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import kvplan
 from kvnative._lower import Descriptors
 from kvnative._process import Peer
-from kvnative._rows import Rows as NativeRows
+from kvnative._rows import Rows
 from kvplan import (
     CacheDesc,
     DataType,
@@ -27,7 +27,6 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
-    Rows,
     Transfer,
     Transfers,
 )
@@ -81,7 +80,8 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, *given_rows)
     try:
         plan = kvplan.plan(
-            Transfer(Rows(source, given_rows[0]), Rows(target, given_rows[1])), local="dst"
+            Transfer(kvplan.Rows(source, given_rows[0]), kvplan.Rows(target, given_rows[1])),
+            local="dst",
         )
     except (LLMException, TypeError):
         assert bound is None
@@ -119,7 +119,9 @@ def test_some_layers_are_lowered_as_their_plan_is(
     bound = [requests.bind(*arguments, by_layer=by_layer) for _ in range(2)][1]
     try:
         plan = kvplan.plan(
-            Transfer(Rows(source, src_rows), Rows(target, dst_rows), layers=ext_param),
+            Transfer(
+                kvplan.Rows(source, src_rows), kvplan.Rows(target, dst_rows), layers=ext_param
+            ),
             local="src",
             by_layer=by_layer,
         )
@@ -157,7 +159,7 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
     written = [*chain(*blocks.values())]
     bound = RowRequests().bind("copy_blocks", "B2B", own, own, memory, memory, read, written)
     try:
-        plan = kvplan.plan(Transfer(Rows(own, read), Rows(own, written)))
+        plan = kvplan.plan(Transfer(kvplan.Rows(own, read), kvplan.Rows(own, written)))
     except LLMException:
         assert bound is None
         return
@@ -192,7 +194,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
             value = random.choice([*HOSTILE, src_count, dst_count, *src_rows, *dst_rows])
             table[random.randrange(len(table))] = value
     bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
-    lowers = NativeRows(*bases, src_count, dst_count, stride, is_one)
+    lowers = Rows(*bases, src_count, dst_count, stride, is_one)
     good = (
         len(src_rows) > 0
         and all(type(it) is int and 0 <= it < src_count for it in src_rows)
@@ -247,7 +249,9 @@ def test_a_slot_is_a_row() -> None:
     requests = RowRequests()
     for there, here in ((4, 3), (0, 0), (2, 1)):
         bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
-        plan = kvplan.plan(Transfer(Rows(source, slot=there), Rows(target, slot=here)), local="dst")
+        plan = kvplan.plan(
+            Transfer(kvplan.Rows(source, slot=there), kvplan.Rows(target, slot=here)), local="dst"
+        )
         assert bound is not None
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert (bound[0] == plan, bound[0].nbytes) == (True, plan.nbytes)
@@ -266,7 +270,9 @@ def plan_of_rows() -> Plan:
 
 def test_its_plan_is_a_plan_like_others() -> None:
     (source, _), (target, _) = cache(9), cache(9)
-    made = kvplan.plan(Transfer(Rows(source, [3, 4, 8]), Rows(target, [1, 2, 0])), local="dst")
+    made = kvplan.plan(
+        Transfer(kvplan.Rows(source, [3, 4, 8]), kvplan.Rows(target, [1, 2, 0])), local="dst"
+    )
     assert plan_of_rows() == made
     assert plan_of_rows().fingerprint == made.fingerprint
     assert Plan.from_dict(plan_of_rows().to_dict()) == made

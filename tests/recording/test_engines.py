@@ -59,10 +59,7 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         }
         user.run(groups, tag="groups")
         user.submit(groups, tag="submitted groups").wait()
-        back = {
-            name: Transfer(Rows(it.dst, it.dst_blocks), Rows(it.src, it.src_blocks))
-            for name, it in groups.items()
-        }
+        back = {name: Transfer(it.dst, it.src) for name, it in groups.items()}
         user.run(back, tag="pushed groups")
         user.submit(back, tag="submitted pushed groups").wait()
         user.run(Transfer([Rows(there, [1])], Rows(here, [11])), tag="gather")
@@ -248,11 +245,12 @@ def test_what_eight_threads_do_is_recorded_once_each(tmp_path, engine):
 
     def work(thread: int) -> None:
         for number in range(150):
-            blocks = {8 * thread + number % 7: [8 * thread + 7]}
+            read, written = 8 * thread + number % 7, 8 * thread + 7
+            transfer = Transfer(Rows(cache, [read]), Rows(cache, [written]))
             if number % 2:
-                engine.copy_blocks(cache, blocks, tag=f"{thread}.{number}")
+                engine.run(transfer, tag=f"{thread}.{number}")
             else:
-                engine.submit_copy_blocks(cache, blocks, tag=f"{thread}.{number}").wait()
+                engine.submit(transfer, tag=f"{thread}.{number}").wait()
 
     with engine.record(tmp_path / "a.kvrec", max_bytes=64 << 10, files=100):
         with ThreadPoolExecutor(8) as threads:
