@@ -28,6 +28,7 @@ from kvplan import (
 )
 from kvplan.recording import Transfer as Recorded
 from kvplan.recording import follow, read, select, who_wrote
+from kvplan.recording.queries import OPERATIONS
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -67,12 +68,12 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         gathered = {"a": Transfer([Rows(there, [1])], Rows(here, [12]))}
         user.run(gathered, tag="gather groups")
         user.submit(gathered, tag="submitted gather groups").wait()
-        task = user.layered(
-            Transfer(Rows(here, [1]), Rows(there, [2]), layers=layers), tag="layers"
-        )
-        for layer in task.layers:
-            task.ready(layer)
-        task.wait()
+        for src, dst in ((here, there), (there, here), (here, here)):
+            task = user.layered(Transfer(Rows(src, [1]), Rows(dst, [2]), layers=layers), tag="L")
+            for layer in task.layers:
+                task.ready(layer)
+            task.wait()
+        user.run({"own": Transfer(Rows(here, [1]), Rows(here, [2]))}, tag="own groups")
         user.copy_cache(slots, slots, 1, 2, tag="copy")
         user.submit(Transfer(Rows(slots, slot=1), Rows(slots, slot=2)), tag="submitted copy").wait()
         user.copy_blocks(here, {1: [2, 3]}, tag="copies")
@@ -81,7 +82,8 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
     assert recording.complete
     assert [it.plan for it in recording.transfers] == [plan for *_, plan in planned]
     assert [(it.operation, it.tag) for it in recording.transfers] == [it[:2] for it in planned]
-    assert len(recording.transfers) == 18
+    assert len(recording.transfers) == 21
+    assert {it.operation for it in recording.transfers} - OPERATIONS == set()
     for it, (*_, plan) in zip(recording.transfers, planned, strict=True):
         local = it.operation.startswith("copy")
         assert it.status is LLMStatusCode.LLM_SUCCESS
