@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+import kvplan
 from benchmarks import gpu_peer
 from benchmarks.copying import execute
 from benchmarks.gpu_driver import Driver, difference
@@ -128,7 +129,9 @@ class Scattered:
     def descriptors(self, src: int, dst: int) -> Descriptors:
         """Between two pools that begin at these addresses."""
         desc = cache_of(TENSORS, self.pool, self.block)
-        segments = plan_pull_blocks(desc, desc, *self.tables(), coalesce=False).segments
+        first, second = self.tables()
+        transfer = Transfer(Rows(desc, first), Rows(desc, second), coalesce=False)
+        segments = kvplan.plan(transfer, local="dst").segments
         starts = np.arange(TENSORS, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
         bases = (np.uint64(it) + starts for it in (src, dst))
         return lower(segments.src_offsets, segments.dst_offsets, segments.nbytes, *bases)

@@ -75,7 +75,8 @@ def unlike(src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Callable[[], Plan
     """A call that plans one request of `num_tokens` between two caches that lie differently."""
     rng = np.random.default_rng(num_tokens)
     tables = [rng.permutation(desc.shape[0])[: num_tokens // desc.shape[2]] for desc in (src, dst)]
-    return lambda: plan_pull_blocks(src, dst, *tables)
+    transfer = Transfer(Rows(src, tables[0]), Rows(dst, tables[1]))
+    return lambda: kvplan.plan(transfer, local="dst")
 
 
 def hnd(blocks: int, tokens: int, heads: range) -> CacheDesc:
@@ -111,7 +112,8 @@ def plan_block_ratio(run: Run, name: str) -> Row:
 def html(run: Run, name: str) -> Row:
     """The picture of 4,096 scattered blocks, none of which merge: budget 150 milliseconds."""
     rng, desc = np.random.default_rng(4096), hnd(8192, 16, range(8))
-    plan = plan_pull_blocks(desc, desc, *(rng.permutation(8192)[:4096] for _ in range(2)))
+    src, dst = (rng.permutation(8192)[:4096] for _ in range(2))
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
     (seconds,) = run.medians(timed(plan.to_html), rounds=21)
     cases = {"KB": len(plan.to_html().encode()) / 1000}
     note = "to_html() of 4,096 blocks x 61 layers; limit: the budget"

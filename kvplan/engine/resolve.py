@@ -141,6 +141,8 @@ class TransferOperation(Operation):
             source, src_slot, src_memory = self.peer(
                 "src", src, READ, paged=from_blocks, writable=False, table=table
             )
+            if self.by_layer:
+                layers = self._layers_of(source, layers, reinterpret)
         else:
             source, src_memory = self.own(
                 "src", cast(Cache, src.cache), paged=from_blocks, table=table

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvplan.planning.segments import first_overlap
+from kvplan.planning.segments import first_overlap, first_overlapped
 from kvplan.status import invalid
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvnative._lower import Descriptors
     from kvplan.execution.memory import Addresses
     from kvplan.planning.groups import AnyPlan, Part
@@ -79,14 +77,3 @@ def check_order_free(plan: AnyPlan, descriptors: Descriptors, one_space: bool) -
             f"src and dst overlap in memory: {plan.origin(writer)} writes what "
             f"{plan.origin(reader)} reads; the result would depend on the order"
         )
-
-
-def first_overlapped(
-    starts: Addresses, ends: Addresses, written_starts: Addresses, written_ends: Addresses
-) -> int | None:
-    """Index of the first range that overlaps one of the sorted, disjoint written ranges."""
-    after = np.searchsorted(written_ends, starts, side="right")
-    inside: NDArray[np.bool_] = after < len(written_starts)
-    inside[inside] = written_starts[after[inside]] < ends[inside]
-    found = np.flatnonzero(inside)
-    return int(found[0]) if len(found) else None

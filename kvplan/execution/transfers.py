@@ -37,13 +37,14 @@ from kvplan.execution.memory import (
     memory_of,
     using,
 )
-from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
+from kvplan.execution.overlaps import check_order_free, written_extents
 from kvplan.execution.rows import RowRequests, view_addresses
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
+from kvplan.planning.segments import first_overlapped
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import system_error
 from kvplan.validation import check_type, shown

@@ -26,8 +26,8 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
     "push_cache": ("C2C",),
     "push_blocks": ("C2B", "B2B"),
     "copy_cache": ("C2C",),
-    "copy_blocks": ("B2B",),
-    "swap_blocks": ("B2B",),
+    "copy_blocks": ("C2B", "B2B"),
+    "swap_blocks": ("C2B", "B2B"),
 }
 
 MAX_RUNS = 2**28

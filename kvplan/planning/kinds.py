@@ -47,8 +47,8 @@ def plan_slot_to_slot(
     how = how if type(how) is Coalesce else _coalesce(how)
     src_slot = slot_index("src_batch_index", src_batch_index, src, source)
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
-    both = operation == "copy_cache"  # which has one offset
-    src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
+    one = operation == "copy_cache" and src_offset is dst_offset  # LlmDataDist.copy_cache has one
+    src_name, dst_name = ("offset", "offset") if one else ("src_offset", "dst_offset")
     size, src_offset, dst_offset = (
         it if type(it) is int else as_int(name, it)
         for name, it in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
@@ -64,8 +64,8 @@ def plan_slot_to_slot(
             if value != whole:
                 raise invalid(
                     f"{name}={value} must be {whole}: bytes do not say what is moved between rows "
-                    "that lie differently, or of num_tokens; "
-                    f"{'whole rows are copied' if both else 'give num_tokens alone'}"
+                    "that lie differently, or of num_tokens; move whole rows, or give num_tokens "
+                    "alone"
                 )
         tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
         return _by_axes(

@@ -11,6 +11,7 @@ from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import check_group_name, plan_groups
 from kvplan.planning.kinds import plan_slot_to_slot, plan_to_blocks
 from kvplan.planning.plan import Operation, Plan
+from kvplan.planning.segments import first_overlapped
 from kvplan.planning.side import Side, is_same_cache, slot_index
 from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
 from kvplan.status import LLMException, invalid
@@ -48,6 +49,8 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
             one cache that reads what it writes; caches that cannot match, or of which no source
             has a layer or head that dst needs; no transfer, or a bad name of one.
     """
+    if local is not None and local not in ("src", "dst", "both"):
+        raise invalid(f"local={shown(local)} must be 'src', 'dst', 'both' or None")
     if isinstance(transfer, Transfer):
         plans = _plan_one("", transfer, local, by_layer)
         return plans[""] if "" in plans else plan_groups(plans)
@@ -68,18 +71,30 @@ def _plan_one(
         target = _described("dst", dst)
         if isinstance(src, Rows):
             source = _described("src", src)
-            if local is None:
-                remote = [isinstance(it, RemoteCache) for it in (source, target)]
-                if all(remote):
-                    raise invalid("src and dst are both remote; one must be of this process")
-                local = "dst" if remote[0] else "src" if remote[1] else "both"
+            local = _local_of(source, target, local)
             return {name: plan_pair(transfer, source, target, local, by_layer=by_layer)}
         check_sources(src)
-        sources = [_described(f"sources[{i}]", rows) for i, rows in enumerate(src)]
+        if local not in (None, "dst"):
+            raise invalid(f"local={shown(local)} of a gather must be 'dst' or None: it pulls")
+        if isinstance(target, RemoteCache):
+            raise invalid(f"dst={target.key} is remote; a gather writes a cache of this process")
+        sources = [_described(f"src[{i}]", rows) for i, rows in enumerate(src)]
         plans = plan_gather(transfer, sources, target, by_layer=by_layer)
     except (LLMException, TypeError) as error:
         raise of_group(name, error) from None
     return {part_name(name, index): part for index, part in enumerate(plans) if part is not None}
+
+
+def _local_of(source: Described, target: Described, local: Local | None) -> Local:
+    """Return which side is this process's, as given or by which one is a `RemoteCache`."""
+    from_peer, to_peer = (isinstance(cache, RemoteCache) for cache in (source, target))
+    if from_peer and to_peer:
+        raise invalid("src and dst are both remote; one must be of this process")
+    found: Local = "dst" if from_peer else "src" if to_peer else "both"
+    if local is None or found in ("both", local):
+        return local or found
+    remote = "src" if from_peer else "dst"
+    raise invalid(f"local={shown(local)} must be {shown(found)} or None: {remote} is a RemoteCache")
 
 
 def plan_pair(
@@ -108,11 +123,24 @@ def plan_pair(
                 "tokens of block tables; a slot begins at its first token"
             )
         nbytes = -1 if transfer.nbytes is None else transfer.nbytes
-        return plan_slot_to_slot(
+        made = plan_slot_to_slot(
             cast(Operation, f"{verb}_cache"), source, target, src.slot, dst.slot, nbytes,
             src.offset, dst.offset, transfer.num_tokens, transfer.layers, transfer.coalesce,
             transfer.reinterpret, by_layer,
         )  # fmt: skip
+    else:
+        made = _plan_blocks(transfer, source, target, verb, by_layer=by_layer)
+    if local == "both" and (source is target or is_same_cache(source, target)):
+        _refuse_read_and_written(made)
+    return made
+
+
+def _plan_blocks(
+    transfer: Transfer, source: Described, target: Described, verb: str, *, by_layer: bool
+) -> Plan:
+    """Plan rows of one cache to blocks of another."""
+    src, dst = cast(Rows, transfer.src), transfer.dst
+    assert dst.blocks is not None
     for name, value, unset in (
         ("nbytes", transfer.nbytes, None), ("src offset", src.offset, 0),
         ("dst offset", dst.offset, 0),
@@ -128,8 +156,6 @@ def plan_pair(
     )  # fmt: skip
     if dst.slot is not None:
         slot_index("dst_batch_index", dst.slot, target, made.dst)
-    if local == "both" and (source is target or is_same_cache(source, target)):
-        _refuse_read_and_written(made)
     return made
 
 
@@ -198,17 +224,22 @@ def _placement(cache: Described) -> Placement:
 
 
 def _refuse_read_and_written(plan: Plan) -> None:
-    """Refuse a copy inside one cache whose result would depend on the order of its blocks."""
-    tables = plan.tables
-    if plan.kind != "B2B" or tables is None:
+    """Refuse a copy inside one cache whose result would depend on the order of its segments."""
+    shift = plan.dst_tensors.start - plan.src_tensors.start
+    if abs(shift) >= len(plan.src_tensors):  # no tensor is both read and written
         return
-    src_table, dst_table = tables.src, tables.dst
-    if len(src_table) == len(dst_table):
-        # A block copied to itself changes nothing, so no read of it can come too late.
-        dst_table = dst_table[src_table != dst_table]
-    clash = dst_table[np.isin(dst_table, src_table)]
-    if len(clash):
-        raise invalid(
-            f"block {int(clash[0])} is both read and written by this copy inside one cache; "
-            "the result would depend on the order: copy in two steps"
-        )
+    segments = plan.segments.expanded()
+    src, dst, nbytes = segments.src_offsets, segments.dst_offsets, segments.nbytes
+    # Bytes that are copied to themselves do not change, so no read of them can come too late.
+    writers = np.arange(len(dst)) if shift else np.flatnonzero(src != dst)
+    writers = writers[np.argsort(dst[writers])]
+    ends = dst[writers] + nbytes[writers]
+    reader = first_overlapped(src, src + nbytes, dst[writers], ends)
+    if reader is None:
+        return
+    writer = writers[np.searchsorted(ends, src[reader], side="right")]
+    row, _ = plan.dst.rows(int(max(src[reader], dst[writer])), 1)
+    raise invalid(
+        f"{plan.dst.row} {row} is both read and written by this copy inside one cache; "
+        "the result would depend on the order: copy in two steps"
+    )

@@ -281,3 +281,14 @@ def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None:
     if not len(clashes):
         return None
     return int(order[clashes[0]]), int(order[clashes[0] + 1])
+
+
+def first_overlapped(
+    starts: Column, ends: Column, written_starts: Column, written_ends: Column
+) -> int | None:
+    """Return the first range that overlaps one of the sorted, disjoint ranges that are written."""
+    after = np.searchsorted(written_ends, starts, side="right")
+    inside: NDArray[np.bool_] = after < len(written_starts)
+    inside[inside] = written_starts[after[inside]] < ends[inside]
+    found = np.flatnonzero(inside)
+    return int(found[0]) if len(found) else None

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 PUSHES = "push"
 OPERATIONS: Final = frozenset(
     (
-        *("pull", "pull_cache", "pull_blocks", "pull_groups", "pull_ranges"),
+        *("pull", "pull_cache", "pull_blocks", "pull_groups", "pull_ranges", "pull_layers"),
         *("push", "push_cache", "push_blocks", "push_groups", "push_ranges", "push_layers"),
-        *("copy", "copy_cache", "copy_blocks", "swap", "swap_blocks"),
+        *("copy", "copy_cache", "copy_blocks", "copy_groups", "copy_layers", "swap", "swap_blocks"),
         *("gather_blocks", "gather_groups", "notify", "lease", "release"),
         *("link_state", "link_clusters", "unlink_clusters", "link", "unlink", "set_role"),
         *("allocate_cache", "allocate_blocks_cache", "deallocate_cache"),

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import CacheDesc, DataType, reference
+import kvplan
+from kvplan import CacheDesc, DataType, Rows, Transfer, reference
 from tests.cli.test_command import command
 
 DESC = CacheDesc(4, (32, 16, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
-TABLES = [3, 4, 9, 12], [7, 8, 2, 20]
+TRANSFER = Transfer(Rows(DESC, [3, 4, 9, 12]), Rows(DESC, [7, 8, 2, 20]))
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def dumps(tmp_path: Path) -> dict[str, Any]:
     random = np.random.default_rng(0)
     src = [random.standard_normal(DESC.shape).astype(np.float16) for _ in range(4)]
     dst = [np.zeros(DESC.shape, np.float16) for _ in range(4)]
-    plan = plan_pull_blocks(DESC, DESC, *TABLES)
+    plan = kvplan.plan(TRANSFER, local="dst")
     reference.execute(plan, src, dst)
     plan.save(tmp_path / "plan.json")
     np.savez(tmp_path / "src.npz", *src)

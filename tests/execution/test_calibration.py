@@ -176,7 +176,10 @@ desc = kvplan.CacheDesc(1, (4, 1 << 20), kvplan.DataType.DT_UINT8)
 src, dst = (np.zeros((4, 1 << 20), np.uint8) for _ in range(2))
 src[:] = 7
 blocks = range(int(sys.argv[1]))
-kvplan.execute(kvplan.plan_pull_blocks(desc, desc, blocks, blocks), [src], [dst])
+def move(blocks):
+    rows = kvplan.Rows(desc, blocks)
+    kvplan.execute(kvplan.plan(kvplan.Transfer(rows, rows), local="dst"), [src], [dst])
+move(blocks)
 assert (dst[: len(blocks)] == 7).all()
 measuring = [it for it in threading.enumerate() if it.name == "kvplan-tuning"]
 if sys.argv[2] == "wait":
@@ -187,7 +190,7 @@ elif sys.argv[2] == "fork":
     import os
     for _ in range(20):
         if (child := os.fork()) == 0:
-            kvplan.execute(kvplan.plan_pull_blocks(desc, desc, [3], [3]), [src], [dst])
+            move([3])
             os._exit(0 if (dst[3] == 7).all() else 1)
         assert os.waitpid(child, 0)[1] == 0
 """

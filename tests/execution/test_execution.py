@@ -44,7 +44,7 @@ def transfers(draw: st.DrawFn) -> tuple[kvplan.Plan, CacheDesc, CacheDesc]:
     first = draw(st.integers(0, layers - 1))
     cut = range(first, draw(st.integers(first + 1, layers)))
     options = {
-        "ext_param": KvCacheExtParam(cut, cut, per_layer),
+        "layers": KvCacheExtParam(cut, cut, per_layer),
         "coalesce": draw(st.sampled_from(Coalesce)),
     }
     order = draw(st.permutations(range(rows)))
@@ -52,19 +52,16 @@ def transfers(draw: st.DrawFn) -> tuple[kvplan.Plan, CacheDesc, CacheDesc]:
     match draw(st.sampled_from(["C2C", "C2B", "B2B"])):
         case "C2C":
             slot = st.integers(0, rows - 1)
-            plan = kvplan.plan_pull_cache(
-                desc, desc, src_batch_index=draw(slot), dst_batch_index=draw(slot), **options
-            )
-            return plan, desc, desc
+            src, dst = Rows(desc, slot=draw(slot)), Rows(desc, slot=draw(slot))
+            return kvplan.plan(Transfer(src, dst, **options), local="dst"), desc, desc
         case "C2B":
             slots = CacheDesc(desc.num_tensors, (2, count * row - row // 2), DataType.DT_UINT8)
-            plan = kvplan.plan_push_blocks(
-                slots, desc, None, order[:count], src_batch_index=1, **options
-            )
-            return plan, slots, desc
+            transfer = Transfer(Rows(slots, slot=1), Rows(desc, order[:count]), **options)
+            return kvplan.plan(transfer, local="src"), slots, desc
         case _:
             src = draw(st.lists(st.integers(0, rows - 1), min_size=count, max_size=count))
-            return kvplan.plan_pull_blocks(desc, desc, src, order[:count], **options), desc, desc
+            transfer = Transfer(Rows(desc, src), Rows(desc, order[:count]), **options)
+            return kvplan.plan(transfer, local="dst"), desc, desc
 
 
 @given(transfers())

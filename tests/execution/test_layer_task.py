@@ -212,12 +212,12 @@ SHARED = Transfers(2, wrap=lambda backend: limit_batch(backend, 3))
 @given(
     any_transfer(), st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(Coalesce)
 )
-def test_leaves_the_bytes_that_the_reference_leaves(transfer, order, threads, coalesce):
+def test_leaves_the_bytes_that_the_reference_leaves(example, order, threads, coalesce):
     """Every plan, its layers made ready in random order by up to three threads."""
-    plan = transfer.plan(coalesce)
-    src, dst = transfer.memory()
+    plan = example.plan(coalesce)
+    src, dst = example.memory()
     whole = [tensor.copy() for tensor in dst]
-    reference.execute(plan, whole if transfer.within else src, whole)
+    reference.execute(plan, whole if example.within else src, whole)
     outcomes = []
     layers = order.sample(plan.src_layers, len(plan.src_layers))
     task = SHARED.layered(plan, src, dst, on_outcome=outcomes.append)

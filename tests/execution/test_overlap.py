@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, LLMException, Rows, Shard, Transfer
+from kvplan.planning.groups import plan_groups
 from tests.support.refusals import refused
 
 ROWS, ROW, TENSORS = 3, 4, 2
@@ -115,7 +116,7 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
     }
     targets = {"last": [unused, shared], "first": [shared, other]}
     names = sorted(plans, reverse=swapped)
-    plan = kvplan.plan_groups({it: plans[it] for it in names})
+    plan = plan_groups({it: plans[it] for it in names})
     arguments = [sources[it] for it in names], [array for it in names for array in targets[it]]
     if not accepted:
         with refused("LLM_PARAM_INVALID", "write the same bytes"):
@@ -168,7 +169,7 @@ def test_groups_are_refused_where_all_their_copies_would_be(
     before = heap.copy()
     said = ""
     try:
-        kvplan.execute(kvplan.plan_groups(plans), src, dst)
+        kvplan.execute(plan_groups(plans), src, dst)
     except LLMException as error:
         said = str(error)
     assert bool(said) is not is_order_free(copies)

@@ -27,7 +27,6 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
-    Rows,
     Transfer,
     Transfers,
 )
@@ -80,7 +79,10 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     given_rows = data.draw(forms)(src_rows), data.draw(forms)(dst_rows)
     bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, *given_rows)
     try:
-        plan = plan_pull_blocks(source, target, *given_rows)
+        plan = kvplan.plan(
+            Transfer(kvplan.Rows(source, given_rows[0]), kvplan.Rows(target, given_rows[1])),
+            local="dst",
+        )
     except (LLMException, TypeError):
         assert bound is None
         return
@@ -117,7 +119,9 @@ def test_some_layers_are_lowered_as_their_plan_is(
     bound = [requests.bind(*arguments, by_layer=by_layer) for _ in range(2)][1]
     try:
         plan = kvplan.plan(
-            Transfer(Rows(source, src_rows), Rows(target, dst_rows), layers=ext_param),
+            Transfer(
+                kvplan.Rows(source, src_rows), kvplan.Rows(target, dst_rows), layers=ext_param
+            ),
             local="src",
             by_layer=by_layer,
         )
@@ -155,7 +159,7 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
     written = [*chain(*blocks.values())]
     bound = RowRequests().bind("copy_blocks", "B2B", own, own, memory, memory, read, written)
     try:
-        plan = plan_copy_blocks(own, blocks)
+        plan = kvplan.plan(Transfer(kvplan.Rows(own, read), kvplan.Rows(own, written)))
     except LLMException:
         assert bound is None
         return
@@ -266,7 +270,9 @@ def test_a_slot_is_a_row() -> None:
     requests = RowRequests()
     for there, here in ((4, 3), (0, 0), (2, 1)):
         bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
-        plan = kvplan.plan(Transfer(Rows(source, slot=there), Rows(target, slot=here)), local="dst")
+        plan = kvplan.plan(
+            Transfer(kvplan.Rows(source, slot=there), kvplan.Rows(target, slot=here)), local="dst"
+        )
         assert bound is not None
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert (bound[0] == plan, bound[0].nbytes) == (True, plan.nbytes)
@@ -285,7 +291,9 @@ def plan_of_rows() -> Plan:
 
 def test_its_plan_is_a_plan_like_others() -> None:
     (source, _), (target, _) = cache(9), cache(9)
-    made = kvplan.plan(Transfer(Rows(source, [3, 4, 8]), Rows(target, [1, 2, 0])), local="dst")
+    made = kvplan.plan(
+        Transfer(kvplan.Rows(source, [3, 4, 8]), kvplan.Rows(target, [1, 2, 0])), local="dst"
+    )
     assert plan_of_rows() == made
     assert plan_of_rows().fingerprint == made.fingerprint
     assert Plan.from_dict(plan_of_rows().to_dict()) == made

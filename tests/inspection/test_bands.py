@@ -233,10 +233,10 @@ def test_a_comparison_has_what_both_plans_have_once() -> None:
 @pytest.mark.parametrize("changed", ["src", "dst"])
 def test_the_same_bytes_of_other_rows_are_not_the_same(changed: str) -> None:
     narrow, wide = (CacheDesc(2, (4, it), DataType.DT_INT8) for it in (8, 16))
-    sides = {"src": narrow, "dst": narrow}
+    rows = {"src": Rows(narrow), "dst": Rows(narrow)}
     old, new = (
-        plan_pull_cache(*it.values(), size=8, reinterpret=True)
-        for it in (sides, sides | {changed: wide})
+        kvplan.plan(Transfer(**it, nbytes=8, reinterpret=True), local="dst")
+        for it in (rows, rows | {changed: Rows(wide)})
     )
     assert old.segments == new.segments
     (picture,) = pictures(old, new)
@@ -271,7 +271,8 @@ def test_groups_are_compared_by_name() -> None:
     assert [{*it.drawn.bands.state.tolist()} for it in made] == [{OLD, NEW}, {OLD}, {NEW}]
 
 
-@pytest.mark.parametrize("tables", [([0], [1]), ([63], [0])])
-def test_one_block_is_one_band(tables: tuple[list[int], list[int]]) -> None:
-    bands = bands_of(plan_pull_blocks(FP16, FP16, *tables)).bands
-    assert (bands.src_first.tolist(), bands.dst_first.tolist()) == tables
+@pytest.mark.parametrize(("src", "dst"), [(0, 1), (63, 0)])
+def test_one_block_is_one_band(src: int, dst: int) -> None:
+    plan = kvplan.plan(Transfer(Rows(FP16, [src]), Rows(FP16, [dst])), local="dst")
+    bands = bands_of(plan).bands
+    assert (bands.src_first.tolist(), bands.dst_first.tolist()) == ([src], [dst])

@@ -52,7 +52,8 @@ def unlike() -> Plan:
 def large() -> Plan:
     rng = np.random.default_rng(1)
     desc = CacheDesc(122, (8192, 16, 8, 128), FP16, kv_tensor_format="NHD")
-    return plan_pull_blocks(desc, desc, *(rng.permutation(8192)[:4096] for _ in range(2)))
+    src, dst = (rng.permutation(8192)[:4096] for _ in range(2))
+    return kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +280,8 @@ def test_runs_that_were_joined_are_not_said_to_be_one(page: Page) -> None:
     """A mark of them knows its first and last blocks, and not which lie between."""
     rng = np.random.default_rng(1)
     desc = CacheDesc(2, (1 << 16, 1, 1, 8), FP16, kv_tensor_format="NHD")
-    plan = plan_pull_blocks(desc, desc, *(rng.permutation(1 << 16)[:20_000] for _ in range(2)))
+    src, dst = (rng.permutation(1 << 16)[:20_000] for _ in range(2))
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
     assert plan.tables is not None
     assert plan.segments.num_runs > 16384
     page.open(plan)

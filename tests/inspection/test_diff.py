@@ -17,12 +17,12 @@ SLOTS, BLOCKS, MORE_BLOCKS = (
 
 
 def blocks(src, dst, *, into: CacheDesc = BLOCKS, **kwargs) -> Plan:  # type: ignore[no-untyped-def]
-    return plan_pull_blocks(BLOCKS, into, src, dst, **kwargs)
+    return kvplan.plan(Transfer(Rows(BLOCKS, src), Rows(into, dst), **kwargs), local="dst")
 
 
-def slots(function=plan_pull_cache, **kwargs) -> Plan:  # type: ignore[no-untyped-def]
-    kwargs = {"src_batch_index": 1, "src_offset": 3, "dst_offset": 1, "size": 5} | kwargs
-    return function(SLOTS, SLOTS, **kwargs)
+def slots(local="dst", src_offset=3, dst_offset=1, nbytes=5) -> Plan:  # type: ignore[no-untyped-def]
+    src, dst = Rows(SLOTS, slot=1, offset=src_offset), Rows(SLOTS, offset=dst_offset)
+    return kvplan.plan(Transfer(src, dst, nbytes=nbytes), local=local)
 
 
 PLAN = blocks([4, 5, 9], [7, 8, 2])
@@ -110,7 +110,7 @@ def test_another_destination() -> None:
 def test_other_layers() -> None:
     assert_diff(
         PLAN,
-        blocks([4, 5, 9], [7, 8, 2], ext_param=KvCacheExtParam((0, 0), (1, 1))),
+        blocks([4, 5, 9], [7, 8, 2], layers=KvCacheExtParam((0, 0), (1, 1))),
         """
   option   src_tensors: range(0, 4) -> range(0, 2)
   option   dst_tensors: range(0, 4) -> range(2, 4)
@@ -135,7 +135,7 @@ def test_a_larger_cache() -> None:
 def test_the_direction_only() -> None:
     assert_diff(
         slots(),
-        slots(plan_push_cache),
+        slots("src"),
         """
   option   operation: pull_cache -> push_cache
   desc     4 = 4      bytes 20 B = 20 B
@@ -236,7 +236,7 @@ plans = st.builds(
     st.sampled_from(Coalesce),
 )
 parts = st.builds(
-    lambda src, dst, size: slots(src_offset=src, dst_offset=dst, size=size),
+    lambda src, dst, size: slots("dst", src, dst, size),
     st.integers(0, 5),
     st.integers(0, 5),
     st.integers(1, 5),

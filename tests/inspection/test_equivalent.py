@@ -24,7 +24,7 @@ CROSS = CacheDesc(
 
 
 def pull(src: list[int], dst: list[int], **more: Any) -> Plan:
-    return plan_pull_blocks(DESC, DESC, src, dst, **more)
+    return kvplan.plan(Transfer(Rows(DESC, src), Rows(DESC, dst), **more), local="dst")
 
 
 def is_equivalent(old: Any, new: Any) -> bool:
@@ -56,18 +56,14 @@ def test_plans_that_leave_the_same_are_equivalent(
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
     old = planned(transfer, how)
     change = data.draw(st.sampled_from(["none", "order", "by_layer", "tokens"]))
-    function = plan_pull_blocks
     if change == "order":
         src_blocks = data.draw(st.permutations(src_blocks))
     if change == "tokens":
         num_tokens = data.draw(st.integers(1, num_tokens))
-    if change == "by_layer":
-        function = plan_push_blocks
-        planned_new = kvplan.plan(Transfer(Rows(src.desc, src_blocks, first_token=src_token), Rows(dst.desc, dst_blocks, first_token=dst_token), num_tokens=num_tokens, coalesce=other), local="src", by_layer=True)  # fmt: skip
-    else:
-        changed = src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
-        planned_new = planned(changed, other, function)
-    assert is_equivalent(old, planned_new) is (outcome(old) == outcome(planned_new))
+    changed = src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
+    by_layer = change == "by_layer"
+    new = planned(changed, other, "src" if by_layer else "dst", by_layer=by_layer)
+    assert is_equivalent(old, new) is (outcome(old) == outcome(new))
 
 
 @given(plain_transfers(), plain_transfers(), st.sampled_from(Coalesce))

@@ -125,23 +125,25 @@ def test_many_tensors_of_a_layer_are_one_line() -> None:
 
 def test_groups_of_the_same_blocks() -> None:
     index = CacheDesc(61, (8192, 16, 132), DataType.DT_UINT8, kv_tensor_format="block token dim")
-    tables = [4, 5, 9], [7, 8, 2]
-    latent = plan_pull_blocks(MLA, MLA, *tables)
-    plan = plan_groups(
+    latent = Transfer(Rows(MLA, [4, 5, 9]), Rows(MLA, [7, 8, 2]))
+    plan = kvplan.plan(
         {
             "latent": latent,
-            "indexer": plan_pull_blocks(index, index, *tables),
+            "indexer": Transfer(Rows(index, [4, 5, 9]), Rows(index, [7, 8, 2])),
             "again": latent,
-            "window": kvplan.plan(Transfer(Rows(MLA, [9]), Rows(MLA, [2])), local="dst"),
-        }
+            "window": Transfer(Rows(MLA, [9]), Rows(MLA, [2])),
+        },
+        local="dst",
     )
     assert_text(plan.explain(), GROUPS)
     assert plan.explain("table").count("\ngroup") == 3
 
 
 def test_groups_of_one_request_in_another_order_are_not_the_same() -> None:
-    orders = [[4, 6], [7, 9]], [[6, 4], [9, 7]]
-    plans = [plan_pull_blocks(MLA, MLA, *it) for it in orders]
+    plans = [
+        kvplan.plan(Transfer(Rows(MLA, src), Rows(MLA, dst)), local="dst")
+        for src, dst in (([4, 6], [7, 9]), ([6, 4], [9, 7]))
+    ]
     assert plans[0] == plans[1]
     text = plan_groups(dict(zip("ab", plans, strict=True))).explain()
     assert "group a\n" in text

@@ -34,7 +34,8 @@ EVIL = "</script><img src=x onerror=alert(1)><!--"
 def scattered(blocks: int = 4096, layers: int = 61) -> Plan:
     rng = np.random.default_rng(1)
     desc = CacheDesc(2 * layers, (2 * blocks, 16, 8, 128), FP16, kv_tensor_format="NHD")
-    return plan_pull_blocks(desc, desc, *(rng.permutation(2 * blocks)[:blocks] for _ in range(2)))
+    src, dst = (rng.permutation(2 * blocks)[:blocks] for _ in range(2))
+    return kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
 
 
 @pytest.mark.parametrize("coalesce", Coalesce)

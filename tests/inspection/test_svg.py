@@ -87,7 +87,8 @@ def test_unlike_caches_are_drawn(transfer: object) -> None:
 def test_thousands_of_bands_are_lines() -> None:
     rng = np.random.default_rng(1)
     desc = CacheDesc(122, (8192, 16, 8, 128), DataType.DT_FLOAT16)
-    plan = plan_pull_blocks(desc, desc, *(rng.permutation(8192)[:4096] for _ in range(2)))
+    src, dst = (rng.permutation(8192)[:4096] for _ in range(2))
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
     text = plan.to_svg()
     root = well_formed(text)
     lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]

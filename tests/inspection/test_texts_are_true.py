@@ -240,8 +240,10 @@ def test_groups_are_listed_once_and_each_is_named(
 ) -> None:
     descs = [*FORMATS.values(), CacheDesc(2, (60, 4), DataType.DT_FLOAT16)]
     plans = {
-        f"group {chr(97 + index)}": plan_pull_blocks(descs[index % 2], descs[index % 2], *it)
-        for index, it in enumerate(of_groups)
+        f"group {chr(97 + index)}": kvplan.plan(
+            Transfer(Rows(descs[index % 2], src), Rows(descs[index % 2], dst)), local="dst"
+        )
+        for index, (src, dst) in enumerate(of_groups)
     }
     plan = plan_groups(plans)
     for text in (*texts(plan, 16), *texts(plan, None)):
@@ -267,7 +269,10 @@ def test_a_cause_is_what_was_done(
     old: tuple[list[int], list[int]], new: tuple[list[int], list[int]], how: Coalesce
 ) -> None:
     desc = FORMATS["NHD"]
-    plans = [plan_pull_blocks(desc, desc, *it, coalesce=how) for it in (old, new)]
+    plans = [
+        kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=how), local="dst")
+        for src, dst in (old, new)
+    ]
     text = plans[0].diff(plans[1])
     assert_narrow(text)
     before, after = ({b: a for a, b in zip(*it, strict=True)} for it in (old, new))

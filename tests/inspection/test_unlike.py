@@ -303,7 +303,8 @@ TABLE = [4, 6, 9, 2]
 def pull(
     src: list[int] = TABLE, dst: list[int] | None = None, of: CacheDesc = NHD, **more: Any
 ) -> Plan:
-    return plan_pull_blocks(of, of, src, dst or [7, 8, 5, 1], **more)
+    transfer = Transfer(Rows(of, src), Rows(of, dst or [7, 8, 5, 1]), **more)
+    return kvplan.plan(transfer, local="dst")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_a_swapped_table_in_full() -> None:
 
 
 def test_shifted_layers() -> None:
-    old, new = (pull(ext_param=KvCacheExtParam(it, range(1))) for it in (range(1), range(1, 2)))
+    old, new = (pull(layers=KvCacheExtParam(it, range(1))) for it in (range(1), range(1, 2)))
     assert_text(
         old.diff(new),
         """

@@ -215,5 +215,5 @@ def test_a_last_layer_may_be_short_only_where_all_tensors_are_paired_as_bytes(
 def test_layers_of_another_type_are_refused_where_rows_hold_several() -> None:
     desc = CacheDesc(1, (8, 4, 16, 4), DataType.DT_BF16, kv_tensor_format="block layer token dim")
     for wrong in (5, None):
-        with pytest.raises(TypeError, match="ext_param"):
+        with pytest.raises(TypeError, match="layers="):
             kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2]), layers=wrong), local="dst")  # type: ignore[arg-type]

@@ -54,10 +54,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Example:
-    """A transfer between two `CacheDesc`, and the moves that the specification asks for.
-
-    Source and destination are one cache where both are one object.
-    """
+    """A transfer between two `CacheDesc`, and the moves that the specification asks for."""
 
     local: Local
     transfer: Transfer
@@ -74,6 +71,11 @@ class Example:
     def dst(self) -> CacheDesc:
         assert isinstance(self.transfer.dst.cache, CacheDesc)
         return self.transfer.dst.cache
+
+    @property
+    def within(self) -> bool:
+        """Whether source and destination are one cache."""
+        return self.src is self.dst
 
     @property
     def reinterpret(self) -> bool:
@@ -107,7 +109,7 @@ class Example:
             ]
             for desc in (self.src, self.dst)
         )
-        return (src, src) if self.src is self.dst else (src, dst)
+        return (src, src) if self.within else (src, dst)
 
     def apply(self, src: Tensors, dst: Tensors) -> Tensors:
         """Return what `dst` must be afterwards."""

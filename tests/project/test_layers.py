@@ -43,7 +43,7 @@ def test_every_name_of_kvplan_can_be_had() -> None:
 
 
 def test_planning_and_execution_need_no_sockets() -> None:
-    used = "kvplan.execute, kvplan.HostMemory, kvplan.plan_pull_cache"
+    used = "kvplan.execute, kvplan.HostMemory, kvplan.plan"
     loaded = python(f"import sys, kvplan; {used}; print(*sys.modules)").split()
     assert not {"kvplan.engine", "zmq", "msgspec"} & set(loaded)
 

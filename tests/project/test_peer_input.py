@@ -33,7 +33,7 @@ from kvplan.links.rank_table import locate
 from kvplan.llm_datadist.configs import _checked_cluster_info
 from kvplan.planning import files
 from kvplan.recording import format as recording
-from kvplan.recording.records import Transfer
+from kvplan.recording.records import Transfer as Recorded
 from kvplan.serving import Handle, Reference, Source
 from kvplan.serving import messages as serving
 from kvplan.serving.pusher import Goal
@@ -130,7 +130,7 @@ def read_recorded_plan(data: bytes) -> object:
         return None
     at = LLMStatusCode.LLM_SUCCESS
     parts, templates = part.parts, {template.number: template}
-    return Transfer(0, 1.0, 0.1, "pull", 1, 2, 1, "", (), at, "", 1, parts, templates).plan
+    return Recorded(0, 1.0, 0.1, "pull", 1, 2, 1, "", (), at, "", 1, parts, templates).plan
 
 
 def read_reference(data: bytes) -> Reference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from contextlib import ExitStack
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from kvplan import (
     ClusterInfo,
     DataType,
     HostMemory,
+    KvCacheExtParam,
     LlmDataDist,
     LLMException,
     LlmRole,
@@ -61,6 +63,7 @@ PAGED = CacheDesc(
 )
 HOST, DEVICE = (CacheDesc(2, (4, 1 << 14), DataType.DT_INT32, it) for it in Placement)
 SLOTS = CacheDesc(2, (4, 1 << 16), DataType.DT_INT32)
+PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 
 
 class Scene:
@@ -96,20 +99,17 @@ class Scene:
     def cache(self) -> Cache:
         return self.mine[PAGED]
 
-    @property
-    def ranges(self) -> AddressRanges:
+    def ranges(self, direction: Literal["pull", "push"]) -> AddressRanges:
         (mine, _), (theirs, _) = self.user.arrays(self.cache), self.owner.arrays(self.theirs)
         local, remote = (np.array([it.ctypes.data], np.uint64) for it in (mine, theirs))
-        return AddressRanges(1, local, remote, np.array([mine.nbytes], np.uint64))
+        nbytes = np.array([mine.nbytes], np.uint64)
+        return AddressRanges(1, local, remote, nbytes, direction=direction)
 
-    def pulled(self) -> Any:
-        return self.user.submit(Transfer(Rows(self.remote, [1]), Rows(self.cache, [2])))
+    def submitted(self, kind: str) -> Any:
+        return self.user.submit(KINDS[kind](self))
 
-    def gathered(self) -> Any:
-        return self.user.submit(Transfer([Rows(self.remote, [1])], Rows(self.cache, [2])))
-
-    def pushed(self) -> Any:
-        task = self.user.layered(Transfer(Rows(self.cache, [1]), Rows(self.remote, [2])))
+    def layered(self, kind: str) -> Any:
+        task = self.user.layered(KINDS[kind](self))
         task.ready(0)
         return task
 
@@ -136,6 +136,24 @@ def scene() -> Iterator[Scene]:
 
 
 TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
+
+KINDS: dict[str, Callable[[Scene], Any]] = {
+    "pull of a slot": lambda it: Transfer(Rows(it.remote_slot), Rows(it.slots[0]), layers=PAIRS),
+    "pull of blocks": lambda it: Transfer(Rows(it.remote, [1]), Rows(it.cache, [2])),
+    "push of a slot": lambda it: Transfer(Rows(it.slots[0]), Rows(it.remote_slot), layers=PAIRS),
+    "push of blocks": lambda it: Transfer(Rows(it.cache, [1]), Rows(it.remote, [2])),
+    "copy of a slot": lambda it: Transfer(Rows(it.slots[0]), Rows(it.slots[1]), layers=PAIRS),
+    "copy of blocks": lambda it: Transfer(Rows(it.cache, [1]), Rows(it.cache, [2])),
+    "swap": lambda it: Transfer(Rows(it.mine[HOST], [1]), Rows(it.mine[DEVICE], [2]), layers=PAIRS),
+    "gather": lambda it: Transfer([Rows(it.remote, [1])], Rows(it.cache, [2])),
+    "pull of ranges": lambda it: it.ranges("pull"),
+    "push of ranges": lambda it: it.ranges("push"),
+    **{
+        f"groups: {kind}": partial(lambda kind, it: {"all": KINDS[kind](it)}, kind)
+        for kind in ("pull of blocks", "push of blocks", "copy of blocks", "gather")
+    },
+}
+"""Everything that moves, by what it is."""
 
 CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     # A transfer that moves ends with LLM_TIMEOUT; one that is asked about has no outcome yet.
@@ -167,47 +185,26 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
         TIMEOUT,
         lambda it: it.user.swap_blocks(it.mine[HOST], it.mine[DEVICE], {1: 2}, timeout_ms=0),
     ),
-    "kvplan.LlmDataDist.pull_groups": (
+    "kvplan.LlmDataDist.run": (
         TIMEOUT,
-        lambda it: it.user.run(
-            {"all": Transfer(Rows(it.remote, [1]), Rows(it.cache, [2]))}, timeout_ms=0
-        ),
-    ),
-    "kvplan.LlmDataDist.push_groups": (
-        TIMEOUT,
-        lambda it: it.user.run(
-            {"all": Transfer(Rows(it.cache, [1]), Rows(it.remote, [2]))}, timeout_ms=0
-        ),
-    ),
-    "kvplan.LlmDataDist.pull_ranges": (
-        TIMEOUT,
-        lambda it: it.user.run(it.ranges, timeout_ms=0),
-    ),
-    "kvplan.LlmDataDist.push_ranges": (
-        TIMEOUT,
-        lambda it: it.user.push_ranges(it.ranges, timeout_ms=0),
-    ),
-    "kvplan.LlmDataDist.gather_blocks": (
-        TIMEOUT,
-        lambda it: it.user.run(Transfer([Rows(it.remote, [1])], Rows(it.cache, [2])), timeout_ms=0),
-    ),
-    "kvplan.LlmDataDist.gather_groups": (
-        TIMEOUT,
-        lambda it: it.user.run(
-            {"all": Transfer([Rows(it.remote, [1])], Rows(it.cache, [2]))}, timeout_ms=0
-        ),
+        lambda it: it.user.run(Transfer(Rows(it.remote, [1]), Rows(it.cache, [2])), timeout_ms=0),
     ),
     "kvplan.Transfers.execute": (
         TIMEOUT,
         lambda it: it.transfers.execute(*it.executed(), timeout_ms=0),
     ),
     "kvplan.Transfers.verify": (TIMEOUT, lambda it: it.verify(0)),
-    "kvplan.TransferTask.wait": (TIMEOUT, lambda it: it.pulled().wait(0)),
-    "kvplan.TransferTask.wait_done": (False, lambda it: it.pulled().wait_done(0)),
-    "kvplan.GatherTask.wait": (TIMEOUT, lambda it: it.gathered().wait(0)),
-    "kvplan.GatherTask.wait_done": (False, lambda it: it.gathered().wait_done(0)),
-    "kvplan.LayerTask.wait": (TIMEOUT, lambda it: it.pushed().wait(0)),
-    "kvplan.LayerTask.wait_done": (False, lambda it: it.pushed().wait_done(0)),
+    "kvplan.TransferTask.wait": (TIMEOUT, lambda it: it.submitted("pull of blocks").wait(0)),
+    "kvplan.TransferTask.wait_done": (
+        False,
+        lambda it: it.submitted("pull of blocks").wait_done(0),
+    ),
+    "kvplan.GatherTask.wait": (TIMEOUT, lambda it: it.submitted("gather").wait(0)),
+    "kvplan.GatherTask.wait_done": (False, lambda it: it.submitted("gather").wait_done(0)),
+    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda it: it.layered("gather").wait(0)),
+    "kvplan.LayerGatherTask.wait_done": (False, lambda it: it.layered("gather").wait_done(0)),
+    "kvplan.LayerTask.wait": (TIMEOUT, lambda it: it.layered("push of blocks").wait(0)),
+    "kvplan.LayerTask.wait_done": (False, lambda it: it.layered("push of blocks").wait_done(0)),
     # What is not there does not come at once.
     "kvplan.Completions.wait": (False, lambda it: it.user.completions().wait(0)),
     "kvplan.Notifications.wait": (False, lambda it: it.user.notifications().wait(0)),
@@ -304,7 +301,10 @@ def public_calls() -> Iterator[str]:
     """Every public function, method and class that takes a time in milliseconds, by its name."""
 
     def times(function: Callable[..., object]) -> list[str]:
-        names = inspect.signature(function).parameters
+        names: list[str] = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            options = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
+            names += getattr(kvplan, options[1]).__annotations__ if options else [name]
         return [it for it in names if "timeout" in it or it.endswith("_ms")]
 
     modules: list[ModuleType] = [kvplan, hixl, serving, llm_datadist]
@@ -327,9 +327,8 @@ def test_every_public_call_that_takes_a_time_is_looked_at() -> None:
     assert {*public_calls()} == {*CALLS} | EXEMPT
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
-    expected, call = CALLS[name]
+def outcome_of(scene: Scene, call: Callable[[Scene], object]) -> object:
+    """What a call returns, or the status or type of what it raises; it must not wait."""
     outcome: Future[object] = Future()
 
     def run() -> None:
@@ -342,7 +341,33 @@ def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        found = outcome.result(DEADLINE_S)
+        return outcome.result(DEADLINE_S)
     except NotInTime:
         pytest.fail("it waits, as if no timeout was given")
-    assert found == expected
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
+    expected, call = CALLS[name]
+    assert outcome_of(scene, call) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_timeout_of_zero_is_zero_for_all_that_moves(scene: Scene, kind: str) -> None:
+    def run(it: Scene) -> None:
+        it.user.run(KINDS[kind](it), timeout_ms=0)
+
+    assert outcome_of(scene, run) == TIMEOUT
+    tasks = [scene.submitted]
+    if "ranges" not in kind:
+        tasks.append(scene.layered)
+    for begin in tasks:
+        assert outcome_of(scene, lambda _, begin=begin: begin(kind).wait_done(0)) is False
+        assert outcome_of(scene, lambda _, begin=begin: begin(kind).wait(0)) == TIMEOUT
+
+
+@pytest.mark.parametrize("verb", ["submit", "layered"])
+def test_a_timeout_is_of_no_verb_that_does_not_wait(scene: Scene, verb: str) -> None:
+    for kind in KINDS.values():
+        with pytest.raises(TypeError, match=r"timeout_ms is of run; .* wait\(timeout_ms\)"):
+            getattr(scene.user, verb)(kind(scene), timeout_ms=0)

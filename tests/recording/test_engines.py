@@ -26,7 +26,9 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.recording import Transfer, follow, read, select, who_wrote
+from kvplan.recording import Transfer as Recorded
+from kvplan.recording import follow, read, select, who_wrote
+from kvplan.recording.queries import OPERATIONS
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -58,10 +60,7 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         }
         user.run(groups, tag="groups")
         user.submit(groups, tag="submitted groups").wait()
-        back = {
-            name: Transfer(Rows(it.dst, it.dst_blocks), Rows(it.src, it.src_blocks))
-            for name, it in groups.items()
-        }
+        back = {name: Transfer(it.dst, it.src) for name, it in groups.items()}
         user.run(back, tag="pushed groups")
         user.submit(back, tag="submitted pushed groups").wait()
         user.run(Transfer([Rows(there, [1])], Rows(here, [11])), tag="gather")
@@ -69,12 +68,12 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         gathered = {"a": Transfer([Rows(there, [1])], Rows(here, [12]))}
         user.run(gathered, tag="gather groups")
         user.submit(gathered, tag="submitted gather groups").wait()
-        task = user.layered(
-            Transfer(Rows(here, [1]), Rows(there, [2]), layers=layers), tag="layers"
-        )
-        for layer in task.layers:
-            task.ready(layer)
-        task.wait()
+        for src, dst in ((here, there), (there, here), (here, here)):
+            task = user.layered(Transfer(Rows(src, [1]), Rows(dst, [2]), layers=layers), tag="L")
+            for layer in task.layers:
+                task.ready(layer)
+            task.wait()
+        user.run({"own": Transfer(Rows(here, [1]), Rows(here, [2]))}, tag="own groups")
         user.copy_cache(slots, slots, 1, 2, tag="copy")
         user.submit(Transfer(Rows(slots, slot=1), Rows(slots, slot=2)), tag="submitted copy").wait()
         user.copy_blocks(here, {1: [2, 3]}, tag="copies")
@@ -83,7 +82,8 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
     assert recording.complete
     assert [it.plan for it in recording.transfers] == [plan for *_, plan in planned]
     assert [(it.operation, it.tag) for it in recording.transfers] == [it[:2] for it in planned]
-    assert len(recording.transfers) == 18
+    assert len(recording.transfers) == 21
+    assert {it.operation for it in recording.transfers} - OPERATIONS == set()
     for it, (*_, plan) in zip(recording.transfers, planned, strict=True):
         local = it.operation.startswith("copy")
         assert it.status is LLMStatusCode.LLM_SUCCESS
@@ -230,7 +230,7 @@ def test_a_process_that_is_killed_leaves_whole_rows(tmp_path, peer):
     while not path.exists() or path.stat().st_size == 0:  # the header comes in one piece
         assert time.monotonic() < deadline
     for it in follow(path, lambda: time.monotonic() < deadline):
-        if isinstance(it, Transfer) and it.number > 2000:
+        if isinstance(it, Recorded) and it.number > 2000:
             break
     peer.kill()
     recording = read(tmp_path / "a.kvrec")
@@ -247,11 +247,12 @@ def test_what_eight_threads_do_is_recorded_once_each(tmp_path, engine):
 
     def work(thread: int) -> None:
         for number in range(150):
-            blocks = {8 * thread + number % 7: [8 * thread + 7]}
+            read, written = 8 * thread + number % 7, 8 * thread + 7
+            transfer = Transfer(Rows(cache, [read]), Rows(cache, [written]))
             if number % 2:
-                engine.copy_blocks(cache, blocks, tag=f"{thread}.{number}")
+                engine.run(transfer, tag=f"{thread}.{number}")
             else:
-                engine.submit_copy_blocks(cache, blocks, tag=f"{thread}.{number}").wait()
+                engine.submit(transfer, tag=f"{thread}.{number}").wait()
 
     with engine.record(tmp_path / "a.kvrec", max_bytes=64 << 10, files=100):
         with ThreadPoolExecutor(8) as threads:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
-from kvplan.planning.gather import plan_gather
 from kvplan.recording import read
 from tests.planning import test_gather, test_unlike
 from tests.planning.transfers import transfers
@@ -35,38 +34,28 @@ def assert_comes_back(*plans: Plan | GroupPlan) -> None:
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_of_every_operation(transfer, coalesce):
-    assert_comes_back(transfer.plan(coalesce))
+def test_of_every_operation(example, coalesce):
+    assert_comes_back(example.plan(coalesce))
 
 
 @given(test_unlike.transfers(), st.booleans())
 def test_between_unlike_caches(transfer, coalesce):
-    plan = test_unlike.planned(transfer, coalesce, plan_pull_blocks)
+    plan = test_unlike.planned(transfer, coalesce)
     assert_comes_back(plan, plan.for_layers(plan.src_layers[-1:]))
 
 
 @given(test_gather.requests())
 def test_of_a_gather_which_takes_some_heads_of_each(request):
     sources, tables, dst, dst_blocks, num_tokens, rank = request
-    plans = plan_gather(
-        Transfer(
-            [
-                Rows(cache, blocks)
-                for cache, blocks in zip([it.desc for it in sources], tables, strict=True)
-            ],
-            Rows(dst.desc, dst_blocks),
-            num_tokens=num_tokens,
-            rank=rank,
-        ),
-        [it.desc for it in sources],
-        dst.desc,
-    )
-    assert_comes_back(*(it for it in plans if it is not None))
+    rows = [Rows(source.desc, table) for source, table in zip(sources, tables, strict=True)]
+    transfer = Transfer(rows, Rows(dst.desc, dst_blocks), num_tokens=num_tokens, rank=rank)
+    plan = kvplan.plan(transfer)
+    assert_comes_back(plan, *plan.groups.values())
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_of_groups(transfer, coalesce):
-    plan = transfer.plan(coalesce)
+def test_of_groups(example, coalesce):
+    plan = example.plan(coalesce)
     assert_comes_back(GroupPlan({"latent": plan, "scales": plan}))
 
 

@@ -86,7 +86,7 @@ def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
 @given(test_unlike.transfers())
 def test_who_wrote_knows_each_byte_of_a_row(transfer):
     """Against what the plan writes of an array of zeros, byte for byte."""
-    plan = test_unlike.planned(transfer, True, plan_pull_blocks)
+    plan = test_unlike.planned(transfer, True)
     dst = plan.dst
     written = np.zeros((dst.num_tensors, dst.tensor_nbytes), bool)
     for index in range(plan.num_tensor_pairs):
@@ -107,10 +107,10 @@ def test_who_wrote_knows_each_byte_of_a_row(transfer):
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_a_plan_executed_again_is_the_same(transfer, coalesce):
-    plan = transfer.plan(coalesce)
-    assert not replay(plan, within=transfer.within).parted
-    if not transfer.within:
+def test_a_plan_executed_again_is_the_same(example, coalesce):
+    plan = example.plan(coalesce)
+    assert not replay(plan, within=example.within).parted
+    if not example.within:
         assert str(replay(GroupPlan({"a": plan, "b": plan}))) == "the same"
 
 

@@ -151,11 +151,14 @@ def test_a_folder_is_all_recordings_in_it(recorded, capsys, tmp_path):
 
 
 def test_operations_of_engines_are_known():
-    """Each that an engine counts: a table that lacks one would refuse what is recorded."""
+    """Each that an engine counts: a table that lacks one would refuse what is recorded.
+
+    What transfers are called is computed: see `test_every_operation_is_recorded_with_its_plan`.
+    """
     source = "\n".join(it.read_text() for it in (ROOT / "kvplan/engine").glob("*.py"))
     call = r"(?:Operation\((?:self\._running\(\)|engine), |_recorded\(|_reported\(|operation = )"
     named = set(re.findall(call + r'"([a-z_]+)"', source))
-    assert len(named) > 20
+    assert len(named) > 15
     assert named - OPERATIONS == set()
 
 

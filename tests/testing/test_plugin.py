@@ -64,12 +64,13 @@ def errors(output: str) -> list[str]:
 
 
 PLANS = """
-    from kvplan import CacheDesc, DataType, plan_groups, plan_pull_blocks
+    import kvplan
+    from kvplan import CacheDesc, DataType, GroupPlan, Rows, Transfer
 
     DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
 
     def plan(src, dst=(7, 8, 2)):
-        return plan_pull_blocks(DESC, DESC, src, dst)
+        return kvplan.plan(Transfer(Rows(DESC, src), Rows(DESC, dst)), local="dst")
 """
 
 
@@ -123,7 +124,7 @@ def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> No
         + dedent(
             """
             def groups(*tables):
-                return plan_groups({"a": plan([1, 2, 3]), "b": plan(*tables)})
+                return GroupPlan({"a": plan([1, 2, 3]), "b": plan(*tables)})
 
             def test_groups(): assert groups([4, 5, 9]) == groups([4, 5, 6])
             def test_kinds(): assert plan([4, 5, 9]) == groups([4, 5, 9])
@@ -155,20 +156,24 @@ def test_assert_equivalent_points_at_the_line_of_the_test(folder: Folder) -> Non
 
 BUDGET = """
     import pytest
-    from kvplan import plan_pull_blocks
+    import kvplan
+    from kvplan import Rows, Transfer
+
+    def pull(desc, src, dst):
+        return kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
 
     @pytest.mark.kvplan(max_descriptors=10)
     def test_merged(kvplan_desc):
-        plan_pull_blocks(kvplan_desc(), kvplan_desc(), range(12), range(20, 32))
+        pull(kvplan_desc(), range(12), range(20, 32))
 
     @pytest.mark.kvplan(max_descriptors=10)
     def test_alone(kvplan_desc):
-        plan_pull_blocks(kvplan_desc(), kvplan_desc(), [1], [2])
-        plan_pull_blocks(kvplan_desc(), kvplan_desc(), [0, 2, 4], [3, 2, 1])
+        pull(kvplan_desc(), [1], [2])
+        pull(kvplan_desc(), [0, 2, 4], [3, 2, 1])
 
     @pytest.fixture
     def made_before(kvplan_desc):
-        return plan_pull_blocks(kvplan_desc(), kvplan_desc(), range(4), [9, 7, 5, 3])
+        return pull(kvplan_desc(), range(4), [9, 7, 5, 3])
 
     @pytest.mark.kvplan(max_nbytes=1000)
     def test_of_a_fixture(made_before): pass
@@ -188,7 +193,7 @@ BUDGET = """
     def made_once():
         from kvplan.testing import make_desc, observe_plans
         with observe_plans() as plans:
-            plan_pull_blocks(make_desc(), make_desc(), range(4), [9, 7, 5, 3])
+            pull(make_desc(), range(4), [9, 7, 5, 3])
         return plans[0]
 
     @pytest.mark.kvplan(most=10)
@@ -230,7 +235,7 @@ def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
     folder.write(
         """
         import pytest
-        from kvplan import BlocksCacheKey, ClusterInfo, Group, LlmDataDist, LlmRole
+        from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole, Rows, Transfer
 
         @pytest.mark.kvplan(max_descriptors=3)
         def test_it(kvplan_desc, kvplan_plans):
@@ -243,7 +248,7 @@ def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
                 mine = decode.allocate_blocks_cache(desc)
                 decode.link_clusters([ClusterInfo(1, prefill.listen_address)]).raise_for_status()
                 decode.pull_blocks(BlocksCacheKey(1), mine, [1, 2], [3, 4])
-                decode.pull_groups({"one": Group(BlocksCacheKey(1), mine, [1], [3])})
+                decode.run({"one": Transfer(Rows(BlocksCacheKey(1), [1]), Rows(mine, [3]))})
             print([repr(it) for it in kvplan_plans])
         """
     )
@@ -276,15 +281,16 @@ def test_block_tables_are_the_same_again_and_printed_on_failure(folder: Folder) 
 
 
 GOLDEN = """
-    from kvplan import plan_groups, plan_pull_blocks
+    import kvplan
+    from kvplan import GroupPlan, Rows, Transfer
 
     TABLE = [4, 5, 9]
 
     def test_it(kvplan_desc, kvplan_golden):
         desc = kvplan_desc()
-        plan = plan_pull_blocks(desc, desc, TABLE, [7, 8, 2])
+        plan = kvplan.plan(Transfer(Rows(desc, TABLE), Rows(desc, [7, 8, 2])), local="dst")
         kvplan_golden(plan)
-        kvplan_golden(plan_groups({"b": plan, "a": plan}), "as groups")
+        kvplan_golden(GroupPlan({"b": plan, "a": plan}), "as groups")
 """
 
 
@@ -323,17 +329,22 @@ def test_names_of_golden_files(folder: Folder) -> None:
     folder.write(
         """
         import pytest
-        from kvplan import plan_pull_blocks
+        import kvplan
+        from kvplan import Rows, Transfer
 
         class TestClass:
             @pytest.mark.parametrize("layout", ["NHD", "block head token dim"])
             def test_it(self, layout, kvplan_desc, kvplan_golden):
                 desc = kvplan_desc(layout)
-                kvplan_golden(plan_pull_blocks(desc, desc, [1], [2]), "a/b")
+                transfer = Transfer(Rows(desc, [1]), Rows(desc, [2]))
+                kvplan_golden(kvplan.plan(transfer, local="dst"), "a/b")
 
         def test_twice(kvplan_desc, kvplan_golden):
             desc = kvplan_desc()
-            one, other = (plan_pull_blocks(desc, desc, [it], [2]) for it in (1, 3))
+            one, other = (
+                kvplan.plan(Transfer(Rows(desc, [it]), Rows(desc, [2])), local="dst")
+                for it in (1, 3)
+            )
             kvplan_golden(one)
             kvplan_golden(one)
             with pytest.raises(ValueError, match="is already that of another plan"):
@@ -357,14 +368,16 @@ def test_parameters_that_look_alike_have_golden_files_of_their_own(folder: Folde
     folder.write(
         """
         import pytest
-        from kvplan import plan_pull_blocks
+        import kvplan
+        from kvplan import Rows, Transfer
 
         GIVEN = [1, -1, (1, 1), (1, -1), "<1>", "[1]", "x" * 300, "x" * 301, "\u00fc" * 150]
 
         @pytest.mark.parametrize("it", GIVEN, ids=str)
         def test_it(it, kvplan_desc, kvplan_golden):
             desc = kvplan_desc(blocks=64)
-            kvplan_golden(plan_pull_blocks(desc, desc, [GIVEN.index(it)], [2]))
+            transfer = Transfer(Rows(desc, [GIVEN.index(it)]), Rows(desc, [2]))
+            kvplan_golden(kvplan.plan(transfer, local="dst"))
         """
     )
     folder.run("--kvplan-update")
@@ -377,12 +390,14 @@ def test_parameters_that_look_alike_have_golden_files_of_their_own(folder: Folde
 def test_what_a_golden_plan_looks_like(folder: Folder) -> None:
     folder.write(
         """
-        from kvplan import CacheDesc, DataType, plan_pull_blocks
+        import kvplan
+        from kvplan import CacheDesc, DataType, Rows, Transfer
 
         DESC = CacheDesc(2, (64, 4), DataType.DT_INT8)
 
         def test_it(kvplan_golden):
-            kvplan_golden(plan_pull_blocks(DESC, DESC, range(0, 24, 2), range(12)))
+            transfer = Transfer(Rows(DESC, range(0, 24, 2)), Rows(DESC, range(12)))
+            kvplan_golden(kvplan.plan(transfer, local="dst"))
         """
     )
     folder.run("--kvplan-update")
@@ -396,11 +411,13 @@ def test_what_a_golden_plan_looks_like(folder: Folder) -> None:
 def test_the_reference_is_executed_on_filled_arrays(folder: Folder) -> None:
     folder.write(
         """
-        from kvplan import plan_pull_blocks
+        import kvplan
+        from kvplan import Rows, Transfer
 
         def test_it(kvplan_desc, kvplan_reference):
             desc = kvplan_desc()
-            moved = kvplan_reference(plan_pull_blocks(desc, desc, [4, 5], [7, 8]))
+            transfer = Transfer(Rows(desc, [4, 5]), Rows(desc, [7, 8]))
+            moved = kvplan_reference(kvplan.plan(transfer, local="dst"))
             assert (moved.dst[3][7] == moved.src[3][4]).all()
             assert not moved.dst[3][4].any()
         """
