@@ -50,11 +50,12 @@ def prefill(pipe: Connection) -> None:
         print(datadist.plan(transfer).explain(), end="\n\n", flush=True)
         datadist.run(transfer)
 
-        slot = CacheIndex(DECODE, slots_id, batch_index=2)
-        for layer in range(2):
-            this = range(layer, layer + 1)
-            only = KvCacheExtParam(src_layer_range=this, dst_layer_range=this)
-            datadist.push_cache(slots, slot, src_batch_index=1, layers=only)
+        there = CacheIndex(DECODE, slots_id, batch_index=2)
+        pairs = KvCacheExtParam(tensor_num_per_layer=2)  # K and V of a layer are ready together
+        task = datadist.layered(Transfer(Rows(slots, slot=1), Rows(there), layers=pairs))
+        for layer in task.layers:
+            task.ready(layer)  # here a model would have computed the layer before
+        task.wait()
         pipe.send("pushed")
 
 
