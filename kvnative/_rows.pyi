@@ -8,10 +8,10 @@ from kvnative._lower import Descriptors
 from kvnative._process import Peer
 from kvnative._writers import WriteGuard
 
-__all__ = ["Rows"]
+__all__ = ["RowLowering"]
 
 @final
-class Rows:
+class RowLowering:
     def __init__(
         self,
         src_bases: NDArray[np.uint64],

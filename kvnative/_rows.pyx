@@ -1,4 +1,4 @@
-"""Rows between two memories: the addresses are checked once, and each request is lowered."""
+"""RowLowering between two memories: the addresses are checked once, and each request is lowered."""
 
 cimport cython
 from cpython.buffer cimport (
@@ -26,7 +26,7 @@ from kvnative._writers cimport (
     WriteGuard, kvn_announcement, kvn_guard_leave, kvn_guard_try_enter
 )
 
-__all__ = ["Rows"]
+__all__ = ["RowLowering"]
 
 cdef extern from "core/rows.h" nogil:
     enum:
@@ -96,8 +96,8 @@ cdef kvn_level level_of(given) except *:
 
 
 @cython.final
-cdef class Rows:
-    """Rows of tensor pairs, cut into runs of bytes as a template of the planner says.
+cdef class RowLowering:
+    """RowLowering of tensor pairs, cut into runs of bytes as a template of the planner says.
 
     Args:
         src_bases, dst_bases: contiguous uint64 columns of addresses, one for each tensor pair.

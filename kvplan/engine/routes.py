@@ -29,7 +29,7 @@ from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 
 if TYPE_CHECKING:
     from kvnative._process import Peer
-    from kvnative._rows import Rows as RowLowering
+    from kvnative._rows import RowLowering
     from kvnative._writers import WriteGuard
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.registry import CacheRegistry

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from kvnative._extents import extents_clash, first_below
-from kvnative._rows import Rows
+from kvnative._rows import RowLowering
 from kvnative._signals import Mutex
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.layers import ALL_LAYERS
@@ -44,7 +44,7 @@ _assign = object.__setattr__
 class _Cut(NamedTuple):
     """A template between two memories."""
 
-    rows: Rows
+    rows: RowLowering
     num_pairs: int
     plan: dict[str, Any]  # the fields that all plans have in common
 
@@ -147,7 +147,7 @@ class RowRequests:
         ext_param: KvCacheExtParam,
         *,
         by_tokens: bool,
-    ) -> Rows | None:
+    ) -> RowLowering | None:
         """Return what lowers requests of two memories; None: the planner is always asked.
 
         Args:
@@ -223,7 +223,7 @@ def are_plain(layers: KvCacheExtParam) -> bool:
 
 def _rows(
     template: Template, source: Side, target: Side, src: TensorMemory, dst: TensorMemory
-) -> Rows | None:
+) -> RowLowering | None:
     """Return the rows of the tensors that are paired; None if tensors of the caches overlap."""
     fields = template.plan
     split, per_layer = fields["split"], fields["tensors_per_layer"]
@@ -239,7 +239,7 @@ def _rows(
         written, target.tensor_nbytes, read if one_space else _NONE, source.tensor_nbytes
     ):
         return None
-    return Rows(
+    return RowLowering(
         src_bases,
         dst_bases,
         template.src,

@@ -232,5 +232,6 @@ def _index(side: Side, axis: str, offset: int) -> int:
 
 
 def _spans_more(side: Side, axis: str, first: int, last: int) -> bool:
-    """Whether the bytes between reach all along an axis, or around it."""
-    return last - first >= side.stride_of(axis) * side.extent(axis)
+    """Whether the bytes from `first` to `last` reach all along an axis, or around it."""
+    stride = max(side.stride_of(axis), 1)
+    return last // stride - first // stride >= side.extent(axis)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, Rows, Transfer, reference
+from kvplan import Cache, CacheDesc, DataType, Rows, Transfer, reference
 from tests.cli.test_command import command
+from tests.recording.operations import record, recorder
 
 DESC = CacheDesc(4, (32, 16, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 TRANSFER = Transfer(Rows(DESC, [3, 4, 9, 12]), Rows(DESC, [7, 8, 2, 20]))
@@ -43,6 +44,35 @@ def test_what_is_wrong_is_said_and_is_the_exit_code(dumps: dict[str, Any]) -> No
     given = ("--expected", dumps["right.npz"])
     by_other = command("replay", *given, dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
     assert by_other.returncode == 1
+
+
+@pytest.mark.parametrize(("atol", "code"), [("0.5", 0), ("0.25", 1)])
+def test_what_was_computed_again_may_differ_by_a_little(
+    dumps: dict[str, Any], tmp_path: Path, atol: str, code: int
+) -> None:
+    with np.load(dumps["right.npz"]) as right:
+        whole = [it.round() for it in right.values()]
+    np.savez(tmp_path / "whole.npz", *whole)
+    np.savez(tmp_path / "near.npz", *(it + np.float16(0.5) for it in whole))
+    given = ("--expected", str(tmp_path / "whole.npz"), "--atol", atol)
+    found = command(
+        "replay", *given, dumps["plan.json"], dumps["src.npz"], str(tmp_path / "near.npz")
+    )
+    assert (found.returncode, found.stderr) == (code, "")
+
+
+def test_a_recording_says_who_wrote_the_block_that_is_wrong(
+    dumps: dict[str, Any], tmp_path: Path
+) -> None:
+    with recorder(tmp_path / "a.kvrec") as it:
+        for cache, tag in ((1, "mine"), (2, "of another cache")):
+            transfer = Transfer(TRANSFER.src, Rows(Cache(DESC, cache), TRANSFER.dst.blocks))
+            record(it, kvplan.plan(transfer, local="dst"), tag)
+    given = ("--recording", str(tmp_path / "a.kvrec"), "--cache", "1", "--json")
+    found = command("replay", *given, dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
+    (difference,) = json.loads(found.stdout)["differences"]
+    (write,) = difference["first"]["writes"]
+    assert "mine" in write
 
 
 def test_a_name_in_a_plan_does_not_command_the_terminal(dumps: dict[str, Any]) -> None:

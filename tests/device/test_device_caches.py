@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,19 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
         datadist.write_cache(host, expected)
         datadist.swap_blocks(host, device, {row: row for row in range(8)})
         assert same(datadist.read_cache(device), expected)
+
+
+def test_what_one_user_has_pinned_is_unpinned_though_others_go_on(simulator: Controls) -> None:
+    pages = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    here = pages.ctypes.data, pages.nbytes
+    one, other = (kind_of(simulator).device(4) for _ in range(2))
+    pinned = one.pin(*here)
+    with refused("LLM_PARAM_INVALID", "overlaps"):
+        other.pin(*here)
+    one.close()
+    other.pin(*here).close()
+    other.close()
+    assert pinned.nbytes == pages.nbytes  # it was held all the time
 
 
 def test_a_device_that_is_full(simulator: Controls) -> None:

@@ -215,6 +215,14 @@ class RegistryMachine(RuleBasedStateMachine):
             as_peer(self.transport, entry).check()
 
     @invariant()
+    def addresses_find_what_lives_by_id(self) -> None:
+        """Asked after each change, so that an index of before would be found."""
+        extents = self.registry.address_index().extents
+        living = [self.registry.get(it.cache_id) for it in self.caches if it.by_id]
+        assert len(extents) == TENSORS * len(living)
+        assert {id(it.cache) for it in extents} == {*map(id, living)}
+
+    @invariant()
     def what_lives_is_registered_and_nothing_else(self) -> None:
         ranges = self.transport.metadata().count(b'"slot"')
         owned = [it for it in self.caches if it.lives and it.pages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
+    GroupPlan,
     LLMException,
     LLMStatusCode,
     Plan,
@@ -20,6 +21,7 @@ from kvplan import (
     Transfers,
 )
 from kvplan.execution.task import TransferTask
+from kvplan.planning.groups import AnyPlan
 from tests.support.refusals import refused
 from tests.support.wrappers import fail_at
 
@@ -32,12 +34,15 @@ def cache(axes: str, tensors: int, layers: range, heads: range, **lengths: int) 
     return CacheDesc(tensors, shape, FP16, kv_tensor_format=axes, shard=Shard(layers, heads, 6, 8))
 
 
-def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
-    def zeros(side: Any) -> list[np.ndarray]:
-        return [np.zeros(side.tensor_nbytes, np.uint8) for _ in range(side.num_tensors)]
+def fails_at(plan: AnyPlan, descriptor: int) -> tuple[LLMException, TransferTask]:
+    plans = plan.groups.values() if isinstance(plan, GroupPlan) else [plan]
+
+    def zeros(name: str) -> list[np.ndarray]:
+        sides = [getattr(it, name) for it in plans]
+        return [np.zeros(it.tensor_nbytes, np.uint8) for it in sides for _ in range(it.num_tensors)]
 
     with Transfers(wrap=lambda backend: fail_at(backend, descriptor)) as transfers:
-        task = transfers.submit(plan, zeros(plan.src), zeros(plan.dst))
+        task = transfers.submit(plan, zeros("src"), zeros("dst"))
         with pytest.raises(LLMException) as caught:
             task.wait()
     return caught.value, task
@@ -104,6 +109,22 @@ def test_layers_that_are_moved_in_one_piece() -> None:
     name = "layers 0..2>0..2 (3..5 of the model) tensor 0>0 block 5>1 K+V heads 0..3 tokens 0..7"
     assert str(error.origin) == name
     assert task.explain().splitlines()[0] == "layers 0..2 (3..5 of the model)  1/2 desc  3 KiB"
+
+
+WHOLE = kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(BLOCKS, [1, 4])), local="dst")
+
+
+@pytest.mark.parametrize("descriptor", range(14))
+def test_each_group_counts_its_own_descriptors(descriptor: int) -> None:
+    error, task = fails_at(GroupPlan({"whole": WHOLE, "split": SPLIT}), descriptor)
+    assert error.unconfirmed == ((descriptor, 14),)
+    done = [min(2, descriptor), *(min(4, max(0, descriptor - it)) for it in (2, 6, 10))]
+    assert re.findall(r"^group .*| (\d+/\d+) desc", task.explain(), re.MULTILINE) == [
+        "",
+        f"{done[0]}/2",
+        "",
+        *(f"{it}/4" for it in done[1:]),
+    ]
 
 
 def test_a_layer_that_is_not_of_the_task_is_refused_with_both_numbers() -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from kvnative._executor import NativeError
 from kvplan import LLMException, LLMStatusCode, Transfers
-from tests.execution.test_layer_task import PLAN, assert_equal, expected, filled
+from tests.execution.test_layer_task import PLAN, InParts, assert_equal, expected, filled
 from tests.native.test_executor_concurrency import at_once
+from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, limit_batch
 
 
@@ -72,6 +73,27 @@ class TestOnLast:
             with pytest.raises(LLMException):
                 task.wait()
             assert called_for == [task]
+
+    @pytest.mark.parametrize("end", ["lost", "cancelled"])
+    def test_who_is_called_finds_the_reason(self, transfers, end):
+        """An engine settles the task there: the outcome stays what it finds."""
+        found = []
+
+        def settle(task):
+            with pytest.raises(LLMException) as caught:
+                task.wait()
+            found.append(caught.value)
+
+        src = InParts.from_arrays(filled(1))
+        task = transfers.layered(PLAN, src, filled(2), found.append, settle)
+        if end == "lost":
+            src.lost = range(6, 8)
+            task.ready(3)
+        else:
+            task.cancel(LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST))
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "gone") as caught:
+            task.wait()
+        assert found == [caught.value] * 2
 
     def test_not_by_a_deadline_that_stops_nothing(self, transfers):
         called_for = []

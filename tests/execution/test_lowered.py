@@ -271,17 +271,17 @@ def test_many_rows_of_one_layout_are_ordered_and_merged_as_in_their_plans(
 def test_rows_of_no_known_layout_are_lowered_as_their_plans(
     transfer: Any, by_layer: bool, reinterpret: bool
 ) -> None:
-    arguments = transfer.arguments
-    operation = transfer.function.__name__.removeprefix("plan_")
-    paged = operation.endswith("blocks")
-    from_blocks = paged and bool(arguments["src_blocks"])
+    src, dst = transfer.transfer.src, transfer.transfer.dst
+    paged, from_blocks = dst.blocks is not None, bool(src.blocks)
     source = side("src", transfer.src, paged=from_blocks)
     target = side("dst", transfer.dst, paged=paged)
-    read = arguments["src_blocks"] if from_blocks else (arguments["src_batch_index"],)
-    written = arguments["dst_blocks"] if paged else (arguments["dst_batch_index"],)
+    read = src.blocks if from_blocks else (src.slot or 0,)
+    written = dst.blocks if paged else (dst.slot or 0,)
+    verb = {"dst": "pull", "src": "push", "both": "copy"}[transfer.local]
+    operation: Operation = f"{verb}_{'blocks' if paged else 'cache'}"
     kind: Kind = "B2B" if from_blocks else "C2B" if paged else "C2C"
     more = {"by_layer": by_layer, "reinterpret": reinterpret}
-    layers = arguments.get("ext_param", ALL_LAYERS)
+    layers = transfer.transfer.layers
     ranges = layers.src_layer_range, layers.dst_layer_range
     if any(isinstance(it, tuple) for it in ranges):  # another way to write what ranges say
         ranges = tuple(  # type: ignore[assignment]

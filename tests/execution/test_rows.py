@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import kvplan
 from kvnative._lower import Descriptors
 from kvnative._process import Peer
-from kvnative._rows import Rows
+from kvnative._rows import RowLowering
 from kvplan import (
     CacheDesc,
     DataType,
@@ -27,6 +27,7 @@ from kvplan import (
     LLMException,
     LLMStatusCode,
     Plan,
+    Rows,
     Transfer,
     Transfers,
 )
@@ -80,7 +81,7 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, *given_rows)
     try:
         plan = kvplan.plan(
-            Transfer(kvplan.Rows(source, given_rows[0]), kvplan.Rows(target, given_rows[1])),
+            Transfer(Rows(source, given_rows[0]), Rows(target, given_rows[1])),
             local="dst",
         )
     except (LLMException, TypeError):
@@ -119,9 +120,7 @@ def test_some_layers_are_lowered_as_their_plan_is(
     bound = [requests.bind(*arguments, by_layer=by_layer) for _ in range(2)][1]
     try:
         plan = kvplan.plan(
-            Transfer(
-                kvplan.Rows(source, src_rows), kvplan.Rows(target, dst_rows), layers=ext_param
-            ),
+            Transfer(Rows(source, src_rows), Rows(target, dst_rows), layers=ext_param),
             local="src",
             by_layer=by_layer,
         )
@@ -159,7 +158,7 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
     written = [*chain(*blocks.values())]
     bound = RowRequests().bind("copy_blocks", "B2B", own, own, memory, memory, read, written)
     try:
-        plan = kvplan.plan(Transfer(kvplan.Rows(own, read), kvplan.Rows(own, written)))
+        plan = kvplan.plan(Transfer(Rows(own, read), Rows(own, written)))
     except LLMException:
         assert bound is None
         return
@@ -196,7 +195,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
     bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
     sides = [(it, 1, stride, stride, 0, False) for it in (src_count, dst_count)]
     nbytes = src_count * stride, dst_count * stride
-    lowers = Rows(*bases, *sides, stride, (), None, *nbytes, is_one, True)
+    lowers = RowLowering(*bases, *sides, stride, (), None, *nbytes, is_one, True)
     good = (
         len(src_rows) > 0
         and all(type(it) is int and 0 <= it < src_count for it in src_rows)
@@ -223,7 +222,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
 
 
 def test_rows_that_were_never_made_move_nothing() -> None:
-    rows = Rows.__new__(Rows)
+    rows = RowLowering.__new__(RowLowering)
     assert rows.lower([0], [0]) is None
     assert rows.move_now(Peer(os.getpid()), b"", None, {}, 0, None, [0], [0], 1 << 16) == 0
 
@@ -257,7 +256,7 @@ def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int)
         arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
         bound = RowRequests().bind(*arguments)
         assert bound is not None
-        plan = plan_pull_blocks(source, target, there, here)
+        plan = kvplan.plan(Transfer(Rows(source, there), Rows(target, here)), local="dst")
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert bound[0] == plan
     tables[0][1] = np.iinfo(tables[0].dtype).max  # of uint8 255; of uint64 the last one
@@ -270,9 +269,7 @@ def test_a_slot_is_a_row() -> None:
     requests = RowRequests()
     for there, here in ((4, 3), (0, 0), (2, 1)):
         bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
-        plan = kvplan.plan(
-            Transfer(kvplan.Rows(source, slot=there), kvplan.Rows(target, slot=here)), local="dst"
-        )
+        plan = kvplan.plan(Transfer(Rows(source, slot=there), Rows(target, slot=here)), local="dst")
         assert bound is not None
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert (bound[0] == plan, bound[0].nbytes) == (True, plan.nbytes)
@@ -291,9 +288,7 @@ def plan_of_rows() -> Plan:
 
 def test_its_plan_is_a_plan_like_others() -> None:
     (source, _), (target, _) = cache(9), cache(9)
-    made = kvplan.plan(
-        Transfer(kvplan.Rows(source, [3, 4, 8]), kvplan.Rows(target, [1, 2, 0])), local="dst"
-    )
+    made = kvplan.plan(Transfer(Rows(source, [3, 4, 8]), Rows(target, [1, 2, 0])), local="dst")
     assert plan_of_rows() == made
     assert plan_of_rows().fingerprint == made.fingerprint
     assert Plan.from_dict(plan_of_rows().to_dict()) == made
@@ -365,7 +360,8 @@ def test_tokens_move_inside_of_a_cache_between_other_blocks_alone() -> None:
     (own, memory), requests = heads("NHD"), RowRequests()
     arguments = "copy_blocks", "B2B", own, own, memory, memory
     bound = requests.bind(*arguments, [0, 5], [2, 1], num_tokens=4)
-    plan = plan_pull_blocks(own, own, [0, 5], [2, 1], num_tokens=4)
+    transfer = Transfer(Rows(own, [0, 5]), Rows(own, [2, 1]), num_tokens=4)
+    plan = kvplan.plan(transfer, local="dst")
     assert bound is not None
     assert columns(bound[1]) == columns(bind(plan, memory, memory, one_space=True))
     assert requests.bind(*arguments, [0, 5], [2, 0], num_tokens=4) is None
@@ -374,7 +370,7 @@ def test_tokens_move_inside_of_a_cache_between_other_blocks_alone() -> None:
     assert requests.bind(*arguments, [0, 5], [2, 1], num_tokens=4) is None
 
 
-def rows_of(**changes: Any) -> Rows:
+def rows_of(**changes: Any) -> RowLowering:
     """Rows of two tensors of 100 bytes: 5 rows of 4 tokens, each two runs of 2 bytes, 3 apart."""
     made: dict[str, Any] = {
         "src": (5, 4, 20, 5, 0, False),
@@ -385,7 +381,7 @@ def rows_of(**changes: Any) -> Rows:
         "src_nbytes": 100,
         "dst_nbytes": 100,
     } | changes
-    return Rows(np.array([0], np.uint64), np.array([1 << 20], np.uint64), **made)
+    return RowLowering(np.array([0], np.uint64), np.array([1 << 20], np.uint64), **made)
 
 
 @pytest.mark.parametrize(

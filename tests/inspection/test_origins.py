@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplan import CacheDesc, DataType, plan_copy_cache
 from kvplan.planning.plan import Origin, Plan
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import Cache
@@ -62,3 +66,27 @@ def test_an_origin_names_what_its_bytes_are(
     assert (origin.heads is not None) is ("head" in dst.axes)
     if dst.model.kv == 2 and "head" in dst.axes:
         assert origin.kv
+
+
+SLOTS = {
+    "slot token head dim": (3, 4, 5, 2),
+    "slot head token dim": (3, 5, 4, 2),
+    "slot token kv head dim": (3, 2, 2, 3, 2),
+    "slot kv token head dim": (3, 2, 2, 3, 2),
+}
+
+
+@pytest.mark.parametrize("layout", SLOTS)
+def test_a_chunk_of_a_slot_names_the_heads_and_parts_of_its_bytes(layout: str) -> None:
+    """It may begin and end anywhere, and so go on from the last head of a token to the first."""
+    shape = SLOTS[layout]
+    desc = CacheDesc(1, shape, DataType.DT_UINT8, kv_tensor_format=layout)
+    axes, places = layout.split(), np.indices(shape)
+    for offset, end in combinations(range(math.prod(shape[1:]) + 1), 2):
+        origin = plan_copy_cache(
+            desc, desc, src_batch_index=0, dst_batch_index=1, offset=offset, size=end - offset
+        ).origin(0)
+        where = {axis: it[1].reshape(-1)[offset:end] for axis, it in zip(axes, places, strict=True)}
+        assert origin.heads == (where["head"].min(), where["head"].max())
+        if "kv" in where:
+            assert origin.kv == "+".join("KV"[it] for it in sorted({*where["kv"].tolist()}))

@@ -65,6 +65,20 @@ def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -
             check_invariants(holding(segments))
 
 
+@given(tables())
+def test_a_table_with_repeats_says_what_its_runs_are(segments: Segments) -> None:
+    """Each answer about the short form is the answer about the long one."""
+    runs = segments.expanded()
+    columns = segments.runs_at(np.arange(segments.num_runs))
+    assert [*zip(*(it.tolist() for it in columns), strict=True)] == [*runs]
+    assert segments.total_nbytes == runs.total_nbytes
+    counts = segments.runs().astype(np.int64)
+    assert counts.sum() == segments.num_runs == len(runs)
+    first = np.cumsum(counts) - counts
+    for short, long in zip(segments.ends(), runs.ends(), strict=True):
+        assert short.tolist() == np.maximum.reduceat(long, first).tolist()
+
+
 def test_the_runs_that_write_one_byte_are_named() -> None:
     """Three heads of two tokens, a block apart from two tokens whose second is in its place."""
     segments = Segments([0] * 3, [0, 100, 104], [4] * 3, [([3, 3, 1], 1, 20), ([1, 2, 1], 1, 4)])

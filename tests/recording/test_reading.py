@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +32,7 @@ from kvplan.recording import read, select
 from kvplan.recording.perfetto import trace_of
 from kvplan.recording.queries import rows_written
 from kvplan.recording.replay import MAX_TENSORS, replay
-from kvplan.recording.timeline import page_of
+from kvplan.recording.timeline import MAX_TRANSFERS, page_of
 from tests.planning import test_unlike
 from tests.planning.transfers import transfers
 from tests.recording.operations import Done, record, recorder
@@ -167,7 +168,7 @@ def test_a_trace_keeps_the_rules_of_its_format(recording):
     assert kinds.count("s") == kinds.count("f") == 27  # of three tags
     assert kinds.count("b") == kinds.count("e") == 1  # the other lease is older
     failed = [it for it in trace["traceEvents"] if it["ph"] == "X" and "error" in it["args"]]
-    assert [it["args"]["number"] for it in failed] == [7, 17, 27]
+    assert {it["args"]["number"] for it in failed} == {7, 17, 27}  # by their tracks
 
 
 def assert_is_a_trace(events: list[dict]) -> None:
@@ -233,6 +234,18 @@ def test_a_page_needs_nothing_else_and_cannot_be_left(recording):
     assert [it["id"] for it in found["transfers"]] == [*range(33)]
     assert found["plans"] == [PLAN.explain()]
     assert sum(it["failed"] for it in found["transfers"]) == 3
+
+
+def test_of_more_transfers_than_a_page_has_room_for_the_newest_are_shown(recording):
+    first, *_ = recording.transfers
+    many = [
+        replace(first, number=it, time=first.time + it, parts=()) for it in range(MAX_TRANSFERS + 3)
+    ]
+    page = page_of([(recording, many)])
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
+    found = json.loads(data)
+    assert [it["number"] for it in found["transfers"]] == [*range(3, MAX_TRANSFERS + 3)]
+    assert "20,003 transfers, of which the last 20,000 are shown" in found["subtitle"]
 
 
 @pytest.mark.slow

@@ -54,6 +54,14 @@ def tags(path: Path) -> list[str]:
     return [it.tag for it in read(path).transfers]
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Who writes, reads or refuses a recording holds no file of it in the end."""
+    before = Held.now()
+    yield
+    before.check_nothing_new()
+
+
 def test_no_row_of_eight_threads_is_lost_or_torn(tmp_path):
     path, each = tmp_path / "a.kvrec", 3000
     before = Held.now()

@@ -248,6 +248,24 @@ def test_an_interpreter_that_ignores_pythonpath_is_refused(flag: str, folder: Fo
     assert "install()" in refused.stderr
 
 
+@pytest.mark.parametrize("own", [(), ("-u",), ("-Xdev", "-OOB"), ("-W", "ignore", "-uq")])
+@pytest.mark.parametrize("arguments", [("program.py",), ("-m", "kvplan.run", "-u")])
+def test_pythons_own_options_are_kept_however_the_launcher_is_named(
+    own: tuple[str, ...], arguments: tuple[str, ...]
+) -> None:
+    """`-m kvplan.run`, `-mkvplan.run`, and both behind the letters of the option before."""
+    spellings = [[*own, "-m", launcher.MODULE], [*own, f"-m{launcher.MODULE}"]]
+    if own:
+        *before, last = own
+        spellings += [
+            [*before, f"{last}m", launcher.MODULE],
+            [*before, f"{last}m{launcher.MODULE}"],
+        ]
+    for spelled in spellings:
+        command = [sys.executable, *spelled, *arguments]
+        assert launcher.interpreter_flags(command, len(arguments)) == [*own], spelled
+
+
 def test_started_by_another_program_it_keeps_what_the_interpreter_knows(folder: Folder) -> None:
     program = "sys.argv[1:] = ['-c', 'import sys; print(sys.flags.optimize)']"
     run = f"import runpy, sys; {program}; runpy.run_module('kvplan.run', run_name='__main__')"

@@ -110,6 +110,21 @@ def until(holds: Callable[[], bool]) -> None:
         select.select([], [], [], 0.001)
 
 
+def test_a_push_that_stands_still_is_given_up_in_time(make_worker: MakeWorker) -> None:
+    """Here as no layer is said to be ready: its consumer fetches all of it."""
+    producer = make_worker(1, push=True, pull_timeout_ms=100)
+    consumer = make_worker(2, push=True)
+    wanted = reference([producer.source], 0, 11, 21, transfer="t")
+    consumer.exchange.fetch("mine", wanted, Target([7, 1, 30]))
+    producer.wait_asked("t")
+    producer.compute(11, [4, 9, 2], 21)
+    producer.begin(11, [4, 9, 2], 21, 21, "t")
+    producer.enter(0, 11, [4, 9, 2], 21, "t")
+    assert consumer.exchange.wait(60_000)
+    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, 0)]
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+
+
 def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
     tokens, blocks = 160, list(range(20))

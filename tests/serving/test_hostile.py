@@ -13,7 +13,16 @@ from kvplan import ClusterInfo
 from kvplan.serving import Handle, Target
 from kvplan.serving.asks import MAX_WAITING
 from kvplan.serving.book import MAX_EARLY
-from kvplan.serving.messages import Ask, Done, Grant, Hello, Message, Renew, encode
+from kvplan.serving.messages import (
+    MAX_HANDLES,
+    Ask,
+    Done,
+    Grant,
+    Hello,
+    Message,
+    Renew,
+    encode,
+)
 from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import MAX_OF_PEER
@@ -94,8 +103,8 @@ def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:
 
 def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
     producer = make_worker(1, push=True)
-    lease = make_worker(2)
-    link(lease, producer)
+    for cluster_id in (2, 3, 4):  # what others have asked is forgotten now and then
+        link(make_worker(cluster_id), producer)
     asks = [
         Ask(it, INSTANCE, b"", DIGEST, f"transfer-{it}", 0, 1, b"") for it in range(MAX_WAITING + 9)
     ]
@@ -108,6 +117,22 @@ def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
         receive(producer, 4, *early[at : at + 500])
         wait(lambda: not producer.exchange._tasks._of_peers[4])
     assert len(producer.exchange.book._early[4]) == MAX_EARLY
+
+
+def test_all_that_is_expected_is_kept_alive(make_worker: MakeWorker) -> None:
+    """However many requests there are: a message has room for some of them."""
+    count = 2 * MAX_HANDLES + 1
+    producer = make_worker(1, blocks=count, lease_ttl_ms=90_000)
+    consumer = make_worker(2, renew_interval_ms=20)
+    for number in range(count):
+        producer.enter(number, number, [number], 8)
+    held = producer.exchange.book._held
+    entered = {name: it.deadline for name, it in held.items()}
+    for number in range(count):
+        wanted = reference([producer.source], number, number, 8)
+        consumer.exchange.expect(f"{number}", wanted)
+    wait(lambda: all(it.deadline > entered[name] for name, it in list(held.items())))
+    assert len(held) == count  # what is not renewed has gone before
 
 
 def test_a_stranger_keeps_no_request_alive(make_worker: MakeWorker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,3 +195,19 @@ def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyp
     GoldenPlans(tmp_path / "plans", "mine")(plan)
     with pytest.raises(AssertionError, match=r"- <Plan .*\n\+ <GroupPlan"):
         GoldenPlans(tmp_path / "plans", "mine")(plan_groups({"a": plan}))
+
+
+@pytest.mark.parametrize("names", [("a:b", "a;b"), ("x" * 300 + "1", "x" * 300 + "2")])
+def test_names_that_no_file_can_have_get_a_file_each(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """By the test as well as by the name that it gives."""
+    golden = GoldenPlans(tmp_path, "mine", update=True)
+    transfers = [Transfer(Rows(make_desc(), [it]), Rows(make_desc(), [3])) for it in range(2)]
+    plans = [kvplan.plan(it, local="dst") for it in transfers]
+    for name, plan in zip(names, plans, strict=True):
+        golden(plan, name)
+    again = GoldenPlans(tmp_path, "mine")
+    for name, plan in zip(names, plans, strict=True):
+        again(plan, name)
+    assert len({*golden.written, *(GoldenPlans(tmp_path, it).path() for it in names)}) == 4

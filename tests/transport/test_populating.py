@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import subprocess
@@ -24,7 +25,7 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import PeerArenas, offer
 from kvplan.transport.local.metadata import Range
-from kvplan.transport.pages import MOST_ARENAS, BackgroundPages, background_pages
+from kvplan.transport.pages import MOST_ARENAS, BackgroundPages, _Task, background_pages
 from tests.support.refusals import refused
 from tests.support.smaps import num_mappings, smaps_of
 from tests.transport.owner import Owner
@@ -78,6 +79,20 @@ def test_what_its_owner_fills_later_is_mapped_later(pages: BackgroundPages) -> N
     np.frombuffer(arena, np.uint8)[:] = 1
     wait_until_done()
     assert smaps_of(twin.address)["Rss"] == 2 * CHUNK
+
+
+def test_holes_are_looked_at_less_often_the_longer_nothing_comes() -> None:
+    """The pass behind one that has found something counts as the first that has not."""
+    arena = Arena(2 * CHUNK)
+    np.frombuffer(arena, np.uint8)[:CHUNK] = 1
+    twin = twin_of(arena)
+    task = _Task(twin, None, collapse=False)
+    for wait_s in (0.05, 0.1, 0.2, 0.4):
+        task.due = began = time.monotonic()
+        while task.due <= time.monotonic():
+            task.take_turn()
+        assert began + wait_s <= task.due < math.inf
+    assert smaps_of(twin.address)["Rss"] == CHUNK
 
 
 def test_when_it_is_cancelled_nothing_holds_the_mapping(pages: BackgroundPages) -> None:

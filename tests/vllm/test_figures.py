@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.serving import PullResult
@@ -51,6 +54,30 @@ def test_workers_are_added_up_and_said_in_one_line() -> None:
     }
     assert both.data["failed"] == {"kv_cache_not_exist": 1}
     assert one.summary()["Fetched requests"] == 2  # it is another one's
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([None, MISSING, ValueError("x")]))
+    | st.tuples(st.integers(0, 2), st.sampled_from(["offered", "freed", "expired", "pushed"]))
+)
+
+
+@given(EVENTS, st.permutations(range(3)))
+def test_in_whatever_parts_it_was_counted_the_sum_is_the_same(
+    events: list[tuple[int, Any]], order: list[int]
+) -> None:
+    whole, parts = Figures(), [Figures() for _ in range(3)]
+    for number, (worker, event) in enumerate(events):
+        for figures in (whole, parts[worker]):
+            if isinstance(event, str):
+                figures.count(event, number)
+            else:
+                figures.ended(fetched(float(number), event))
+    added = Figures()
+    for worker in order:
+        added.add(parts[worker].data)
+    assert added.summary() == whole.summary()
+    assert added.data["failed"] == whole.data["failed"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from kvnative._executor import (
 )
 from kvnative._lower import Descriptors
 from kvplan.execution.memory import HostMemory
+from kvplan.lease import BlockLease, LeaseWord
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.tcp.link import TcpLink, TcpPeerMemory
 from kvplan.transport.tcp.transport import TcpTransport
@@ -463,3 +464,26 @@ def test_several_threads_use_one_link(link: TcpLink, owner: Owner) -> None:
     for it in threads:
         it.join()
     assert not failed
+
+
+@BOTH
+def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(direction: str) -> None:
+    with TcpTransport() as one, TcpTransport() as two:
+        there, here = pattern(1, BLOCK), np.zeros(BLOCK, np.uint8)
+        two.register(there)
+        link, _other = linked(one, two)
+        plain = link.memory([there.ctypes.data], BLOCK, writable=True)
+        work = descriptors(there.ctypes.data, here, direction, np.arange(1))
+        word = LeaseWord("tcp", *two.begin_lease())
+        lease = BlockLease(1, bytes(16), 1, 1, (0,), paged=True, tag="", words=(word,))
+
+        def statuses() -> list[int]:
+            found = []
+            for memory in (plain, plain.leased([lease])):
+                with executor(memory, here, direction) as moving:
+                    found.append(moving.run(work, TIMEOUT_MS).status)
+            return found
+
+        assert statuses() == [KVN_OK, KVN_OK]
+        two.end_leases([(word.slot, word.generation)])
+        assert statuses() == [KVN_OK, KVN_UNMAPPED]
