@@ -22,7 +22,7 @@ from kvplan.planning.kinds import plan_rows
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Kind, Operation
 from kvplan.planning.side import Side, side
-from tests.planning.transfers import block_to_block, copy_slot, slot_to_blocks, slot_to_slot
+from tests.planning.transfers import block_to_block, slot_to_blocks, slot_to_slot
 from tests.planning.unlike import Cache, Model, caches, models, of_one_request, parts
 
 OPERATIONS: dict[Kind, tuple[Operation, Operation]] = {
@@ -265,9 +265,7 @@ def test_many_rows_of_one_layout_are_ordered_and_merged_as_in_their_plans(
     )
 
 
-@given(
-    slot_to_slot() | copy_slot() | block_to_block() | slot_to_blocks(), st.booleans(), st.booleans()
-)
+@given(slot_to_slot() | block_to_block() | slot_to_blocks(), st.booleans(), st.booleans())
 def test_rows_of_no_known_layout_are_lowered_as_their_plans(
     transfer: Any, by_layer: bool, reinterpret: bool
 ) -> None:
