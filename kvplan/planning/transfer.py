@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey
 
     AnyCache: TypeAlias = "Described | AnyCacheKey | BlockLease | PeerTensors"
-    Source = TypeVar(
-        "Source",
+    # By this parameter a type checker knows that one source makes a Plan, several a GroupPlan. Its
+    # default, by which `Transfer` alone means either, is in `typing` from Python 3.13 on.
+    Source_co = TypeVar(
+        "Source_co",
         bound="Rows | Sequence[Rows]",
         covariant=True,
         default="Rows | Sequence[Rows]",
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 else:
     from typing import TypeVar
 
-    Source = TypeVar("Source")
+    Source_co = TypeVar("Source_co", covariant=True)
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ class Rows(msgspec.Struct, frozen=True):
     offset: int = 0
 
 
-class Transfer(msgspec.Struct, Generic[Source], frozen=True):
+class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
     """What to move from one cache to another. Goes to `kvplan.plan` and to an engine's verbs.
 
     An engine pulls if `src` is a peer's, pushes if `dst` is, and copies if both are its own.
@@ -80,7 +82,7 @@ class Transfer(msgspec.Struct, Generic[Source], frozen=True):
     Values are checked when they are planned, not when they are made.
     """
 
-    src: Source
+    src: Source_co
     dst: Rows
     num_tokens: int | None = None
     nbytes: int | None = None
