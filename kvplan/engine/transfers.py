@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, Unpack, cast, overload
 
@@ -21,11 +21,13 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.execution import LayerTask, TransferTask
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.groups import AnyPlan, GroupPlan
+    from kvplan.planning.plan import Plan
 
 Movable: TypeAlias = "AnyTransfer | AddressRanges"
 _LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
+_Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer]"
 
 
 class TransferOperations(OperationRunner):
@@ -41,6 +43,15 @@ class TransferOperations(OperationRunner):
 
     All of one transfer is one deadline and one outcome, with one notification to each peer.
     """
+
+    @overload
+    def plan(self, transfer: Transfer[Rows], *, by_layer: bool = False) -> Plan: ...
+
+    @overload
+    def plan(self, transfer: _Grouped | AddressRanges, *, by_layer: bool = False) -> GroupPlan: ...
+
+    @overload
+    def plan(self, transfer: Movable, *, by_layer: bool = False) -> AnyPlan: ...
 
     def plan(self, transfer: Movable, *, by_layer: bool = False) -> AnyPlan:
         """Plan a transfer with the peers' own descriptions; nothing moves, no key is claimed.
@@ -118,7 +129,14 @@ class TransferOperations(OperationRunner):
                 ) from None
 
     @overload
-    def submit(self, transfer: AddressRanges, **options: Unpack[SubmitOptions]) -> TransferTask: ...
+    def submit(
+        self, transfer: Transfer[Rows] | AddressRanges, **options: Unpack[SubmitOptions]
+    ) -> TransferTask: ...
+
+    @overload
+    def submit(
+        self, transfer: Transfer[Sequence[Rows]], **options: Unpack[SubmitOptions]
+    ) -> GatherTask: ...
 
     @overload
     def submit(
@@ -150,6 +168,21 @@ class TransferOperations(OperationRunner):
             if isinstance(operation, RangeOperation):
                 return operation.submit(partial(self._submit, operation))
             return self._submit(operation, operation.prepare())
+
+    @overload
+    def layered(
+        self, transfer: Transfer[Rows], **options: Unpack[TransferOptions]
+    ) -> LayerTask: ...
+
+    @overload
+    def layered(
+        self, transfer: _Grouped, **options: Unpack[TransferOptions]
+    ) -> LayerGatherTask: ...
+
+    @overload
+    def layered(
+        self, transfer: AnyTransfer, **options: Unpack[TransferOptions]
+    ) -> AnyLayerTask: ...
 
     def layered(self, transfer: AnyTransfer, **options: Unpack[TransferOptions]) -> AnyLayerTask:
         """Begin a transfer of which nothing moves until a layer of its task is made ready.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, overload
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.groups import AnyPlan, GroupPlan
     from kvplan.planning.side import Described
 
 Local: TypeAlias = Literal["src", "dst", "both"]
@@ -27,6 +27,27 @@ Local: TypeAlias = Literal["src", "dst", "both"]
 
 _DESCRIBED = (CacheDesc, Cache, RemoteCache, Side)
 _VERBS = {"dst": "pull", "src": "push", "both": "copy"}
+
+
+@overload
+def plan(
+    transfer: Transfer[Rows], *, local: Local | None = None, by_layer: bool = False
+) -> Plan: ...
+
+
+@overload
+def plan(
+    transfer: Transfer[Sequence[Rows]] | Mapping[str, Transfer],
+    *,
+    local: Local | None = None,
+    by_layer: bool = False,
+) -> GroupPlan: ...
+
+
+@overload
+def plan(
+    transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False
+) -> AnyPlan: ...
 
 
 def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False) -> AnyPlan:

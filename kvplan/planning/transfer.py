@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,8 @@ from kvplan.types import KvCacheExtParam
 from kvplan.validation import INT64_MAX, UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from kvplan.lease import BlockLease
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.segments import Coalesce
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey
 
     AnyCache: TypeAlias = "Described | AnyCacheKey | BlockLease | PeerTensors"
+    # By this parameter a type checker knows that one source makes a Plan, several a GroupPlan. Its
+    # default, by which `Transfer` alone means either, is in `typing` from Python 3.13 on.
+    Source_co = TypeVar(
+        "Source_co",
+        bound="Rows | Sequence[Rows]",
+        covariant=True,
+        default="Rows | Sequence[Rows]",
+    )
+else:
+    from typing import TypeVar
+
+    Source_co = TypeVar("Source_co", covariant=True)
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -47,7 +61,7 @@ class Rows(msgspec.Struct, frozen=True):
     offset: int = 0
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
     """What to move from one cache to another. Goes to `kvplan.plan` and to an engine's verbs.
 
     An engine pulls if `src` is a peer's, pushes if `dst` is, and copies if both are its own.
@@ -68,7 +82,7 @@ class Transfer(msgspec.Struct, frozen=True):
     Values are checked when they are planned, not when they are made.
     """
 
-    src: Rows | Sequence[Rows]
+    src: Source_co
     dst: Rows
     num_tokens: int | None = None
     nbytes: int | None = None
@@ -78,7 +92,7 @@ class Transfer(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
-AnyTransfer: TypeAlias = Transfer | Mapping[str, Transfer]
+AnyTransfer: TypeAlias = "Transfer | Mapping[str, Transfer]"
 """One transfer, or several caches of one request by name: they move as one."""
 
 

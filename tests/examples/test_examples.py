@@ -83,26 +83,22 @@ def test_says_what_it_is_about(
 @pytest.mark.parametrize(
     ("name", "call", "wrong"),
     [
-        (
-            "pull",
-            "pull_blocks(key, paged, theirs, mine)",
-            "pull_blocks(key, paged, [4, 5, 8], mine)",
-        ),
-        ("push", "push_blocks(paged, key, MINE, THEIRS)", "push_blocks(paged, key, THEIRS, MINE)"),
+        ("pull", "Rows(key, theirs), Rows(paged, mine)", "Rows(key, [4, 5, 8]), Rows(paged, mine)"),
+        ("push", "Rows(paged, MINE), Rows(key, THEIRS)", "Rows(paged, THEIRS), Rows(key, MINE)"),
         ("copy_and_swap", "{12: 5, 13: 6, 2: 0}", "{12: 6, 13: 5, 2: 0}"),
         ("keys", "[REQUEST, PADDING, PREFIX]", "[PADDING, REQUEST, PREFIX]"),
         (
             "several_peers",
-            "pull_blocks(key, cache, theirs, mine)",
-            "pull_blocks(key, cache, mine, mine)",
+            "Rows(key, theirs), Rows(cache, mine)",
+            "Rows(key, mine), Rows(cache, mine)",
         ),
         ("role_switch", "cache, ALL, ALL)", "cache, ALL, ALL[::-1])"),
         ("asyncio_service", "1_000 * tensor + block", "1_000 * tensor + block + (block == 63)"),
         ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),  # a client waits for none
         pytest.param(
             "torch_tensors",
-            "THEIRS, MINE, num_tokens=TOKENS)",
-            "THEIRS, MINE, num_tokens=TOKENS - 1)",
+            "Rows(cache, MINE), num_tokens=TOKENS)",
+            "Rows(cache, MINE), num_tokens=TOKENS - 1)",
             marks=NO_TORCH,
         ),
     ],
