@@ -1,7 +1,7 @@
 """kvplan: plan, read, test and execute transfers of an LLM's KV cache.
 
-Planning needs NumPy only; the first use of `submit`, `execute` or `HostMemory` loads the native
-part, that of `LlmDataDist` the sockets too.
+Planning needs NumPy and msgspec only; the first use of `submit`, `execute` or `HostMemory` loads
+the native part, that of `LlmDataDist` the sockets too.
 """
 
 from __future__ import annotations

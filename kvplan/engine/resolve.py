@@ -54,8 +54,10 @@ def local_of(src: Rows, dst: Rows) -> Local:
         TypeError: a side that is not `Rows`.
         LLMException: LLM_PARAM_INVALID: both sides are a peer's.
     """
-    from_peer = isinstance(check_type("src", src, Rows).cache, PEERS)
-    to_peer = isinstance(check_type("dst", dst, Rows).cache, PEERS)
+    if type(src) is not Rows or type(dst) is not Rows:
+        check_type("src", src, Rows)
+        check_type("dst", dst, Rows)
+    from_peer, to_peer = isinstance(src.cache, PEERS), isinstance(dst.cache, PEERS)
     if from_peer and to_peer:
         raise invalid(
             f"src={shown(src.cache)} and dst={shown(dst.cache)} are both of peers; one side of a "
