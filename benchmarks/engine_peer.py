@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 
+import numpy as np
+
 from kvplan import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LlmDataDist, LlmRole
 
 LAYERS, BLOCKS, BLOCK = 64, 96, 32 << 10
@@ -15,6 +17,8 @@ MODEL = CacheDesc(2 * MODEL_LAYERS, (MODEL_BLOCKS, MODEL_BLOCK_SIZE, 3, 64), Dat
 """Keys and values of the demo's model."""
 LEASED = CacheDesc(1, (8, 4096), DataType.DT_UINT8)
 LEASES = 64  # more than are kept anywhere: each pull has another one
+RAGGED = CacheDesc(32, (128, 16, 2, 64), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+RAGGED_BLOCKS = 64  # of one request, the last of them not full
 LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}
 
 
@@ -41,7 +45,7 @@ def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
 def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str) -> None:
     """Say where `engines` engines listen, one line each; the first may hold paged caches too.
 
-    Behind the address are its leases, in hexadecimal.
+    Behind the address are its leases, in hexadecimal: those of a block, and one of a request.
     """
     with ExitStack() as opened:
         for cluster_id in range(first_cluster_id, first_cluster_id + engines):
@@ -60,6 +64,12 @@ def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str)
                 leased = datadist.allocate_blocks_cache(LEASED, leased_key(cluster_id))
                 datadist.arrays(leased)[0][5] = 5
                 leases = [datadist.lease_blocks(leased, [5]) for _ in range(LEASES)]
+                ragged = datadist.allocate_blocks_cache(RAGGED)
+                for tensor in datadist.arrays(ragged):
+                    tensor[:] = 0
+                table = np.random.default_rng(4).permutation(RAGGED.batch_size)[:RAGGED_BLOCKS]
+                tokens = RAGGED_BLOCKS * RAGGED.shape[1] - 5
+                leases.append(datadist.lease_blocks(ragged, table.tolist(), tokens=tokens))
             blobs = (it.to_bytes().hex() for it in leases)
             print(cluster_id, datadist.listen_address, *blobs, flush=True)
         sys.stdin.read()

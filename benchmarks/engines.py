@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.engine_peer import (
     BLOCKS,
     PAGED,
+    RAGGED,
     SMALL,
     paged_key,
     small_key,
@@ -64,7 +65,8 @@ def linked_engine(run: Run) -> LlmDataDist:
 
     def make() -> LlmDataDist:
         [[_, address, *blobs]] = run.opened.enter_context(serving(1, 1, paged=True))
-        run.shared["leases"] = [BlockLease.from_bytes(bytes.fromhex(it)) for it in blobs]
+        *leases, ragged = [BlockLease.from_bytes(bytes.fromhex(it)) for it in blobs]
+        run.shared["leases"], run.shared["ragged lease"] = leases, ragged
         datadist = run.opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
         datadist.initialize()
         clusters = [ClusterInfo(1, address)]
@@ -117,17 +119,43 @@ def facade_pull_small(run: Run, name: str) -> Row:
     return Row(name, 1e6 * ours, "us", 6, note="a slot of 4 KiB by id; limit: the budget")
 
 
-@TOPIC.row("prepared_pull_4KiB_us")
-def prepared_pull_small(run: Run, name: str) -> Row:
-    """The same, prepared once."""
+@TOPIC.row("run_4KiB_us")
+def run_small(run: Run, name: str) -> Row:
+    """The same as a `Transfer` that is at hand: nothing is made of arguments."""
     datadist = linked_engine(run)
     cache = datadist.allocate_cache(SMALL)
-    prepared = datadist.prepare_pull_cache(small_key(1), cache)
-    prepared.run(0, 0)
+    move = partial(datadist.run, Transfer(Rows(small_key(1)), Rows(cache)))
+    move()
     np.testing.assert_array_equal(datadist.arrays(cache)[0], 1)
-    (ours,) = run.medians(timed(partial(prepared.run, 0, 0), repeats=200), rounds=101)
+    (ours,) = run.medians(timed(move, repeats=200), rounds=101)
     datadist.deallocate_cache(cache)
-    return Row(name, 1e6 * ours, "us", 3, note="a slot of 4 KiB by id; limit: the budget")
+    return Row(name, 1e6 * ours, "us", 4, note="a slot of 4 KiB by id; limit: the budget")
+
+
+@TOPIC.row("ragged_lease_ratio")
+def ragged_lease(run: Run, name: str) -> Row:
+    """What a serving engine pulls: a request by its lease, with a tag, its last block not full."""
+    datadist = linked_engine(run)
+    cache = datadist.allocate_blocks_cache(RAGGED)
+    lease = run.shared["ragged lease"]
+    mine = np.random.default_rng(5).permutation(RAGGED.batch_size)[: len(lease.blocks)].tolist()
+    transfer = Transfer(Rows(lease), Rows(cache, mine))
+    move = partial(datadist.run, transfer, tag="cmpl-1")
+    move()
+    engine = datadist._running()
+    link = engine.links.get(1)
+    theirs = link.memory(link.leased(lease), writable=False)
+    ours_memory = engine.registry.resolve(cache).memory
+    descriptors = bind(datadist.plan(transfer), theirs, ours_memory, one_space=True)
+    with Executor(host_backend(ThreadPool())) as executor:
+        ours, bare = run.medians(timed(move), timed(lambda: executor.run(descriptors)), rounds=101)
+    datadist.deallocate_cache(cache)
+    note = (
+        f"{len(lease.blocks)} blocks x {RAGGED.num_tensors} tensors of 4 KiB, the last with "
+        f"{lease.tokens % RAGGED.shape[1]} of {RAGGED.shape[1]} tokens; {1e6 * ours:.0f} us; "
+        "limit: copies of the same runs"
+    )
+    return Row(name, ours / bare, "x", 1.25, note=note)
 
 
 @TOPIC.row("verify_pull_ratio")

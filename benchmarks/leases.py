@@ -60,6 +60,47 @@ def lease_overhead(run: Run, name: str) -> Row:
     return Row(name, 1e6 * (ours - key), "us", 1, note=note, cases=cases)
 
 
+@TOPIC.row("leased_pull_4KiB_us")
+def leased_pull(run: Run, name: str) -> Row:
+    """The smallest pull by a lease; each has another lease."""
+    datadist = linked_engine(run)
+    leases = cycle(run.shared["leases"])
+    cache = datadist.allocate_blocks_cache(LEASED)
+
+    def leased() -> None:
+        datadist.pull_blocks(next(leases), cache, None, [2])
+
+    leased()
+    (ours,) = run.medians(timed(leased, repeats=200), rounds=101)
+    datadist.deallocate_cache(cache)
+    return Row(name, 1e6 * ours, "us", 5, note="a block of 4 KiB; limit: the budget")
+
+
+@TOPIC.row("notified_pull_4KiB_us")
+def notified_pull(run: Run, name: str) -> Row:
+    """The same with what a serving engine says: a tag, and the notification that it is done."""
+    datadist = linked_engine(run)
+    with LlmDataDist(OWNER_CLUSTER, LlmRole.PROMPT) as owner:
+        owner.initialize({**LISTEN, "kvplan.transport": "local"})
+        peers = [ClusterInfo(OWNER_CLUSTER, owner.listen_address)]
+        datadist.link_clusters(peers, timeout_ms=10_000).raise_for_status()
+        there, cache = (it.allocate_blocks_cache(LEASED) for it in (owner, datadist))
+        lease = owner.lease_blocks(there, [5])
+
+        def notified() -> float:
+            start = time.perf_counter_ns()
+            for _ in range(BATCH):
+                datadist.pull_blocks(lease, cache, None, [2], tag="cmpl-1", notify=b"done")
+            seconds = (time.perf_counter_ns() - start) / 1e9 / BATCH
+            assert len(list(owner.notifications())) == BATCH
+            return seconds
+
+        (ours,) = run.medians(notified, rounds=101)
+        datadist.unlink_clusters(peers, timeout_ms=10_000).raise_for_status()
+        datadist.deallocate_cache(cache)
+    return Row(name, 1e6 * ours, "us", 8, note="a block of 4 KiB; limit: the budget")
+
+
 @TOPIC.row("release_us")
 def release(run: Run, name: str) -> Row:
     """The owner's call, with one linked peer that has written and does not write now."""

@@ -83,8 +83,7 @@ class GatherNotices:
         """
         if self.any and link not in self._operations:
             notice = self._operations[link] = self._new().__enter__()
-            notice.link = link
-            link.begin(notice)
+            notice.hold(link)
 
     def finish(self, error: BaseException | None) -> None:
         """Tell them how it ended, if they were not told yet; waits for those who tell them now.

@@ -267,11 +267,15 @@ class Operation:
         try:
             self.link.notify(self._notify)
         except LLMException as error:
-            raise LLMException(
-                f"{self.name}: every byte has arrived, and the notification could not be "
-                f"delivered: {error.args[0]}",
-                status_code=error.status_code,
-            ) from None
+            raise self.undelivered(error) from None
+
+    def undelivered(self, error: LLMException) -> LLMException:
+        """Return the outcome where every byte has arrived and the peer could not be notified."""
+        return LLMException(
+            f"{self.name}: every byte has arrived, and the notification could not be delivered: "
+            f"{error.args[0]}",
+            status_code=error.status_code,
+        )
 
     def _send_failure(self, error: BaseException) -> None:
         """Tell the peer once that it failed, without waiting: the caller has an error already."""
@@ -339,9 +343,13 @@ class Operation:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
         if self.moves and self.link is None:
-            self.link = link  # first: what ends has not begun, at worst
-            link.begin(self)
+            self.hold(link)
         return link
+
+    def hold(self, link: PeerLink) -> None:
+        """Keep the link to the peer until the operation ends."""
+        self.link = link  # first: what ends has not begun, at worst
+        link.begin(self)
 
 
 def check_notification(name: str, data: bytes) -> bytes:

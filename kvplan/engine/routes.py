@@ -66,6 +66,22 @@ class Route(NamedTuple):
     guard: WriteGuard | None  # of what is written to the peer
 
 
+class UndeliveredError(Exception):
+    """Every byte was moved, and the peer could not be notified.
+
+    Args:
+        operation: that has moved them.
+        link: to the peer.
+        error: why not.
+    """
+
+    def __init__(self, operation: Verb, link: PeerLink, error: LLMException) -> None:
+        super().__init__(operation, link, error)
+        self.operation: Verb = operation
+        self.link = link
+        self.error = error
+
+
 class Routes:
     """Moves by the routes of all links of an engine; any thread may."""
 
@@ -77,8 +93,12 @@ class Routes:
         self._transfers = transfers
         self._metrics = metrics
 
-    def move(self, transfer: Transfer) -> bool:
-        """Move what is small and usual, and count that; False: nothing was moved."""
+    def move(self, transfer: Transfer, notify: bytes | None = None) -> bool:
+        """Move what is small and usual, notify the peer, and count that; False: nothing was moved.
+
+        Raises:
+            UndeliveredError: every byte was moved, and the peer could not be notified.
+        """
         started = perf_counter()
         src, dst = transfer.src, transfer.dst
         if (
@@ -189,6 +209,11 @@ class Routes:
             return False
         if nbytes == 0:
             return False
+        if notify is not None:
+            try:
+                link.notify(notify)
+            except LLMException as error:
+                raise UndeliveredError(verb, link, error) from None
         self._metrics.record(verb, _SUCCESS, nbytes, perf_counter() - started)
         link.count(nbytes if pulls else 0, 0 if pulls else nbytes)
         return True

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, Unpack, cast, overload
 
+from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.gather import Several
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
-from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.operation import MAX_TAG, Operation, RunOptions, SubmitOptions, TransferOptions
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
+from kvplan.engine.routes import UndeliveredError
 from kvplan.engine.runner import OperationRunner
 from kvplan.planning.planner import check_sources, check_transfers
 from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
@@ -99,8 +101,8 @@ class TransferOperations(OperationRunner):
         """
         if (
             type(transfer) is Transfer
-            and (not options or _only_named(options))
-            and self._moved_now(transfer)
+            and (not options or _is_simple(options))
+            and self._moved_now(transfer, options)
         ):
             return
         timeout_ms = options.pop("timeout_ms", None)
@@ -212,12 +214,17 @@ class TransferOperations(OperationRunner):
         with operation:
             return self._layer(operation, operation.prepare())
 
-    def _moved_now(self, transfer: Transfer) -> bool:
+    def _moved_now(self, transfer: Transfer, options: RunOptions) -> bool:
         """Move whole rows by a route, if there is one and nothing else is to be done for them."""
         engine = self._engine
         if engine is None or self._hooks or engine.is_observed:  # an operation says why
             return False
-        return engine.routes.move(transfer)
+        try:
+            return engine.routes.move(transfer, options.get("notify"))
+        except UndeliveredError as late:
+            with Operation(engine, late.operation, tag=options.get("tag", "")) as operation:
+                operation.hold(late.link)
+                raise operation.undelivered(late.error) from None
 
     def _run_several(self, several: Several, timeout_ms: float | None) -> None:
         check_timeout(timeout_ms)
@@ -283,14 +290,17 @@ def _operation(
     return GroupOperation(engine, several.name, parts, speculative=speculative, **options)
 
 
-def _only_named(options: RunOptions) -> bool:
-    """Whether options change nothing for a transfer that is done at once."""
+def _is_simple(options: RunOptions) -> bool:
+    """Whether options are right, and ask for a tag, notifications and a timeout at most."""
     for name, value in options.items():
         if name == "tag":
             if type(value) is not str or len(value) > MAX_TAG or not value.isprintable():
                 return False
         elif value is None:
             continue
+        elif name in ("notify", "notify_failure"):
+            if type(value) is not bytes or not 1 <= len(value) <= MAX_NOTIFICATION_NBYTES:
+                return False
         elif (
             name != "timeout_ms"
             or type(value) not in (int, float)

@@ -273,6 +273,28 @@ def test_bytes_without_their_notification_are_said_to_have_arrived(
             array[:] = 0
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_small_transfer_whose_notification_is_not_taken_counts_once(
+    user: LlmDataDist, peer: Peer, watched: bool
+) -> None:
+    """Whether or not a hook makes it an operation."""
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    transfer = Transfer(Rows(BLOCKS, [0]), Rows(cache, [2]))
+    user.run(transfer, notify=b"first", tag="request")
+    if watched:
+        user.on_plan(lambda _: None)
+    for _number in range(4095):
+        user.notify(1, b"unread")
+    with refused("LLM_LINK_BUSY", "pull_blocks: every byte has arrived, .* notifications wait"):
+        user.run(transfer, notify=b"yes", notify_failure=b"no", tag="request", timeout_ms=5000)
+    assert all((array[2] == 5).all() for array in user.arrays(cache))
+    row = user.metrics()["operations"]["pull_blocks"]
+    assert row["statuses"] == {"LLM_SUCCESS": 1, "LLM_LINK_BUSY": 1}
+    assert user.metrics()["in_flight"] == 0
+    assert [it.in_flight for it in user.links()] == [0]
+
+
 def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
