@@ -56,7 +56,8 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        _check_pull(src, dst)
+        if dst.__class__ is not Cache or src.__class__ is Cache:
+            raise _misplaced("src", src, "dst", dst)
         self.run(
             Transfer(
                 Rows(src, None, None, 0, src_offset),
@@ -97,7 +98,8 @@ class InterfaceOperations(TransferOperations):
         """
         if dst_blocks is None:
             raise TypeError("dst_blocks is None; it must name blocks of dst")
-        _check_pull(src, dst)
+        if dst.__class__ is not Cache or src.__class__ is Cache:
+            raise _misplaced("src", src, "dst", dst)
         self.run(
             Transfer(
                 Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
@@ -134,7 +136,8 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        _check_push(src, dst)
+        if src.__class__ is not Cache or dst.__class__ is Cache:
+            raise _misplaced("dst", dst, "src", src)
         self.run(
             Transfer(
                 Rows(src, None, src_batch_index, 0, src_offset),
@@ -172,7 +175,8 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        _check_push(src, dst)
+        if src.__class__ is not Cache or dst.__class__ is Cache:
+            raise _misplaced("dst", dst, "src", src)
         self.run(
             Transfer(
                 Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
@@ -276,18 +280,10 @@ class InterfaceOperations(TransferOperations):
         )
 
 
-def _check_pull(src: object, dst: object) -> None:
-    """Refuse arguments in the wrong order: they would be a push."""
-    if type(dst) is not Cache or type(src) is Cache:
-        check_type("dst", dst, Cache)
-        raise TypeError(f"src={shown(src)} must be what names a cache of a peer, not Cache")
-
-
-def _check_push(src: object, dst: object) -> None:
-    """Refuse arguments in the wrong order: they would be a pull."""
-    if type(src) is not Cache or type(dst) is Cache:
-        check_type("src", src, Cache)
-        raise TypeError(f"dst={shown(dst)} must be what names a cache of a peer, not Cache")
+def _misplaced(theirs: str, key: object, ours: str, cache: object) -> TypeError:
+    """Refuse arguments in the wrong order: they would move in the other direction."""
+    check_type(ours, cache, Cache)
+    return TypeError(f"{theirs}={shown(key)} must be what names a cache of a peer, not Cache")
 
 
 def _nbytes(size: int) -> int | None:

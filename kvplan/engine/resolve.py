@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Unpack, cast
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import read_blocks
+from kvplan.planning.blocks import is_empty
 from kvplan.planning.layers import source_tensors
 from kvplan.planning.planner import Local, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -22,7 +22,6 @@ from kvplan.types import (
     CacheKey,
     CacheKeyByIdAndIndex,
     KvCacheExtParam,
-    Placement,
 )
 from kvplan.validation import check_type, mismatch, shown
 
@@ -66,21 +65,6 @@ def local_of(src: Rows, dst: Rows) -> Local:
     return "dst" if from_peer else "src" if to_peer else "both"
 
 
-def operation_name(src: Rows, dst: Rows, local: Local, *, by_layer: bool) -> PlanOperation:
-    """Return what logs, metrics and recordings call a transfer, such as "pull_blocks"."""
-    verb = "pull" if local == "dst" else "push" if local == "src" else "copy"
-    if by_layer:
-        return cast("PlanOperation", f"{verb}_layers")
-    cache = dst.cache
-    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
-        return cast("PlanOperation", f"{verb}_cache")
-    if local == "both" and type(src.cache) is Cache and type(cache) is Cache:
-        placements = src.cache.cache_desc.placement, cache.cache_desc.placement
-        if {*placements} == {Placement.HOST, Placement.DEVICE}:
-            return "swap_blocks"
-    return cast("PlanOperation", f"{verb}_blocks")
-
-
 class TransferOperation(Operation):
     """An operation between two caches: of this process, or one of them of a peer.
 
@@ -112,8 +96,20 @@ class TransferOperation(Operation):
         self._local: Local = local_of(src, dst)
         if self._local == "both":
             refuse_notices(options)
-        name = operation_name(src, dst, self._local, by_layer=by_layer)
-        super().__init__(engine, name, speculative=speculative, **options)
+        # What logs, metrics and recordings call the transfer, such as "pull_blocks".
+        verb = "pull" if self._local == "dst" else "push" if self._local == "src" else "copy"
+        cache = dst.cache
+        if by_layer:
+            rows = "layers"
+        elif dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
+            rows = "cache"
+        else:
+            rows = "blocks"
+            if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
+                placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
+                if len(placements) > 1:
+                    verb = "swap"
+        super().__init__(engine, f"{verb}_{rows}", speculative=speculative, **options)
 
     def prepare(self) -> Prepared:
         """Find both caches, plan the transfer, and lower it where that needs no plan.
@@ -133,7 +129,12 @@ class TransferOperation(Operation):
                 "dst_blocks", dst_blocks, num_tokens, dst.first_token
             )
         to_blocks = dst_blocks is not None
-        from_blocks = read_blocks(src_blocks, dst_blocks) if to_blocks else False
+        # None: no block is moved, so the source may be paged or not.
+        from_blocks: bool | None = False
+        if to_blocks:
+            from_blocks = (
+                None if is_empty(dst_blocks) else not (src_blocks is None or is_empty(src_blocks))
+            )
         table = "src_blocks" if to_blocks or self.by_layer else ""
         layers = transfer.layers
         reinterpret = transfer.reinterpret or self.engine.reinterpret
@@ -251,7 +252,8 @@ class TransferOperation(Operation):
                 self._refuse_kind(argument, str(key), paged, table)
             if not theirs.paged and (slot := key.slot(argument)) >= theirs.count:
                 _refuse_slot(argument, key, theirs)
-            _check_slot(argument, rows, slot)
+            if rows.slot is not None and rows.slot != slot:
+                _refuse_other_slot(argument, rows, slot)
             return theirs, slot, link.memory(found, writable=writable).leased([key])
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
@@ -271,7 +273,8 @@ class TransferOperation(Operation):
             self._refuse_kind(argument, str(key), paged, table)
         if slot >= (1 if theirs.paged else theirs.count):
             _refuse_slot(argument, key, theirs)
-        _check_slot(argument, rows, slot)
+        if rows.slot is not None and rows.slot != slot:
+            _refuse_other_slot(argument, rows, slot)
         return theirs, slot, link.memory(found, writable=writable)
 
     def _tensors(
@@ -347,11 +350,10 @@ def _is_usual(transfer: Transfer, src: Rows, dst: Rows, *, to_blocks: bool) -> b
     )
 
 
-def _check_slot(argument: str, rows: Rows, named: int) -> None:
-    if rows.slot is not None and rows.slot != named:
-        raise invalid(
-            f"{argument} slot={shown(rows.slot)} must be None or {named}, the slot of {rows.cache}"
-        )
+def _refuse_other_slot(argument: str, rows: Rows, named: int) -> NoReturn:
+    raise invalid(
+        f"{argument} slot={shown(rows.slot)} must be None or {named}, the slot of {rows.cache}"
+    )
 
 
 def _check_addresses(dst: PeerTensors, source: Side, layers: KvCacheExtParam) -> None:

@@ -107,7 +107,8 @@ class RowRequests:
         if pair is None or type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
         if kind != "C2C":  # the caller may change them
-            src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
+            src_rows = tuple(src_rows) if type(src_rows) is list else _copied(src_rows)
+            dst_rows = tuple(dst_rows) if type(dst_rows) is list else _copied(dst_rows)
         for rows, num_pairs, common in pair.cuts:
             lowered = rows.lower(
                 src_rows,
@@ -176,7 +177,7 @@ class RowRequests:
         """Return what is known of two memories; None: the planner has to be asked."""
         if OBSERVERS:  # they look at each plan that is made
             return None
-        if not are_plain(ext_param):
+        if ext_param is not ALL_LAYERS and not are_plain(ext_param):
             return None
         layers = None if ext_param is ALL_LAYERS else ext_param
         key: _Key = (
@@ -288,6 +289,4 @@ def _are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: i
 
 
 def _copied(rows: Blocks) -> Blocks:
-    if type(rows) is list:
-        return tuple(rows)
     return rows.copy() if type(rows) is np.ndarray else rows

@@ -36,16 +36,6 @@ class RequestBlocks(tuple[int, ...]):
     __slots__ = ()
 
 
-def read_blocks(src_blocks: object, dst_blocks: object) -> bool | None:
-    """Return whether blocks are read, not a slot; None: nothing is, as none are written.
-
-    What is not a block table is the planner's to refuse.
-    """
-    if isinstance(dst_blocks, Sized) and len(dst_blocks) == 0:
-        return None
-    return not (src_blocks is None or (isinstance(src_blocks, Sized) and len(src_blocks) == 0))
-
-
 def is_empty(blocks: object) -> bool:
     """Whether it is a block table without blocks, of a request of which nothing is to be moved."""
     return isinstance(blocks, Sized) and len(blocks) == 0

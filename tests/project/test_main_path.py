@@ -12,6 +12,7 @@ import pytest
 
 import kvplan
 from kvplan import (
+    BlockLease,
     CacheDesc,
     CacheIndex,
     ClusterInfo,
@@ -24,14 +25,15 @@ from kvplan import (
 )
 from tests.datadist.peer import Peer
 
-MAX_CALLS, MAX_FILES = 40, 13
-MAX_PLANNED = 51, 17
+MAX_CALLS, MAX_FILES = 38, 15
+MAX_PLANNED = 52, 18
 """Calls and files of a request of which something needs a plan, as an order of its segments."""
 
 PACKAGE = Path(kvplan.__file__).parent
 DESC = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
 LARGE = CacheDesc(2, (100_000, 16), DataType.DT_INT8)
 THERE, HERE = [1, 2, 5], [0, 3, 4]
+ALL = [*range(8)]  # more than is moved at once
 
 
 class Seen(NamedTuple):
@@ -71,13 +73,14 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
     """Transfers of a user with a peer in another process, over transport local."""
     peer = Peer()
     try:
-        blocks, slots, large = peer.run(
+        blocks, slots, large, blob = peer.run(
             """
             desc = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
             made = datadist.allocate_blocks_cache(desc), datadist.allocate_cache(desc)
             large = CacheDesc(2, (100_000, 16), DataType.DT_INT8)
             made += (datadist.allocate_blocks_cache(large),)
-            result = [it.cache_id for it in made]
+            lease = datadist.lease_blocks(made[0], [1, 2, 5])
+            result = [*(it.cache_id for it in made), lease.to_bytes()]
             """
         )
         with LlmDataDist(2, LlmRole.DECODER) as user:
@@ -85,15 +88,15 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
             user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
             assert user.links()[0].transport == "local"
             paged, contiguous = user.allocate_blocks_cache(DESC), user.allocate_cache(DESC)
+            lease = BlockLease.from_bytes(blob)
             theirs, slot = CacheIndex(1, blocks), CacheIndex(1, slots, 2)
             many, all_of_it = user.allocate_blocks_cache(LARGE), CacheIndex(1, large)
             yield {
                 "pull_blocks": lambda: user.pull_blocks(theirs, paged, THERE, HERE),
-                "run": lambda: user.run(
-                    Transfer(Rows(theirs, THERE), Rows(paged, HERE)), timeout_ms=5000
-                ),
+                "run": lambda: user.run(Transfer(Rows(theirs, ALL), Rows(paged, ALL))),
+                "lease": lambda: user.pull_blocks(lease, paged, None, HERE, tag="request"),
                 "push_blocks": lambda: user.push_blocks(paged, theirs, HERE, THERE),
-                "operation": lambda: user.pull_blocks(theirs, paged, THERE, HERE, timeout_ms=5000),
+                "operation": lambda: user.pull_blocks(theirs, paged, ALL, ALL),
                 "planned": lambda: user.pull_blocks(
                     theirs, paged, THERE, HERE, coalesce=Coalesce.CALLER_ORDER
                 ),
@@ -133,7 +136,7 @@ def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], nam
 
 def test_small_transfers_take_a_route(operations: dict[str, Callable[[], object]]) -> None:
     """No operation is begun for them."""
-    for name in ("pull_blocks", "push_blocks", "pull_cache", "push_cache", "many"):
+    for name in ("pull_blocks", "lease", "push_blocks", "pull_cache", "push_cache", "many"):
         functions = [it.function for it in calls_of(operations[name])]
         assert "Routes.move" in functions
         assert "Operation.__init__" not in functions
