@@ -56,7 +56,7 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        if dst.__class__ is not Cache or src.__class__ is Cache:
+        if not _names_peer(src, dst):
             raise _misplaced("src", src, "dst", dst)
         self.run(
             Transfer(
@@ -98,7 +98,7 @@ class InterfaceOperations(TransferOperations):
         """
         if dst_blocks is None:
             raise TypeError("dst_blocks is None; it must name blocks of dst")
-        if dst.__class__ is not Cache or src.__class__ is Cache:
+        if not _names_peer(src, dst):
             raise _misplaced("src", src, "dst", dst)
         self.run(
             Transfer(
@@ -136,7 +136,7 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        if src.__class__ is not Cache or dst.__class__ is Cache:
+        if not _names_peer(dst, src):
             raise _misplaced("dst", dst, "src", src)
         self.run(
             Transfer(
@@ -175,7 +175,7 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        if src.__class__ is not Cache or dst.__class__ is Cache:
+        if not _names_peer(dst, src):
             raise _misplaced("dst", dst, "src", src)
         self.run(
             Transfer(
@@ -278,6 +278,11 @@ class InterfaceOperations(TransferOperations):
             ),
             **options,
         )
+
+
+def _names_peer(key: object, cache: object) -> bool:
+    """Whether two arguments are a peer's cache and one of this process, in that order."""
+    return type(cache) is Cache and type(key) is not Cache
 
 
 def _misplaced(theirs: str, key: object, ours: str, cache: object) -> TypeError:
