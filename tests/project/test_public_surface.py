@@ -102,11 +102,11 @@ def tree(it: type | FunctionType) -> ast.AST:
 
 
 def fields(kind: type) -> list[str]:
-    """Of a dataclass or a named tuple, the public ones."""
+    """Of a dataclass, a struct or a named tuple, the public ones."""
     if dataclasses.is_dataclass(kind):
         names = [it.name for it in dataclasses.fields(kind)]
     else:
-        names = [*getattr(kind, "_fields", ())]
+        names = [*getattr(kind, "__struct_fields__", getattr(kind, "_fields", ()))]
     return [it for it in names if not it.startswith("_")]
 
 
@@ -134,7 +134,7 @@ def _raised(function: FunctionType, owner: type | None, above: frozenset[object]
     names: set[str] = set()
     for node in outside_of_try(tree(function)):
         if isinstance(node, ast.Raise) and node.exc is not None:
-            names.add(exception_of(node.exc, function, owner))
+            names.update(exception_of(node.exc, function, owner).split(" | "))
         if isinstance(node, ast.Call):
             for called, kind in callees(node.func, function, owner):
                 names |= _raised(called, kind, above | {function})
@@ -155,7 +155,7 @@ def outside_of_try(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def exception_of(it: ast.expr, function: FunctionType, owner: type | None) -> str:
-    """The class that is raised, or that a function makes; empty: what was caught, or is kept."""
+    """The class that is raised, or the classes that a function makes; empty: what was caught."""
     if isinstance(it, ast.Call):
         for made, _ in callees(it.func, function, owner):
             return str(made.__annotations__.get("return", ""))
