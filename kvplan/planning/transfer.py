@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Generic, TypeAlias
 
 import msgspec
 
+from kvplan.planning.blocks import Blocks
 from kvplan.planning.layers import ALL_LAYERS
-from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import INT64_MAX, UINT64_MAX, check_width, shown
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from kvplan.lease import BlockLease
-    from kvplan.planning.blocks import Blocks
-    from kvplan.planning.segments import Coalesce
     from kvplan.planning.side import Described
     from kvplan.types import AnyCacheKey
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 else:
     from typing import TypeVar
 
+    AnyCache = object  # what `help` reads; a lease would load OpenSSL with planning
     Source_co = TypeVar("Source_co", covariant=True)
 
 
