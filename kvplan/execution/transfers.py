@@ -503,11 +503,12 @@ def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Des
             )
     if not dst.writable:
         raise invalid("dst is read-only")
-    split, per_layer = plan.split, plan.tensors_per_layer
-    read, src_bases, _ = view_addresses(plan.src, src.addresses, plan.src_tensors, split, per_layer)
-    written, dst_bases, _ = view_addresses(
-        plan.dst, dst.addresses, plan.dst_tensors, split, per_layer
-    )
+    read = src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
+    written = dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
+    if plan.split:  # views lie next to one another in a tensor
+        views = plan.split, plan.tensors_per_layer
+        read, src_bases, _ = view_addresses(plan.src, src.addresses, plan.src_tensors, *views)
+        written, dst_bases, _ = view_addresses(plan.dst, dst.addresses, plan.dst_tensors, *views)
     segments = plan.segments
     descriptors = lower(
         segments.src_offsets,

@@ -364,9 +364,18 @@ def _plan(
     *,
     by_rows: bool = False,
 ) -> Plan:
-    src_views, dst_views, per_layer = paired_views(
-        source, target, ext_param, split, as_bytes=reinterpret
-    )
+    per_layer = source.usual_tensors_per_layer
+    if (
+        ext_param is ALL_LAYERS
+        and not split
+        and source.num_tensors == target.num_tensors
+        and source.meaning == target.meaning
+    ):  # almost always: all layers of two caches that are alike
+        src_views = dst_views = range(source.num_tensors)
+    else:
+        src_views, dst_views, per_layer = pair_views(
+            source, target, ext_param, split, as_bytes=reinterpret
+        )
     plan = Plan.__new__(Plan)
     # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
     vars(plan).update(
@@ -398,23 +407,3 @@ def _coalesce(how: Coalesce | bool) -> Coalesce:
     if isinstance(how, bool):
         return DEFAULT_COALESCE if how else Coalesce.NONE
     return check_type("coalesce", how, Coalesce)
-
-
-def paired_views(
-    source: Side,
-    target: Side,
-    ext_param: KvCacheExtParam,
-    split: tuple[str, ...] = (),
-    *,
-    as_bytes: bool = False,
-) -> tuple[range, range, int]:
-    """Return what `pair_views` does, without its checks where nothing can be wrong."""
-    if (
-        ext_param is ALL_LAYERS
-        and not split
-        and source.num_tensors == target.num_tensors
-        and source.meaning == target.meaning
-    ):  # almost always: all layers of two caches that are alike
-        views = range(source.num_tensors)
-        return views, views, source.usual_tensors_per_layer
-    return pair_views(source, target, ext_param, split, as_bytes=as_bytes)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvplan.planning.axes import Level, elements, in_common, kv_level
-from kvplan.planning.kinds import move_as_bytes, paired_views, plan_rows
+from kvplan.planning.kinds import move_as_bytes, plan_rows
+from kvplan.planning.layers import pair_views
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def templates_of(
         kv = kv_level(levels, source, target)
         templates = []
         for it in (None,) if kv is None else (kv, None):
-            views = paired_views(source, target, ext_param, tuple(split))
+            views = pair_views(source, target, ext_param, tuple(split))
             names = "src_tensors", "dst_tensors", "tensors_per_layer", "split"
             of_views = dict(zip(names, (*views, tuple(split)), strict=True))
             templates.append(Template(src, dst, run, tuple(levels), it, False, fields | of_views))
