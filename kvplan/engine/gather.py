@@ -266,10 +266,10 @@ class GatherOperations(OperationRunner):
         engine, name = self._running(), _name_of(groups)
         task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure, tag))
         try:
-            report = engine.prompt.report()
+            report = engine.completion.report()
             self._begin(task, groups, rank, coalesce, tag, after)
             if report is not None or task.notices.any:
-                engine.prompt.track(task, report=report, aside=task.notices.any)
+                engine.completion.track_reported(task, report, aside=task.notices.any)
         except BaseException:
             task.drop()
             raise

@@ -666,7 +666,7 @@ class OperationRunner:
             self._show(operation, plan)
         engine = operation.engine
         # A gather is reported as one, not its parts.
-        report = None if operation.name.startswith("gather") else engine.prompt.report()
+        report = None if operation.name.startswith("gather") else engine.completion.report()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
@@ -676,10 +676,7 @@ class OperationRunner:
         )
         try:
             operation.submitted = True
-            if operation.follows_up or report is not None:
-                engine.prompt.track(task, report=report, aside=operation.follows_up)
-            else:
-                engine.completion.track(task)
+            engine.completion.track_reported(task, report, aside=operation.follows_up)
         except BaseException:  # an interrupt: nobody else could stop it
             task.cancel()
             raise
@@ -692,17 +689,17 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = engine.prompt.report()
-        on_last: Callable[[LayerTask], None] = engine.completion.track
+        report = engine.completion.report()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
-        if prompt := operation.follows_up or report is not None:
-            on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
+        on_last = partial(
+            engine.completion.track_reported, report=report, aside=operation.follows_up
+        )
         on_outcome = operation.finish if operation.follows_up else operation.end
         gate_of = None if engine.device is None else engine.device.gate
         task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)
         operation.submitted = True
-        (engine.prompt if prompt else engine.completion).watch(task)
+        engine.completion.watch(task)
         return task
 
     def _show(self, operation: Operation, plan: AnyPlan) -> None:

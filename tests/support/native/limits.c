@@ -37,7 +37,7 @@ typedef struct bandwidth_request {
     kvn_columns batch;
     uint64_t cursor; /* first descriptor not wholly moved */
     uint64_t skip;   /* bytes of it that are moved */
-    uint64_t moved;
+    _Atomic uint64_t moved; /* others read it */
     uint64_t total;
     kvn_columns slice; /* count 0: none is scheduled */
     uint64_t slice_nbytes;
@@ -231,6 +231,7 @@ static int drive_until(bandwidth *self, bandwidth_request *request, int64_t dead
     }
     if (request->driven) {
         kvn_report_begin(report);
+        report->bytes_done = request->moved;
         pthread_mutex_unlock(&request->mutex);
         return KVN_PENDING;
     }
