@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.pollable_queue import PollableQueue
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherTask
     from kvplan.execution import TransferTask
 
+_Ended: TypeAlias = "TransferTask | GatherTask"
+
 MAX_UNTAKEN: Final = 65536
 """Tasks that have ended and that nobody has taken; further ones are not submitted."""
 
 
-class Completions(PollableQueue["TransferTask | GatherTask"]):
+class Completions(PollableQueue["_Ended"]):
     """The submitted tasks of one engine that have ended, in that order; `wait` of each says how.
 
     While 65536 have ended and nobody has taken them, no other can be submitted. A task here keeps
@@ -32,12 +34,6 @@ class EngineTracker(Tracker):
         super().__init__()
         self._mutex = Mutex()
         self._completions: Completions | None = None
-
-    def track_reported(
-        self, task: TransferTask | GatherTask, report: Completions | None, *, aside: bool
-    ) -> None:
-        """As `track`; `report` is where the task is put."""
-        self.track(task, None if report is None else report.put, aside=aside)
 
     def open_completions(self) -> Completions:
         """Return where tasks are reported that are submitted from now on."""

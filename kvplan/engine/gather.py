@@ -269,7 +269,7 @@ class GatherOperations(OperationRunner):
             report = engine.completion.report()
             self._begin(task, groups, rank, coalesce, tag, after)
             if report is not None or task.notices.any:
-                engine.completion.track_reported(task, report, aside=task.notices.any)
+                engine.completion.track(task, report, aside=task.notices.any)
         except BaseException:
             task.drop()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -163,25 +164,22 @@ class GatherTask(AwaitableTask):
             for index, task in self.tasks.items():
                 task.when_settled(partial(settled.put, index))
             while waiting:
-                left = None if end is None else max(0.0, end - perf_counter())
+                place, is_late = _next_settled(waiting, settled, end)
+                self._given_up = self._given_up or is_late
                 try:
-                    index, late_ms = settled.get(timeout=left), None
-                except Empty:  # the time has passed
-                    index, late_ms = min(waiting), 0
-                    self._given_up = True
-                if (settling := waiting.pop(index, None)) is None:
-                    continue  # it was late
-                try:
-                    settling.wait(late_ms)
+                    waiting.pop(place).wait(0 if is_late else None)
                 except LLMException as error:
-                    errors[index] = error.with_traceback(None)
+                    errors[place] = error.with_traceback(None)
                     if not self._given_up:
                         self._stop(LLMException(_STOPPED))
         except BaseException:
             self.drop()
             raise
-        failure = self._failure(errors) if errors else None
-        self.notices.finish(failure)
+        failure: LLMException | None = self._failure(errors) if errors else None
+        try:
+            self.notices.finish(failure)
+        except LLMException as error:
+            failure = error
         self._note_settled()
         if failure is not None:
             raise failure
@@ -282,6 +280,27 @@ class GatherTask(AwaitableTask):
             parts.append(f"{names} stopped for that")
         message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
+
+
+def _next_settled(
+    waiting: dict[int, TransferTask], settled: SimpleQueue[int], end: float | None
+) -> tuple[int, bool]:
+    """Return the place of a source that is settled; True: one that is not when `end` has come.
+
+    Args:
+        end: by `perf_counter`; None: never.
+    """
+    place = -1
+    while place not in waiting:  # it was late
+        left_s = None if end is None else max(0.0, end - perf_counter())
+        if len(waiting) == 1:  # this thread helps
+            ((place, last),) = waiting.items()
+            return place, not last.wait_done(inf if left_s is None else left_s * 1000)
+        try:
+            place = settled.get(timeout=left_s)
+        except Empty:
+            return min(waiting), True
+    return place, False
 
 
 def check_timeout(timeout_ms: float | None) -> None:

@@ -676,7 +676,7 @@ class OperationRunner:
         )
         try:
             operation.submitted = True
-            engine.completion.track_reported(task, report, aside=operation.follows_up)
+            engine.completion.track(task, report, aside=operation.follows_up)
         except BaseException:  # an interrupt: nobody else could stop it
             task.cancel()
             raise
@@ -692,9 +692,7 @@ class OperationRunner:
         report = engine.completion.report()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
-        on_last = partial(
-            engine.completion.track_reported, report=report, aside=operation.follows_up
-        )
+        on_last = partial(engine.completion.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
         gate_of = None if engine.device is None else engine.device.gate
         task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)

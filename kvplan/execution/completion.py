@@ -74,10 +74,13 @@ class AwaitableTask(ABC):
             LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
                 thread left.
         """
-        if not self._is_settled:
-            import asyncio  # where nobody awaits, it need not be there
+        import asyncio  # where nobody awaits, it need not be there
 
-            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if not self._is_settled:
+            self._follow()  # which may find it done
+        if not self._is_settled:
+            ended: asyncio.Future[None] = loop.create_future()
             call = partial(_wake, ended)
             self.when_settled(call)
             try:
@@ -143,6 +146,13 @@ def run_aside(call: Callable[..., object], *args: object) -> None:
         call(*args)
 
 
+class Report(Protocol):
+    """Where tasks are put that are settled."""
+
+    def put(self, item: Any, /) -> None:
+        """Take one, by any thread."""
+
+
 class Tracker:
     """Has tasks come to their outcome as they end, whether or not somebody waits for them."""
 
@@ -157,21 +167,22 @@ class Tracker:
     def track(
         self,
         task: AwaitableTask,
-        report: Callable[[Any], object] | None = None,
+        report: Report | None = None,
         *,
         aside: bool = False,
     ) -> None:
         """Settle `task` when it is done: now, or later.
 
         Args:
-            report: called with it then.
+            report: where it is put then.
             aside: whether that may take a while, and so has a thread of its own.
         """
+        if task.done and not aside:
+            _settle(task, report)
+            return
         flying = _Flying(self, task, report, aside)
         try:
-            if task.done and not aside:
-                flying.settle()
-            elif isinstance(task, NativeTask):
+            if isinstance(task, NativeTask):
                 self._open.discard(ref(task))
                 self._watch(task, flying)
             else:
@@ -232,13 +243,6 @@ class Tracker:
                 self._changed.notify_all()
 
 
-class _Ending(Protocol):
-    """What the queue has of a task that it watches."""
-
-    def on_end(self) -> None:
-        """The task has ended, or a layer of it has failed; by the thread of completions."""
-
-
 class _Flying:
     """A task in flight, whom it is reported to, and whether to settle it may take a while."""
 
@@ -246,7 +250,7 @@ class _Flying:
         self,
         tracker: Tracker,
         task: AwaitableTask,
-        report: Callable[[Any], object] | None,
+        report: Report | None,
         aside: bool,
     ) -> None:
         self._tracker = tracker
@@ -255,6 +259,7 @@ class _Flying:
         self._aside = aside
 
     def on_end(self) -> None:
+        """The task has ended, or a layer of it has failed; by the thread of completions."""
         task = self.task
         if (
             not isinstance(task, NativeTask)
@@ -269,12 +274,19 @@ class _Flying:
 
     def settle(self) -> None:
         try:
-            with suppress(LLMException):  # raised to those who wait for it
-                self.task.wait()
+            _settle(self.task, self._report)
         finally:
             self._tracker._forget(self)
-            if self._report is not None:
-                self._report(self.task)
+
+
+def _settle(task: AwaitableTask, report: Report | None) -> None:
+    try:
+        task.wait()
+    except LLMException:  # raised to those who wait for it
+        pass
+    finally:
+        if report is not None:
+            report.put(task)
 
 
 class _Open:
@@ -285,13 +297,13 @@ class _Open:
         self._native = task.native
 
     def on_end(self) -> None:
+        """As of what is in flight."""
         task = self._task()
         # To find its end is to have it tracked, if anything does: then this is not there any more.
         if task is not None and not _has_ended(task):
             return
         if completion_thread().queue.forget(self._native, self) and task is not None:
-            with suppress(LLMException):
-                task.wait()
+            _settle(task, None)
 
 
 def _has_ended(task: NativeTask) -> bool:
