@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
+from threading import Event, current_thread
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakValueDictionary, ref
 
@@ -231,10 +232,12 @@ class Tracker:
             flying.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all tasks are settled, or `timeout_s` seconds."""
+        """Wait until all tasks are settled and the thread holds none of them, or `timeout_s`."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._flying, timeout_s)
+        if (thread := _process.begun_thread()) is not None:
+            thread.wait_for_round(timeout_s)
 
     def _forget(self, flying: _Flying) -> None:
         self._flying.pop(flying, None)
@@ -342,7 +345,8 @@ class CompletionThread:
             raise system_error("could not create the queue of completions", error) from error
         self._fd = self.queue.fileno()
         self._epoll.register(self._fd, select.EPOLLIN)
-        start_thread("kvplan-completions", self._run)
+        self._rounds: list[Event] = []  # set at the end of the next one
+        self._thread = start_thread("kvplan-completions", self._run)
 
     def add_reader(self, reader: Readable) -> None:
         """Call `on_readable` when something can be read there; the thread holds it weakly."""
@@ -355,6 +359,15 @@ class CompletionThread:
         with suppress(OSError):  # it was not even added
             self._epoll.unregister(fd)
 
+    def wait_for_round(self, timeout_s: float) -> None:
+        """Wait until what the thread has taken before is done with, or `timeout_s` seconds."""
+        if self._thread is current_thread():
+            return
+        over = Event()
+        self._rounds.append(over)
+        os.eventfd_write(self._fd, 1)
+        over.wait(timeout_s)
+
     def _run(self) -> None:
         while True:
             for fd, _ in self._epoll.poll():
@@ -363,6 +376,8 @@ class CompletionThread:
                     self._read_queue()
                 else:
                     self._read(fd)
+            while self._rounds:
+                self._rounds.pop().set()
 
     def _read_queue(self) -> None:
         for ending in self.queue.take():
@@ -396,6 +411,9 @@ class _OfThisProcess:
         self._starting = Mutex()
         self._thread = None
         self.tracker: Tracker = Tracker()
+
+    def begun_thread(self) -> CompletionThread | None:
+        return self._thread
 
     def thread(self) -> CompletionThread:
         if (thread := self._thread) is not None:
