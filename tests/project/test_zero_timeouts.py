@@ -200,10 +200,13 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     ),
     "kvplan.Transfers.verify": (TIMEOUT, lambda it: it.verify(0)),
     "kvplan.TransferTask.wait": (TIMEOUT, lambda it: it.pulled().wait(0)),
+    "kvplan.TransferTask.result": (TIMEOUT, lambda it: it.pulled().result(0)),
     "kvplan.TransferTask.wait_done": (False, lambda it: it.pulled().wait_done(0)),
     "kvplan.GatherTask.wait": (TIMEOUT, lambda it: it.gathered().wait(0)),
+    "kvplan.GatherTask.result": (TIMEOUT, lambda it: it.gathered().result(0)),
     "kvplan.GatherTask.wait_done": (False, lambda it: it.gathered().wait_done(0)),
     "kvplan.LayerTask.wait": (TIMEOUT, lambda it: it.pushed().wait(0)),
+    "kvplan.LayerTask.result": (TIMEOUT, lambda it: it.pushed().result(0)),
     "kvplan.LayerTask.wait_done": (False, lambda it: it.pushed().wait_done(0)),
     # What is not there does not come at once.
     "kvplan.Completions.wait": (False, lambda it: it.user.completions().wait(0)),
