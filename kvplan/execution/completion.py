@@ -392,7 +392,7 @@ class CompletionThread:
 def _call_safely(call: Callable[[], object]) -> None:
     try:
         call()
-    except Exception:  # it is one task's; others depend on this thread
+    except BaseException:  # it is one task's; others depend on this thread
         _logger.exception("operation=completion")
 
 
