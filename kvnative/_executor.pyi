@@ -33,7 +33,7 @@ from kvnative._layered import (
     LayeredTask,
 )
 from kvnative._lower import Descriptors
-from kvnative._task import Gate, Report, Revocable, Task, revoke
+from kvnative._task import CompletionQueue, Gate, Report, Revocable, Task, revoke
 
 __all__ = [
     "KVN_CANCELLED",
@@ -58,6 +58,7 @@ __all__ = [
     "MAX_STRIPES",
     "STRATEGIES",
     "Backend",
+    "CompletionQueue",
     "Executor",
     "Gate",
     "LayeredTask",

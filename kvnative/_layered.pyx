@@ -39,7 +39,8 @@ cdef class LayeredTask(AnyTask):
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
         cdef int status
         with nogil:
-            status = kvn_layered_init(&self.layered, backend.handle, &columns, layer_size)
+            status = kvn_layered_init(&self.layered, backend.handle, &columns, layer_size,
+                                      &self.ending)
         if status == KVN_NO_MEMORY:
             descriptors.release()
             self.descriptors = None  # never begun

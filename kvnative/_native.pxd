@@ -94,10 +94,24 @@ cdef extern from "core/striped.h" nogil:
         KVN_MAX_STRIPES
     kvn_backend *kvn_striped_create(kvn_backend **inner, size_t count, uint64_t min_nbytes)
 
+cdef extern from "core/completions.h" nogil:
+    ctypedef struct kvn_completions:
+        int fd
+    ctypedef struct kvn_ending:
+        pass
+    int kvn_completions_init(kvn_completions *self)
+    void kvn_completions_fini(kvn_completions *self)
+    size_t kvn_completions_take(kvn_completions *self, uint64_t *tokens, size_t capacity)
+    void kvn_ending_init(kvn_ending *self, uint64_t parts)
+    bint kvn_ending_is_over(const kvn_ending *self)
+    void kvn_ending_watch(kvn_ending *self, kvn_completions *queue, uint64_t token)
+    void kvn_ending_leave(kvn_ending *self)
+
 cdef extern from "core/executor.h" nogil:
     ctypedef struct kvn_task:
         pass
-    void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+    void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns,
+                       kvn_ending *ending)
     int kvn_task_begin(kvn_task *task)
     int kvn_task_poll(kvn_task *task)
     int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
@@ -116,7 +130,7 @@ cdef extern from "core/layered.h" nogil:
     ctypedef struct kvn_layered:
         uint64_t num_layers
     int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
-                         uint64_t layer_size)
+                         uint64_t layer_size, kvn_ending *ending)
     int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int *opened)
     int kvn_layered_poll(kvn_layered *layered)
     int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns)

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint64_t
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns, kvn_gate
-from kvnative._native cimport kvn_report, kvn_task
+from kvnative._native cimport kvn_completions, kvn_ending, kvn_report, kvn_task
 
 # The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
 cdef int64_t deadline_of(object timeout_ms) except -1
@@ -40,6 +40,17 @@ cdef class Revocable:
     cdef str revocation(self)
 
 
+# What has ended of what is watched.
+cdef class CompletionQueue:
+    cdef kvn_completions native
+    cdef dict items            # what was given for the tasks that are watched, by token
+    cdef uint64_t last_token
+    cdef bint is_open
+    cdef int pid
+
+    cdef int check_process(self) except -1
+
+
 cdef class AnyTask:
     # The backend and the memory that the task works with: they stand before it, and stay until the
     # outcome (`descriptors`, `keep`) or as long as this object (`backend`).
@@ -49,6 +60,9 @@ cdef class AnyTask:
     cdef dict siblings            # the executor's tasks in flight, this one among them
     cdef uint64_t count
     cdef Report outcome           # None while in flight
+    cdef kvn_ending ending
+    cdef CompletionQueue queue    # that watches it; None: none does
+    cdef uint64_t token           # its own there
     cdef list gates               # Gates that it came or comes after; None: none
 
     # The kind's own; without the GIL.

@@ -11,10 +11,13 @@ from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns, kvn_gate
 from kvnative._native cimport *
 
 import atexit
+import os
 import sys
 import threading
 
-__all__ = ["Gate", "Report", "Revocable", "Task", "revoke"]
+from kvnative._backend import NativeError
+
+__all__ = ["CompletionQueue", "Gate", "Report", "Revocable", "Task", "revoke"]
 
 # How long Ctrl-C may go unnoticed in a wait.
 cdef int64_t SIGNALS_NS = 100_000_000
@@ -162,14 +165,103 @@ def revoke(memory: Revocable, why: str) -> None:
                 task.revoke()
 
 
+cdef enum:
+    TAKEN_AT_ONCE = 256  # out of a queue
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class CompletionQueue:
+    """The tasks that have ended of those that it watches; one thread at a time takes them.
+
+    Raises:
+        NativeError: no descriptor is left.
+    """
+
+    def __cinit__(self):
+        cdef int error = kvn_completions_init(&self.native)
+        if error:
+            raise NativeError(f"no eventfd for a queue of completions: {os.strerror(error)}", error)
+        self.is_open = True
+        self.pid = getpid()
+        self.items = {}
+
+    def __dealloc__(self):
+        # In a forked child the mutex may be held for ever.
+        if self.is_open and self.pid == getpid():
+            kvn_completions_fini(&self.native)
+
+    cdef int check_process(self) except -1:
+        if self.pid != getpid():
+            raise NativeError(f"the queue of completions belongs to process {self.pid}; process"
+                              f" {getpid()} was forked from it and must make its own")
+        return 0
+
+    def fileno(self) -> int:
+        """An eventfd that polls readable while something is there, and now and then without."""
+        return self.native.fd
+
+    def watch(self, AnyTask task not None, item: object) -> None:
+        """Have `take` return `item` once the task has ended, at once if it has.
+
+        Also each time that a layer of it has failed. Again for the same task: `item` is returned
+        in place of what was given before. It is kept until `forget`.
+
+        Raises:
+            ValueError: another queue watches the task.
+            NativeError: this process was forked from the one that made the queue, or the task.
+        """
+        self.check_process()
+        task.backend.check_process()
+        with cython.critical_section(self, task):
+            if task.queue is None:
+                self.last_token += 1
+                task.token = self.last_token
+                task.queue = self
+            elif task.queue is not self:
+                raise ValueError("the task is watched by another queue")
+            self.items[task.token] = item
+            kvn_ending_watch(&task.ending, &self.native, task.token)
+
+    def take(self) -> list:
+        """Return the items of the tasks that have ended since the last call. Never blocks."""
+        cdef uint64_t tokens[TAKEN_AT_ONCE]
+        cdef size_t i, count = TAKEN_AT_ONCE
+        cdef list taken = []
+        self.check_process()
+        while count == TAKEN_AT_ONCE:
+            count = kvn_completions_take(&self.native, tokens, TAKEN_AT_ONCE)
+            with cython.critical_section(self):
+                for i in range(count):
+                    if tokens[i] in self.items:
+                        taken.append(self.items[tokens[i]])
+        return taken
+
+    def forget(self, AnyTask task not None, item: object) -> bool:
+        """Do not keep `item` any more; returns False if it was not what `take` would return."""
+        cdef bint is_there
+        with cython.critical_section(self, task):
+            is_there = task.queue is self and self.items.get(task.token) is item
+            if is_there:
+                del self.items[task.token]
+        return is_there
+
+
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 @cython.nonecheck(True)
 cdef class AnyTask:
     """What every task is: held until its outcome, which comes once, to whoever asks."""
 
+    def __cinit__(self):
+        kvn_ending_init(&self.ending, 1)
+
     def __init__(self, *args, **kwargs):
         raise TypeError(f"a {type(self).__name__} comes from an Executor")
+
+    def __dealloc__(self):
+        if self.queue is not None and self.queue.pid == getpid():
+            kvn_ending_leave(&self.ending)
 
     cdef int poll_native(self) noexcept nogil:
         return KVN_FAILED
@@ -298,6 +390,14 @@ cdef class AnyTask:
         return True
 
     @property
+    def ended(self) -> bool:
+        """Whether `wait` returns at once, though `done` may not be True yet. Never blocks.
+
+        Always False for what `Executor.run` waits for.
+        """
+        return kvn_ending_is_over(&self.ending)
+
+    @property
     def report(self) -> Report:
         """The outcome, or a report with status KVN_PENDING and the bytes moved so far."""
         cdef Report report
@@ -385,7 +485,8 @@ cdef class Task(AnyTask):
         columns.after = gate
         if waits:
             columns.caller = KVN_CALLER_WAITS
-        kvn_task_init(&self.task, backend.handle, &columns)
+        # What is waited for at once is never watched.
+        kvn_task_init(&self.task, backend.handle, &columns, NULL if waits else &self.ending)
         self.enlist()
         return self
 

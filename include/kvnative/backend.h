@@ -10,6 +10,7 @@
  * - `abort` may be called while other threads are in `wait` on the same request.
  * - A batch has any number of descriptors, and a descriptor any size: a backend whose system has a
  *   limit cuts what it is given.
+ * - A request goes on whether or not a thread is in a call on it, and the backend tells its `end`: no one polls.
  * - What cannot be honoured is refused by `submit` with a reason in the report; nothing is ignored. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H

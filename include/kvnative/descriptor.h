@@ -19,10 +19,12 @@ typedef enum kvn_caller {
 
 struct kvn_failure;
 
-/* Who wants to know that a batch is over, whether or not anyone asks for its outcome. */
+/* Is told that a batch is over, whether or not anyone asks for its outcome. */
 typedef struct kvn_batch_end {
-    /* Once, from any thread, when no byte of the batch is touched any more, and before there is an outcome. */
-    void (*call)(struct kvn_batch_end *self);
+    /* Once, from any thread and with any lock held, `submit` included, when no byte of the batch is touched any more:
+     * `wait` then returns without waiting for anything but this call. `status` is that of the outcome. `release` of
+     * the request does not return before this has. It takes no lock of a backend's, and calls none. */
+    void (*call)(struct kvn_batch_end *self, int status);
     /* Every few milliseconds while the batch is on its way, by one thread at a time and not after `call`, never
      * blocking: KVN_OK, or why no byte of it may be touched any more. NULL: nothing of it changes. */
     int (*look)(struct kvn_batch_end *self, struct kvn_failure *why);
@@ -38,7 +40,7 @@ typedef struct kvn_columns {
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
     uint32_t caller; /* kvn_caller */
     struct kvn_gate *after; /* what the batch has to come after; NULL: nothing. Only for a backend that `orders` */
-    kvn_batch_end *end; /* NULL: none. A backend may leave it uncalled; of a batch that `submit` refuses it does */
+    kvn_batch_end *end; /* NULL: none. Every backend calls it, but not of a batch that `submit` refuses */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

@@ -137,8 +137,6 @@ class CacheOperations(OperationRunner):
         with self._recorded("unregister_cache", cache=cache_id) as engine:
             engine.registry.unregister(cache_id)
             engine.leases.end_cache(cache_id)
-            engine.completion.settle_ended()
-            engine.prompt.settle_ended()
 
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Say that other memory was mapped at addresses of registered caches.

@@ -310,7 +310,7 @@ class LlmDataDist(
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
         """
-        return self._running().prompt.open_completions()
+        return self._running().completion.open_completions()
 
     def on_plan(self, hook: PlanHook) -> Callable[[], None]:
         """Call `hook` with a PlanEvent before each plan is executed; what it raises stops that.

@@ -17,7 +17,7 @@ from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
-from kvplan.engine.completion import CompletionThread, PromptCompletionThread
+from kvplan.engine.completion import EngineTracker
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
@@ -83,8 +83,7 @@ class Engine:
         self.reinterpret = options.unlike_caches == "warn"
         self.verify_every = verify_every(options.verify)
         self._reinterpreted: set[frozenset[object]] = set()
-        self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
-        self.prompt = PromptCompletionThread(f"kvplan-notifying-{cluster_id}")
+        self.completion = EngineTracker()
         self.notifications = Notifications()
         self.callbacks = NotificationCallbacks(
             self.notifications, f"kvplan-notifications-{cluster_id}"
@@ -264,15 +263,12 @@ class Engine:
             return
         self.in_flight.close()
         with signals_deferred, self._held.pop_all() as held:  # whatever goes wrong: all of it
-            held.callback(self.prompt.close, _STOPPED_S)
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
             # Also what a call that is under way still has to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(0):
-                reason = LLMException("stopped, as the engine was finalized")
-                self.completion.cancel(reason)
-                self.prompt.cancel(reason)
+                self.completion.cancel(LLMException("stopped, as the engine was finalized"))
 
 
 _open: set[Engine] = set()

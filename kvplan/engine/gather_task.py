@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
+from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex
 from kvplan.engine.operation import Operation
-from kvplan.execution.task import wait_in_thread
+from kvplan.execution.completion import AwaitableTask, run_aside
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from kvplan.execution import ComputeEvent, ComputeStream, LayerTask, TransferTask
     from kvplan.links import PeerLink
 
-_TURN_MS = 10.0
-"""How long a failed source may go unseen while others move."""
 _STOPPED = "stopped, as another source of the gather failed"
 
 
@@ -107,7 +107,7 @@ class GatherNotices:
             raise self._error
 
 
-class GatherTask:
+class GatherTask(AwaitableTask):
     """The handle of a submitted gather: it is whole, or says which of its sources failed.
 
     All methods may be called from several threads, and it can be awaited under asyncio, as a
@@ -118,11 +118,14 @@ class GatherTask:
     """
 
     def __init__(self, operation: str, notices: GatherNotices) -> None:
+        super().__init__()
         self._operation = operation
         self.notices = notices
         self.tasks: dict[int, TransferTask] = {}
         self._names: dict[int, str] = {}
         self._given_up = False  # all of it, not for what became of one source
+        self._num_unsettled: int | None = None  # of the tasks, once they are followed
+        self._mutex = Mutex()
 
     @property
     def done(self) -> bool:
@@ -130,9 +133,12 @@ class GatherTask:
         return all(task.done for task in self.tasks.values())
 
     def wait_done(self, timeout_ms: float) -> bool:
-        """Wait for a source that moves, or that long; returns whether all are done."""
-        moving = next((it for it in self.tasks.values() if not it.done), None)
-        return moving is None or (moving.wait_done(timeout_ms) and self.done)
+        """Wait until `done`, or the time has passed; returns whether it is. Raises no outcome."""
+        end = perf_counter() + timeout_ms / 1000
+        return all(
+            task.wait_done(max(0.0, (end - perf_counter()) * 1000))
+            for task in list(self.tasks.values())
+        )
 
     def wait(self, timeout_ms: float | None = None) -> None:
         """Wait until every byte from every source has arrived, and the peers were told so.
@@ -152,27 +158,29 @@ class GatherTask:
         check_timeout(timeout_ms)
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
         waiting = dict(self.tasks)
+        settled: SimpleQueue[int] = SimpleQueue()
         errors: dict[int, LLMException] = {}
         try:
+            for index, task in self.tasks.items():
+                task.when_settled(partial(settled.put, index))
             while waiting:
-                late = end is not None and perf_counter() >= end
-                index = next((it for it, task in waiting.items() if task.done or late), None)
-                if index is None:
-                    self._wait_a_turn(waiting, end)
-                    continue
-                self._given_up = self._given_up or late
+                place, is_late = _next_settled(waiting, settled, end)
+                self._given_up = self._given_up or is_late
                 try:
-                    waiting[index].wait(0 if late else None)
+                    waiting.pop(place).wait(0 if is_late else None)
                 except LLMException as error:
-                    errors[index] = error.with_traceback(None)
+                    errors[place] = error.with_traceback(None)
                     if not self._given_up:
                         self._stop(LLMException(_STOPPED))
-                del waiting[index]
         except BaseException:
             self.drop()
             raise
-        failure = self._failure(errors) if errors else None
-        self.notices.finish(failure)
+        failure: LLMException | None = self._failure(errors) if errors else None
+        try:
+            self.notices.finish(failure)
+        except LLMException as error:
+            failure = error
+        self._note_settled()
         if failure is not None:
             raise failure
 
@@ -199,17 +207,38 @@ class GatherTask:
         for task in list(self.tasks.values()):
             task.block_stream(stream)
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return wait_in_thread(self).__await__()
+    def _follow(self) -> None:
+        with self._mutex:
+            if self._num_unsettled is not None:
+                return
+            self._num_unsettled = len(self.tasks)
+        for task in list(self.tasks.values()):
+            task.when_settled(partial(self._note_source, task))
+        if not self.tasks:
+            self._conclude()
 
-    def coroutine(self) -> Coroutine[Any, Any, None]:
-        """Return what awaits the task, for `asyncio.create_task` and task groups.
+    def _note_source(self, task: TransferTask) -> None:
+        """A source is settled: the others are stopped if it has failed, or all are."""
+        with self._mutex:
+            self._num_unsettled = num_left = (self._num_unsettled or 0) - 1
+        if num_left == 0:
+            self._conclude()
+        elif not self._given_up:
+            try:
+                task.wait()
+            except LLMException:
+                run_aside(self._stop, LLMException(_STOPPED))
 
-        Raises:
-            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
-                thread left.
-        """
-        return wait_in_thread(self)
+    def _conclude(self) -> None:
+        """Nothing moves any more, and it takes no longer than the peers' answers."""
+        if self.notices.any:
+            run_aside(self._settle)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        with suppress(LLMException):  # raised to those who wait for it
+            self.wait()
 
     def _stop(self, reason: LLMException | None) -> None:
         for task in list(self.tasks.values()):
@@ -241,15 +270,6 @@ class GatherTask:
                 except LLMException as stopped:
                     errors[other] = stopped.with_traceback(None)
             raise self._failure(errors) from None
-
-    def _wait_a_turn(self, waiting: dict[int, TransferTask], end: float | None) -> None:
-        """Wait for the first; not long while others may fail, too."""
-        turns = [] if len(waiting) == 1 else [_TURN_MS]
-        if end is not None:
-            turns.append(max(0.0, (end - perf_counter()) * 1000))
-        first = next(iter(waiting.values()))
-        with suppress(LLMException):  # whether it has failed is seen when it is done
-            first.wait(min(turns, default=None), stop=False)
 
     def _failure(self, errors: dict[int, LLMException]) -> GatherError:
         stopped = {it: error for it, error in errors.items() if _STOPPED in str(error)}
@@ -293,6 +313,27 @@ class LayerGatherTask(GatherTask):
 def _own_layers(task: LayerTask) -> range:
     """The layers of a plan as this process counts them."""
     return task.plan.dst_layers if task.plan.local == "dst" else task.plan.src_layers
+
+
+def _next_settled(
+    waiting: dict[int, TransferTask], settled: SimpleQueue[int], end: float | None
+) -> tuple[int, bool]:
+    """Return the place of a source that is settled; True: one that is not when `end` has come.
+
+    Args:
+        end: by `perf_counter`; None: never.
+    """
+    place = -1
+    while place not in waiting:  # it was late
+        left_s = None if end is None else max(0.0, end - perf_counter())
+        if len(waiting) == 1:  # this thread helps
+            ((place, last),) = waiting.items()
+            return place, not last.wait_done(inf if left_s is None else left_s * 1000)
+        try:
+            place = settled.get(timeout=left_s)
+        except Empty:
+            return min(waiting), True
+    return place, False
 
 
 def check_timeout(timeout_ms: float | None) -> None:

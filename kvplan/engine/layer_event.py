@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import warnings
-from contextlib import suppress
 from typing import Self
-from weakref import WeakValueDictionary
 
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.telemetry import logger
 from kvplan.execution import LayerTask
+from kvplan.execution.completion import completion_thread
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, invalid
-from kvplan.system_limits import start_thread, system_error
+from kvplan.system_limits import system_error
 from kvplan.validation import UINT32_MAX, check_type, check_width
 
 
@@ -24,7 +22,8 @@ class LayerEvent:
 
     The layers are those of the first task, in order; each is ready in every task that has it. The
     writer may be C code without the GIL, such as a callback of a stream: `write(fileno, &n, 8)`,
-    n a uint64 in host order. A daemon thread, one for all events of the process, hands it on.
+    n a uint64 in host order. A daemon thread hands it on: the one of the process that also learns
+    which tasks have ended.
 
     Close it, or leave its `with` block, after the last write: it owns the descriptor. It holds the
     tasks until then. All methods may be called from several threads; a forked child has no part in
@@ -58,9 +57,9 @@ class LayerEvent:
         self._mutex = Mutex()  # of the descriptor
         try:
             with signals_deferred:
-                self._listener = _process.listener()
+                self._thread = completion_thread()
                 self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._listener.add(self)
+                self._thread.add_reader(self)
         except (OSError, LLMException) as error:
             self._release()
             raise system_error("could not create event", error) from error
@@ -92,11 +91,11 @@ class LayerEvent:
             self._release()
             return
         with self._handing:
-            self._hand_on()
+            self.on_readable()
             with self._mutex:
                 self._release()
 
-    def _hand_on(self) -> None:
+    def on_readable(self) -> None:
         """Do what was written and not done yet."""
         with self._handing:
             count = self._read()
@@ -129,7 +128,7 @@ class LayerEvent:
                 return
             # A child's descriptor is another one of the same event: the parent listens to it.
             if os.getpid() == self._pid:
-                self._listener.remove(fd)
+                self._thread.remove_reader(fd)
             os.close(fd)
 
     def __enter__(self) -> Self:
@@ -158,57 +157,3 @@ def _make_ready(task: LayerTask, layer: int) -> None:
 
 def _warn(error: str) -> None:
     logger.warning("operation=layer_event error=%s", json.dumps(error))
-
-
-class _Listener:
-    """The thread that hands on what is written to the events of this process."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._events: WeakValueDictionary[int, LayerEvent] = WeakValueDictionary()
-        try:
-            start_thread("kvplan-layer-events", self._listen)
-        except BaseException:
-            self._epoll.close()
-            raise
-
-    def add(self, event: LayerEvent) -> None:
-        self._events[event.fileno()] = event
-        self._epoll.register(event, select.EPOLLIN)
-
-    def remove(self, fd: int) -> None:
-        self._events.pop(fd, None)
-        with suppress(OSError):  # it was not even added
-            self._epoll.unregister(fd)
-
-    def _listen(self) -> None:
-        while True:
-            for fd, _ in self._epoll.poll():
-                self._hand_on(fd)
-
-    def _hand_on(self, fd: int) -> None:
-        # A frame of its own: no event is held while the thread waits.
-        event = self._events.get(fd)
-        if event is not None:
-            event._hand_on()
-
-
-class _OfThisProcess:
-    """Its listener, begun with the first event; a forked child has its own."""
-
-    def __init__(self) -> None:
-        self.renew()
-        os.register_at_fork(after_in_child=self.renew)
-
-    def renew(self) -> None:
-        self._starting = Mutex()
-        self._listener: _Listener | None = None
-
-    def listener(self) -> _Listener:
-        with self._starting:
-            if self._listener is None:
-                self._listener = _Listener()
-            return self._listener
-
-
-_process = _OfThisProcess()

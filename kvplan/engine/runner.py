@@ -124,7 +124,7 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = None if operation.is_part else engine.prompt.report()
+        report = None if operation.is_part else engine.completion.report()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
@@ -134,10 +134,7 @@ class OperationRunner:
         )
         try:
             operation.submitted = True
-            if operation.follows_up or report is not None:
-                engine.prompt.track(task, report=report, aside=operation.follows_up)
-            else:
-                engine.completion.track(task)
+            engine.completion.track(task, report, aside=operation.follows_up)
         except BaseException:  # an interrupt: nobody else could stop it
             task.cancel()
             raise
@@ -151,17 +148,15 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = None if operation.is_part else engine.prompt.report()
-        on_last: Callable[[LayerTask], None] = engine.completion.track
+        report = None if operation.is_part else engine.completion.report()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
-        if prompt := operation.follows_up or report is not None:
-            on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
+        on_last = partial(engine.completion.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
         gate_of = None if engine.device is None else engine.device.gate
         task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)
         operation.submitted = True
-        (engine.prompt if prompt else engine.completion).watch(task)
+        engine.completion.watch(task)
         return task
 
     def _show(self, operation: Operation, plan: AnyPlan) -> None:

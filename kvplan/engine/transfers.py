@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.gather import Several
@@ -22,6 +22,7 @@ from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
+    from kvplan.engine.operation import Prepared
     from kvplan.execution import LayerTask, TransferTask
     from kvplan.planning.groups import AnyPlan, GroupPlan
     from kvplan.planning.plan import Plan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Movable: TypeAlias = "AnyTransfer | AddressRanges"
 _LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
+_Task = TypeVar("_Task", bound=GatherTask)
 _Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer]"
 
 
@@ -237,22 +239,21 @@ class TransferOperations(OperationRunner):
             raise
 
     def _submit_several(self, several: Several) -> GatherTask:
-        task = GatherTask(several.name, several.notices)
-        prompt = several.engine.prompt
-        try:
-            report = prompt.report()
-            several.begin(task, self._submit)
-            if report is not None or task.notices.any:
-                prompt.track(task, report=report, aside=task.notices.any)
-        except BaseException:
-            task.drop()
-            raise
-        return task
+        return self._begin(several, GatherTask(several.name, several.notices), self._submit)
 
     def _layer_several(self, several: Several) -> LayerGatherTask:
-        task = LayerGatherTask(several.name, several.notices)
+        return self._begin(several, LayerGatherTask(several.name, several.notices), self._layer)
+
+    def _begin(
+        self, several: Several, task: _Task, submit: Callable[[Operation, Prepared], Any]
+    ) -> _Task:
+        """Begin all operations, and let their task be reported as one."""
+        completion = several.engine.completion
         try:
-            several.begin(task, self._layer)
+            report = completion.report()
+            several.begin(task, submit)
+            if report is not None or task.notices.any:
+                completion.track(task, report, aside=task.notices.any)
         except BaseException:
             task.drop()
             raise

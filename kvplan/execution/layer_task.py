@@ -16,6 +16,7 @@ from kvnative._executor import (
     LAYER_WAITING,
     NativeError,
 )
+from kvplan.execution.completion import tracker
 from kvplan.execution.compute_events import GateOf, no_accelerator
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.contents import model_note
@@ -189,6 +190,9 @@ class LayerTask(TransferTask):
         ]
         return "\n".join([f"{self.plan!r} in flight", *lines])
 
+    def _track(self) -> None:
+        tracker().watch(self)
+
     def _conclude(self) -> None:
         self._notify_last()
         super()._conclude()
@@ -210,10 +214,10 @@ class LayerTask(TransferTask):
         try:
             if self._layered.sealed:
                 return
+            self._on_last.clear()  # before it ends, which the thread of completions learns at once
             self._layered.cancel()
         except (AttributeError, NativeError):  # never begun; or its parent's, in a forked child
             return
-        self._on_last.clear()
         missing = self._missing()
         with suppress(LLMException):
             self._conclude()

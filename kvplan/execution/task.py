@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from kvnative._executor import (
     KVN_CANCELLED,
@@ -26,18 +26,16 @@ from kvnative._executor import (
     NativeError,
 )
 from kvnative._signals import Mutex
+from kvplan.execution.completion import NativeTask, completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning.groups import GroupPlan
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import start_thread
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
-    import asyncio
-
     from kvnative._executor import LayeredTask, Report, Task
     from kvplan.execution.compute_events import ComputeStream, StreamOf
     from kvplan.execution.memory import TensorMemory
@@ -69,7 +67,7 @@ def status_code_of(status: int | None) -> LLMStatusCode:
     return _FAILED if status is None else _CODES.get(status, _FAILED)
 
 
-class TransferTask:
+class TransferTask(NativeTask):
     """The handle of a submitted plan.
 
     The plan, its descriptors and both memories live until the outcome, whether or not the handle
@@ -95,8 +93,9 @@ class TransferTask:
         on_outcome: Callable[[LLMException | None], None] | None = None,
         stream_of: StreamOf | None = None,
     ) -> None:
+        super().__init__()
         self.plan = plan
-        self._task = task
+        self.native = task
         self._memories = memories
         self._on_outcome = on_outcome
         self._stream_of = stream_of
@@ -110,11 +109,11 @@ class TransferTask:
     @property
     def done(self) -> bool:
         """Whether there is an outcome, good or bad; never blocks."""
-        return self._task.done
+        return self.native.done
 
     def wait_done(self, timeout_ms: float) -> bool:
         """Wait until `done`, or the time has passed; returns whether it is. Raises no outcome."""
-        return self._task.wait(timeout_ms, False).status != KVN_PENDING
+        return self.native.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
         """Wait until every byte has arrived.
@@ -130,7 +129,7 @@ class TransferTask:
             LLMException: LLM_TIMEOUT when the time passed; the status of the failure otherwise.
                 `unconfirmed` says which descriptors may not have arrived, `origin` what failed.
         """
-        report = self._task.wait(timeout_ms, stop)
+        report = self.native.wait(timeout_ms, stop)
         if report.status == KVN_PENDING:
             raise self._goes_on(timeout_ms, report)
         self._conclude()
@@ -176,7 +175,7 @@ class TransferTask:
         if self._stream_of is None:
             raise no_accelerator("stream", stream)
         handle = self._stream_of("stream", stream)
-        refusal = cast("Task", self._task).block_stream(handle)  # a LayerTask refuses itself
+        refusal = cast("Task", self.native).block_stream(handle)  # a LayerTask refuses itself
         if refusal is not None:
             raise LLMException(
                 f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)}: "
@@ -184,17 +183,13 @@ class TransferTask:
                 status_code=status_code_of(refusal.status),
             )
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return wait_in_thread(self).__await__()
+    def _follow(self) -> None:
+        if not self.is_followed:
+            completion_thread()  # if there can be none: before anything waits in vain
+            self._track()
 
-    def coroutine(self) -> Coroutine[Any, Any, None]:
-        """Return what awaits the task, for `asyncio.create_task` and task groups.
-
-        Raises:
-            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
-                thread left.
-        """
-        return wait_in_thread(self)
+    def _track(self) -> None:
+        tracker().track(self)
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
@@ -206,11 +201,12 @@ class TransferTask:
                 several the first counts.
         """
         self._reason = self._reason or reason
-        self._task.cancel()
+        self.native.cancel()
 
     def _conclude(self) -> None:
         if os.getpid() == self._pid:
             self._find_outcome()
+            self._note_settled()
         elif not self._concluded:
             raise NativeError(
                 f"the task belongs to process {self._pid}, which had not found its outcome when "
@@ -224,7 +220,7 @@ class TransferTask:
         with self._mutex:
             if self._concluded:
                 return
-            report = self._task.report
+            report = self.native.report
             lost = self._lost
             if lost is None and report.status == KVN_OK:
                 lost = _lost(self._memories)
@@ -252,8 +248,8 @@ class TransferTask:
 
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""
-        if not self._task.done:
-            held = getattr(self._task, "held", False)  # not of layers: they are ready one by one
+        if not self.native.done:
+            held = getattr(self.native, "held", False)  # not of layers: they are ready one by one
             behind = ", behind an event that has not come" if held else ""
             return f"{self.plan!r} in flight{behind}"
         error = None
@@ -345,57 +341,3 @@ def _failure(
         origin=origin,
         unconfirmed=report.unconfirmed,
     )
-
-
-class Waitable(Protocol):
-    """What can be waited for by a thread, and cancelled."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has an outcome."""
-
-    def wait(self) -> None:
-        """Return when it is whole."""
-
-    def cancel(self) -> None:
-        """Stop it."""
-
-
-async def wait_in_thread(task: Waitable) -> None:
-    """Wait for `task` in a daemon thread of its own; cancelled, cancel the transfer.
-
-    Raises:
-        LLMException: as `TransferTask.wait`; LLM_OUT_OF_MEMORY: the system has no thread left.
-    """
-    import asyncio  # where nobody awaits, it need not be there
-
-    if task.done:
-        task.wait()
-        return
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    start_thread("kvplan-await", _wait, task, loop, ended)
-    try:
-        await ended
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-
-
-def _wait(task: Waitable, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-    error: BaseException | None = None
-    try:
-        task.wait()
-    except BaseException as raised:  # for whoever awaits: nobody sees it here
-        error = raised
-    with suppress(RuntimeError):  # the loop was closed meanwhile: nobody awaits any more
-        loop.call_soon_threadsafe(_set_outcome, ended, error)
-
-
-def _set_outcome(ended: asyncio.Future[None], error: BaseException | None) -> None:
-    if ended.done():  # cancelled
-        return
-    if error is None:
-        ended.set_result(None)
-    else:
-        ended.set_exception(error)

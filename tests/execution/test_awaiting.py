@@ -1,16 +1,33 @@
 """Tasks under asyncio."""
 
 import asyncio
+import gc
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
 from threading import Event
 
 import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMStatusCode, Rows, Transfer, Transfers
+from kvplan import (
+    CacheDesc,
+    DataType,
+    HostMemory,
+    KvCacheExtParam,
+    LLMStatusCode,
+    Rows,
+    Transfer,
+    Transfers,
+)
+from tests.support.held import Held
 from tests.support.refusals import refused
-from tests.support.wrappers import delay, fail_at
+from tests.support.wrappers import delay, fail_at, hold, let_go
 
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan(
@@ -84,50 +101,172 @@ def test_a_cancelled_await_cancels_the_transfer(layered):
     asyncio.run(main())
 
 
-def awaiting_threads(before):
-    return [it for it in threading.enumerate() if it.name == "kvplan-await" and it not in before]
+@contextmanager
+def held_transfers() -> Iterator[tuple[Transfers, Callable[[], None]]]:
+    """Transfers whose submitted tasks are in flight until what comes with it is called."""
+    held = []
+    with Transfers(1, lambda backend: held.append(hold(backend)) or held[0]) as transfers:
+        try:
+            yield transfers, lambda: let_go(held[0])
+        finally:
+            let_go(held[0])
 
 
-def test_a_loop_that_ends_first_leaves_no_error_behind(monkeypatch):
-    """The awaiting coroutine is dropped with its loop; the thread then has no result to deliver."""
+def test_ten_thousand_awaits_cost_no_thread():
+    desc = CacheDesc(1, (2, 8), DataType.DT_UINT8)
+    plan = kvplan.plan_push_blocks(desc, desc, [0], [1])
+    src = HostMemory.from_arrays([np.ones((2, 8), np.uint8)])
+    dst = HostMemory.from_arrays([np.zeros((2, 8), np.uint8)])
+
+    async def main():
+        with held_transfers() as (transfers, open_all):
+            first = asyncio.ensure_future(transfers.submit(plan, src, dst))
+            await asyncio.sleep(0)  # from here on there is the thread for all tasks of the process
+            before = Held.now()
+            tasks = [transfers.submit(plan, src, dst) for _ in range(10_000)]
+            awaits = [asyncio.ensure_future(it) for it in tasks]
+            await asyncio.sleep(0)
+            assert not tasks[0].done
+            assert not tasks[-1].done
+            before.check_new_threads(set())
+            open_all()
+            assert await asyncio.gather(first, *awaits) == [None] * 10_001
+            before.check_new_threads(set())
+
+    asyncio.run(main())
+
+
+def test_loops_of_several_threads_await_the_same_tasks():
+    with held_transfers() as (transfers, open_all):
+        tasks = [transfers.submit(PLAN, tensors(1), tensors(2)) for _ in range(20)]
+        awaiting = threading.Barrier(3)
+
+        async def main():
+            awaits = [asyncio.ensure_future(it) for it in tasks]
+            await asyncio.sleep(0)
+            awaiting.wait(30)
+            return await asyncio.gather(*awaits)
+
+        with ThreadPoolExecutor(2) as threads:
+            loops = [threads.submit(asyncio.run, main()) for _ in range(2)]
+            awaiting.wait(30)
+            open_all()
+            assert [it.result(30) for it in loops] == [[None] * 20] * 2
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_loop_that_is_abandoned_leaves_nothing_behind(closed, monkeypatch):
+    """Its coroutine is dropped with it, and the task then has no result to deliver."""
     unseen = []
     monkeypatch.setattr(threading, "excepthook", unseen.append)
-    before = threading.enumerate()  # one of an earlier test may be about to end
-    with Transfers(1) as transfers:
-        task = transfers.layered(PLAN, tensors(1), tensors(2))
+    with held_transfers() as (transfers, open_all):
+        task = transfers.submit(PLAN, tensors(1), tensors(2))
         loop = asyncio.new_event_loop()
+        gone = weakref.ref(loop)
         awaiting = task.__await__()
 
         async def begin():
             awaiting.send(None)
 
         loop.run_until_complete(begin())
-        (thread,) = awaiting_threads(before)
-        loop.close()
-        for layer in task.layers:
-            task.ready(layer)
-        thread.join()
-        task.wait()
+        if closed:
+            loop.close()
+            open_all()
+            task.wait()
         awaiting.close()
+        if not closed:
+            loop.close()
+        loop = awaiting = None
+        gc.collect()
+        assert gone() is None
+        open_all()
+        task.wait()
     assert unseen == []
 
 
-def test_the_thread_is_a_daemon_and_ends_with_the_transfer():
+def test_a_cancelled_await_leaves_nothing_behind():
+    async def main(transfers):
+        task = transfers.submit(PLAN, tensors(1), tensors(2))
+        gone = weakref.ref(task)
+        awaiting = asyncio.ensure_future(task)
+        await asyncio.sleep(0)
+        awaiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+        assert task.done
+        later = weakref.ref(awaiting)
+        del task, awaiting
+        return gone, later
+
+    with held_transfers() as (transfers, open_all):
+        gone, later = asyncio.run(main(transfers))
+        other = transfers.submit(PLAN, tensors(1), tensors(2))
+        open_all()
+        asyncio.run(task_of(other))  # so what ended before was let go
+        gc.collect()
+        assert (gone(), later()) == (None, None)
+
+
+def test_a_task_that_is_dropped_while_it_is_awaited_goes_on_and_then_goes():
     async def main():
-        before = threading.enumerate()
-        with Transfers(1) as transfers:
-            task = transfers.layered(PLAN, tensors(1), tensors(2))
-            awaited = asyncio.ensure_future(task_of(task))
+        with held_transfers() as (transfers, open_all):
+            dst = tensors(2)
+            task = transfers.submit(PLAN, tensors(1), dst)
+            gone = weakref.ref(task)
+            awaiting = [asyncio.ensure_future(task.coroutine()) for _ in range(2)]
             await asyncio.sleep(0)
-            (thread,) = awaiting_threads(before)
-            assert thread.daemon
-            for layer in task.layers:
-                task.ready(layer)
-            await awaited
-            thread.join(30)
-            assert not thread.is_alive()
+            del task
+            open_all()
+            assert await asyncio.gather(*awaiting) == [None] * 2
+            assert (dst[0][300:400] == 1).all()
+            awaiting.clear()
+            other = transfers.submit(PLAN, tensors(1), dst)
+            await other
+            gc.collect()
+            assert gone() is None
 
     asyncio.run(main())
+
+
+def test_what_is_called_at_the_end_is_called_once():
+    with held_transfers() as (transfers, open_all):
+        task = transfers.submit(PLAN, tensors(1), tensors(2))
+        called = SimpleQueue()
+        for number in range(3):
+            task.when_settled(partial(called.put, number))
+        assert called.empty()
+        open_all()
+        assert sorted(called.get(timeout=30) for _ in range(3)) == [0, 1, 2]
+        task.when_settled(partial(called.put, 3))
+        assert called.get_nowait() == 3
+        task.wait()
+        assert called.empty()
+
+
+def test_an_await_of_layers_of_which_one_fails_ends_though_others_are_not_ready():
+    async def main():
+        with Transfers(1, lambda backend: fail_at(backend, 5)) as transfers:
+            task = transfers.layered(PLAN, tensors(1), tensors(2))
+            awaiting = asyncio.ensure_future(task)
+            await asyncio.sleep(0)
+            task.ready(1)
+            with refused(LLMStatusCode.LLM_FAILED):
+                await awaiting
+            assert task.progress().waiting == (0,)
+
+    asyncio.run(main())
+
+
+def test_the_result_is_none_or_raises_as_wait():
+    with held_transfers() as (transfers, open_all):
+        task = transfers.submit(PLAN, tensors(1), tensors(2))
+        with refused(LLMStatusCode.LLM_TIMEOUT):
+            task.result(0)
+        assert task.done
+        open_all()
+        assert transfers.submit(PLAN, tensors(1), tensors(2)).result() is None
+        with pytest.raises(ValueError, match="timeout_ms"):
+            transfers.submit(PLAN, tensors(1), tensors(2)).result(-1)
 
 
 def test_awaited_outside_a_loop_it_is_refused():

@@ -247,7 +247,6 @@ def test_it_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]
     scene = make_scene(lambda it: delay(it, 200), never)
     task = scene.submit()
     first, second = task.tasks.values()
-    assert not task.wait_done(2_000)  # the first has moved by then, on any but a stalled machine
     first.wait(LONG_MS)
     assert (first.done, second.done, task.done) == (True, False, False)
     assert not task.wait_done(0)

@@ -170,7 +170,7 @@ static void pass_wakes(void)
 
     columns.after = &gate;
     said.refuses = true;
-    kvn_task_init(&task, &backend, &columns);
+    kvn_task_init(&task, &backend, &columns, NULL);
     CHECK(kvn_task_begin(&task) == KVN_PENDING && said.waiter->pass);
     CHECK(pthread_create(&thread, NULL, wait_for_task, &task) == 0);
     wait_until_it_sleeps();
@@ -184,6 +184,13 @@ static void pass_wakes(void)
 /* ---- layers ---- */
 
 static kvn_layered layered;
+static kvn_ending ending;
+
+static void init_layered(kvn_backend *backend, const kvn_columns *columns)
+{
+    kvn_ending_init(&ending, 1);
+    kvn_layered_init(&layered, backend, columns, 1, &ending);
+}
 
 static void fail_first_layer(void)
 {
@@ -198,7 +205,7 @@ static void open_beside_failure(void)
     const kvn_columns columns = columns_of(3);
     int opened;
 
-    kvn_layered_init(&layered, &backend, &columns, 1);
+    init_layered(&backend, &columns);
     CHECK(kvn_layered_open(&layered, 0, NULL, &opened) == KVN_PENDING && opened);
     said.on_enter = fail_first_layer;
     kvn_layered_open(&layered, 1, &gate, &opened);
@@ -231,7 +238,7 @@ static void abort_twice(void)
     int opened;
     void *status;
 
-    kvn_layered_init(&layered, &backend, &columns, 1);
+    init_layered(&backend, &columns);
     CHECK(kvn_layered_open(&layered, 0, NULL, &opened) == KVN_PENDING && opened);
     said.on_abort = abort_in_another_thread;
     CHECK(kvn_layered_abort(&layered, KVN_TIMEOUT) == KVN_TIMEOUT);

@@ -1,6 +1,16 @@
 from kvnative._backend import Backend
 
-__all__ = ["delay", "fail_at", "limit_bandwidth", "limit_batch", "streams", "swap_at", "trace"]
+__all__ = [
+    "delay",
+    "fail_at",
+    "hold",
+    "let_go",
+    "limit_bandwidth",
+    "limit_batch",
+    "streams",
+    "swap_at",
+    "trace",
+]
 
 def fail_at(
     backend: Backend,
@@ -11,6 +21,8 @@ def fail_at(
     at_submit: bool = False,
 ) -> Backend: ...
 def delay(backend: Backend, ms: float) -> Backend: ...
+def hold(backend: Backend) -> Backend: ...
+def let_go(held: Backend) -> None: ...
 def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
 def limit_batch(backend: Backend, max_batch: int) -> Backend: ...
 def streams(backend: Backend, pending: int = 0, status: int = 0) -> Backend: ...

@@ -8,7 +8,8 @@ from kvnative._native cimport KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, kvn_back
 import math
 
 __all__ = [
-    "delay", "fail_at", "limit_bandwidth", "limit_batch", "streams", "swap_at", "trace",
+    "delay", "fail_at", "hold", "let_go", "limit_bandwidth", "limit_batch", "streams", "swap_at",
+    "trace",
 ]
 
 cdef double NS_PER_MS = 1e6
@@ -17,6 +18,8 @@ cdef extern from "wrappers.h" nogil:
     kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
                                     bint at_submit)
     kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
+    kvn_backend *kvn_hold_create(kvn_backend *inner)
+    void kvn_hold_let_go(kvn_backend *self)
     kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
     kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor)
@@ -63,11 +66,27 @@ def delay(Backend backend not None, double ms) -> Backend:
                          "delay")
 
 
-def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backend:
-    """Move at most that many bytes a second, over all tasks of the backend together.
+def hold(Backend backend not None) -> Backend:
+    """Hold back every batch's outcome until `let_go`; one that is aborted is not held."""
+    backend.check_process()
+    return Backend.adopt(kvn_hold_create(backend.handle), backend, "hold")
 
-    Advances only while somebody polls or waits.
+
+def let_go(Backend held not None) -> None:
+    """Give the batches of a backend that `hold` has made their outcomes, and hold none from now on.
+
+    Args:
+        held: not a wrapper around it.
     """
+    if held.name != "hold":
+        raise ValueError(f"held = {held!r}: expected a backend that hold() has returned")
+    held.check_process()
+    with nogil:
+        kvn_hold_let_go(held.handle)
+
+
+def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backend:
+    """Move at most that many bytes a second, over all tasks of the backend together."""
     if not 0 < bytes_per_second < math.inf:
         raise ValueError(f"bytes_per_second = {bytes_per_second!r}: expected a number > 0")
     backend.check_process()
@@ -76,10 +95,7 @@ def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backen
 
 
 def limit_batch(Backend backend not None, uint64_t max_batch) -> Backend:
-    """Hand on at most `max_batch` descriptors at a time, the next when those are moved.
-
-    Advances only while somebody polls or waits.
-    """
+    """Hand on at most `max_batch` descriptors at a time, the next when those are moved."""
     if max_batch < 1:
         raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
     backend.check_process()

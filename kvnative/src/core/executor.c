@@ -11,11 +11,31 @@ static const kvn_backend_vtable *calls(const kvn_task *task) { return task->back
 
 /* ---- the outcome; with the mutex held ---- */
 
+static void end(kvn_task *task, int status)
+{
+    atomic_store_explicit(&task->ended, true, memory_order_release);
+    kvn_ending_end_part(task->ending, status);
+}
+
+/* By the backend, without the mutex. */
+static void end_batch(kvn_batch_end *batch_end, int status)
+{
+    end((kvn_task *)((char *)batch_end - offsetof(kvn_task, end)), status);
+}
+
+/* Without the backend, which has no request: the outcome is known. */
+static void settle_with_outcome(kvn_task *task)
+{
+    task->settled = true;
+    if (task->ending)
+        end(task, task->outcome.status);
+}
+
 /* Without the backend: nothing was submitted. */
 static void settle(kvn_task *task, int status)
 {
     kvn_report *outcome = &task->outcome;
-    size_t end;
+    size_t length;
 
     kvn_report_begin(outcome);
     outcome->status = status;
@@ -24,12 +44,12 @@ static void settle(kvn_task *task, int status)
         kvn_columns_total(&task->columns, &total);
         kvn_report_add_span(outcome, 0, task->columns.count);
         kvn_report_abandoned(outcome, status, task->columns.count, total);
-        end = strlen(outcome->message);
+        length = strlen(outcome->message);
         if (task->waiter.gate)
-            snprintf(outcome->message + end, sizeof outcome->message - end,
+            snprintf(outcome->message + length, sizeof outcome->message - length,
                      "; the event that it comes after has not come");
     }
-    task->settled = true;
+    settle_with_outcome(task);
 }
 
 /* Looks at the request; if it is through, so is the task. Only when no other thread is in a call on the
@@ -48,11 +68,15 @@ static void look(kvn_task *task)
 
 /* ---- begin ---- */
 
-void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns, kvn_ending *ending)
 {
     memset(task, 0, offsetof(kvn_task, outcome));
     task->backend = backend;
     task->columns = *columns;
+    task->end.call = end_batch;
+    task->ending = ending;
+    if (ending)
+        task->columns.end = &task->end;
     pthread_mutex_init(&task->mutex, NULL);
     kvn_cond_init(&task->changed);
 }
@@ -73,7 +97,7 @@ static bool begin(kvn_task *task)
     if (status == KVN_OK)
         look(task); /* small batches are through already */
     else
-        task->settled = true; /* refused */
+        settle_with_outcome(task); /* refused */
     return true;
 }
 
@@ -98,7 +122,7 @@ static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     } else if (!task->settled) {
         kvn_report_refuse(&task->outcome, task->columns.count, status, why->code,
                           "the event that it comes after: %.200s", why->message);
-        task->settled = true;
+        settle_with_outcome(task);
     }
     pthread_cond_broadcast(&task->changed);
     pthread_mutex_unlock(&task->mutex);
@@ -134,7 +158,7 @@ static void wait_at_gate(kvn_task *task)
     task->waiter.gate = NULL;
     kvn_report_refuse(&task->outcome, task->columns.count, failure.status, failure.code, "%s",
                       failure.message);
-    task->settled = true;
+    settle_with_outcome(task);
 }
 
 static void leave_gate(kvn_task *task)
@@ -174,6 +198,11 @@ int kvn_task_poll(kvn_task *task)
     if (!task->settled && task->begun && !is_in_use(task))
         look(task);
     return leave(task);
+}
+
+bool kvn_task_has_ended(const kvn_task *task)
+{
+    return atomic_load_explicit(&task->ended, memory_order_acquire);
 }
 
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns)

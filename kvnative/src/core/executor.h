@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 
+#include "core/completions.h"
 #include "core/gate.h"
 #include "kvnative/backend.h"
 
@@ -13,6 +14,9 @@
 typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
+    kvn_batch_end end;      /* the backend's, of the batch */
+    kvn_ending *ending;     /* a part of it ends with the task; NULL: none */
+    atomic_bool ended;      /* so it has, but for who looks at the outcome */
     bool begun;             /* it was submitted: before, nothing moves */
     kvn_gate_waiter waiter; /* with a gate while the backend has to be given the batch by us */
     uint64_t bytes_done;    /* when last looked at */
@@ -26,15 +30,17 @@ typedef struct kvn_task {
     kvn_report outcome;
 } kvn_task;
 
-/* Makes a task that does nothing yet: it can be aborted already, and waited for. The backend and the
- * columns must outlive the outcome. */
-void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns);
+/* Makes a task that does nothing yet: it can be aborted already, and waited for. The backend, the columns and the
+ * ending must outlive the outcome. */
+void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns, kvn_ending *ending);
 /* Submits the descriptors, once; does nothing if the task was aborted. Returns the status, KVN_PENDING
  * if in flight; what is refused has its outcome at once. Where the columns come `after` something, and the
  * backend does not order, they are submitted by a thread of that gate's, which outlives the outcome. */
 int kvn_task_begin(kvn_task *task);
 /* KVN_PENDING or the outcome; never blocks. */
 int kvn_task_poll(kvn_task *task);
+/* Whether kvn_task_wait returns the outcome at once; of a task with an ending. */
+bool kvn_task_has_ended(const kvn_task *task);
 /* Blocks until the outcome or the deadline; KVN_PENDING when that passed, with the task still in
  * flight. */
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns);

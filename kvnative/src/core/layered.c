@@ -81,6 +81,15 @@ static uint64_t count_unconfirmed(const kvn_layered *layered)
     return sum;
 }
 
+/* No layer opens any more. */
+static void seal(kvn_layered *layered)
+{
+    if (layered->sealed)
+        return;
+    layered->sealed = true;
+    kvn_ending_end_part(layered->ending, KVN_OK);
+}
+
 /* Settles the outcome if nothing moves and nothing will. */
 static void settle_if_over(kvn_layered *layered)
 {
@@ -114,7 +123,7 @@ static void note_failure(kvn_layered *layered, uint64_t layer, const kvn_report 
     bool given_up = layered->give_up != KVN_OK && report->failed == KVN_NO_DESCRIPTOR &&
                     kvn_is_given_up(report->status);
 
-    layered->sealed = true;
+    seal(layered);
     if (given_up || outcome->status != KVN_PENDING)
         return;
     outcome->status = report->status;
@@ -157,7 +166,8 @@ static void let_go(kvn_layered *layered, kvn_opened *it, int status)
         absorb(layered, it);
 }
 
-/* Looks, without waiting, at up to `most` of the layers in flight; those that go on come last. */
+/* Looks, without waiting, at up to `most` of the layers in flight; those that go on come last. What has ended has
+ * its outcome at once, whether or not its backend shows it yet. */
 static void look(kvn_layered *layered, uint64_t most)
 {
     uint64_t looks = layered->num_moving < most ? layered->num_moving : most;
@@ -173,7 +183,7 @@ static void look(kvn_layered *layered, uint64_t most)
             continue;
         it->users++;
         pthread_mutex_unlock(&layered->mutex);
-        status = kvn_task_poll(&it->task);
+        status = kvn_task_has_ended(&it->task) ? kvn_task_wait(&it->task, KVN_FOREVER) : kvn_task_poll(&it->task);
         pthread_mutex_lock(&layered->mutex);
         let_go(layered, it, status);
     }
@@ -182,11 +192,12 @@ static void look(kvn_layered *layered, uint64_t most)
 /* ---- init, open ---- */
 
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
-                     uint64_t layer_size)
+                     uint64_t layer_size, kvn_ending *ending)
 {
     memset(layered, 0, offsetof(kvn_layered, outcome));
     layered->backend = backend;
     layered->columns = *columns;
+    layered->ending = ending;
     layered->layer_size = layer_size;
     layered->num_layers = columns->count / layer_size + (columns->count % layer_size > 0);
     layered->layers = calloc(layered->num_layers > 0 ? layered->num_layers : 1, sizeof(kvn_layer));
@@ -197,7 +208,8 @@ int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_colum
     kvn_list_init(&layered->in_flight);
     layered->num_waiting = layered->num_layers;
     kvn_report_begin(&layered->outcome);
-    layered->sealed = layered->num_layers == 0;
+    if (layered->num_layers == 0)
+        seal(layered);
     settle_if_over(layered);
     return layered->settled ? layered->outcome.status : KVN_PENDING;
 }
@@ -240,8 +252,9 @@ static kvn_opened *begin(kvn_layered *layered, uint64_t layer)
     layered->layers[layer] = (kvn_layer){it, KVN_LAYER_MOVING};
     layered->num_waiting--;
     layered->num_moving++;
+    kvn_ending_add(layered->ending);
     if (layered->num_waiting == 0)
-        layered->sealed = true;
+        seal(layered);
     return it;
 }
 
@@ -259,7 +272,7 @@ int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int 
         kvn_columns slice = slice_of(layered, layer);
         slice.after = after;
         pthread_mutex_unlock(&layered->mutex);
-        kvn_task_init(&it->task, layered->backend, &slice);
+        kvn_task_init(&it->task, layered->backend, &slice, layered->ending);
         status = kvn_task_begin(&it->task);
         pthread_mutex_lock(&layered->mutex);
         it->submitted = true;
@@ -333,7 +346,7 @@ int kvn_layered_abort(kvn_layered *layered, int why)
     pthread_mutex_lock(&layered->mutex);
     if (!layered->settled && layered->give_up == KVN_OK) {
         layered->give_up = why;
-        layered->sealed = true;
+        seal(layered);
         settle_if_over(layered);
         pthread_cond_broadcast(&layered->changed);
     }

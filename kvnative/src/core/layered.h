@@ -28,6 +28,7 @@ typedef struct kvn_layer {
 typedef struct kvn_layered {
     kvn_backend *backend;
     kvn_columns columns;
+    kvn_ending *ending; /* its parts: a layer in flight each, and one until no layer opens any more */
     uint64_t layer_size;
     uint64_t num_layers;
     pthread_mutex_t mutex;  /* guards everything below; taken before a task's own */
@@ -44,10 +45,10 @@ typedef struct kvn_layered {
 } kvn_layered;
 
 /* Nothing moves yet. `layer_size` >= 1. Returns the outcome where there is one already (there are no
- * descriptors), otherwise KVN_PENDING. KVN_NO_MEMORY alone makes nothing to release. The backend and
- * the columns must outlive the outcome. */
+ * descriptors), otherwise KVN_PENDING. KVN_NO_MEMORY alone makes nothing to release. The backend, the columns
+ * and the ending, which has one part, must outlive the outcome. */
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
-                     uint64_t layer_size);
+                     uint64_t layer_size, kvn_ending *ending);
 /* Submits layer `layer` < num_layers, to move when `after` has come (NULL: now); that outlives the layered.
  * *opened: 1 if this call did, 0 if it is open already or the array is sealed. Returns KVN_PENDING or the
  * outcome. */

@@ -17,6 +17,8 @@ typedef struct striped {
 } striped;
 
 typedef struct stripe {
+    kvn_batch_end end; /* first: the inner backend gives it back */
+    kvn_request *whole;
     kvn_backend *inner;
     kvn_request *request; /* NULL: not submitted */
     uint64_t first, last; /* in the batch */
@@ -24,6 +26,9 @@ typedef struct stripe {
 } stripe;
 
 struct kvn_request {
+    kvn_batch_end *end; /* the batch's; NULL: none */
+    atomic_size_t num_open; /* stripes that have not ended */
+    atomic_int status;      /* of one that has failed */
     uint64_t count;
     uint64_t total;
     size_t num_stripes;
@@ -93,6 +98,17 @@ static int ask_all(kvn_request *request, kvn_report *report)
 
 /* ---- submit ---- */
 
+/* The last one ends the batch. */
+static void end_stripe(kvn_batch_end *end, int status)
+{
+    kvn_request *request = ((stripe *)end)->whole;
+
+    if (status != KVN_OK)
+        atomic_store(&request->status, status);
+    if (atomic_fetch_sub(&request->num_open, 1) == 1)
+        request->end->call(request->end, atomic_load(&request->status));
+}
+
 /* A stripe for each backend, up to the descriptor that brings the bytes before it to the backends' share of
  * all; none for one of whose share nothing is left, as a descriptor before it was larger than its own. */
 static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
@@ -112,7 +128,11 @@ static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *r
             last = batch->count;
         if (first == last && count > 1)
             continue;
-        *it = (stripe){.inner = self->inner[n], .first = first, .last = last};
+        *it = (stripe){.end = {.call = end_stripe},
+                       .whole = request,
+                       .inner = self->inner[n],
+                       .first = first,
+                       .last = last};
         atomic_init(&it->why, KVN_OK);
         request->num_stripes++;
     }
@@ -122,6 +142,8 @@ static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
 {
     kvn_columns part = kvn_columns_slice(batch, it->first, it->last);
 
+    if (batch->end)
+        part.end = &it->end;
     if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* it waits in the first; the others move meanwhile */
         part.caller = KVN_CALLER_RETURNS;
     return it->inner->vtable->submit(it->inner, &part, &it->request, report);
@@ -206,9 +228,12 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
+    request->end = batch->end;
     request->count = batch->count;
     request->total = total;
     cut_up(self, batch, request);
+    atomic_init(&request->num_open, request->num_stripes); /* with one that is refused: never 0 */
+    atomic_init(&request->status, KVN_OK);
     /* The first one last: this thread may have to begin it, which takes a while. */
     for (size_t n = 1; n <= request->num_stripes; n++) {
         stripe *it = &request->stripes[n % request->num_stripes];

@@ -54,7 +54,7 @@ void kvn_stream_request_finish(kvn_request *request)
     if (report->status == KVN_OK && report->num_unconfirmed > 0)
         report_abandoned(request);
     if (request->end)
-        request->end->call(request->end);
+        request->end->call(request->end, report->status);
     if (request->taken)
         atomic_store(request->taken, false);
     atomic_store_explicit(&request->finished, true, memory_order_release);

@@ -126,6 +126,8 @@ void kvn_job_finish(kvn_job *job)
         report->status = KVN_OK; /* an abort that came when all was claimed abandoned nothing */
     else if (report->failed == KVN_NO_DESCRIPTOR)
         kvn_report_abandoned(report, report->status, job->batch.count, job->total);
+    if (job->batch.end)
+        job->batch.end->call(job->batch.end, report->status);
     atomic_store_explicit(&job->finished, true, memory_order_release);
 }
 

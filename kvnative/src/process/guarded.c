@@ -14,6 +14,7 @@ typedef struct guarded {
 
 typedef struct guarded_request {
     kvn_batch_end end; /* first: the inner backend gives it back */
+    kvn_batch_end *outer; /* the batch's own; NULL: none */
     guarded *self;
     kvn_request *inner;
     kvn_announcement announced;
@@ -29,8 +30,15 @@ static void leave(guarded_request *request)
         kvn_guard_leave(request->self->guard, &request->announced);
 }
 
-/* By the inner backend, if it has threads that know: the owner need not wait until someone polls. */
-static void leave_at_once(kvn_batch_end *end) { leave((guarded_request *)end); }
+/* By the inner backend: the owner need not wait until someone polls. */
+static void leave_at_once(kvn_batch_end *end, int status)
+{
+    guarded_request *request = (guarded_request *)end;
+
+    leave(request);
+    if (request->outer)
+        request->outer->call(request->outer, status);
+}
 
 /* By the inner backend, on one thread at a time: it alone touches the announcement until the batch is over. */
 static int look(kvn_batch_end *end, kvn_failure *why)
@@ -76,6 +84,7 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
     request->end = (kvn_batch_end){.call = leave_at_once, .look = look};
+    request->outer = batch->end;
     request->self = self;
     announced.end = &request->end;
     status = enter(request, batch, report);

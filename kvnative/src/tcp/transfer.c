@@ -61,6 +61,8 @@ void kvn_tcp_transfer_finish(kvn_request *it)
         kvn_report_abandoned(report, report->status, it->batch.count, it->total);
     kvn_report_copy(&it->report, report);
     take_out(it);
+    if (it->batch.end)
+        it->batch.end->call(it->batch.end, report->status);
     atomic_store(&it->finished, true);
     pthread_cond_broadcast(&it->changed);
 }

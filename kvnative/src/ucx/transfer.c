@@ -336,6 +336,8 @@ static void finish(kvn_request *request)
     if (request->ticket) /* an owner that reads it sees what was put before */
         atomic_store_explicit(&worker->tickets[request->ticket - 1], 0, memory_order_release);
     fill_report(request);
+    if (request->batch.end)
+        request->batch.end->call(request->batch.end, request->report.status);
     atomic_store(&request->finished, true);
     kvn_ucx_notify(worker);
 }

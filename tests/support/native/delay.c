@@ -16,6 +16,7 @@ typedef struct delay {
 } delay;
 
 typedef struct delay_request {
+    kvn_wrapper_end end;
     kvn_request *inner;
     uint64_t count;
     uint64_t total;
@@ -25,19 +26,24 @@ typedef struct delay_request {
     int why; /* KVN_OK, or why it was aborted before it was due */
 } delay_request;
 
+static int delay_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report);
+static void delay_release(kvn_backend *base, kvn_request *handle);
+
 static int delay_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                         kvn_report *report)
 {
     delay_request *request = calloc(1, sizeof *request);
+    kvn_columns quiet = *batch;
     int status;
 
     *out = NULL;
     if (!request)
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+    quiet.end = NULL;
     request->count = batch->count;
     kvn_columns_total(batch, &request->total);
     request->due_ns = kvn_now_ns() + ((delay *)base)->nanoseconds;
-    status = kvn_inner(base)->vtable->submit(kvn_inner(base), batch, &request->inner, report);
+    status = kvn_inner(base)->vtable->submit(kvn_inner(base), &quiet, &request->inner, report);
     if (status != KVN_OK) {
         free(request);
         return status;
@@ -45,7 +51,12 @@ static int delay_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->aborted);
     *out = (kvn_request *)request;
-    return KVN_OK;
+    if (kvn_wrapper_end_begin(&request->end, base, *out, batch->end) == 0)
+        return KVN_OK;
+    delay_abort(base, *out, KVN_CANCELLED, report);
+    delay_release(base, *out);
+    *out = NULL;
+    return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
 }
 
 /* What the caller may know of the inner backend's report. With the mutex held. */
@@ -118,6 +129,7 @@ static void delay_release(kvn_backend *base, kvn_request *handle)
 {
     delay_request *request = (delay_request *)handle;
 
+    kvn_wrapper_end_join(&request->end);
     kvn_inner(base)->vtable->release(kvn_inner(base), request->inner);
     pthread_cond_destroy(&request->aborted);
     pthread_mutex_destroy(&request->mutex);

@@ -17,6 +17,9 @@ typedef struct fail_at {
 } fail_at;
 
 typedef struct fault_request {
+    kvn_batch_end end;    /* first: the inner backend gives it back */
+    kvn_batch_end *outer; /* the batch's; NULL: none */
+    int status;           /* that it ends with, if those before the fault move */
     kvn_request *inner; /* NULL: nothing comes before the fault */
     uint64_t fault;     /* index in the batch; its count if the fault is not in it */
     uint64_t count;
@@ -29,6 +32,13 @@ static int refuse(const fail_at *self, uint64_t fault, uint64_t count, kvn_repor
                       self->descriptor, self->status, self->code);
     report->failed = fault;
     return self->status;
+}
+
+static void fault_end(kvn_batch_end *end, int status)
+{
+    fault_request *request = (fault_request *)end;
+
+    request->outer->call(request->outer, status == KVN_OK ? request->status : status);
 }
 
 static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
@@ -49,6 +59,10 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
     request->fault = before.count;
     request->count = batch->count;
+    request->status = request->fault < request->count ? self->status : KVN_OK;
+    request->end.call = fault_end;
+    request->outer = batch->end;
+    before.end = batch->end ? &request->end : NULL;
     if (before.count > 0 || batch->count == 0) {
         status = kvn_inner(base)->vtable->submit(kvn_inner(base), &before, &request->inner, report);
         if (status != KVN_OK) {
@@ -57,6 +71,8 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
             free(request);
             return status;
         }
+    } else if (batch->end) {
+        batch->end->call(batch->end, request->status);
     }
     *out = (kvn_request *)request;
     return KVN_OK;

@@ -26,8 +26,9 @@ typedef struct bandwidth {
     int64_t free_ns; /* when the slices scheduled so far will have passed */
 } bandwidth;
 
-/* One thread at a time drives a request (`driven`); it owns all fields but these four. */
+/* One thread at a time drives a request (`driven`); it owns all fields but these five. */
 typedef struct bandwidth_request {
+    kvn_wrapper_end end;
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     bool driven;
@@ -36,7 +37,7 @@ typedef struct bandwidth_request {
     kvn_columns batch;
     uint64_t cursor; /* first descriptor not wholly moved */
     uint64_t skip;   /* bytes of it that are moved */
-    uint64_t moved;
+    _Atomic uint64_t moved; /* others read it */
     uint64_t total;
     kvn_columns slice; /* count 0: none is scheduled */
     uint64_t slice_nbytes;
@@ -230,6 +231,7 @@ static int drive_until(bandwidth *self, bandwidth_request *request, int64_t dead
     }
     if (request->driven) {
         kvn_report_begin(report);
+        report->bytes_done = request->moved;
         pthread_mutex_unlock(&request->mutex);
         return KVN_PENDING;
     }
@@ -251,23 +253,29 @@ static int drive_until(bandwidth *self, bandwidth_request *request, int64_t dead
 
 /* ---- the vtable ---- */
 
+static void bandwidth_release(kvn_backend *base, kvn_request *handle);
+
 static int bandwidth_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                             kvn_report *report)
 {
     bandwidth_request *request = calloc(1, sizeof *request);
 
     *out = NULL;
-    (void)base;
     if (!request)
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->changed);
     request->batch = *batch;
+    request->batch.end = NULL;
     kvn_columns_total(batch, &request->total);
     if (batch->count == 0)
         settle_between(request, KVN_OK);
     *out = (kvn_request *)request;
-    return KVN_OK;
+    if (kvn_wrapper_end_begin(&request->end, base, *out, batch->end) == 0)
+        return KVN_OK;
+    bandwidth_release(base, *out);
+    *out = NULL;
+    return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
 }
 
 static int bandwidth_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
@@ -298,6 +306,7 @@ static void bandwidth_release(kvn_backend *base, kvn_request *handle)
     bandwidth_request *request = (bandwidth_request *)handle;
 
     (void)base;
+    kvn_wrapper_end_join(&request->end);
     pthread_cond_destroy(&request->changed);
     pthread_mutex_destroy(&request->mutex);
     free(request);

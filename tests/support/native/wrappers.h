@@ -5,6 +5,7 @@
 #define KVN_TESTS_WRAPPERS_H
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
 
@@ -21,11 +22,14 @@ kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int sta
  * before is not confirmed, whatever the inner backend has moved. */
 kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds);
 
-/* Moves at most `bytes_per_second` (> 0), over all batches together. Advances in poll and wait. */
+/* No batch is known to be through before kvn_hold_let_go, unless it is aborted; from then on none is held. */
+kvn_backend *kvn_hold_create(kvn_backend *inner);
+void kvn_hold_let_go(kvn_backend *self);
+
+/* Moves at most `bytes_per_second` (> 0), over all batches together. */
 kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second);
 
-/* Hands on at most `max_batch` (>= 1) descriptors at a time, the next when those are moved. Advances in
- * poll and wait. */
+/* Hands on at most `max_batch` (>= 1) descriptors at a time, the next when those are moved. */
 kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch);
 
 /* Of the first batch that has descriptors `descriptor` and the next one, each is written where the other
@@ -63,6 +67,19 @@ static inline void *kvn_wrapper_alloc(size_t nbytes, const kvn_backend_vtable *v
     }
     return self;
 }
+/* Tells the end of a batch whose outcome is not the inner backend's, or comes later: by a thread of its own, which
+ * waits for it. */
+typedef struct kvn_wrapper_end {
+    kvn_backend *backend; /* NULL: nobody wants to know */
+    kvn_request *request;
+    kvn_batch_end *end;
+    pthread_t thread;
+} kvn_wrapper_end;
+
+/* `end` may be NULL. 0, or an errno. */
+int kvn_wrapper_end_begin(kvn_wrapper_end *self, kvn_backend *backend, kvn_request *request, kvn_batch_end *end);
+/* Before the request is released. */
+void kvn_wrapper_end_join(const kvn_wrapper_end *self);
 static inline void kvn_wrapper_destroy(kvn_backend *self) { free(self); }
 /* Refuses a batch for want of memory. */
 static inline int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes)

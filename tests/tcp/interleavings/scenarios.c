@@ -17,6 +17,9 @@
 #define GENERATION 7u
 
 typedef struct transfer {
+    kvn_batch_end end; /* first: the backend gives it back */
+    unsigned num_ends;
+    int end_status;
     kvn_backend *backend;
     bool is_push;
     uint8_t near[NEAR_NBYTES], far[FAR_NBYTES];
@@ -110,9 +113,19 @@ static void finish(unsigned num_transfers)
 
 /* ---- transfers ---- */
 
+static void note_end(kvn_batch_end *end, int status)
+{
+    transfer *it = (transfer *)end;
+
+    it->num_ends++;
+    it->end_status = status;
+}
+
 static void submit(transfer *it, bool waits)
 {
+    it->end.call = note_end;
     const kvn_columns batch = {.dst = it->to, .src = it->from, .nbytes = it->nbytes, .count = NUM_PIECES,
+                               .end = &it->end,
                                .caller = waits ? KVN_CALLER_WAITS : KVN_CALLER_RETURNS};
     MODEL_CHECK(it->backend->vtable->submit(it->backend, &batch, &it->request, &it->report) == KVN_OK);
 }
@@ -122,12 +135,14 @@ static int wait_for(transfer *it, int64_t deadline_ns)
     return it->backend->vtable->wait(it->backend, it->request, deadline_ns, &it->report);
 }
 
-/* It has one outcome, and all its bytes have arrived if it is said to have succeeded. */
+/* It has one outcome, of which it was told once before, and all its bytes have arrived if it is said to have
+ * succeeded. */
 static void check_outcome(transfer *it)
 {
     kvn_report again;
 
     MODEL_CHECK(it->report.status != KVN_PENDING);
+    MODEL_CHECK(it->num_ends == 1 && it->end_status == it->report.status);
     model_note((unsigned)-it->report.status);
     MODEL_CHECK(it->backend->vtable->poll(it->backend, it->request, &again) == it->report.status);
     MODEL_CHECK(again.bytes_done == it->report.bytes_done);

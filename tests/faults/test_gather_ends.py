@@ -1,0 +1,113 @@
+"""A gather of three sources of which one fails while the others stand still: it ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from kvnative._executor import Backend
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    GatherError,
+    GatherTask,
+    LlmDataDist,
+    Shard,
+    Transfers,
+)
+from tests.faults.conftest import MakeEngine, MakePeer
+from tests.faults.transfers import link
+from tests.support.wrappers import fail_at, hold
+
+NUM_SOURCES = 3
+WAIT_MS = 20_000  # only a hanging test reaches it
+
+
+def heads(first: int, count: int) -> CacheDesc:
+    """A cache with these heads of all that the model has."""
+    return CacheDesc(
+        1,
+        (4, count, 4, 8),
+        DataType.DT_INT32,
+        kv_tensor_format="block head token dim",
+        shard=Shard(range(1), range(first, first + count), 1, NUM_SOURCES),
+    )
+
+
+OFFER = """
+arrays = [np.zeros(desc.shape, np.int32)]
+result = datadist.register_blocks_cache(desc, arrays).cache_id
+"""
+Begin = Callable[[int | None], tuple[LlmDataDist, GatherTask]]
+
+
+@pytest.fixture
+def begin(make_engine: MakeEngine, make_peer: MakePeer) -> Begin:
+    """Begins a gather whose sources stand still; the one that is given fails instead."""
+
+    def make(victim: int | None) -> tuple[LlmDataDist, GatherTask]:
+        sides: list[Backend] = []
+
+        def wrap(backend: Backend) -> Backend:
+            sides.append(backend)  # plain copies come first, then a backend for each source
+            return fail_at(backend, 1) if len(sides) - 2 == victim else hold(backend)
+
+        user = make_engine(9, transfers=Transfers(1, wrap=wrap))
+        mine = user.allocate_blocks_cache(heads(0, NUM_SOURCES))
+        peers = [make_peer(head + 1) for head in range(NUM_SOURCES)]
+        sources = [
+            CacheIndex(head + 1, peer.run(OFFER, desc=heads(head, 1)))
+            for head, peer in enumerate(peers)
+        ]
+        link(user, *peers)
+        user.completions()
+        tables = [[0, 1]] * NUM_SOURCES
+        return user, user.submit_gather_blocks(sources, mine, tables, [2, 3])
+
+    return make
+
+
+def waited(_: LlmDataDist, task: GatherTask) -> None:
+    task.wait()
+
+
+def awaited(_: LlmDataDist, task: GatherTask) -> None:
+    asyncio.run(task.coroutine())
+
+
+def taken(user: LlmDataDist, task: GatherTask) -> None:
+    """Nobody waits for the task itself."""
+    assert user.completions().wait(WAIT_MS)
+    assert list(user.completions()) == [task]
+    task.result(0)
+
+
+@pytest.mark.over_tcp
+@pytest.mark.parametrize("learn", [waited, awaited, taken])
+@pytest.mark.parametrize("victim", range(NUM_SOURCES))
+def test_the_others_are_stopped_at_once(
+    begin: Begin, victim: int, learn: Callable[[LlmDataDist, GatherTask], None]
+) -> None:
+    user, task = begin(victim)
+    with pytest.raises(GatherError) as error:
+        learn(user, task)
+    assert [*error.value.failed] == [victim]
+    assert sorted(error.value.stopped) == [it for it in range(NUM_SOURCES) if it != victim]
+    assert task.done
+    assert user.metrics()["in_flight"] == 0
+
+
+@pytest.mark.parametrize("learn", [awaited, taken])
+def test_a_gather_that_is_cancelled_ends_for_those_who_wait(
+    begin: Begin, learn: Callable[[LlmDataDist, GatherTask], None]
+) -> None:
+    user, task = begin(None)
+    assert not task.wait_done(0)
+    task.cancel()
+    with pytest.raises(GatherError) as error:
+        learn(user, task)
+    assert [*error.value.failed] == [*range(NUM_SOURCES)]
+    assert not error.value.stopped

@@ -1,0 +1,174 @@
+/* hold: the inner backend moves a batch at once; its outcome is held back until the test lets it go. */
+#include "core/clock.h"
+#include "core/columns.h"
+#include "core/list.h"
+#include "core/report.h"
+#include "wrappers.h"
+
+typedef struct hold {
+    kvn_wrapper wrapper;
+    pthread_mutex_t mutex; /* guards what follows, and the requests */
+    pthread_cond_t changed;
+    kvn_list held;
+    bool is_open;
+} hold;
+
+typedef struct hold_request {
+    kvn_node node; /* in `held`; in no list: let go */
+    kvn_request *inner;
+    kvn_batch_end *end;
+    uint64_t count;
+    uint64_t total;
+    int why; /* KVN_OK, or why it was aborted while it was held */
+} hold_request;
+
+/* With the mutex held. */
+static void let_go(hold *self, hold_request *request, int why)
+{
+    kvn_backend *inner = kvn_inner(&self->wrapper.base);
+    kvn_report report;
+
+    if (!kvn_list_is_in(&request->node))
+        return;
+    kvn_list_remove(&request->node);
+    request->why = why;
+    if (why == KVN_OK)
+        why = inner->vtable->wait(inner, request->inner, KVN_FOREVER, &report);
+    else
+        inner->vtable->abort(inner, request->inner, why, &report);
+    if (request->end)
+        request->end->call(request->end, why);
+    pthread_cond_broadcast(&self->changed);
+}
+
+static int hold_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    hold *self = (hold *)base;
+    kvn_columns quiet = *batch;
+    hold_request *request = calloc(1, sizeof *request);
+    int status;
+
+    *out = NULL;
+    if (!request)
+        return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+    request->count = batch->count;
+    request->end = batch->end;
+    kvn_columns_total(batch, &request->total);
+    quiet.end = NULL;
+    status = kvn_inner(base)->vtable->submit(kvn_inner(base), &quiet, &request->inner, report);
+    if (status != KVN_OK) {
+        free(request);
+        return status;
+    }
+    pthread_mutex_lock(&self->mutex);
+    kvn_list_push_back(&self->held, &request->node);
+    if (self->is_open)
+        let_go(self, request, KVN_OK);
+    pthread_mutex_unlock(&self->mutex);
+    *out = (kvn_request *)request;
+    return KVN_OK;
+}
+
+/* With the mutex held. */
+static int outcome(const hold *self, const hold_request *request, kvn_report *report)
+{
+    kvn_backend *inner = kvn_inner(&self->wrapper.base);
+
+    if (kvn_list_is_in(&request->node)) {
+        kvn_report_begin(report);
+        return KVN_PENDING;
+    }
+    inner->vtable->poll(inner, request->inner, report);
+    if (request->why != KVN_OK) {
+        report->num_unconfirmed = 0;
+        kvn_report_add_span(report, 0, request->count);
+        kvn_report_abandoned(report, request->why, request->count, request->total);
+    }
+    return report->status;
+}
+
+static int hold_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns, kvn_report *report)
+{
+    hold *self = (hold *)base;
+    hold_request *request = (hold_request *)handle;
+    int status;
+
+    pthread_mutex_lock(&self->mutex);
+    while (kvn_list_is_in(&request->node) && kvn_cond_wait(&self->changed, &self->mutex, deadline_ns))
+        ;
+    status = outcome(self, request, report);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+static int hold_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+{
+    return hold_wait(base, handle, 0, report);
+}
+
+static int hold_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+{
+    hold *self = (hold *)base;
+    hold_request *request = (hold_request *)handle;
+    int status;
+
+    pthread_mutex_lock(&self->mutex);
+    let_go(self, request, why);
+    status = outcome(self, request, report);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+static void hold_release(kvn_backend *base, kvn_request *handle)
+{
+    hold *self = (hold *)base;
+    hold_request *request = (hold_request *)handle;
+
+    pthread_mutex_lock(&self->mutex); /* who let it go may still have it */
+    pthread_mutex_unlock(&self->mutex);
+    kvn_inner(base)->vtable->release(kvn_inner(base), request->inner);
+    free(request);
+}
+
+static void hold_destroy(kvn_backend *base)
+{
+    hold *self = (hold *)base;
+
+    pthread_cond_destroy(&self->changed);
+    pthread_mutex_destroy(&self->mutex);
+    free(self);
+}
+
+static const kvn_backend_vtable HOLD_VTABLE = {
+    .name = "hold",
+    .submit = hold_submit,
+    .poll = hold_poll,
+    .wait = hold_wait,
+    .abort = hold_abort,
+    .release = hold_release,
+    .destroy = hold_destroy,
+};
+
+kvn_backend *kvn_hold_create(kvn_backend *inner)
+{
+    hold *self = kvn_wrapper_alloc(sizeof *self, &HOLD_VTABLE, inner);
+
+    if (!self)
+        return NULL;
+    pthread_mutex_init(&self->mutex, NULL);
+    kvn_cond_init(&self->changed);
+    kvn_list_init(&self->held);
+    return &self->wrapper.base;
+}
+
+void kvn_hold_let_go(kvn_backend *base)
+{
+    hold *self = (hold *)base;
+    kvn_node *first;
+
+    pthread_mutex_lock(&self->mutex);
+    self->is_open = true;
+    while ((first = kvn_list_first(&self->held)))
+        let_go(self, KVN_LISTED(first, hold_request, node), KVN_OK);
+    pthread_mutex_unlock(&self->mutex);
+}
