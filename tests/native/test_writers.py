@@ -493,15 +493,16 @@ def test_memory_that_is_not_mapped_ends_the_transfer_and_its_announcement(
     there: There, count: int, bad: int, side: str
 ) -> None:
     """The one descriptor is named; those before it have arrived."""
-    steps = PAGESIZE * np.arange(count, dtype=np.uint64)
+    nbytes = NBYTES // 4  # moved by the pool, so that a deadline may pass
+    steps = nbytes * np.arange(count, dtype=np.uint64)
     src, dst = steps + np.uint64(address_of(there.src)), steps + np.uint64(there.target)
     (src if side == "local" else dst)[bad] = PAGESIZE
-    descriptors = Descriptors.from_columns(dst, src, np.full(count, PAGESIZE, np.uint64))
+    descriptors = Descriptors.from_columns(dst, src, np.full(count, nbytes, np.uint64))
     # Not given up, which would wait for the piece: the end of the owner ends it in any case.
     report = Executor(there.backend).submit(descriptors).wait(10_000, give_up=False)
     assert (report.status, report.failed) == (KVN_UNMAPPED, bad)
     assert report.message.startswith(f"descriptor {bad}: {side} memory")
-    arrived = f"result = target[: {bad * PAGESIZE}].all(), table.drain(0)"
+    arrived = f"result = target[: {bad * nbytes}].all(), table.drain(0)"
     assert there.owner.run(arrived) == (True, [])
 
 
