@@ -77,7 +77,10 @@ def test_a_device_is_one_object_while_it_is_used(device: Device) -> None:
     device.close()
     device.close()
     assert device.is_closed
-    assert library.device(3) is not device
+    again = library.device(3)
+    assert again is not device
+    device.close()
+    assert library.device(3) is again, "the one that was opened since"
     with pytest.raises(NativeError, match="device 3 is closed"):
         device.allocate(1)
 

@@ -319,6 +319,22 @@ def test_closed_communicator_takes_nothing(ends: Ends) -> None:
     connection.close()
 
 
+def test_closing_waits_for_the_transfer_that_runs_and_no_longer(ends: Ends) -> None:
+    connection = ends.connect(NBYTES)
+    name, addresses = connection.name, connection.addresses
+    ends[0].set("latency_us", 60_000_000)
+    connection.begin("put", connection.rows([64]))
+    ends[0].call_in_thread("close", "close_only", name)
+    while "is closed" not in remote_error(ends, "bind", name, addresses[0]).message:
+        pass  # the thread has not come so far
+    assert ends[0].ask(name, "state") == "ready"
+    assert ends[0].cancel_task(name)["status"] == KVN_CANCELLED
+    assert ends[0].join("close", 20) == (True, None)
+    assert ends[0].ask(name, "state") == "closed"
+    ends[0].set("latency_us", 0)
+    connection.close()
+
+
 def test_contexts_of_the_calling_thread_stay(ends: Ends) -> None:
     """A framework in the same process has its own."""
     ends[0].set_own_context()

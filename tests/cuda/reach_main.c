@@ -87,6 +87,31 @@ static void other_gpus(void)
     CHECK(judge(&device, ADDRESS, &of_peer).reach == KVN_CUDA_UNMAPPED);
 }
 
+/* A context is reached as long as any import of it is there, whichever goes first, and however often it came. */
+static void several_users(void)
+{
+    enum { CONTEXTS = 3, STEPS = 400 };
+    static int contexts[CONTEXTS];
+    int users[CONTEXTS] = {0};
+    kvn_failure failure;
+
+    begin();
+    srand(1);
+    for (int step = 0; step < STEPS; step++) {
+        const int i = rand() % CONTEXTS;
+
+        if (users[i] > 0 && rand() % 2) {
+            kvn_cuda_reach_remove_context(&device, (CUcontext)&contexts[i]);
+            users[i]--;
+        } else {
+            CHECK(kvn_cuda_reach_add_context(&device, (CUcontext)&contexts[i], &failure) == KVN_OK);
+            users[i]++;
+        }
+        for (int at = 0; at < CONTEXTS; at++)
+            CHECK(is_of_peer(&device, (CUcontext)&contexts[at]) == (users[at] > 0));
+    }
+}
+
 static kvn_cuda_watch *watch_of(uint64_t first, uint64_t last, uint64_t id)
 {
     kvn_cuda_watch *watch = calloc(1, sizeof *watch + sizeof *watch->parts);
@@ -126,6 +151,7 @@ int main(int count, char **arguments)
     static const check_row rows[] = {
         {"mapped_access", mapped_access},
         {"other_gpus", other_gpus},
+        {"several_users", several_users},
         {"registered_again", registered_again},
     };
 

@@ -12,7 +12,9 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     return compiled(tmp_path_factory.mktemp("reach"), "tests/cuda/reach_main.c")
 
 
-@pytest.mark.parametrize("name", ["mapped_access", "other_gpus", "registered_again"])
+@pytest.mark.parametrize(
+    "name", ["mapped_access", "other_gpus", "several_users", "registered_again"]
+)
 def test_reach(check: Check, name: str) -> None:
     check(name)
 

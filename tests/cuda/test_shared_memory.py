@@ -35,6 +35,7 @@ from tests.cuda.side import (
 from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, compute_on, handle_of
+from tests.support.held import Held
 from tests.support.refusals import refused
 
 PULL = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="dst")
@@ -399,6 +400,13 @@ class TestInFlight:
                 task.wait()
         del memory
         gc.collect()
+
+
+def test_programs_that_are_executed_do_not_keep_the_memory(side: Side) -> None:
+    """It would stay allocated for as long as they run, whatever this process frees."""
+    before = Held.now()
+    side.offer("kvplan", 1)
+    before.check_new_are_not_inherited()
 
 
 class TestHeld:

@@ -498,7 +498,7 @@ CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsi
         if (!memory || !(memory->handle_types & DESCRIPTOR)) {
             code = sim_error(INVALID_VALUE, "0x%llx is %s", handle,
                              memory ? "not made to be exported" : "no handle of memory");
-        } else if ((fd = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0)) < 0) {
+        } else if ((fd = fcntl(memory->fd, F_DUPFD, 0)) < 0) { /* whether exec closes it is not documented */
             code = sim_error(OUT_OF_MEMORY, "no more descriptors");
         }
         pthread_mutex_unlock(&mutex);

@@ -107,11 +107,83 @@ static void load_of_what_is_left(void)
     kvn_channel_destroy(channel);
 }
 
+static void *get_no_context(const kvn_device *device)
+{
+    (void)device;
+    return NULL;
+}
+
+static atomic_int num_aborted;
+
+static int count_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    (void)device, (void)stream, (void)failure;
+    atomic_fetch_add(&num_aborted, 1);
+    return KVN_OK;
+}
+
+/* A job that says how it was: whether it was interrupted when it has begun, and at its end. */
+typedef struct told_job {
+    kvn_channel_job job;
+    kvn_stream other; /* of its own, besides the channel's */
+    atomic_bool has_begun, may_end, has_ended;
+    bool began_interrupted, ended_interrupted;
+} told_job;
+
+static void run_told(kvn_channel_job *job, kvn_channel *channel)
+{
+    told_job *it = (told_job *)job;
+
+    it->began_interrupted = kvn_channel_also_uses(channel, it->other);
+    atomic_store(&it->has_begun, true);
+    while (!atomic_load(&it->may_end))
+        sched_yield();
+    it->ended_interrupted = kvn_channel_settle(channel);
+    atomic_store(&it->has_ended, true);
+}
+
+/* An interrupt is of the job that runs, and of the streams that this one uses: of no other before or behind it. */
+static void interrupt_ends_with_its_job(void)
+{
+    static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
+                                       .get_context = get_no_context, .create_stream = create_stream,
+                                       .destroy_stream = destroy_stream, .abort_stream = count_abort};
+    static int another;
+    kvn_device device = {.ops = &ops, .pid = getpid()};
+    told_job jobs[5] = {0};
+    kvn_channel *channel;
+    kvn_failure failure;
+
+    CHECK(kvn_channel_create(&device, &channel, &failure) == KVN_OK);
+    for (int i = 0; i < 5; i++) {
+        const int before = atomic_load(&num_aborted);
+
+        jobs[i].job.run = run_told;
+        jobs[i].other = i == 1 ? (kvn_stream)&another : NULL;
+        kvn_channel_submit(channel, &jobs[i].job);
+        while (!atomic_load(&jobs[i].has_begun))
+            sched_yield();
+        kvn_channel_interrupt(channel, &jobs[(i + 1) % 5].job); /* not the one that runs */
+        CHECK(atomic_load(&num_aborted) == before);
+        if (i % 2)
+            kvn_channel_interrupt(channel, &jobs[i].job);
+        CHECK(atomic_load(&num_aborted) == before + (i == 1 ? 2 : i == 3 ? 1 : 0));
+        atomic_store(&jobs[i].may_end, true);
+        while (!atomic_load(&jobs[i].has_ended) || kvn_channel_load(channel) > 0)
+            sched_yield();
+        CHECK(!jobs[i].began_interrupted && jobs[i].ended_interrupted == (i % 2 == 1));
+        kvn_channel_interrupt(channel, &jobs[i].job); /* over */
+        CHECK(atomic_load(&num_aborted) == before + (i == 1 ? 2 : i == 3 ? 1 : 0));
+    }
+    kvn_channel_destroy(channel);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"kept_by_context", kept_by_context},
         {"load_of_what_is_left", load_of_what_is_left},
+        {"interrupt_ends_with_its_job", interrupt_ends_with_its_job},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -1,4 +1,4 @@
-"""What is confirmed and failed, which events are kept, what is to do: what only C can look at."""
+"""What is confirmed and failed, what is interrupted, which events are kept: only C sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from tests.support.compiled import compiled
         ("copy", "failed_behind_others"),
         ("events", "kept_by_context"),
         ("events", "load_of_what_is_left"),
+        ("events", "interrupt_ends_with_its_job"),
+        ("shards", "endings_in_any_order"),
     ],
 )
 def test_device(tmp_path_factory: pytest.TempPathFactory, source: str, name: str) -> None:
-    compiled(tmp_path_factory.mktemp(source), f"tests/device/{source}_main.c")(name)
+    others = ("device/channel.c",) if source == "events" else ()
+    folder = tmp_path_factory.mktemp(source)
+    compiled(folder, f"tests/device/{source}_main.c", *others)(name)

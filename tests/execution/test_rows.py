@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from random import Random
 from typing import Any
 
@@ -219,6 +219,23 @@ def test_hostile_block_tables_are_left_to_the_planner(
             ((1 << 40) + src * stride, (1 << 50) + dst * stride)
             for src, dst in sorted(zip(map(int, src_rows), map(int, dst_rows), strict=True))
         ]
+
+
+@pytest.mark.parametrize("others", [0, 70], ids=["few", "many"])
+def test_of_all_small_tables_inside_a_cache_those_that_clash_are_left_to_the_planner(
+    others: int,
+) -> None:
+    """Wherever the row that is read and written stands, or the one that is written twice."""
+    base = np.array([1 << 40], np.uint64)
+    count = 4 + 2 * others
+    inside = Rows(base, base, count, count, 8, is_one=True)
+    read, written = range(4, 4 + others), range(4 + others, count)
+    for size in (1, 2, 3):
+        tables = [*product(range(4), repeat=size)]
+        for src, dst in product(tables, tables):
+            found = inside.lower([src[0], *read, *src[1:]], [dst[0], *written, *dst[1:]])
+            good = len({*dst}) == size and not {*src} & {*dst}
+            assert (found is not None) is good, (src, dst)
 
 
 def test_rows_that_were_never_made_move_nothing() -> None:

@@ -16,8 +16,8 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 @pytest.mark.parametrize(
     "name",
     [
-        *("merge_spans", "pass_wakes", "open_beside_failure", "abort_twice", "helper_leaves"),
-        "renewed_and_left",
+        *("merge_spans", "pass_wakes", "order_wakes", "open_beside_failure", "abort_twice"),
+        *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "renewed_and_left"),
     ],
 )
 def test_core(check: Check, name: str) -> None:

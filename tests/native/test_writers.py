@@ -29,7 +29,7 @@ from kvnative._executor import (
     host_backend,
 )
 from kvnative._host import GenerationTable
-from kvnative._lower import lower
+from kvnative._lower import Descriptors, lower
 from kvnative._writers import Ticket, Writer, WriterTable
 from tests.support.peer import EXECUTE_ANOTHER_PROGRAM
 from tests.support.wrappers import delay, fail_at, limit_bandwidth
@@ -485,6 +485,25 @@ def owner() -> Iterator[Owner]:
 def test_by_address_into_another_process(there: There) -> None:
     assert there.write().status == KVN_OK
     assert there.owner.run("result = int((target == 7).sum())") == NBYTES
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+@pytest.mark.parametrize(("count", "bad"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+def test_memory_that_is_not_mapped_ends_the_transfer_and_its_announcement(
+    there: There, count: int, bad: int, side: str
+) -> None:
+    """The one descriptor is named; those before it have arrived."""
+    nbytes = NBYTES // 4  # moved by the pool, so that a deadline may pass
+    steps = nbytes * np.arange(count, dtype=np.uint64)
+    src, dst = steps + np.uint64(address_of(there.src)), steps + np.uint64(there.target)
+    (src if side == "local" else dst)[bad] = PAGESIZE
+    descriptors = Descriptors.from_columns(dst, src, np.full(count, nbytes, np.uint64))
+    # Not given up, which would wait for the piece: the end of the owner ends it in any case.
+    report = Executor(there.backend).submit(descriptors).wait(10_000, give_up=False)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, bad)
+    assert report.message.startswith(f"descriptor {bad}: {side} memory")
+    arrived = f"result = target[: {bad * nbytes}].all(), table.drain(0)"
+    assert there.owner.run(arrived) == (True, [])
 
 
 # Another program under the same pid, that has memory at the very addresses: as without address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ class Held:
         new = self.new()
         assert not new.descriptors, new
         self.check_new_threads(set())
+
+    def check_new_are_not_inherited(self) -> None:
+        """Fail unless there are new descriptors, all of which close when a program is executed."""
+        numbers = [int(number) for number, _ in self.new().descriptors]
+        assert numbers
+        assert not [it for it in numbers if os.get_inheritable(it)], self.new()
 
     def check_new_threads(self, names: set[str]) -> None:
         """Fail if new threads have other names; one that was joined is listed a moment longer."""

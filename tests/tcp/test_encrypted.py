@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import shutil
@@ -29,6 +30,7 @@ from tests.tcp.peer import (
     link_within,
     socket_pair,
 )
+from tests.tcp.records import RECORDS_OF_KEY, Records
 
 SIZE = 1 << 20
 HEADER, TAG = 4, 16
@@ -266,8 +268,12 @@ def test_another_secret(ends: Ends) -> None:
 
 
 def test_keys_change_on_the_way(ends: Ends) -> None:
-    """After 4,096 records of a direction; the greatest have 32 KiB."""
-    ends.link(Relay(), Relay())
+    """After 4,096 records of a direction; the greatest have 32 KiB.
+
+    Each of them is what the protocol says: a nonce that comes again would suit both ends.
+    """
+    asking = Relay()
+    ends.link(asking, Relay())
     for direction, seed in zip(DIRECTIONS, (1, 2), strict=True):
         source, destination = ends.sides(direction)
         for _ in range(140):
@@ -275,6 +281,13 @@ def test_keys_change_on_the_way(ends: Ends) -> None:
         source[:] = np.random.default_rng(seed).integers(0, 256, SIZE)
         assert ends.move(direction).status == KVN_OK
         np.testing.assert_array_equal(destination, source)
+    for towards, answers in (("far", False), ("near", True)):
+        came, records = io.BytesIO(asking.passed[towards]), Records(SECRET, 0, answers=answers)
+        count = 0
+        while header := came.read(HEADER):
+            records.open(header, came.read(int.from_bytes(header, "little") + TAG))
+            count += 1
+        assert count > RECORDS_OF_KEY
 
 
 def test_what_came_with_the_answer_that_was_waited_for(ends: Ends) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor
+from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor, NativeError
 from kvnative._tcp import TcpService
 from tests.support.held import Held
 from tests.support.peer import ROOT
@@ -48,8 +51,46 @@ class TestCost:
         service = TcpService(3, max_ranges=1 << 20)
         new = before.new()
         assert (len(new.descriptors), len(new.threads)) == (2 * 3, 3)
+        before.check_new_are_not_inherited()
         service.close()
         before.check_nothing_new()
+
+
+@pytest.mark.parametrize(
+    ("why", "asks", "answers", "secret"),
+    [
+        ("2 sockets to ask and 1 to answer", 2, 1, None),
+        ("1 sockets to ask and 2 to answer", 1, 2, None),
+        ("0 sockets to ask and 3 to answer", 0, 3, None),
+        ("17 sockets to ask and 17 to answer", 17, 17, None),
+        ("secret has 31 bytes", 2, 2, bytes(31)),
+        ("the service is closed", 2, 2, None),
+        ("a connection cannot be watched", 2, 2, bytes(32)),
+    ],
+    ids=["more ask", "more answer", "none asks", "too many", "secret", "closed", "no socket"],
+)
+def test_a_refused_link_leaves_none_of_its_sockets_open(
+    why: str, asks: int, answers: int, secret: bytes | None, tmp_path: Path
+) -> None:
+    """Those by which it would ask, and those by which it would answer."""
+    service = TcpService(1, max_ranges=1)
+    if "closed" in why:
+        service.close()
+    before = Held.now()
+    ends = [socket.socketpair() for _ in range(asks + answers)]
+    near = [it.detach() for it, _ in ends]
+    clients, servers = near[:asks], near[asks:]
+    if "watched" in why:  # epoll takes no file
+        os.close(servers[-1])
+        servers[-1] = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises((ValueError, NativeError), match=why):
+        service.link(clients, servers, peer="far", secret=secret)
+    for _, far in ends:
+        far.settimeout(10)
+        assert far.recv(1) == b"", "its other end is closed"
+        far.close()
+    before.check_nothing_new()
+    service.close()
 
 
 def test_nothing_is_left_of_a_thousand_links() -> None:

@@ -424,7 +424,11 @@ class TestThisSide:
             lines = Path("/proc/self/maps").read_text().splitlines()
             return {it for it in lines if "kvplan" in it}
 
-        once()
+        first = Held.now()
+        with transport.connect(metadata) as link:
+            memory = link.memory([address], NBYTES, writable=True)
+            first.check_new_are_not_inherited()
+        del memory, link
         before, mapped_before = Held.now(), mapped()
         for _ in range(100):
             once()

@@ -11,7 +11,7 @@ from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
 from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
 from tests.support.held import Held
 from tests.support.ucx_library import found
-from tests.ucx.peer import TIMEOUT_MS, UcxPeer, open_worker
+from tests.ucx.peer import TAG, TIMEOUT_MS, UcxPeer, open_worker
 
 
 def dead(endpoint: UcxEndpoint) -> tuple[int, str]:
@@ -73,13 +73,13 @@ def test_it_fails_once(worker: UcxWorker, peer: UcxPeer) -> None:
 def test_closing_a_worker_closes_its_endpoints(peer: UcxPeer) -> None:
     with found():
         worker = open_worker()
-    connected, other = peer.connect(worker), peer.endpoint(worker)
-    worker.close()
-    worker.close()
-    assert connected.failure == other.failure == (KVN_CANCELLED, "its engine was closed")
+    endpoints = [peer.connect(worker), peer.endpoint(worker), peer.connect(worker)]
+    for _ in range(2):
+        worker.close()
+        assert [it.failure for it in endpoints] == [(KVN_CANCELLED, "its engine was closed")] * 3
     with pytest.raises(UcxError, match="this worker of UCX is closed"):
         peer.endpoint(worker)
-    connected.close()
+    endpoints[0].close()
 
 
 def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
@@ -104,6 +104,22 @@ def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
         for it in threads:
             it.join(TIMEOUT_MS / 1000)
         assert closed == [(KVN_CANCELLED, "its engine was closed")] * 3
+
+
+def test_what_a_peer_writes_elsewhere_is_not_waited_for(worker: UcxWorker, peer: UcxPeer) -> None:
+    """The peer has one table for all to whom it writes: each finds what is its own."""
+    words = [TAG << 32 | 7, 0, (TAG + 1) << 32 | 7, TAG, TAG << 32 | 8, 1 << 63 | TAG << 32]
+    set_words = """
+        import ctypes
+        table = (ctypes.c_uint64 * len(words)).from_address(tickets.address)
+        table[:] = words
+    """
+    endpoint = peer.connect(worker)
+    peer.run(set_words, words=words)
+    found = [endpoint.writing(tag, TIMEOUT_MS) for tag in (TAG, TAG + 1, 0, 5)]
+    peer.run(set_words, words=[0] * len(words))
+    assert found == [{(0, words[0]), (4, words[4])}, {(2, words[2])}, {(3, words[3])}, set()]
+    assert endpoint.writing(TAG, TIMEOUT_MS) == set()
 
 
 def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:

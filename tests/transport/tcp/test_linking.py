@@ -98,6 +98,7 @@ def test_nothing_of_it_is_left(ends: Ends) -> None:
         kept += linked(*ends)
         sockets, tells_of_death = 2 * 2, 1
         assert len(before.new().descriptors) == 2 * (sockets + tells_of_death)
+        before.check_new_are_not_inherited()
         for link in kept:
             link.close()
     before.check_nothing_new()

@@ -1,0 +1,108 @@
+/* Checks of what a request comes to whose shards end in any order, each in its own way. */
+#include "device/stream_request.c"
+
+#include <stdio.h>
+
+#include "check.h"
+
+enum { SHARDS = 3, EACH = 4 };
+
+/* How a shard ends. */
+typedef enum ending { ARRIVED, GIVEN_UP, FAILED_AT, FAILED_SOMEWHERE, NUM_ENDINGS } ending;
+
+/* What is confirmed of a shard that does not arrive whole, and the descriptor at fault: shards differ. */
+static const uint64_t CONFIRMED[SHARDS] = {1, 0, 2}, AT_FAULT[SHARDS] = {2, 1, 3};
+
+static uint64_t nbytes[SHARDS * EACH];
+
+static void settle(kvn_request *request, int shard, ending how)
+{
+    kvn_channel_fault fault;
+    const int status = how == ARRIVED ? KVN_OK : how == GIVEN_UP ? KVN_CANCELLED : KVN_UNMAPPED;
+
+    kvn_channel_fault_begin(&fault);
+    fault.confirmed = how == ARRIVED ? 0 : CONFIRMED[shard];
+    if (how == FAILED_AT)
+        fault.failed = AT_FAULT[shard];
+    if (how >= FAILED_AT)
+        kvn_fail(&fault.why, status, 100 + shard, "shard %d", shard);
+    kvn_stream_shard_settle(&request->shards[shard], status, &fault);
+}
+
+static void check_report(const kvn_report *report, const ending *how, const int *order)
+{
+    uint64_t moved = 0, failed = KVN_NO_DESCRIPTOR;
+    int failing = -1;
+    bool any = false, confirmed[SHARDS * EACH];
+
+    for (int i = 0; i < SHARDS; i++) {
+        any |= how[i] != ARRIVED;
+        for (uint64_t at = 0; at < EACH; at++) {
+            confirmed[i * EACH + at] = how[i] == ARRIVED || at < CONFIRMED[i];
+            moved += confirmed[i * EACH + at] ? nbytes[i * EACH + at] : 0;
+        }
+    }
+    for (int i = 0; i < SHARDS; i++) /* that of the lowest descriptor, of those that know one */
+        if (how[i] == FAILED_AT && failing < 0)
+            failing = i;
+    if (failing >= 0)
+        failed = (uint64_t)failing * EACH + AT_FAULT[failing];
+    for (int n = 0; n < SHARDS && failing < 0; n++) /* else the first */
+        if (how[order[n]] == FAILED_SOMEWHERE)
+            failing = order[n];
+    CHECK(report->status == (failing >= 0 ? KVN_UNMAPPED : any ? KVN_TIMEOUT : KVN_OK));
+    CHECK(report->failed == failed && report->bytes_done == moved);
+    CHECK(report->code == (failing >= 0 ? 100 + failing : 0));
+    CHECK(failing < 0 || report->message[6] == '0' + failing);
+    for (uint64_t at = 0; at < SHARDS * EACH; at++) {
+        bool is_listed = false;
+        for (uint32_t i = 0; i < report->num_unconfirmed; i++)
+            is_listed |= report->unconfirmed[i].first <= at && at < report->unconfirmed[i].last;
+        CHECK(is_listed == !confirmed[at]);
+    }
+}
+
+static void end_in_order(const ending *how, const int *order)
+{
+    const kvn_columns batch = {.dst = nbytes, .src = nbytes, .nbytes = nbytes, .count = SHARDS * EACH};
+    kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, SHARDS);
+    kvn_report report;
+
+    request->why = KVN_TIMEOUT; /* what a shard that stops says, where nothing failed */
+    request->num_shards = request->open = SHARDS;
+    for (int i = 0; i < SHARDS; i++)
+        request->shards[i] = (kvn_stream_shard){
+            .request = request,
+            .columns = {.nbytes = nbytes + i * EACH, .count = EACH},
+            .offset = (uint64_t)i * EACH,
+        };
+    for (int n = 0; n < SHARDS; n++) {
+        CHECK(kvn_stream_request_poll(NULL, request, &report) == KVN_PENDING);
+        settle(request, order[n], how[order[n]]);
+    }
+    kvn_stream_request_poll(NULL, request, &report);
+    check_report(&report, how, order);
+    kvn_stream_request_release(NULL, request);
+}
+
+/* Each way of each shard, in each order. */
+static void endings_in_any_order(void)
+{
+    static const int ORDERS[][SHARDS] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+
+    for (uint64_t at = 0; at < SHARDS * EACH; at++)
+        nbytes[at] = UINT64_C(1) << at;
+    for (int ways = 0; ways < NUM_ENDINGS * NUM_ENDINGS * NUM_ENDINGS; ways++) {
+        const ending how[SHARDS] = {ways % NUM_ENDINGS, ways / NUM_ENDINGS % NUM_ENDINGS,
+                                    ways / NUM_ENDINGS / NUM_ENDINGS};
+        for (size_t i = 0; i < sizeof ORDERS / sizeof *ORDERS; i++)
+            end_in_order(how, ORDERS[i]);
+    }
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {{"endings_in_any_order", endings_in_any_order}};
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}
