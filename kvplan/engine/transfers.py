@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
 
 Movable: TypeAlias = "AnyTransfer | AddressRanges"
+_OPTIONS: Final = RunOptions.__annotations__.keys()
 _LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
 _Task = TypeVar("_Task", bound=GatherTask)
@@ -164,7 +165,7 @@ class TransferOperations(OperationRunner):
             LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
                 in `completions()`. The task raises what fails later.
         """
-        _refuse_timeout(options)
+        _refuse_timeout(cast("dict[str, Any]", options))
         operation = _operation(self._running(), transfer, **options)
         if isinstance(operation, Several):
             return self._submit_several(operation)
@@ -205,8 +206,8 @@ class TransferOperations(OperationRunner):
             LLMException: as `submit`; LLM_PARAM_INVALID: also a cache of which nothing says how
                 many tensors are a layer.
         """
-        _refuse_timeout(options)
-        if "after" in options:
+        _refuse_timeout(cast("dict[str, Any]", options))
+        if cast("dict[str, Any]", options).pop("after", None) is not None:
             raise TypeError("after is not of layered; ready(layer, event) takes that of each layer")
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
@@ -269,6 +270,9 @@ def _operation(
     **options: Unpack[SubmitOptions],
 ) -> TransferOperation | GroupOperation | RangeOperation | Several:
     """Return what runs a transfer: one operation, or several with several peers."""
+    if not options.keys() <= _OPTIONS:
+        unknown = min(options.keys() - _OPTIONS)
+        raise TypeError(f"{unknown} is not an option of a transfer; those are {sorted(_OPTIONS)}")
     if isinstance(transfer, Transfer):
         if isinstance(transfer.src, Rows):
             return TransferOperation(
@@ -311,6 +315,7 @@ def _is_simple(options: RunOptions) -> bool:
     return True
 
 
-def _refuse_timeout(options: Mapping[str, object]) -> None:
-    if "timeout_ms" in options:
+def _refuse_timeout(options: dict[str, Any]) -> None:
+    """Refuse a timeout of a task, which takes one where it is waited for."""
+    if options.pop("timeout_ms", None) is not None:
         raise TypeError("timeout_ms is of run; a task takes it in wait(timeout_ms)")

@@ -151,7 +151,7 @@ def plan_pair(
         )  # fmt: skip
     else:
         made = _plan_blocks(transfer, source, target, verb, by_layer=by_layer)
-    if local == "both" and (source is target or is_same_cache(source, target)):
+    if local == "both" and _is_one_cache(source, target):
         _refuse_read_and_written(made)
     return made
 
@@ -242,6 +242,11 @@ def _placement(cache: Described) -> Placement:
     if isinstance(cache, Cache | RemoteCache):
         return cache.cache_desc.placement
     return cache.placement
+
+
+def _is_one_cache(source: Described, target: Described) -> bool:
+    """Whether both surely are one cache: two that are described alike need not be."""
+    return is_same_cache(source, target) and not isinstance(source, CacheDesc | RemoteCache)
 
 
 def _refuse_read_and_written(plan: Plan) -> None:
