@@ -5,12 +5,16 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, HostMemory, Plan, Rows, Transfer
+from kvplan.execution.rows import RowRequests
+from kvplan.planning.kinds import plan_rows
+from kvplan.planning.side import side
 from kvplan.recording import read
 from tests.planning import test_gather, test_unlike
 from tests.planning.transfers import transfers
@@ -68,3 +72,28 @@ def test_of_tables_of_any_length(coalesce, blocks):
     assert_comes_back(
         kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=coalesce), local="dst")
     )
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("kind", ["B2B", "C2B", "C2C"])
+def test_a_request_that_was_lowered_without_a_plan_is_recorded_as_its_plan(tmp_path, kind, tokens):
+    """Whole rows without planning them: slots of 8 tokens, into blocks of 4 or a shorter slot."""
+    sizes = {"B2B": (4, 4), "C2B": (8, 4), "C2C": (8, 6)}[kind]
+    sides, memories = [], []
+    words = {"B": "block", "C": "slot"}
+    for row, size in zip((words[kind[0]], words[kind[2]]), sizes, strict=True):
+        desc = CacheDesc(2, (6, size, 8), DataType.DT_INT8, kv_tensor_format=f"{row} token dim")
+        sides.append(side("it", desc, paged=row == "block"))
+        memories.append(HostMemory.from_arrays([np.zeros(desc.shape, np.int8) for _ in range(2)]))
+    read_rows, written = {
+        "B2B": ([5, 1], [0, 2]), "C2B": ((3,), [4, 2]), "C2C": ((3,), (4,)),
+    }[kind]  # fmt: skip
+    operation = "pull_cache" if kind == "C2C" else "pull_blocks"
+    arguments = kind, *sides, *memories, read_rows, written
+    bound = RowRequests().bind(operation, *arguments, num_tokens=tokens)
+    assert bound is not None
+    with recorder(tmp_path / "a.kvrec") as it:
+        record(it, bound[0])
+        assert ("segments" in vars(bound[0])) is (tokens is not None)
+    (row,) = read(tmp_path / "a.kvrec").transfers
+    assert row.plan == plan_rows(operation, kind, *sides, read_rows, written, num_tokens=tokens)
