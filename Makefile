@@ -16,6 +16,8 @@ export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start some thousand processes: containers set this, and each would compile kvplan anew.
 unexport PYTHONDONTWRITEBYTECODE
+# pip makes each editable installation in a new folder: what was compiled before is taken from here.
+export KVPLAN_BUILD_CACHE := $(CURDIR)/build/cache
 
 help: ## print this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +29,7 @@ demo: .venv/demo .venv/weights ## prefill in one process, generate in another; D
 
 # In parallel, as the tests often wait, and mypy uses one core. What fails ends none of the others.
 CHECKS := unit types sanitize-addresses sanitize-threads
+test: export KVPLAN_WERROR := 1
 test: lint .venv/browser .venv/weights ## every check
 	@echo 'in parallel, and each printed when it has ended: $(CHECKS)'
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 --output-sync=target $(CHECKS) || \
@@ -45,6 +48,9 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 # The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
 TESTS ?=
 QUICK ?=
+# A process that imports NumPy would start a thread for each core, and a test seldom multiplies.
+unit sanitize-addresses sanitize-threads: export OPENBLAS_NUM_THREADS := 1
+
 # Each process collects all tests. The first time that takes four times as long, as asserts are
 # rewritten: one process does that for the others.
 unit: .venv/dev .venv/browser ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones

@@ -15,14 +15,17 @@ KVPLAN_SANITIZE=a,b     compiles and links with -fsanitize=a,b; the first findin
 KVPLAN_LIMITED_API=0    builds for this Python alone instead of one abi3 wheel for 3.11 and later
 KVPLAN_FREE_THREADED=1  says to a Python without a GIL that none is needed: to try that
 KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors (CI sets it)
-KVPLAN_CYTHON_CACHE=d   Cython takes what it has made of the same sources from this folder
+KVPLAN_BUILD_CACHE=d    Cython and the C compiler take what they made of the same sources from
+                        this folder; Cython removes what was not used for long above 100 MB
 """
 
 import filecmp
+import hashlib
 import os
 import shutil
+import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +34,8 @@ from Cython.Compiler import Options
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
+
+Compile = Callable[..., None]
 
 
 def switch(name: str, default: str = "0") -> bool:
@@ -45,6 +50,7 @@ ANNOTATE = switch("KVPLAN_ANNOTATE")
 WERROR = switch("KVPLAN_WERROR")
 FREE_THREADED = switch("KVPLAN_FREE_THREADED")
 SANITIZE = os.environ.get("KVPLAN_SANITIZE", "")
+CACHE = os.environ.get("KVPLAN_BUILD_CACHE")
 # The free-threaded builds of Python 3.13 and 3.14 have no stable ABI.
 LIMITED_API = switch("KVPLAN_LIMITED_API", "1") and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
@@ -75,6 +81,8 @@ own_flags = ["-O0" if DEBUG else "-O1" if SANITIZE else "-O3"]
 cython_flags = ["-O0" if CHECKED else "-O3"]
 # Our own sources hold the strict line; Cython's output is not ours to lint.
 strict_flags = ["-fPIC", "-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
+if "thread" in SANITIZE:
+    strict_flags += ["-Wno-tsan"]  # it says that it does not know fences
 
 # In a folder of its own: beside the modules it would be taken for one.
 LIBRARY = Path("kvnative/lib/libkvn.so")
@@ -129,6 +137,8 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         self.check_tools()
+        if CACHE:
+            self.compiler._compile = self.reusing(self.compiler._compile, Path(CACHE))
         library = self.built()
         library.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor() as threads:
@@ -167,6 +177,41 @@ class BuildNative(build_ext):
                 f"error: to build kvplan from source needs {' and '.join(missing)}; its wheels need"
                 " neither"
             )
+
+    def reusing(self, compile_one: Compile, cache: Path) -> Compile:
+        """Return `compile_one`, but for what is in the cache: the object file is copied then.
+
+        setuptools makes an editable installation and a wheel in a new folder: without a cache it
+        compiles all that it has compiled before.
+        """
+        compiler = self.compiler.compiler_so
+        said = subprocess.run([*compiler, "-v"], capture_output=True, check=True)
+        included = [path.read_bytes() for path in (*headers, *test_headers)]
+        cache.mkdir(parents=True, exist_ok=True)
+
+        def reuse_or_compile(
+            target: str,
+            source: str,
+            kind: str,
+            first: list[str],
+            last: list[str],
+            options: list[str],
+        ) -> None:
+            command = "\n".join([*compiler, *first, *last, *options])
+            parts = [said.stderr, command.encode(), Path(source).read_bytes(), *included]
+            digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+            key = hashlib.sha256(digests).hexdigest()
+            kept = cache / f"{Path(source).stem}-{key}.o"
+            if kept.exists():
+                shutil.copyfile(kept, target)
+                os.utime(kept)
+                return
+            compile_one(target, source, kind, first, last, options)
+            partial = cache / f"{key}.{os.getpid()}.tmp"
+            shutil.copyfile(target, partial)
+            partial.replace(kept)
+
+        return reuse_or_compile
 
     def compiled(self, source: Path, own_headers: Sequence[Path] = (), *folders: Path) -> str:
         """Return the object file of `source`: compiled again if what it may include is newer."""
@@ -220,7 +265,7 @@ setup(
         modules,
         build_dir=f"{BUILD}/cython",
         annotate=ANNOTATE,
-        cache=os.environ.get("KVPLAN_CYTHON_CACHE") or False,
+        cache=CACHE or False,
         language_level=3,
         compiler_directives={
             "boundscheck": CHECKED,

@@ -6,6 +6,7 @@ documents become pages, and everything else (examples, headers) goes into the si
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sphinx.domains.python import PythonDomain
@@ -73,13 +74,23 @@ html_extra_path = ["_root"]  # leads from the root of the site to docs/
 class Names(PythonDomain):
     """The domain of Python, where a name of several modules is the page's own, or else kvplan's."""
 
-    def find_obj(self, env: Any, modname: str | None, *rest: Any) -> list[tuple[str, Any]]:
-        found = super().find_obj(env, modname, *rest)
+    def find_obj(
+        self, env: Any, modname: str | None, classname: str | None, name: str, *rest: Any
+    ) -> list[tuple[str, Any]]:
+        # Sphinx compares each `name` of a docstring with the end of all names, and most are none.
+        if name.removesuffix("()").rpartition(".")[2] not in self.last_parts:
+            return []
+        found = super().find_obj(env, modname, classname, name, *rest)
         if len(found) > 1:
             of_llm_datadist = (modname or "").startswith("kvplan.llm_datadist")
             preferred = "kvplan.llm_datadist." if of_llm_datadist else "kvplan."
             found.sort(key=lambda it: (not it[0].startswith(preferred), it[0].count("."), it[0]))
         return found[:1]
+
+    @cached_property
+    def last_parts(self) -> frozenset[str]:
+        """What is behind the last dot of the names, which all are known when one is looked up."""
+        return frozenset(name.rpartition(".")[2] for name in self.objects)
 
 
 def read_property(

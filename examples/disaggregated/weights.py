@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
@@ -34,19 +37,103 @@ class LlamaConfig:
         return self.heads // self.kv_heads
 
 
+SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+"""Formats of `struct`."""
+ALIGNMENT = 32
+"""Of the first tensor in the file, unless general.alignment is another."""
+
+
+class Cursor:
+    """Reads one value after another from a GGUF file of version 2 or 3."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self.position = content, 0
+
+    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        read = struct.Struct(f"<{count}{code}")
+        self.position += read.size
+        return read.unpack_from(self._content, self.position - read.size)
+
+    def number(self, code: str) -> Any:
+        return self.numbers(code)[0]
+
+    def text(self) -> str:
+        start = self.position + 8
+        self.position = start + self.number("Q")
+        return self._content[start : self.position].decode()
+
+    def value(self, kind: int) -> Any:
+        """Return a number, a string, or a list of them."""
+        if kind == GGUFValueType.STRING:
+            return self.text()
+        if kind != GGUFValueType.ARRAY:
+            return self.number(SCALARS[GGUFValueType(kind)])
+        kind, count = self.number("I"), self.number("Q")
+        if kind in SCALARS:
+            return list(self.numbers(SCALARS[GGUFValueType(kind)], count))
+        return [self.value(kind) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in its file: the bytes of each row, and their meaning."""
+
+    kind: GGMLQuantizationType
+    rows: NDArray[np.uint8]
+
+
 class ModelFile:
-    """A GGUF file, opened: metadata by key, tensors by name, dequantised when asked for."""
+    """A GGUF file, opened: metadata by key, tensors by name, dequantised when asked for.
+
+    gguf's own reader makes an array of each token of the vocabulary, which takes seconds.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._reader = GGUFReader(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        with path.open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = Cursor(content)
+        magic, version = cursor.numbers("I", 2)
+        if magic != int.from_bytes(b"GGUF", "little") or version not in (2, 3):
+            raise SetupError(f"{path.name} is not a GGUF file of version 2 or 3")
+        tensor_count, key_count = cursor.numbers("Q", 2)
+        self._metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(key_count)}
         architecture = self.metadata("general.architecture")
         if architecture != "llama":
             raise SetupError(f"{path.name} is of architecture {architecture!r}, not 'llama'")
 
+        infos = [
+            (
+                cursor.text(),
+                cursor.numbers("Q", cursor.number("I")),
+                GGMLQuantizationType(cursor.number("I")),
+                cursor.number("Q"),
+            )
+            for _ in range(tensor_count)
+        ]
+        alignment = self._metadata.get("general.alignment", ALIGNMENT)
+        first = -(-cursor.position // alignment) * alignment
+        self._tensors = {}
+        for name, shape, kind, offset in infos:  # the innermost axis is the first of `shape`
+            elements, nbytes = GGML_QUANT_SIZES[kind]
+            stored = (*shape[:0:-1], shape[0] // elements * nbytes)
+            rows = np.frombuffer(content, np.uint8, math.prod(stored), first + offset)
+            self._tensors[name] = StoredTensor(kind, rows.reshape(stored))
+
     def metadata(self, key: str) -> Any:
         """The value under `key`, as a plain Python value (number, string or list)."""
-        return self._reader.fields[key].contents()
+        return self._metadata[key]
 
     @cached_property
     def config(self) -> LlamaConfig:
@@ -70,5 +157,5 @@ class ModelFile:
         product.
         """
         stored = [self._tensors[name] for name in names]
-        parts = [dequantize(tensor.data, tensor.tensor_type) for tensor in stored]
+        parts = [dequantize(tensor.rows, tensor.kind) for tensor in stored]
         return np.concatenate(parts).astype(np.float32, copy=False)

@@ -14,9 +14,9 @@ from tests.demo import tiny_gguf
 __all__ = ["sim_folder", "sim_log", "simulator"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model_file() -> ModelFile:
-    """Return the opened file. Kept for a module only: its 250,000 arrays slow each collection."""
+    """Return the opened file."""
     try:
         check_installed()
     except SetupError as error:
@@ -24,7 +24,7 @@ def model_file() -> ModelFile:
     return ModelFile(weights_path())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer(model_file: ModelFile) -> Tokenizer:
     return Tokenizer(model_file)
 

@@ -97,6 +97,34 @@ def test_what_lies_in_place_is_of_the_flavour_that_was_built_last(project: Path)
         assert module.read_bytes() == (project / "kvnative" / module.name).read_bytes()
 
 
+def test_what_was_compiled_in_another_folder_is_not_compiled_again(
+    project: Path, tmp_path: Path
+) -> None:
+    commands, compiler = tmp_path / "commands", tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {commands}\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+
+    def compiled(name: str, changed: str = "", **switches: str) -> list[str]:
+        """Build a copy, of which one file has another line; return what the compiler compiled."""
+        copy = shutil.copytree(project, tmp_path / name, ignore=shutil.ignore_patterns("build"))
+        if changed:
+            with (copy / changed).open("a") as file:
+                file.write("/* changed */\n")
+        commands.write_text("")
+        cache = str(tmp_path / "cache")
+        build(copy, CC=str(compiler), KVPLAN_BUILD_CACHE=cache, **switches)
+        assert core(copy) == core(project)
+        lines = [it.split() for it in commands.read_text().splitlines()]
+        return sorted(Path(it[it.index("-c") + 1]).name for it in lines if "-c" in it)
+
+    (project / "include/kvnative/one.h").touch()
+    assert compiled("first") == ["_one.c", "one.c", "two.c"]
+    assert compiled("again") == []
+    assert compiled("source", "kvnative/src/core/one.c") == ["one.c"]
+    assert compiled("header", "include/kvnative/one.h") == ["_one.c", "one.c", "two.c"]
+    assert compiled("strict", KVPLAN_WERROR="1") == ["one.c", "two.c"]
+
+
 @pytest.mark.parametrize("inplace", [True, False])
 def test_each_file_that_is_built_is_listed_once(project: Path, inplace: bool) -> None:
     outputs = [Path(it) for it in facts(project, inplace)["outputs"]]
