@@ -10,11 +10,12 @@ from kvplan.engine.gather import Several
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
 from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.planned import PlannedOperation
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner
 from kvplan.planning.planner import check_sources, check_transfers
-from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
+from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.validation import shown
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvplan.execution import LayerTask, TransferTask
     from kvplan.planning.groups import AnyPlan
 
-Movable: TypeAlias = "AnyTransfer | AddressRanges"
+Movable: TypeAlias = "AnyRequest | AddressRanges"
 _LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
 
@@ -35,8 +36,9 @@ class TransferOperations(OperationRunner):
 
     - a `Transfer`: rows of one cache to rows of another. With a sequence of `Rows` as source it is
       a gather: parts of the model's cache from several peers.
-    - a mapping of names to `Transfer`: caches of one request, such as MLA's latent and its indexer,
-      or layers with and without a sliding window. They may be of several peers.
+    - `Planned`: a plan that was made before, and the caches that it is executed between.
+    - a mapping of names to `Transfer` or `Planned`: caches of one request, such as MLA's latent and
+      its indexer, or layers with and without a sliding window. They may be of several peers.
     - `AddressRanges`: registered memory by addresses.
 
     All of one transfer is one deadline and one outcome, with one notification to each peer.
@@ -151,7 +153,7 @@ class TransferOperations(OperationRunner):
                 return operation.submit(partial(self._submit, operation))
             return self._submit(operation, operation.prepare())
 
-    def layered(self, transfer: AnyTransfer, **options: Unpack[TransferOptions]) -> AnyLayerTask:
+    def layered(self, transfer: AnyRequest, **options: Unpack[TransferOptions]) -> AnyLayerTask:
         """Begin a transfer of which nothing moves until a layer of its task is made ready.
 
         Args:
@@ -235,14 +237,18 @@ def _operation(
             )
         check_sources(transfer.src)
         return Several(engine, {"": transfer}, by_layer=by_layer, **options)
+    if isinstance(transfer, Planned):
+        return PlannedOperation(
+            engine, transfer, by_layer=by_layer, speculative=speculative, **options
+        )
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, speculative=speculative, **options)
     if not isinstance(transfer, Mapping):
         raise TypeError(
-            f"transfer={shown(transfer)} must be Transfer, a mapping of names to Transfer, or "
-            "AddressRanges"
+            f"transfer={shown(transfer)} must be Transfer, Planned, a mapping of names to these, "
+            "or AddressRanges"
         )
-    check_transfers(transfer)
+    check_transfers(transfer, (Transfer, Planned))
     several = Several(engine, transfer, by_layer=by_layer, **options)
     if len(several.operations) > 1 or several.is_gather or by_layer:
         return several
