@@ -21,7 +21,7 @@ from kvplan.planning import (
     load_plan,
 )
 from kvplan.planning.planner import plan
-from kvplan.planning.transfer import PeerTensors, Rows, Transfer
+from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import (
     BlocksCacheKey,
@@ -123,6 +123,7 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanEvent",
+    "Planned",
     "PoolConfig",
     "RegisterMemStatus",
     "RemoteCache",

@@ -107,7 +107,7 @@ def _descriptors(plan: AnyPlan) -> Iterator[dict[str, Any]]:
 def _descriptor(plan: Plan, index: int) -> dict[str, Any]:
     pair, run = divmod(index, plan.segments.num_runs)
     (_, src_base), (_, dst_base) = plan.pair(pair)
-    src, dst, nbytes = plan.run(run)
+    src, dst, nbytes = plan.run_at(run)
     return {
         "index": index,
         **plan.origin(index)._asdict(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask
 from kvplan.engine.groups import GroupOperation, Part, named
 from kvplan.engine.operation import SubmitOptions
+from kvplan.engine.planned import check_plan
 from kvplan.engine.resolve import local_of, refuse_notices
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import RequestBlocks, check_table
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import plan_groups
 from kvplan.planning.planner import check_sources, part_name
-from kvplan.planning.transfer import Rows, Transfer
+from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
 
@@ -51,7 +52,7 @@ class Several:
     def __init__(
         self,
         engine: Engine,
-        transfers: Mapping[str, Transfer],
+        transfers: Mapping[str, Transfer | Planned],
         *,
         by_layer: bool = False,
         speculative: bool = False,
@@ -63,22 +64,20 @@ class Several:
         directions: dict[str, str] = {}
         for name, transfer in transfers.items():
             with named(name):
-                single = isinstance(transfer.src, Rows)
-                if not single:
-                    check_sources(transfer.src)
-                sources = [transfer.src] if single else transfer.src
+                single = not _has_sources(transfer)
+                sources, dst = _rows_of(transfer)
                 known: dict[int | None, int] = {}
-                for index, rows in enumerate(cast("list[Rows]", sources)):
-                    local = local_of(rows, transfer.dst)
+                for index, rows in enumerate(sources):
+                    local = local_of(rows, dst)
                     if not single and local != "dst":
                         raise invalid(
                             f"src[{index}]={shown(rows.cache)} of a gather must be a peer's"
                         )
                     directions[local] = name
-                    key = rows.cache if local == "dst" else transfer.dst.cache
+                    key = rows.cache if local == "dst" else dst.cache
                     cluster = None if local == "both" else cast(BlockLease, key).cluster_id
                     nth = known[cluster] = known.get(cluster, -1) + 1  # caches of one peer
-                    part = Part(name, transfer, rows, transfer.dst, -1 if single else index)
+                    part = Part(name, transfer, rows, dst, -1 if single else index)
                     peer: object = (cluster, nth, name) if by_layer else (cluster, nth)
                     peers.setdefault(peer, []).append(part)
         if len(directions) > 1:
@@ -107,7 +106,7 @@ class Several:
     @property
     def is_gather(self) -> bool:
         """Whether one of the transfers has a sequence of sources."""
-        return any(not isinstance(it.src, Rows) for it in self._transfers.values())
+        return any(map(_has_sources, self._transfers.values()))
 
     def plan(self) -> GroupPlan:
         """Plan all parts; nothing moves."""
@@ -165,14 +164,14 @@ class Several:
                     for at, part in enumerate(operation.parts)
                     if part.name == name
                 ]
-                if isinstance(transfer.src, Rows):
+                if not _has_sources(transfer):
                     ((index, at, _),) = having
                     plans[index][name] = self.operations[index].plan_part(at)
                     continue
                 having.sort(key=lambda it: it[2].source)
                 sides = [self.operations[index].sides[at] for index, at, _ in having]
                 made = plan_gather(
-                    _with_tables(transfer),
+                    _with_tables(cast(Transfer, transfer)),
                     [source for source, _ in sides],
                     sides[0][1],
                     by_layer=first.by_layer,
@@ -202,6 +201,26 @@ class Several:
             key = operation.peer_key(operation.parts[0])
             text = f"{self.name}: sources[{index}] {key}: {error}"
             raise GatherError(text, failed, {}) from None
+
+
+def _has_sources(transfer: Transfer | Planned) -> bool:
+    """Whether a transfer is a gather, from a sequence of sources."""
+    return isinstance(transfer, Transfer) and not isinstance(transfer.src, Rows)
+
+
+def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
+    """Return the sources and the destination; of a plan, its caches without tables.
+
+    Raises:
+        TypeError, LLMException: as `check_sources` and `check_plan`.
+    """
+    if isinstance(transfer, Planned):
+        check_plan(transfer.plan)
+        return [Rows(transfer.src)], Rows(transfer.dst)
+    if isinstance(transfer.src, Rows):
+        return [transfer.src], transfer.dst
+    check_sources(transfer.src)
+    return transfer.src, transfer.dst
 
 
 def _with_tables(transfer: Transfer) -> Transfer:

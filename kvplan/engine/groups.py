@@ -10,12 +10,13 @@ import numpy as np
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.operation import Prepared, SubmitOptions
+from kvplan.engine.planned import fitted
 from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
 from kvplan.planning.groups import plan_groups
 from kvplan.planning.planner import Local, of_group, plan_pair
-from kvplan.planning.transfer import Rows, Transfer
+from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 from kvplan.validation import mismatch, shown
@@ -40,7 +41,7 @@ class Part(NamedTuple):
     """
 
     name: str
-    transfer: Transfer
+    transfer: Transfer | Planned
     src: Rows
     dst: Rows
     source: int
@@ -50,10 +51,9 @@ class Part(NamedTuple):
         place = f"{field}[{self.source}]" if field == "src" and self.source >= 0 else field
         return f"transfer[{shown(self.name)}].{place}" if self.name else place
 
-    @property
-    def with_tables(self) -> Transfer:
-        """The transfer of the pair, with the block tables and tokens that leases say."""
-        src, dst, num_tokens = self.src, self.dst, self.transfer.num_tokens
+    def with_tables(self, transfer: Transfer) -> Transfer:
+        """Return the transfer of the pair, with the block tables and tokens that leases say."""
+        src, dst, num_tokens = self.src, self.dst, transfer.num_tokens
         src_blocks, dst_blocks = src.blocks, dst.blocks
         if isinstance(src.cache, BlockLease) and src.cache.paged:
             src_blocks, num_tokens = src.cache.request(
@@ -63,11 +63,10 @@ class Part(NamedTuple):
             dst_blocks, num_tokens = dst.cache.request(
                 "dst_blocks", dst_blocks, num_tokens, dst.first_token
             )
-        it = self.transfer
         return Transfer(
             Rows(src.cache, src_blocks, src.slot, src.first_token, src.offset),
             Rows(dst.cache, dst_blocks, dst.slot, dst.first_token, dst.offset),
-            num_tokens, it.nbytes, it.layers, it.reinterpret, it.coalesce,
+            num_tokens, transfer.nbytes, transfer.layers, transfer.reinterpret, transfer.coalesce,
         )  # fmt: skip
 
 
@@ -102,10 +101,9 @@ class GroupOperation(TransferOperation):
         is_part: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
-        first = parts[0].transfer
         super().__init__(
             engine,
-            Transfer(parts[0].src, first.dst),
+            Transfer(parts[0].src, parts[0].dst),
             by_layer=by_layer,
             speculative=speculative,
             **options,
@@ -157,8 +155,11 @@ class GroupOperation(TransferOperation):
         return self.prepared(plans)
 
     def plan_part(self, index: int) -> Plan:
-        """Plan the part at this place by itself."""
-        transfer, (source, target) = self.parts[index].with_tables, self.sides[index]
+        """Plan the part at this place by itself, if it was not planned before."""
+        part, (source, target) = self.parts[index], self.sides[index]
+        if isinstance(part.transfer, Planned):
+            return fitted(part.transfer, source, target, self._local, by_layer=self.by_layer)
+        transfer = part.with_tables(part.transfer)
         if self.engine.reinterpret and not transfer.reinterpret:
             transfer = Transfer(
                 transfer.src, transfer.dst, transfer.num_tokens, transfer.nbytes, transfer.layers,

@@ -11,12 +11,13 @@ from kvplan.engine.gather import Several
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
 from kvplan.engine.operation import MAX_TAG, Operation, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.planned import PlannedOperation
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.routes import UndeliveredError
 from kvplan.engine.runner import OperationRunner
 from kvplan.planning.planner import check_sources, check_transfers
-from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
+from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.validation import shown
 
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from kvplan.planning.groups import AnyPlan, GroupPlan
     from kvplan.planning.plan import Plan
 
-Movable: TypeAlias = "AnyTransfer | AddressRanges"
+Movable: TypeAlias = "AnyRequest | AddressRanges"
 _OPTIONS: Final = RunOptions.__annotations__.keys()
 _LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
 _Task = TypeVar("_Task", bound=GatherTask)
-_Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer]"
+_Single: TypeAlias = "Transfer[Rows] | Planned"
+_Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer | Planned]"
 
 
 class TransferOperations(OperationRunner):
@@ -42,15 +44,16 @@ class TransferOperations(OperationRunner):
 
     - a `Transfer`: rows of one cache to rows of another. With a sequence of `Rows` as source it is
       a gather: parts of the model's cache from several peers.
-    - a mapping of names to `Transfer`: caches of one request, such as MLA's latent and its indexer,
-      or layers with and without a sliding window. They may be of several peers.
+    - `Planned`: a plan that was made before, and the caches that it is executed between.
+    - a mapping of names to `Transfer` or `Planned`: caches of one request, such as MLA's latent and
+      its indexer, or layers with and without a sliding window. They may be of several peers.
     - `AddressRanges`: registered memory by addresses.
 
     All of one transfer is one deadline and one outcome, with one notification to each peer.
     """
 
     @overload
-    def plan(self, transfer: Transfer[Rows], *, by_layer: bool = False) -> Plan: ...
+    def plan(self, transfer: _Single, *, by_layer: bool = False) -> Plan: ...
 
     @overload
     def plan(self, transfer: _Grouped | AddressRanges, *, by_layer: bool = False) -> GroupPlan: ...
@@ -135,7 +138,7 @@ class TransferOperations(OperationRunner):
 
     @overload
     def submit(
-        self, transfer: Transfer[Rows] | AddressRanges, **options: Unpack[SubmitOptions]
+        self, transfer: _Single | AddressRanges, **options: Unpack[SubmitOptions]
     ) -> TransferTask: ...
 
     @overload
@@ -175,9 +178,7 @@ class TransferOperations(OperationRunner):
             return self._submit(operation, operation.prepare())
 
     @overload
-    def layered(
-        self, transfer: Transfer[Rows], **options: Unpack[TransferOptions]
-    ) -> LayerTask: ...
+    def layered(self, transfer: _Single, **options: Unpack[TransferOptions]) -> LayerTask: ...
 
     @overload
     def layered(
@@ -185,11 +186,9 @@ class TransferOperations(OperationRunner):
     ) -> LayerGatherTask: ...
 
     @overload
-    def layered(
-        self, transfer: AnyTransfer, **options: Unpack[TransferOptions]
-    ) -> AnyLayerTask: ...
+    def layered(self, transfer: AnyRequest, **options: Unpack[TransferOptions]) -> AnyLayerTask: ...
 
-    def layered(self, transfer: AnyTransfer, **options: Unpack[TransferOptions]) -> AnyLayerTask:
+    def layered(self, transfer: AnyRequest, **options: Unpack[TransferOptions]) -> AnyLayerTask:
         """Begin a transfer of which nothing moves until a layer of its task is made ready.
 
         Args:
@@ -280,14 +279,18 @@ def _operation(
             )
         check_sources(transfer.src)
         return Several(engine, {"": transfer}, by_layer=by_layer, **options)
+    if isinstance(transfer, Planned):
+        return PlannedOperation(
+            engine, transfer, by_layer=by_layer, speculative=speculative, **options
+        )
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, speculative=speculative, **options)
     if not isinstance(transfer, Mapping):
         raise TypeError(
-            f"transfer={shown(transfer)} must be Transfer, a mapping of names to Transfer, or "
-            "AddressRanges"
+            f"transfer={shown(transfer)} must be Transfer, Planned, a mapping of names to these, "
+            "or AddressRanges"
         )
-    check_transfers(transfer)
+    check_transfers(transfer, (Transfer, Planned))
     several = Several(engine, transfer, by_layer=by_layer, **options)
     if len(several.operations) > 1 or several.is_gather or by_layer:
         return several

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvplan.planning.axes import BlockTables
     from kvplan.planning.plan import Plan
     from kvplan.planning.segments import Segments
+    from kvplan.planning.side import Side
 
 OTHER_BYTES = "different bytes"
 """How the verdict on plans begins that do not put the same bytes into the same places."""
@@ -129,22 +131,37 @@ def _options(old: Plan, new: Plan) -> Iterator[str]:
         if a != b:
             yield f"{name}: {a} -> {b}"
     for name in ("src", "dst"):
-        sides = getattr(old, name), getattr(new, name)
-        said = "count", "stride"  # by the shapes, where these are known
-        for field in ("num_tensors", "count", "stride", "paged", "placement"):
-            a, b = (getattr(it, field) for it in sides)
-            if a != b and not (field in said and all(it.shape for it in sides)):
-                yield f"{name}.{field}: {a} -> {b}"
+        yield from _sizes_of_side(name, getattr(old, name), getattr(new, name))
+
+
+def side_changes(name: str, old: Side, new: Side) -> list[str]:
+    """Return what differs between two sides, each as "src.shape: old -> new"; empty if equal."""
+    return [*_meanings_of_side(name, old, new), *_sizes_of_side(name, old, new)]
+
+
+def _sizes_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
+    said = "count", "stride"  # by the shapes, where these are known
+    for field in ("num_tensors", "count", "stride", "paged", "placement"):
+        a, b = getattr(old, field), getattr(new, field)
+        if a != b and not (field in said and old.shape and new.shape):
+            yield f"{name}.{field}: {_text(a)} -> {_text(b)}"
+
+
+def _meanings_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
+    for field in ("data_type", "shape", "layout", "label", "shard"):
+        a, b = getattr(old, field), getattr(new, field)
+        if a != b:
+            yield f"{name}.{field}: {_text(a)} -> {_text(b)}"
+
+
+def _text(value: object) -> str:
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 def _meanings(old: Plan, new: Plan) -> Iterator[str]:
     """What the caches themselves are said to be, where that differs."""
     for name in ("src", "dst"):
-        for field in ("data_type", "shape", "layout", "label", "shard"):
-            a, b = getattr(getattr(old, name), field), getattr(getattr(new, name), field)
-            if a != b:
-                a, b = (it.name if hasattr(it, "name") else it for it in (a, b))
-                yield f"{name}.{field}: {a} -> {b}"
+        yield from _meanings_of_side(name, getattr(old, name), getattr(new, name))
     if old.reinterpret != new.reinterpret:
         yield f"reinterpret: {old.reinterpret} -> {new.reinterpret}"
 

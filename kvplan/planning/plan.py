@@ -289,7 +289,7 @@ class Plan:
         """
         check_index("descriptor", descriptor, self.num_descriptors)
         pair, run = divmod(descriptor, self.segments.num_runs)
-        src, dst, nbytes = self.run(run)
+        src, dst, nbytes = self.run_at(run)
         last = dst + nbytes - 1
         (src_tensor, _), (dst_tensor, _) = self.pair(pair)
         layer = pair // self.tensors_per_layer
@@ -323,8 +323,8 @@ class Plan:
                 places.append((views[index], 0))
         return places[0], places[1]
 
-    def run(self, index: int) -> tuple[int, int, int]:
-        """The run at this position of a tensor pair: src offset, dst offset, nbytes."""
+    def run_at(self, index: int) -> tuple[int, int, int]:
+        """Return a run of a tensor pair by its position: src offset, dst offset, nbytes."""
         src, dst, nbytes = self.segments.runs_at(np.array([index]))
         return int(src[0]), int(dst[0]), int(nbytes[0])
 

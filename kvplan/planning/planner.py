@@ -195,8 +195,12 @@ def of_group(name: str, error: LLMException | TypeError) -> LLMException | TypeE
     return TypeError(text)
 
 
-def check_transfers(transfers: Mapping[str, Transfer]) -> None:
+def check_transfers(transfers: Mapping[str, object], kinds: tuple[type, ...] = (Transfer,)) -> None:
     """Refuse a mapping that is empty, or that does not name transfers.
+
+    Args:
+        transfers: by name.
+        kinds: of transfers that are allowed.
 
     Raises:
         TypeError: a name that is not text, or a value that is no `Transfer`.
@@ -206,7 +210,10 @@ def check_transfers(transfers: Mapping[str, Transfer]) -> None:
         raise invalid("transfer is empty; it must name at least one Transfer")
     for name, transfer in transfers.items():
         check_group_name(name)
-        check_type(f"transfer[{shown(name)}]", transfer, Transfer)
+        if not isinstance(transfer, kinds):
+            raise TypeError(
+                f"transfer[{shown(name)}]={shown(transfer)} must be {mismatch(transfer, *kinds)}"
+            )
 
 
 def check_sources(sources: object) -> None:

@@ -104,6 +104,17 @@ class Side:
         period = self.count * self.stride  # after which an axis outside of the rows begins again
         return offset % period // self.stride, (offset + nbytes - 1) % period // self.stride
 
+    def rows_of(self, offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the rows that ranges of a tensor lie in, each once, ascending."""
+        stride, count = self.stride, self.count
+        first = offsets.astype(np.int64) // stride
+        # An axis outside of the rows repeats them: a range of all rows has them all.
+        lengths = np.minimum(
+            (offsets + nbytes - np.uint64(1)).astype(np.int64) // stride - first + 1, count
+        )
+        inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.unique((np.repeat(first, lengths) + inside) % count)
+
     def extent(self, axis: str) -> int:
         """How many there are along an axis; 1 where the layout does not have it."""
         layout = self.layout

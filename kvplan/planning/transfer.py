@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from kvplan.lease import BlockLease
+    from kvplan.planning.plan import Plan
     from kvplan.planning.side import Described
-    from kvplan.types import AnyCacheKey
+    from kvplan.types import AnyCacheKey, Cache
 
     AnyCache: TypeAlias = "Described | AnyCacheKey | BlockLease | PeerTensors"
     # By this parameter a type checker knows that one source makes a Plan, several a GroupPlan. Its
@@ -92,8 +93,29 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
     rank: int | None = None
 
 
+class Planned(msgspec.Struct, frozen=True):
+    """A plan that was made before, with the caches to execute it between.
+
+    An engine executes the plan as it is if both caches still are what the plan says; the
+    difference is refused. Unlike a `Transfer`, it is nothing for `kvplan.plan`.
+
+    Attributes:
+        plan: what moves, such as `load_plan` returns. A part of a `GroupPlan` is `groups[name]`.
+        src, dst: what names the caches. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
+            `BlocksCacheKey`, a `BlockLease`, or, as source, a `CacheKey`. A name of a slot must be
+            of the slot that the plan moves, and a lease must have every block that it moves.
+    """
+
+    plan: Plan
+    src: Cache | AnyCacheKey | BlockLease
+    dst: Cache | AnyCacheKey | BlockLease
+
+
 AnyTransfer: TypeAlias = "Transfer | Mapping[str, Transfer]"
 """One transfer, or several caches of one request by name: they move as one."""
+
+AnyRequest: TypeAlias = "Transfer | Planned | Mapping[str, Transfer | Planned]"
+"""What moves between caches: to be planned, or planned before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def assert_is_all_of(plan: Plan) -> None:
         origin = plan.origin(run)
         key = origin.src_rows, origin.dst_rows
         wanted[(*key, "runs")] += 1
-        wanted[(*key, "bytes")] += plan.run(run)[2]
+        wanted[(*key, "bytes")] += plan.run_at(run)[2]
         if origin.heads is not None:
             of_heads.setdefault(key, set()).update(range(origin.heads[0], origin.heads[1] + 1))
         for first, last in origin.tokens:

@@ -22,7 +22,7 @@ def assert_names(origin: Origin, plan: Plan, descriptor: int, cache: Cache, *, a
     sides = ["src", "dst"]
     pair, run = divmod(descriptor, plan.segments.num_runs)
     tensor, start = plan.pair(pair)[sides.index(at)]
-    *offsets, nbytes = plan.run(run)
+    *offsets, nbytes = plan.run_at(run)
     first = start + offsets[sides.index(at)]
     tensors = [np.zeros_like(it) for it in cache.tensors(0)]
     tensors[tensor].reshape(-1).view(np.uint8)[first : first + nbytes] = 1

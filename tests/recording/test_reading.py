@@ -93,7 +93,7 @@ def test_who_wrote_knows_each_byte_of_a_row(transfer):
     for index in range(plan.num_tensor_pairs):
         _, (tensor, base) = plan.pair(index)
         for run in range(plan.segments.num_runs):
-            _, offset, nbytes = plan.run(run)
+            _, offset, nbytes = plan.run_at(run)
             written[tensor, base + offset : base + offset + nbytes] = True
     rows = dst.rows
     of_row = defaultdict(list)

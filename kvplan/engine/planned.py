@@ -1,0 +1,152 @@
+"""Plans that were made before: executed as they are, if both caches are what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Unpack, cast
+
+from kvplan.engine.operation import Prepared, SubmitOptions
+from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
+from kvplan.lease import BlockLease
+from kvplan.planning.invariants import check_invariants
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import is_same_cache
+from kvplan.planning.transfer import Planned, Rows, Transfer
+from kvplan.status import invalid
+from kvplan.types import Cache
+from kvplan.validation import mismatch, shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
+    from kvplan.planning.planner import Local
+    from kvplan.planning.side import Side
+
+_VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
+
+
+class PlannedOperation(TransferOperation):
+    """An operation that executes a plan which was made before.
+
+    Args:
+        planned: the plan and its caches.
+        by_layer, options: as of `TransferOperation`.
+
+    Raises:
+        TypeError, LLMException: as `TransferOperation`.
+    """
+
+    __slots__ = ("_planned",)
+
+    def __init__(
+        self,
+        engine: Engine,
+        planned: Planned,
+        *,
+        by_layer: bool = False,
+        speculative: bool = False,
+        **options: Unpack[SubmitOptions],
+    ) -> None:
+        check_plan(planned.plan)
+        rows = Transfer(Rows(planned.src), Rows(planned.dst))
+        super().__init__(engine, rows, by_layer=by_layer, speculative=speculative, **options)
+        self._planned = planned
+        self.name = f"{_VERBS[self._local]}_layers" if by_layer else planned.plan.operation
+
+    def prepare(self) -> Prepared:
+        """Find both caches, and compare them with what the plan says.
+
+        Raises:
+            TypeError, LLMException: as `own`, `peer` and `fitted`.
+        """
+        plan, (src, dst) = self._planned.plan, (self._planned.src, self._planned.dst)
+        src_slot = dst_slot = 0
+        if self._local == "dst":
+            source, src_slot, src_memory = self.peer(
+                "src", Rows(src), READ, paged=plan.src.paged, writable=False
+            )
+        else:
+            source, src_memory = self.own("src", cast(Cache, src), paged=plan.src.paged)
+        if self._local == "src":
+            target, dst_slot, dst_memory = self.peer(
+                "dst", Rows(dst), WRITTEN[:-1], paged=plan.dst.paged, writable=True
+            )
+        elif self._local == "both" and is_same_cache(cast(Cache, src), cast(Cache, dst)):
+            target, dst_memory = source, src_memory
+        else:
+            target, dst_memory = self.own("dst", cast(Cache, dst), paged=plan.dst.paged)
+        if self._local == "dst":
+            _check_slot("src", src, src_slot, plan)
+        elif self._local == "src":
+            _check_slot("dst", dst, dst_slot, plan)
+        made = fitted(self._planned, source, target, self._local, by_layer=self.by_layer)
+        return made, src_memory, dst_memory, None
+
+
+def check_plan(plan: object) -> Plan:
+    """Return the plan of a `Planned`.
+
+    Raises:
+        TypeError: it is no `Plan`.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan={shown(plan)} must be {mismatch(plan, Plan)}; the parts of a GroupPlan move by "
+            "a mapping of names to Planned, one for each of its groups"
+        )
+    return plan
+
+
+def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Plan:
+    """Return the plan with the names of the caches that it is executed between.
+
+    Args:
+        planned: the plan and its caches.
+        source, target: the sides as they are now.
+        local: the side that is this process's.
+        by_layer: whether each layer is to move by itself.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a plan of another direction, or one that breaks the
+            invariants of plans; a cache that is not what the plan says; a block that the lease
+            does not have; several layers in one tensor, by layers.
+    """
+    plan = planned.plan
+    if plan.local != local:
+        needed = f'kvplan.plan(..., local="{local}")'
+        raise invalid(
+            f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {_VERBS[local]}, and "
+            f"the plan is of {plan.operation}; {needed} plans a {_VERBS[local]}"
+        )
+    for name, then, now in (("src", plan.src, source), ("dst", plan.dst, target)):
+        if then != now:
+            from kvplan.inspection.diff import side_changes
+
+            changes = "; ".join(side_changes(name, then, now))
+            raise invalid(
+                f"{name}={shown(getattr(planned, name))} is not as planned: {changes}; plan again"
+            )
+        if by_layer and "layer" not in plan.split and now.extent("layer") > 1:
+            raise invalid(
+                f"{name}: the plan moves tensors of {now.extent('layer')} layers whole; "
+                "kvplan.plan(..., by_layer=True) plans each layer by itself"
+            )
+    check_invariants(plan)
+    for name in ("src", "dst"):
+        lease = getattr(planned, name)
+        if isinstance(lease, BlockLease) and lease.paged:
+            lease.named(f"plan {name} blocks", rows_of(plan, name))
+    return replace(plan, src=source, dst=target)
+
+
+def rows_of(plan: Plan, name: str) -> list[int]:
+    """Return the blocks or slots of a side that a plan moves, each once, ascending."""
+    runs = plan.segments.expanded()
+    side: Side = getattr(plan, name)
+    offsets = runs.src_offsets if name == "src" else runs.dst_offsets
+    return cast("list[int]", side.rows_of(offsets, runs.nbytes).tolist())
+
+
+def _check_slot(name: str, key: object, slot: int, plan: Plan) -> None:
+    side: Side = getattr(plan, name)
+    if not side.paged and (rows := rows_of(plan, name)) not in ([], [slot]):
+        raise invalid(f"{name}={shown(key)} names slot {slot}, and the plan moves slot {rows[0]}")
