@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvplan.planning.axes import Level, elements, in_common, kv_level
 from kvplan.planning.kinds import move_as_bytes, paired_views, plan_rows
+from kvplan.planning.tokens import has_all_tokens
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -80,12 +81,15 @@ def templates_of(
         by_tokens: whether requests name tokens; otherwise they are of whole rows.
 
     Returns:
-        Nothing if the planner refuses all such requests.
+        Nothing if the planner refuses all such requests, or must be asked for each: a shard names
+        tokens.
     """
     try:
         as_bytes = not by_tokens and move_as_bytes(
             source, target, ext_param, by_layer, chunked=kind != "B2B", reinterpret=reinterpret
         )
+        if not as_bytes and not (has_all_tokens(source) and has_all_tokens(target)):
+            return ()
         has_tokens = source.layout is not None and "token" in source.layout.axes
         # A request that is right between all sides: it shows what is refused whatever is asked for.
         sample = plan_rows(
