@@ -267,15 +267,15 @@ def _shares(
                 f"taken from it; the sources have {_texts(parts, numbers)}: give sources "
                 "whose parts are equal or apart"
             )
-        mask = None
+        share: Mask | None = None
         if tokens is not None:
             both = tokens.held[index] & tokens.needed
-            mask = None if np.array_equal(masks[0], both) else masks[0]
+            share = None if np.array_equal(masks[0], both) else masks[0]
         shares.append(
             _Part(
                 range(layers[rows[0]].start, layers[rows[-1]].stop),
                 range(heads[columns[0]].start, heads[columns[-1]].stop),
-                mask,
+                share,
             )
         )
     return shares
