@@ -203,6 +203,19 @@ def token_runs(
     )
 
 
+def count_in_common(source: Side, target: Side, tables: BlockTables) -> int:
+    """Return how many of the tokens that a request moves both sides hold."""
+    sides = (source, tables.src, tables.src_token), (target, tables.dst, tables.dst_token)
+    num_tokens = tables.num_tokens
+    if num_tokens is None:
+        num_tokens = max(fewest(side, len(table), skipped) for side, table, skipped in sides)
+    src, dst = (
+        _pieces(spread_of(side), side.extent("token"), skipped, max(num_tokens, 0))
+        for side, _, skipped in sides
+    )
+    return int(_runs(src, dst, None)[1].sum())
+
+
 def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[Indices, Indices]:
     """Return where pieces begin and end that are tokens of one row, one after another.
 
