@@ -11,7 +11,7 @@ import numpy as np
 from kvplan.inspection.contents import spans_of, spans_text
 from kvplan.layout import Layers, consecutive, numbers_text
 from kvplan.planning.axes import Share, heads_of
-from kvplan.planning.blocks import check_table
+from kvplan.planning.blocks import block_table, check_table
 from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
@@ -197,9 +197,10 @@ def _held_tokens(
         for it in (dst, *rows)
     )
     num_tokens = transfer.num_tokens
-    most = room(target, len(dst.blocks), first)
+    num_blocks = len(block_table("dst_blocks", dst.blocks))
+    most = room(target, num_blocks, first)
     if num_tokens is None:
-        num_tokens = fewest(target, len(dst.blocks), first)
+        num_tokens = max(fewest(target, num_blocks, first), 0)
     elif not 0 <= (num_tokens := as_int("num_tokens", num_tokens)) <= most:
         raise invalid(
             f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the dst rows hold "
@@ -240,8 +241,9 @@ def _shares(
             if tokens is None:
                 cells[having[rank % len(having)]].add((i, j))
                 continue
+            is_empty = not tokens.needed.any()  # then one source has the plan, of nothing
             for index, mask in zip(having, _divided(tokens, having, rank), strict=True):
-                if mask.any():
+                if mask.any() or (is_empty and index == having[rank % len(having)]):
                     cells[index].add((i, j))
                     taken[index][having] = mask
             missing = tokens.needed & ~np.logical_or.reduce([tokens.held[it] for it in having])

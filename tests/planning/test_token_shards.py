@@ -246,6 +246,12 @@ def test_a_rank_that_has_no_token_of_a_request_gives_nothing() -> None:
     assert (alone.nbytes, alone.num_descriptors) == (0, 0)
 
 
+def test_a_destination_that_holds_no_token_of_a_request_gets_nothing() -> None:
+    rows = [Rows(desc(), [4]), Rows(desc(), [5])]
+    plan = kvplan.plan(Transfer(rows, Rows(SECOND, []), num_tokens=9, rank=1), local="dst")
+    assert ([*plan.groups], plan.nbytes) == (["source 1"], 0)
+
+
 def test_replicas_of_a_rank_are_spread() -> None:
     sources = [FIRST, SECOND, FIRST, SECOND]
     assert [[*gather(*sources, rank=rank).groups] for rank in range(3)] == [
