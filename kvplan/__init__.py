@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 # 16 KiB to the next, each call maps and unmaps one, and NumPy's import takes a fifth longer.
 import numpy as _numpy  # noqa: F401, ICN001
 
-from kvplan.layout import CacheLayout, Shard
+from kvplan.layout import CacheLayout, Interleaved, Shard
 from kvplan.planning import (
     Coalesce,
     GroupPlan,
@@ -99,6 +99,7 @@ __all__ = [
     "GatherTask",
     "GroupPlan",
     "HostMemory",
+    "Interleaved",
     "IpInfo",
     "KvCacheExtParam",
     "LLMException",

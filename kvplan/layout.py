@@ -139,8 +139,51 @@ Layers = range | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Interleaved:
+    """The tokens of one rank of context parallelism: every `ranks`-th run of `size` tokens.
+
+    Token `t` of a request belongs to rank `t // size % ranks`, as vLLM and vllm-ascend define it
+    by `cp_kv_cache_interleave_size`. With prefill and decode context parallelism together,
+    `ranks` is the product of both sizes, and `rank` is `pcp_rank * dcp_size + dcp_rank`.
+
+    Args:
+        rank: the rank that has the tokens.
+        ranks: ranks that share each request.
+        size: tokens that follow each other on one rank.
+
+    Raises:
+        TypeError: a number that is not an int.
+        LLMException: LLM_PARAM_INVALID: a number below its range, or a period of `ranks * size`
+            tokens that is not below 2**32.
+    """
+
+    rank: int
+    ranks: int
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "size", "rank"):
+            number = as_int(name, getattr(self, name))
+            object.__setattr__(self, name, number)
+            stop = self.ranks if name == "rank" else 2**32
+            first = 0 if name == "rank" else 1
+            if not first <= number < stop:
+                raise invalid(f"{name}={number} is out of range [{first}, {stop})")
+        if self.ranks * self.size > UINT32_MAX:
+            raise invalid(f"ranks={self.ranks} times size={self.size} is out of range [1, 2**32)")
+
+    def __str__(self) -> str:
+        """`tokens 16..31 of every 32`."""
+        own = range(self.rank * self.size, (self.rank + 1) * self.size)
+        return f"token{'s' * (self.size > 1)} {numbers_text(own)} of every {self.ranks * self.size}"
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of the model's cache a cache holds: layers (pipeline) and KV heads (tensor).
+    """Which part of the model's cache a cache holds.
+
+    Layers (pipeline parallelism), KV heads (tensor parallelism) and tokens of each request
+    (context parallelism).
 
     Args:
         layers: layers of the model, ascending: a range, or a sequence of their numbers, which need
@@ -148,17 +191,22 @@ class Shard:
         heads: KV heads of the model that follow each other, likewise; None: all of `num_heads`.
         num_layers: of the model; None: not known, where `layers` is None.
         num_heads: KV heads of the model; None: not known, where `heads` is None.
+        tokens: tokens of each request, counted from its first token on: every n-th run of them
+            (`Interleaved`), or a range. None: all. A block table has these tokens only, one after
+            another. The one rank of `Interleaved(0, 1)` has all tokens, and becomes None.
 
     Raises:
         TypeError: a field of another type.
         LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
-            the model, heads that do not follow each other, or numbers without the model's total.
+            the model, heads or tokens that do not follow each other, or numbers without the
+            model's total.
     """
 
     layers: Layers | None = None
     heads: range | None = None
     num_layers: int | None = None
     num_heads: int | None = None
+    tokens: Interleaved | range | None = None
 
     if TYPE_CHECKING:
 
@@ -168,6 +216,7 @@ class Shard:
             heads: Sequence[int] | None = None,
             num_layers: int | None = None,
             num_heads: int | None = None,
+            tokens: Interleaved | range | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -191,6 +240,23 @@ class Shard:
             if name == "heads" and not isinstance(numbers, range):
                 raise invalid(f"heads={shown(part)} must follow each other, as a range of step 1")
             object.__setattr__(self, name, numbers)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        tokens = self.tokens
+        if isinstance(tokens, range):
+            if tokens.step != 1 or not 0 <= tokens.start < tokens.stop <= UINT32_MAX:
+                raise invalid(
+                    f"tokens={tokens} must be one or more of [0, {UINT32_MAX}), in a range of step "
+                    "1; give Interleaved for every n-th"
+                )
+        elif tokens is not None and not isinstance(tokens, Interleaved):
+            raise TypeError(
+                f"tokens={shown(tokens)} must be Interleaved, a range or None, not "
+                f"{type(tokens).__name__}"
+            )
+        elif tokens is not None and tokens.ranks == 1:
+            object.__setattr__(self, "tokens", None)
 
     def __str__(self) -> str:
         words = []
@@ -204,6 +270,10 @@ class Shard:
                 words.append(f"all {total} {name}s")
             else:
                 words.append(f"{name}{'s' * (len(part) > 1)} {numbers_text(part)} of {total}")
+        if isinstance(self.tokens, range):
+            words.append(f"token{'s' * (len(self.tokens) > 1)} {numbers_text(self.tokens)}")
+        elif self.tokens is not None:
+            words.append(str(self.tokens))
         return ", ".join(words) or "whole"
 
 

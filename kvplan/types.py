@@ -294,6 +294,11 @@ class CacheDesc:
                     f"shard has {len(shard.heads)} heads {shard.heads}, and the axis head of "
                     f"shape={self.shape} has {heads}"
                 )
+        if shard.tokens is not None and (layout is None or "token" not in layout.axes):
+            raise invalid(
+                f"shard has {shard}, and kv_tensor_format={shown(self.kv_tensor_format)} names no "
+                "axis token"
+            )
         if shard.layers is not None:
             inside = 1
             if layout is not None and "layer" in layout.axes:

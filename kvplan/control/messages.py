@@ -15,7 +15,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -115,12 +115,14 @@ class Unlinked(_Body, frozen=True):
 class ShardEntry(_Message, frozen=True):
     """Which part of the model's cache a cache is: [first, one past the last), and of how many.
 
-    Layers that do not follow each other are named by `numbers`.
+    Layers that do not follow each other are named by `numbers`. Tokens are [first, one past the
+    last), or the rank, ranks and size of `Interleaved`.
     """
 
     layers: tuple[Uint32, Uint32, Uint32] | None
     heads: tuple[Uint32, Uint32, Uint32] | None
     numbers: Annotated[tuple[Uint32, ...], Meta(max_length=65536)] = ()
+    tokens: Annotated[tuple[Uint32, ...], Meta(min_length=2, max_length=3)] | None = None
 
 
 class TableEntry(_Message, frozen=True):

@@ -8,9 +8,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.inspection.contents import tokens_moved
+from kvplan.inspection.contents import tokens_spanned
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side
+from kvplan.planning.tokens import has_all_tokens
 
 Offsets = NDArray[np.int64]
 
@@ -79,11 +80,13 @@ class Coordinates:
         self.entries: dict[int, list[int]] = {}
         for entry, row in enumerate(rows):
             self.entries.setdefault(row, []).append(entry)
-        self.knows_tokens = bool(rows) and plan.local != "both" and "token" in axes
+        self.knows_tokens = (
+            bool(rows) and plan.local != "both" and "token" in axes and has_all_tokens(side)
+        )
         self.shift = 0 if tables is None else tables.src_token - tables.dst_token
         self.tokens_moved = range(0)
         if tables is not None:
-            count = tokens_moved(plan) if self.knows_tokens else None
+            count = tokens_spanned(plan) if self.knows_tokens else None
             last = len(rows) * self.tokens + self.shift
             first = tables.src_token if self.knows_tokens else self.shift
             self.tokens_moved = range(first, last if count is None else first + count)

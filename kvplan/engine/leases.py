@@ -15,6 +15,7 @@ from kvplan.engine.claims import not_exist
 from kvplan.engine.telemetry import logger
 from kvplan.lease import BlockLease, LeaseEnd, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
+from kvplan.planning.tokens import room
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.transport.lease_expiry import Deadlines, seconds_left
@@ -365,7 +366,7 @@ def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
     """Return `tokens`, or refuse what so many blocks of the cache cannot have."""
     if side.layout is None or "token" not in side.layout.axes:
         raise invalid(f"tokens={shown(tokens)} needs a cache whose layout says what a token is")
-    most = num_blocks * side.extent("token")
+    most = room(side, num_blocks, 0)
     number = as_int("tokens", tokens)
     if not 1 <= number <= most:
         raise invalid(f"tokens={number} must be in [1, {most}], what the blocks hold")

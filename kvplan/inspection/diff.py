@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvplan.planning.axes import BlockTables
     from kvplan.planning.plan import Plan
     from kvplan.planning.segments import Segments
     from kvplan.planning.side import Side
+    from kvplan.planning.tokens import BlockTables
 
 OTHER_BYTES = "different bytes"
 """How the verdict on plans begins that do not put the same bytes into the same places."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvplan.control.messages import ShardEntry, Table, TableEntry
-from kvplan.layout import Shard
+from kvplan.layout import Interleaved, Shard
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -108,7 +108,10 @@ def _shard(entry: ShardEntry | None) -> Shard | None:
         (None, None) if it is None else (range(it[0], it[1]), it[2])
         for it in (entry.layers, entry.heads)
     )
-    return Shard(entry.numbers or layers, heads, num_layers, num_heads)
+    tokens = None
+    if entry.tokens is not None:
+        tokens = range(*entry.tokens) if len(entry.tokens) == 2 else Interleaved(*entry.tokens)
+    return Shard(entry.numbers or layers, heads, num_layers, num_heads, tokens)
 
 
 class PeerTable:

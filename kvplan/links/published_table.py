@@ -105,6 +105,11 @@ def _shard_entry(shard: Shard | None) -> ShardEntry | None:
         for part, total in parts
     )
     numbers = shard.layers if isinstance(shard.layers, tuple) else ()
+    tokens = shard.tokens
+    if isinstance(tokens, range):
+        return ShardEntry(layers, heads, numbers, (tokens.start, tokens.stop))
+    if tokens is not None:
+        return ShardEntry(layers, heads, numbers, (tokens.rank, tokens.ranks, tokens.size))
     return ShardEntry(layers, heads, numbers)
 
 

@@ -11,49 +11,14 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from kvplan.inspection.units import plural
 from kvplan.layout import Layers
-from kvplan.planning.blocks import Indices, RequestBlocks
+from kvplan.planning.blocks import Indices
 from kvplan.planning.segments import MAX_REPEATS, Coalesce, Repeat, Segments
 from kvplan.planning.side import Side
+from kvplan.planning.tokens import BlockTables, Mask, spread_of, token_runs
 from kvplan.status import LLMException, invalid
-from kvplan.validation import INT64_MAX
 
 _MODEL_AXES = ("kv", "head", "dim", "group", "state")
-
-
-class BlockTables(NamedTuple):
-    """The rows of a request on both sides, in its order, and which of their tokens are moved.
-
-    Attributes:
-        src, dst: block indices (slots: one).
-        src_token, dst_token: the first token that is moved, counted from the first row on.
-        num_tokens: how many are; None: rows are moved whole.
-    """
-
-    src: Indices
-    dst: Indices
-    src_token: int = 0
-    dst_token: int = 0
-    num_tokens: int | None = None
-
-    def of_leases(
-        self, source: Side, target: Side, src_blocks: object, dst_blocks: object
-    ) -> BlockTables:
-        """Leave out blocks of leases that lie beyond what the other table can hold.
-
-        Args:
-            src_blocks, dst_blocks: the tables as given; those of leases are `RequestBlocks`.
-        """
-        src, dst = self.src, self.dst
-        src_size, dst_size = source.extent("token"), target.extent("token")
-        if type(src_blocks) is RequestBlocks:
-            most = len(dst) * dst_size - self.dst_token + self.src_token
-            src = src[: -(-max(most, 0) // src_size)]
-        if type(dst_blocks) is RequestBlocks:
-            most = len(src) * src_size - self.src_token + self.dst_token
-            dst = dst[: -(-max(most, 0) // dst_size)]
-        return self._replace(src=src, dst=dst)
 
 
 class Cut(NamedTuple):
@@ -68,6 +33,21 @@ class Cut(NamedTuple):
     segments: Segments
     split: tuple[str, ...]
     num_slices: int
+
+
+class Share(NamedTuple):
+    """What a gather takes from one of its sources.
+
+    Attributes:
+        heads: KV heads of the model; None: all that both sides have.
+        tokens: which of the tokens that are moved; None: all that both sides have.
+    """
+
+    heads: range | None = None
+    tokens: Mask | None = None
+
+
+WHOLE_SHARE = Share()
 
 
 class Level(NamedTuple):
@@ -117,6 +97,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
             source.rows_are_whole
             and target.rows_are_whole
             and heads_of(source) == heads_of(target)
+            and spread_of(source) == spread_of(target)
             and _layers_inside(source) == _layers_inside(target)
             and _row_signature(source, chunked) == _row_signature(target, chunked)
         )
@@ -175,19 +156,22 @@ def cut(
     target: Side,
     tables: BlockTables,
     how: Coalesce,
-    heads: range | None = None,
+    share: Share = WHOLE_SHARE,
 ) -> Cut:
     """Return what both sides have of the tokens in `tables`, as runs of bytes.
 
     Args:
-        heads: KV heads of the model to take; None: all that both have.
+        share: what to take of that.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), no
             heads in common, other numbers of tokens, or tokens beyond a table.
     """
-    src_start, dst_start, levels, split = in_common(source, target, heads)
-    src_offsets, dst_offsets, tokens = _token_runs(source, target, tables)
+    src_start, dst_start, levels, split = in_common(source, target, share.heads)
+    by_state = ["state" in it.layout.axes for it in (source, target) if it.layout is not None]
+    if by_state[0] is not by_state[1]:
+        refuse_unlike("axis state", source, target)
+    src_offsets, dst_offsets, tokens = token_runs(source, target, tables, share.tokens)
     src_offsets += src_start
     dst_offsets += dst_start
     token_strides = source.stride_of("token"), target.stride_of("token")
@@ -311,114 +295,6 @@ def _heads_in_common(source: Side, target: Side, wanted: range | None) -> tuple[
     if first >= last:
         refuse_unlike("axis head, of which they have none in common", source, target)
     return last - first, first - src_heads.start, first - dst_heads.start
-
-
-def _token_runs(
-    source: Side, target: Side, tables: BlockTables
-) -> tuple[Indices, Indices, int | Indices]:
-    """Byte offsets of each run of tokens that lies in one row on both sides, and its tokens."""
-    src_layout, dst_layout = source.layout, target.layout
-    assert src_layout is not None
-    assert dst_layout is not None
-    src_size, dst_size = source.extent("token"), target.extent("token")
-    by_state = "state" in src_layout.axes
-    if by_state is not ("state" in dst_layout.axes):
-        refuse_unlike("axis state", source, target)
-    src_has = len(tables.src) * src_size - tables.src_token
-    dst_has = len(tables.dst) * dst_size - tables.dst_token
-    num_tokens = tables.num_tokens
-    if not len(tables.dst) and not num_tokens and (not len(tables.src) or not source.paged):
-        nothing = np.empty(0, np.int64)
-        return nothing, nothing, src_size
-    if by_state and (num_tokens is not None or tables.src_token or tables.dst_token):
-        raise invalid(
-            f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}"
-        )
-    if num_tokens is None:
-        if src_has != dst_has:
-            raise invalid(
-                f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
-                f"dst_blocks {dst_has} ({len(tables.dst)} of {dst_size}); a pull or push needs "
-                "num_tokens, which are moved, a copy or swap blocks of as many"
-            )
-        num_tokens = src_has
-    for name, has in (("src", src_has), ("dst", dst_has)):
-        if not 1 <= num_tokens <= has:
-            raise invalid(
-                f"num_tokens={num_tokens} is out of range [1, {max(has, 0)}], what the {name} "
-                f"rows hold from {name}_token={getattr(tables, f'{name}_token')} on"
-            )
-    _check_one_request(source, target, tables, num_tokens)
-    tokens: int | Indices
-    step = min(src_size, dst_size)
-    if not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token)):
-        # Each of the smaller rows is one run, in one of the larger.
-        starts = np.arange(0, num_tokens, step, dtype=np.int64)
-        tokens = step
-        if num_tokens % step:
-            tokens = np.full(len(starts), step, np.int64)
-            tokens[-1] = num_tokens % step
-    else:
-        step = 0
-        edges = np.concatenate(
-            [
-                [0],
-                np.arange(-tables.src_token % src_size, num_tokens, src_size),
-                np.arange(-tables.dst_token % dst_size, num_tokens, dst_size),
-                [num_tokens],
-            ]
-        )
-        edges.sort()  # not np.unique, whose first call imports numpy.ma: 8 ms
-        edges = edges[np.concatenate(([True], edges[1:] != edges[:-1]))]
-        starts, sizes = edges[:-1], np.diff(edges)
-        tokens = int(sizes[0]) if bool(np.all(sizes == sizes[0])) else sizes
-    return (
-        _offsets(source, tables.src, tables.src_token, starts, step),
-        _offsets(target, tables.dst, tables.dst_token, starts, step),
-        tokens,
-    )
-
-
-def _check_one_request(source: Side, target: Side, tables: BlockTables, num_tokens: int) -> None:
-    """Refuse tables that cannot be of one request, of which `num_tokens` are moved.
-
-    They hold as many tokens, or both end in the block that has the last token of the request; that
-    may come after those that are moved.
-    """
-    last, most = num_tokens, INT64_MAX
-    texts, needed = [], []
-    held = set()
-    for name, cache, table, skipped in (
-        ("src", source, tables.src, tables.src_token),
-        ("dst", target, tables.dst, tables.dst_token),
-    ):
-        size, count = cache.extent("token"), len(table)
-        held.add(count * size)
-        last = max(last, (count - 1) * size - skipped + 1)
-        most = min(most, count * size - skipped)
-        if cache.paged:
-            texts.append(f"{name}_blocks has {plural(count, 'block')} of {plural(size, 'token')}")
-            needed.append(f"{-(-(skipped + num_tokens) // size)} of {name}_blocks")
-        else:
-            texts.append(f"the {name} slot has {plural(size, 'token')}")
-    if last > most and len(held) > 1:
-        raise invalid(
-            f"{' and '.join(texts)}: no request fills both from src_token={tables.src_token} and "
-            f"dst_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
-            f"{' and '.join(needed)}"
-        )
-
-
-def _offsets(side: Side, table: Indices, token: int, starts: Indices, step: int) -> Indices:
-    """Byte offsets of the tokens `starts`, counted from `token` on; each `step` lie in one row."""
-    assert side.layout is not None
-    stride, size = side.stride_of(side.layout.axes[side.layout.row_axis]), side.extent("token")
-    if step == size:  # row by row
-        first = token // size
-        return table[first : first + len(starts)] * stride
-    row, inside = np.divmod(starts + token, size)
-    offsets: Indices = table[row] * stride + inside * side.stride_of("token")
-    return offsets
 
 
 def _fuse(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:

@@ -6,27 +6,47 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, cast
 
+import numpy as np
+
+from kvplan.inspection.contents import spans_of, spans_text
 from kvplan.layout import Layers, consecutive, numbers_text
-from kvplan.planning.axes import heads_of
-from kvplan.planning.blocks import check_table
+from kvplan.planning.axes import Share, heads_of
+from kvplan.planning.blocks import block_table, check_table
 from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Described, Side, side
+from kvplan.planning.tokens import Mask, fewest, has_all_tokens, room, spread_of
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
-from kvplan.validation import INT64_MAX, check_type, check_width
+from kvplan.validation import INT64_MAX, as_int, check_type, check_width
 
 
 class _Part(NamedTuple):
     """Layers and KV heads of the model; layers are positions among the numbers that any cache has.
 
-    Where all have ranges of layers, a position is the number.
+    Where all have ranges of layers, a position is the number. Tokens are those to take; None: all
+    that both sides have.
     """
 
     layers: range
     heads: range
+    tokens: Mask | None = None
+
+
+class _Tokens(NamedTuple):
+    """Which of the tokens that are moved each cache has.
+
+    Attributes:
+        needed: of the destination.
+        held: of each source.
+        first: the number of the first in the destination's count.
+    """
+
+    needed: Mask
+    held: list[Mask]
+    first: int
 
 
 def plan_gather(
@@ -38,24 +58,26 @@ def plan_gather(
 ) -> list[Plan | None]:
     """Plan pulls of one request from several caches, of which each has a part of the model's.
 
-    Together the plans write each byte of the request in `dst` exactly once: layer by layer and
-    head by head from one of the sources that have it.
+    Together the plans write each byte of the request in `dst` exactly once: layer by layer, head
+    by head and token by token from one of the sources that have it.
 
     Args:
         transfer: the rows of each source and of `dst`; see `Transfer`.
-        sources: the caches with a `Shard` that says which layers and heads they have; without one
-            a cache has all.
+        sources: the caches with a `Shard` that says which layers, heads and tokens they have;
+            without one a cache has all.
         dst: the local paged cache.
         by_layer: whether each layer is to move by itself.
 
     Returns:
-        For each source its plan; None for one from which nothing is taken, as replicas have it.
+        For each source its plan; None for one from which nothing is taken, as replicas have it, or
+        as it has no token of the request.
 
     Raises:
         ValueError: a number outside its C type.
         TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: as of `plan`, a layer or head that no source has (named),
-            or sources that overlap so that none can give a whole range of both.
+        LLMException: LLM_PARAM_INVALID: as of `plan`, a layer, head or token that no source has
+            (named), or sources that overlap so that none can give a whole range of layers and
+            heads.
     """
     rows, rank = cast("Sequence[Rows]", transfer.src), transfer.rank
     for index, its in enumerate(rows):
@@ -89,8 +111,12 @@ def plan_gather(
                 f"sources[{index}] and dst differ in how many layers the model has, {totals[0]} "
                 f"and {totals[1]}: sources[{index}] is {source}; dst is {target}"
             )
+    num_tokens = transfer.num_tokens
+    held_tokens = None
+    if not all(map(has_all_tokens, caches.values())):
+        num_tokens, held_tokens = _held_tokens(rows, transfer, sides, target)
     plans: list[Plan | None] = []
-    for index, share in enumerate(_shares(parts, wanted, rank, numbers)):
+    for index, share in enumerate(_shares(parts, wanted, rank, numbers, held_tokens)):
         if share is None:
             plans.append(None)
             continue
@@ -102,6 +128,7 @@ def plan_gather(
         whole = parts[index].layers == share.layers == wanted.layers
         has_heads = "head" in target.layout.axes if target.layout is not None else False
         common = _overlap(parts[index].heads, wanted.heads)
+        heads = share.heads if has_heads and share.heads != common else None
         plans.append(
             plan_to_blocks(
                 "pull_blocks",
@@ -110,14 +137,14 @@ def plan_gather(
                 rows[index].blocks,
                 transfer.dst.blocks,
                 rows[index].slot,
-                transfer.num_tokens,
+                num_tokens,
                 rows[index].first_token,
                 transfer.dst.first_token,
                 ALL_LAYERS if whole else local,
                 transfer.coalesce,
                 False,
                 by_layer,
-                share.heads if has_heads and share.heads != common else None,
+                None if heads is None and share.tokens is None else Share(heads, share.tokens),
             )
         )
     return plans
@@ -159,24 +186,74 @@ def _num_layers(cache: Side, part: _Part) -> int:
     return len(part.layers) if known is None else known
 
 
-def _shares(parts: list[_Part], wanted: _Part, rank: int, numbers: Layers) -> list[_Part | None]:
+def _held_tokens(
+    rows: Sequence[Rows], transfer: Transfer, sources: Sequence[Side], target: Side
+) -> tuple[int, _Tokens]:
+    """Return how many tokens are moved, and which of them each cache has."""
+    dst = transfer.dst
+    assert dst.blocks is not None
+    first, *firsts = (
+        check_width("first_token", as_int("first_token", it.first_token), 0, INT64_MAX)
+        for it in (dst, *rows)
+    )
+    num_tokens = transfer.num_tokens
+    num_blocks = len(block_table("dst_blocks", dst.blocks))
+    most = room(target, num_blocks, first)
+    if num_tokens is None:
+        num_tokens = max(fewest(target, num_blocks, first), 0)
+    elif not 0 <= (num_tokens := as_int("num_tokens", num_tokens)) <= most:
+        raise invalid(
+            f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the dst rows hold "
+            f"from dst_token={first} on"
+        )
+    request = np.arange(num_tokens)
+    masks: dict[object, Mask] = {}  # replicas have one
+    held = []
+    for cache, skipped in zip(sources, firsts, strict=True):
+        key = spread_of(cache), skipped
+        if key not in masks:
+            masks[key] = key[0].owns(request + skipped)
+        held.append(masks[key])
+    return num_tokens, _Tokens(spread_of(target).owns(request + first), held, first)
+
+
+def _shares(
+    parts: list[_Part], wanted: _Part, rank: int, numbers: Layers, tokens: _Tokens | None
+) -> list[_Part | None]:
     """What is taken from each source, so that nothing of `wanted` is taken twice or missing."""
     cells: list[set[tuple[int, int]]] = [set() for _ in parts]
+    # Of each source with tokens, by the sources among which they are divided.
+    taken: list[dict[tuple[int, ...], Mask]] = [{} for _ in parts]
     layers = _pieces([it.layers for it in parts], wanted.layers)
     heads = _pieces([it.heads for it in parts], wanted.heads)
     for i, some_layers in enumerate(layers):
         for j, some_heads in enumerate(heads):
-            having = [
+            having = tuple(
                 index
                 for index, part in enumerate(parts)
                 if some_layers.start in part.layers and some_heads.start in part.heads
-            ]
+            )
             if not having:
                 raise invalid(
                     f"no source has {_text(_Part(some_layers, some_heads), numbers, ', ')} of the "
                     f"model, which dst needs; the sources have {_texts(parts, numbers)}"
                 )
-            cells[having[rank % len(having)]].add((i, j))
+            if tokens is None:
+                cells[having[rank % len(having)]].add((i, j))
+                continue
+            is_empty = not tokens.needed.any()  # then one source has the plan, of nothing
+            for index, mask in zip(having, _divided(tokens, having, rank), strict=True):
+                if mask.any() or (is_empty and index == having[rank % len(having)]):
+                    cells[index].add((i, j))
+                    taken[index][having] = mask
+            missing = tokens.needed & ~np.logical_or.reduce([tokens.held[it] for it in having])
+            if missing.any():
+                text = _text(_Part(some_layers, some_heads), numbers, ", ")
+                raise invalid(
+                    f"no source has {_tokens_text(missing, tokens.first)} of the request in {text} "
+                    f"of the model, which dst needs; the sources that have these layers and heads "
+                    f"are {', '.join(f'sources[{it}]' for it in having)}"
+                )
     shares: list[_Part | None] = []
     for index, own in enumerate(cells):
         if not own:
@@ -184,19 +261,43 @@ def _shares(parts: list[_Part], wanted: _Part, rank: int, numbers: Layers) -> li
             continue
         rows, columns = sorted({i for i, _ in own}), sorted({j for _, j in own})
         is_range = all(b == a + 1 for it in (rows, columns) for a, b in pairwise(it))
-        if len(own) != len(rows) * len(columns) or not is_range:
+        masks = [*taken[index].values()]
+        is_same = all(np.array_equal(masks[0], it) for it in masks[1:])
+        if len(own) != len(rows) * len(columns) or not is_range or not is_same:
             raise invalid(
                 f"sources[{index}] overlaps others so that no one range of layers and heads can be "
                 f"taken from it; the sources have {_texts(parts, numbers)}: give sources "
                 "whose parts are equal or apart"
             )
+        share: Mask | None = None
+        if tokens is not None:
+            both = tokens.held[index] & tokens.needed
+            share = None if np.array_equal(masks[0], both) else masks[0]
         shares.append(
             _Part(
                 range(layers[rows[0]].start, layers[rows[-1]].stop),
                 range(heads[columns[0]].start, heads[columns[-1]].stop),
+                share,
             )
         )
     return shares
+
+
+def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
+    """Return the tokens that each of these sources gives: each is of one of those that have it."""
+    held = [tokens.held[index] for index in having]
+    counts = sum(it.astype(np.int32) for it in held)
+    left = rank % np.maximum(counts, 1)  # sources to pass over before the one that gives
+    masks = []
+    for mask in held:
+        masks.append(tokens.needed & mask & (left == 0))
+        left = left - mask
+    return masks
+
+
+def _tokens_text(missing: Mask, first: int) -> str:
+    """`tokens 16..31, 48..63, ...`, as the destination counts them."""
+    return spans_text("token", spans_of(np.flatnonzero(missing) + first))
 
 
 def _pieces(parts: list[range], whole: range) -> list[range]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvplan.inspection.units import plural
-from kvplan.planning.axes import BlockTables, cut, refuse_unlike, rows_are_alike, rows_differ
+from kvplan.planning.axes import (
+    WHOLE_SHARE,
+    Share,
+    cut,
+    refuse_unlike,
+    rows_are_alike,
+    rows_differ,
+)
 from kvplan.planning.blocks import (
     Blocks,
     Indices,
@@ -21,8 +28,9 @@ from kvplan.planning.layers import ALL_LAYERS, pair_views
 from kvplan.planning.plan import OBSERVERS, Kind, Operation, Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
+from kvplan.planning.tokens import BlockTables, has_all_tokens, room
 from kvplan.status import LLMException, invalid
-from kvplan.types import BlocksCacheKey, KvCacheExtParam, RemoteCache
+from kvplan.types import BlocksCacheKey, CacheDesc, KvCacheExtParam, RemoteCache
 from kvplan.validation import INT64_MAX, as_int, check_index, check_type, check_width
 
 
@@ -108,8 +116,7 @@ def _slot_tables(
 ) -> BlockTables:
     """A slot as a table of one row; without `num_tokens`, as many as it and `dst_rows` hold."""
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
-        src_has = source.extent("token") - src_token
-        dst_has = len(dst_rows) * target.extent("token") - dst_token
+        src_has, dst_has = room(source, 1, src_token), room(target, len(dst_rows), dst_token)
         num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0
     return BlockTables(np.array([slot]), dst_rows, src_token, dst_token, num_tokens)
 
@@ -128,17 +135,19 @@ def plan_to_blocks(
     how: Coalesce | bool,
     reinterpret: bool,
     by_layer: bool,
-    heads: range | None = None,
+    share: Share | None = None,
 ) -> Plan:
     """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block.
 
-    Of the KV heads `heads` alone, where those are given.
+    With a `share`, only that is taken.
     """
     target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
     dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
     check_distinct("dst_blocks", dst_table, target)
     given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
-    paged = given.size > 0 or (dst_table.size == 0 and _is_paged(src, src_blocks))
+    paged = given.size > 0 or (
+        (dst_table.size == 0 or _may_lack_tokens(src)) and _is_paged(src, src_blocks)
+    )
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
     if type(src_token) is not int or type(dst_token) is not int:
         src_token, dst_token = as_int("src_token", src_token), as_int("dst_token", dst_token)
@@ -157,27 +166,28 @@ def plan_to_blocks(
         if num_tokens is not None:
             tables = tables.of_leases(source, target, src_blocks, dst_blocks)
         return plan_block_to_block(
-            operation, source, target, tables, ext_param, how, reinterpret, by_layer, heads
+            operation, source, target, tables, ext_param, how, reinterpret, by_layer, share
         )
 
     how = how if type(how) is Coalesce else _coalesce(how)
     slot = slot_index("src_batch_index", src_batch_index, src, source)
     if (
         by_tokens
-        or heads is not None
+        or share is not None
         or not move_as_bytes(
             source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
         )
     ):
         row, block = source.extent("token"), target.extent("token")
-        if not by_tokens and (len(dst_table) - 1) * block >= row:
+        has_all = has_all_tokens(source) and has_all_tokens(target)
+        if has_all and not by_tokens and (len(dst_table) - 1) * block >= row:
             raise invalid(
                 f"dst_blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
                 f"the src row of {plural(row, 'token')} fills at most {-(-row // block)}"
             )
         tables = _slot_tables(source, target, slot, dst_table, num_tokens, src_token, dst_token)
         return _by_axes(
-            operation, "C2B", source, target, tables, ext_param, how, heads, reinterpret
+            operation, "C2B", source, target, tables, ext_param, how, share, reinterpret
         )
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if len(starts) and int(starts[-1]) >= source.stride:
@@ -199,6 +209,14 @@ def plan_to_blocks(
     )  # fmt: skip
 
 
+def _may_lack_tokens(cache: Described) -> bool:
+    """Whether a request may have no token, and so no block, in a cache that has some tokens."""
+    if isinstance(cache, Side):
+        return not has_all_tokens(cache)
+    desc = cache if isinstance(cache, CacheDesc) else cache.cache_desc
+    return desc.shard is not None and desc.shard.tokens is not None
+
+
 def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
     """Whether a cache has blocks, of which none are moved; a description alone may have either."""
     if isinstance(cache, Side):
@@ -217,12 +235,12 @@ def plan_block_to_block(
     how: Coalesce | bool,
     reinterpret: bool,
     by_layer: bool,
-    heads: range | None = None,
+    share: Share | None = None,
 ) -> Plan:
     """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
     how = how if type(how) is Coalesce else _coalesce(how)
     if (
-        heads is not None
+        share is not None
         or tables.num_tokens is not None
         or tables.src_token
         or tables.dst_token
@@ -231,7 +249,7 @@ def plan_block_to_block(
         )
     ):
         return _by_axes(
-            operation, "B2B", source, target, tables, ext_param, how, heads, reinterpret
+            operation, "B2B", source, target, tables, ext_param, how, share, reinterpret
         )
     if source.stride != target.stride:
         raise invalid(
@@ -328,7 +346,7 @@ def _by_axes(
     tables: BlockTables,
     ext_param: KvCacheExtParam,
     how: Coalesce,
-    heads: range | None = None,
+    share: Share | None = None,
     reinterpret: bool = False,
 ) -> Plan:
     """Plan what both sides have, axis by axis; elements of another type only if as wide."""
@@ -338,7 +356,7 @@ def _by_axes(
         assert dst_type is not None
         if not reinterpret or src_type.bits != dst_type.bits:
             refuse_unlike("data type", source, target)
-    segments, split, num_slices = cut(source, target, tables, how, heads)
+    segments, split, num_slices = cut(source, target, tables, how, share or WHOLE_SHARE)
     plan = _plan(
         operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,
         how, False, tables, split,

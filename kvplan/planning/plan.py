@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import os
 
     from kvplan.inspection.cost import Estimate, TransportCost
-    from kvplan.planning.axes import BlockTables
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import GroupPlan
+    from kvplan.planning.tokens import BlockTables
 
 SCHEMA_VERSION = 2
 

@@ -9,12 +9,12 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from kvplan.layout import CacheLayout, Layers, Shard
-from kvplan.planning.axes import BlockTables
+from kvplan.layout import CacheLayout, Interleaved, Layers, Shard
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
+from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import INT64_MAX, check_index, check_type, check_width, shown
@@ -139,6 +139,7 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
             "heads": None if shard.heads is None else [shard.heads.start, shard.heads.stop],
             "num_layers": shard.num_layers,
             "num_heads": shard.num_heads,
+            **_tokens_document(shard.tokens),
         },
     }
 
@@ -207,10 +208,28 @@ def _layers_document(layers: Layers) -> list[int] | dict[str, list[int]]:
     return {"numbers": [*layers]}
 
 
+def _tokens_document(tokens: Interleaved | range | None) -> dict[str, Any]:
+    """A field that a shard of all tokens does not have, as files that were written before."""
+    if tokens is None:
+        return {}
+    if isinstance(tokens, range):
+        return {"tokens": [tokens.start, tokens.stop]}
+    return {"tokens": {"rank": tokens.rank, "ranks": tokens.ranks, "size": tokens.size}}
+
+
+def _tokens(name: str, document: Any) -> Interleaved | range:
+    if not isinstance(document, dict):
+        return _range(name, document)
+    _check_fields(name, document, {it.name for it in fields(Interleaved)})
+    return Interleaved(**document)
+
+
 def _shard(name: str, document: Any) -> Shard | None:
     if document is None:
         return None
-    _check_fields(name, document, {it.name for it in fields(Shard)})
+    has_tokens = isinstance(document, dict) and "tokens" in document
+    names = {it.name for it in fields(Shard)}
+    _check_fields(name, document, names if has_tokens else names - {"tokens"})
     layers, heads = (
         None
         if document[it] is None
@@ -220,7 +239,8 @@ def _shard(name: str, document: Any) -> Shard | None:
         for it in ("layers", "heads")
     )
     with _named(name):
-        return Shard(layers, heads, document["num_layers"], document["num_heads"])
+        tokens = _tokens("tokens", document["tokens"]) if has_tokens else None
+        return Shard(layers, heads, document["num_layers"], document["num_heads"], tokens)
 
 
 def _tables(document: Any) -> BlockTables | None:

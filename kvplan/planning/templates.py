@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvplan.planning.axes import Level, elements, in_common, kv_level
 from kvplan.planning.kinds import move_as_bytes, plan_rows
 from kvplan.planning.layers import pair_views
+from kvplan.planning.tokens import has_all_tokens
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def templates_of(
         heads: KV heads of the model that are moved; None: all that both sides have.
 
     Returns:
-        Nothing if the planner refuses all such requests.
+        Nothing if the planner refuses all such requests, or must be asked for each: a shard names
+        tokens.
     """
     try:
         as_bytes = (
@@ -93,6 +95,8 @@ def templates_of(
                 source, target, ext_param, by_layer, chunked=kind != "B2B", reinterpret=reinterpret
             )
         )
+        if not as_bytes and not (has_all_tokens(source) and has_all_tokens(target)):
+            return ()
         has_tokens = source.layout is not None and "token" in source.layout.axes
         # A request that is right between all sides: it shows what is refused whatever is asked for.
         sample = plan_rows(

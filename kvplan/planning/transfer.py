@@ -49,7 +49,8 @@ class Rows(msgspec.Struct, frozen=True):
         blocks: the block table, in the order of the request: a list, an array, or a host tensor.
             None: a slot of a contiguous cache, or all blocks that a lease names.
         slot: of a contiguous cache. None: the one that the key or the lease names, otherwise 0.
-        first_token: tokens of the block table to skip.
+        first_token: tokens of the request to skip. The block table begins with token 0 of the
+            request, or with the first token that the `Shard` of the cache names.
         offset: bytes of the slot to skip.
 
     Values are checked when they are planned, not when they are made.
@@ -69,10 +70,11 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
 
     Attributes:
         src: the rows that are read. A sequence of `Rows` is a gather: caches that hold parts of
-            the model (see `Shard`), from which each byte of `dst` comes exactly once.
+            the model or of the request's tokens (see `Shard`), from which each byte of `dst` comes
+            exactly once.
         dst: the rows that are written.
         num_tokens: tokens to move, where the last block is not full or both sides have blocks of
-            unequal size. None: whole blocks, or the whole slot.
+            unequal size, counted in the whole request. None: whole blocks, or the whole slot.
         nbytes: bytes of a slot to move. None: the whole slot, from its offset on.
         layers: the layers that move. Default: all.
         reinterpret: copy bytes as they are, whatever both caches say that the bytes mean.

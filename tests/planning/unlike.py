@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvplan import CacheDesc, DataType
-from kvplan.layout import Shard
+from kvplan.layout import Interleaved, Shard
 
 DTYPES = {
     DataType.DT_INT8: np.uint8,
@@ -42,6 +42,7 @@ class Cache:
     tokens: int
     layers: range
     heads: range
+    held: Interleaved | range | None = None  # tokens of each request; None: all
 
     @property
     def row(self) -> str:
@@ -69,6 +70,7 @@ class Cache:
                 self.heads if "head" in self.axes else None,
                 self.model.layers,
                 self.model.heads if "head" in self.axes else None,
+                self.held,
             ),
         )
 

@@ -1,0 +1,303 @@
+"""Tokens of a request: which of them the rows of each side hold, and in what runs they move.
+
+Tokens are counted in the whole request. A cache whose shard names tokens holds these only, one
+after another; the place of a token counts them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.inspection.units import plural
+from kvplan.layout import Interleaved
+from kvplan.planning.blocks import Indices, RequestBlocks
+from kvplan.planning.side import Side
+from kvplan.status import invalid
+
+Mask: TypeAlias = NDArray[np.bool_]
+"""Of the tokens that a request moves, in their order: whether each is meant."""
+
+_NEVER = 2**62
+"""The period of tokens that do not repeat: no request is as long."""
+
+
+class Spread(NamedTuple):
+    """The tokens that a cache holds: from `first` on, the first `size` of every `period`."""
+
+    first: int
+    size: int
+    period: int
+
+    def owns(self, tokens: Indices) -> Mask:
+        """Return whether each of these tokens is held."""
+        beyond = tokens - self.first
+        own: Mask = (beyond >= 0) & (beyond % self.period < self.size)
+        return own
+
+    def count(self, end: int) -> int:
+        """Return how many of the tokens before `end` are held."""
+        periods, rest = divmod(max(end - self.first, 0), self.period)
+        return periods * self.size + min(rest, self.size)
+
+    def token(self, place: int) -> int:
+        """Return the token at a place; far beyond any request, where there is none."""
+        chunk, inside = divmod(place, self.size)
+        return self.first + chunk * self.period + inside
+
+    def tokens(self, places: Indices) -> Indices:
+        """Return the tokens at these places, each of which has one."""
+        if self == _ALL:
+            return places
+        chunk, inside = np.divmod(places, self.size)
+        found: Indices = self.first + chunk * self.period + inside
+        return found
+
+    def places(self, tokens: Indices) -> Indices:
+        """Return the places of these tokens, each of which is held."""
+        if self == _ALL:
+            return tokens
+        chunk, inside = np.divmod(tokens - self.first, self.period)
+        found: Indices = chunk * self.size + inside
+        return found
+
+
+_ALL = Spread(0, 1, 1)
+
+
+def spread_of(side: Side) -> Spread:
+    """Return which tokens of a request a cache holds."""
+    tokens = None if side.shard is None else side.shard.tokens
+    if tokens is None:
+        return _ALL
+    if isinstance(tokens, Interleaved):
+        return Spread(tokens.rank * tokens.size, tokens.size, tokens.ranks * tokens.size)
+    return Spread(tokens.start, len(tokens), _NEVER)
+
+
+def has_all_tokens(side: Side) -> bool:
+    """Whether a cache holds all tokens of a request."""
+    return side.shard is None or side.shard.tokens is None
+
+
+class BlockTables(NamedTuple):
+    """The rows of a request on both sides, in its order, and which of its tokens are moved.
+
+    Attributes:
+        src, dst: block indices (slots: one).
+        src_token, dst_token: the first token that is moved, as each side counts the request.
+        num_tokens: how many are; None: rows are moved whole.
+    """
+
+    src: Indices
+    dst: Indices
+    src_token: int = 0
+    dst_token: int = 0
+    num_tokens: int | None = None
+
+    def of_leases(
+        self, source: Side, target: Side, src_blocks: object, dst_blocks: object
+    ) -> BlockTables:
+        """Leave out blocks of leases that lie beyond what the other table can hold.
+
+        Args:
+            src_blocks, dst_blocks: the tables as given; those of leases are `RequestBlocks`.
+        """
+        src, dst = self.src, self.dst
+        src_size, dst_size = source.extent("token"), target.extent("token")
+        if type(src_blocks) is RequestBlocks:
+            most = room(target, len(dst), self.dst_token) + self.src_token
+            src = src[: -(-spread_of(source).count(most) // src_size)]
+        if type(dst_blocks) is RequestBlocks:
+            most = room(source, len(src), self.src_token) + self.dst_token
+            dst = dst[: -(-spread_of(target).count(most) // dst_size)]
+        return self._replace(src=src, dst=dst)
+
+
+def room(side: Side, num_rows: int, skipped: int) -> int:
+    """Return how many tokens of a request after those skipped have room in so many rows."""
+    return spread_of(side).token(num_rows * side.extent("token")) - skipped
+
+
+def fewest(side: Side, num_rows: int, skipped: int) -> int:
+    """Return how many tokens a request has at least, if it fills so many rows."""
+    places = num_rows * side.extent("token")
+    return (spread_of(side).token(places - 1) + 1 if places else 0) - skipped
+
+
+def token_runs(
+    source: Side, target: Side, tables: BlockTables, wanted: Mask | None = None
+) -> tuple[Indices, Indices, int | Indices]:
+    """Return the runs of tokens that lie in one row on both sides.
+
+    Args:
+        wanted: the tokens to take; None: all that both sides hold.
+
+    Returns:
+        The byte offset of each run at src and at dst, and its tokens: one number if all have it.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: other numbers of tokens, or tokens beyond a table.
+    """
+    assert source.layout is not None
+    src_size, dst_size = source.extent("token"), target.extent("token")
+    num_tokens = tables.num_tokens
+    if not len(tables.dst) and not num_tokens and (not len(tables.src) or not source.paged):
+        nothing = np.empty(0, np.int64)
+        return nothing, nothing, src_size
+    if "state" in source.layout.axes and (
+        num_tokens is not None or tables.src_token or tables.dst_token
+    ):
+        raise invalid(
+            f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}"
+        )
+    sides = (source, len(tables.src), tables.src_token), (target, len(tables.dst), tables.dst_token)
+    has = [room(*it) for it in sides]
+    if num_tokens is None:
+        num_tokens = max(fewest(*it) for it in sides)  # further tokens are on neither side
+        if num_tokens > min(has):
+            src_has, dst_has = (
+                count * side.extent("token") - (skipped if has_all_tokens(side) else 0)
+                for side, count, skipped in sides
+            )
+            raise invalid(
+                f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
+                f"dst_blocks {dst_has} ({len(tables.dst)} of {dst_size}); a pull or push needs "
+                "num_tokens, which are moved, a copy or swap blocks of as many"
+            )
+    for name, most in zip(("src", "dst"), has, strict=True):
+        if not 1 <= num_tokens <= most:
+            raise invalid(
+                f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the {name} "
+                f"rows hold from {name}_token={getattr(tables, f'{name}_token')} on"
+            )
+    _check_one_request(source, target, tables, num_tokens)
+    src, dst = spread_of(source), spread_of(target)
+    step = min(src_size, dst_size)
+    if (
+        src == dst == _ALL
+        and wanted is None
+        and not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token))
+    ):
+        # Each of the smaller rows is one run, in one of the larger.
+        starts = np.arange(0, num_tokens, step, dtype=np.int64)
+        tokens: int | Indices = step
+        if num_tokens % step:
+            tokens = np.full(len(starts), step, np.int64)
+            tokens[-1] = num_tokens % step
+    else:
+        step = 0
+        starts, sizes = _runs(
+            _pieces(src, src_size, tables.src_token, num_tokens),
+            _pieces(dst, dst_size, tables.dst_token, num_tokens),
+            wanted,
+        )
+        is_uniform = not len(sizes) or bool(np.all(sizes == sizes[0]))
+        tokens = int(sizes[0]) if is_uniform and len(sizes) else 1 if is_uniform else sizes
+    return (
+        _offsets(source, tables.src, src, tables.src_token, starts, step),
+        _offsets(target, tables.dst, dst, tables.dst_token, starts, step),
+        tokens,
+    )
+
+
+def count_in_common(source: Side, target: Side, tables: BlockTables) -> int:
+    """Return how many of the tokens that a request moves both sides hold."""
+    sides = (source, tables.src, tables.src_token), (target, tables.dst, tables.dst_token)
+    num_tokens = tables.num_tokens
+    if num_tokens is None:
+        num_tokens = max(fewest(side, len(table), skipped) for side, table, skipped in sides)
+    src, dst = (
+        _pieces(spread_of(side), side.extent("token"), skipped, max(num_tokens, 0))
+        for side, _, skipped in sides
+    )
+    return int(_runs(src, dst, None)[1].sum())
+
+
+def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[Indices, Indices]:
+    """Return where pieces begin and end that are tokens of one row, one after another.
+
+    They are counted from the first token that is moved on.
+    """
+    first, last = spread.count(skipped), spread.count(skipped + num_tokens)
+    edges = [np.array([first, last]), np.arange(first + -first % size, last, size)]
+    if spread.size < spread.period:
+        edges.append(np.arange(first + -first % spread.size, last, spread.size))
+    places = _distinct(np.concatenate(edges))
+    starts = spread.tokens(places[:-1]) - skipped
+    return starts, starts + np.diff(places)
+
+
+def _runs(
+    src: tuple[Indices, Indices], dst: tuple[Indices, Indices], wanted: Mask | None
+) -> tuple[Indices, Indices]:
+    """Return the first token and the number of tokens of what is in one piece on both sides."""
+    if not len(src[0]) or not len(dst[0]):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    edges = [*src, *dst]
+    if wanted is not None:
+        edges.append(np.flatnonzero(wanted[1:] != wanted[:-1]) + 1)
+    ends = _distinct(np.concatenate(edges))
+    starts, sizes = ends[:-1], np.diff(ends)
+    is_run = np.ones(len(starts), np.bool_)
+    for begins, stops in (src, dst):
+        piece = np.searchsorted(begins, starts, "right") - 1
+        is_run &= (piece >= 0) & (starts < stops[piece])
+    if wanted is not None:
+        is_run[is_run] = wanted[starts[is_run]]
+    return starts[is_run], sizes[is_run]
+
+
+def _distinct(numbers: Indices) -> Indices:
+    """Return numbers in order, each once."""
+    ordered = np.sort(numbers)  # not np.unique, whose first call imports numpy.ma: 8 ms
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
+
+
+def _check_one_request(source: Side, target: Side, tables: BlockTables, num_tokens: int) -> None:
+    """Refuse tables that cannot be of one request, of which `num_tokens` are moved.
+
+    They hold as many tokens, or both end in the block that has the last token of the request; that
+    may come after those that are moved.
+    """
+    last, most = [num_tokens], []
+    texts, needed = [], []
+    full = []  # numbers of tokens that fill the table, counted from the request's first token on
+    for name, cache, table, skipped in (
+        ("src", source, tables.src, tables.src_token),
+        ("dst", target, tables.dst, tables.dst_token),
+    ):
+        size, count = cache.extent("token"), len(table)
+        full.append((fewest(cache, count, 0), room(cache, count, 0)))
+        if count:
+            last.append(room(cache, count - 1, skipped) + 1)
+        most.append(room(cache, count, skipped))
+        if cache.paged:
+            texts.append(f"{name}_blocks has {plural(count, 'block')} of {plural(size, 'token')}")
+            blocks = -(-spread_of(cache).count(skipped + num_tokens) // size)
+            needed.append(f"{blocks} of {name}_blocks")
+        else:
+            texts.append(f"the {name} slot has {plural(size, 'token')}")
+    fill_both = max(it for it, _ in full) <= min(it for _, it in full)
+    if max(last) > min(most) and not fill_both:
+        raise invalid(
+            f"{' and '.join(texts)}: no request fills both from src_token={tables.src_token} and "
+            f"dst_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
+            f"{' and '.join(needed)}"
+        )
+
+
+def _offsets(
+    side: Side, table: Indices, spread: Spread, skipped: int, starts: Indices, step: int
+) -> Indices:
+    """Return byte offsets of tokens, counted from `skipped` on; each `step` lie in one row."""
+    assert side.layout is not None
+    stride, size = side.stride_of(side.layout.axes[side.layout.row_axis]), side.extent("token")
+    if step == size:  # row by row
+        first = skipped // size
+        return table[first : first + len(starts)] * stride
+    row, inside = np.divmod(spread.places(starts + skipped), size)
+    offsets: Indices = table[row] * stride + inside * side.stride_of("token")
+    return offsets

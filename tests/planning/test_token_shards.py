@@ -1,0 +1,362 @@
+"""Caches that hold some tokens of each request (context parallelism): what moves between them.
+
+The oracle goes through a request token by token, by the definition of who holds a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvplan
+from kvplan import (
+    CacheDesc,
+    DataType,
+    GroupPlan,
+    Interleaved,
+    Plan,
+    Rows,
+    Shard,
+    Transfer,
+    reference,
+)
+from kvplan.planning.gather import plan_gather
+from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.side import side
+from kvplan.planning.templates import templates_of
+from tests.planning.test_gather import cuts
+from tests.planning.unlike import Cache, Model, caches, models
+from tests.support.refusals import refused
+
+Held = Interleaved | range | None
+Places = dict[int, tuple[int, int]]
+
+
+def holds(held: Held, token: int) -> bool:
+    """Who holds a token, as vLLM defines it."""
+    if isinstance(held, Interleaved):
+        return token // held.size % held.ranks == held.rank
+    return held is None or token in held
+
+
+def tokens_of(held: Held, end: int) -> list[int]:
+    return [token for token in range(end) if holds(held, token)]
+
+
+def table_of(draw: st.DrawFn, cache: Cache, end: int) -> tuple[Cache, list[int]]:
+    """A cache with room for the tokens before `end` that it holds, and the blocks of them."""
+    needed = -(-len(tokens_of(cache.held, end)) // cache.tokens)
+    rows = needed + draw(st.integers(1, 2))
+    return replace(cache, rows=rows), draw(st.permutations(range(rows)))[:needed]
+
+
+def places(cache: Cache, table: list[int], first: int, num_tokens: int) -> Places:
+    """The block and the token in it of each token that is moved, counted from the first of them."""
+    own = tokens_of(cache.held, first + num_tokens)
+    return {
+        token - first: (table[place // cache.tokens], place % cache.tokens)
+        for place, token in enumerate(own)
+        if token >= first
+    }
+
+
+def moved(
+    src: Cache, dst: Cache, sources: list[Any], targets: list[Any],
+    src_places: Places, dst_places: Places,
+) -> list[Any]:  # fmt: skip
+    """What the destination holds after what both hold was copied, token by token."""
+    result = [it.copy() for it in targets]
+    layers = [it for it in src.layers if it in dst.layers]
+    for layer, kv in itertools.product(layers, range(src.model.kv)):
+        source, target = src.named(sources, layer, kv), dst.named(result, layer, kv)
+        for token, head in itertools.product(src_places.keys() & dst_places.keys(), src.heads):
+            if head in dst.heads:
+                to, of = dst_places[token], src_places[token]
+                target[(*to, head - dst.heads.start)] = source[(*of, head - src.heads.start)]
+    return result
+
+
+interleaved = st.integers(2, 4).flatmap(
+    lambda ranks: st.builds(
+        Interleaved, st.integers(0, ranks - 1), st.just(ranks), st.integers(1, 5)
+    )
+)
+ranges = st.builds(
+    lambda first, more: range(first, first + more), st.integers(0, 9), st.integers(1, 20)
+)
+helds = st.one_of(st.none(), interleaved, ranges)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Cache, Cache, list[int], list[int], int, int, int]:
+    model: Model = draw(models)
+    src, dst = (replace(draw(caches(model)), held=draw(helds)) for _ in range(2))
+    whole = replace(dst, layers=src.layers, heads=src.heads)  # what both have is not their matter
+    if "head" not in src.axes or "head" not in dst.axes:
+        src, whole = (replace(it, axes=(*(a for a in it.axes if a != "head"), "head"))
+                      for it in (src, whole))  # fmt: skip
+    num_tokens = draw(st.integers(1, 24))
+    src_token, dst_token = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    src, src_blocks = table_of(draw, src, src_token + num_tokens)
+    dst, dst_blocks = table_of(draw, whole, dst_token + num_tokens)
+    return src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
+
+
+@given(pairs())
+def test_a_pair_moves_the_tokens_that_both_hold(pair: Any) -> None:
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = pair
+    transfer = Transfer(
+        Rows(src.desc, src_blocks, first_token=src_token),
+        Rows(dst.desc, dst_blocks, first_token=dst_token),
+        num_tokens=num_tokens,
+    )
+    if not src_blocks and src.held is None:
+        return  # no blocks of a cache that has all tokens are a slot
+    plan = kvplan.plan(transfer, local="dst")
+    sources, targets = src.tensors(1), dst.tensors(2)
+    here = places(src, src_blocks, src_token, num_tokens)
+    there = places(dst, dst_blocks, dst_token, num_tokens)
+    wanted = moved(src, dst, sources, targets, here, there)
+    reference.execute(plan, sources, targets)
+    for a, b in zip(wanted, targets, strict=True):
+        np.testing.assert_array_equal(a, b)
+    again = Plan.from_dict(plan.to_dict())  # which checks that no byte is written twice
+    assert again == plan
+    assert again.fingerprint == plan.fingerprint
+    assert plan.num_descriptors == 0 or plan.origin(0).tokens
+    for descriptor in range(min(plan.num_descriptors, 3)):
+        said = [it for first, last in plan.origin(descriptor).tokens
+                for it in range(first, last + 1)]  # fmt: skip
+        assert {it - src_token for it in said} <= here.keys() & there.keys()
+
+
+@st.composite
+def splits(draw: st.DrawFn, num_tokens: int) -> list[Held]:
+    """Which tokens the ranks hold that have one part of the model."""
+    kind = draw(st.sampled_from(["all", "interleaved", "ranges"]))
+    if kind == "interleaved":
+        ranks, size = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+        helds: list[Held] = [Interleaved(rank, ranks, size) for rank in range(ranks)]
+    elif kind == "ranges":
+        helds = [*draw(cuts(num_tokens + 5))]
+    else:
+        helds = [None]
+    replicas = draw(st.lists(st.sampled_from([*helds, None]), max_size=2))
+    return draw(st.permutations(helds + replicas))
+
+
+@st.composite
+def gathers(draw: st.DrawFn) -> Any:
+    model: Model = draw(models)
+    num_tokens, dst_token = draw(st.integers(1, 24)), draw(st.integers(0, 4))
+    sources, tables, firsts = [], [], []
+    first = draw(st.integers(0, 4))
+    for layers, heads in itertools.product(draw(cuts(model.layers)), draw(cuts(model.heads))):
+        for held in draw(splits(num_tokens + first)):
+            cache = replace(draw(caches(model)), layers=layers, heads=heads, held=held)
+            cache = replace(cache, axes=(*(a for a in cache.axes if a != "head"), "head"))
+            cache, table = table_of(draw, cache, first + num_tokens)
+            sources.append(cache)
+            tables.append(table)
+            firsts.append(first)
+    dst = replace(draw(caches(model)), held=draw(helds))
+    dst, dst_blocks = table_of(draw, dst, dst_token + num_tokens)
+    rank = draw(st.integers(0, 5))
+    return sources, tables, firsts, dst, dst_blocks, dst_token, num_tokens, rank
+
+
+@given(gathers())
+def test_a_gather_takes_each_token_once(request: Any) -> None:
+    sources, tables, firsts, dst, dst_blocks, dst_token, num_tokens, rank = request
+    rows = [
+        Rows(cache.desc, blocks, first_token=first)
+        for cache, blocks, first in zip(sources, tables, firsts, strict=True)
+    ]
+    transfer = Transfer(
+        rows, Rows(dst.desc, dst_blocks, first_token=dst_token), num_tokens=num_tokens, rank=rank
+    )
+    plans = plan_gather(transfer, [it.desc for it in sources], dst.desc)
+    all_layers, all_heads = range(dst.model.layers), range(dst.model.heads)
+    whole = Cache(
+        dst.model, ("block", "token", "head", "dim"), 1, num_tokens, all_layers, all_heads
+    )
+    request_of, target = whole.tensors(3), dst.tensors(2)
+    every = {token: (0, token) for token in range(num_tokens)}
+    there = places(dst, dst_blocks, dst_token, num_tokens)
+    wanted = moved(whole, dst, request_of, target, every, there)
+    ones, zeros = [np.ones_like(it) for it in request_of], [np.zeros_like(it) for it in target]
+    touched = moved(whole, dst, ones, zeros, every, there)
+    writes = [np.zeros(it.nbytes, int) for it in target]
+    for source, table, first, plan in zip(sources, tables, firsts, plans, strict=True):
+        if plan is None:
+            continue
+        here = places(source, table, first, num_tokens)
+        held = moved(whole, source, request_of, source.tensors(4), every, here)
+        reference.execute(plan, held, target)
+        assert Plan.from_dict(plan.to_dict()) == plan
+        for pair in range(plan.num_tensor_pairs):
+            tensor, start = plan.pair(pair)[1]
+            for _, offset, nbytes in plan.segments.expanded():
+                writes[tensor][start + offset : start + offset + nbytes] += 1
+    for a, b in zip(wanted, target, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for count, part in zip(writes, touched, strict=True):
+        np.testing.assert_array_equal(count, np.repeat(part.ravel() != 0, part.itemsize))
+
+
+def desc(held: Held = None, tokens: int = 16, heads: int = 2) -> CacheDesc:
+    return CacheDesc(
+        2,
+        (8, tokens, heads, 8),
+        DataType.DT_FLOAT16,
+        kv_tensor_format="NHD",
+        shard=Shard(num_layers=1, num_heads=heads, tokens=held),
+    )
+
+
+FIRST, SECOND = (desc(Interleaved(rank, 2, 16)) for rank in range(2))
+WHOLE = desc(tokens=32)
+TOKEN_NBYTES = 2 * 2 * 8 * 2  # keys and values
+
+
+def gather(*sources: CacheDesc, blocks: list[int] | None = None, **fields: Any) -> GroupPlan:
+    rows = [Rows(it, [4, 5]) for it in sources]
+    return kvplan.plan(Transfer(rows, Rows(WHOLE, blocks or [6, 7]), **fields), local="dst")
+
+
+def test_without_a_number_all_blocks_are_of_the_request() -> None:
+    plans = gather(FIRST, SECOND).groups
+    assert [it.nbytes for it in plans.values()] == [32 * TOKEN_NBYTES] * 2
+    assert plans == gather(FIRST, SECOND, num_tokens=64).groups
+    with refused("LLM_PARAM_INVALID", "src_blocks has 2 blocks of 16 tokens and dst_blocks has 1"):
+        gather(FIRST, SECOND, blocks=[6])
+
+
+def test_a_rank_that_has_no_token_of_a_request_gives_nothing() -> None:
+    rows = [Rows(FIRST, [4]), Rows(SECOND, [])]
+    plan = kvplan.plan(Transfer(rows, Rows(WHOLE, [6]), num_tokens=9), local="dst")
+    assert [*plan.groups] == ["source 0"]
+    alone = kvplan.plan(Transfer(rows[1], Rows(WHOLE, [6]), num_tokens=9), local="dst")
+    assert (alone.nbytes, alone.num_descriptors) == (0, 0)
+
+
+def test_a_destination_that_holds_no_token_of_a_request_gets_nothing() -> None:
+    rows = [Rows(desc(), [4]), Rows(desc(), [5])]
+    plan = kvplan.plan(Transfer(rows, Rows(SECOND, []), num_tokens=9, rank=1), local="dst")
+    assert ([*plan.groups], plan.nbytes) == (["source 1"], 0)
+
+
+def test_replicas_of_a_rank_are_spread() -> None:
+    sources = [FIRST, SECOND, FIRST, SECOND]
+    assert [[*gather(*sources, rank=rank).groups] for rank in range(3)] == [
+        ["source 0", "source 1"],
+        ["source 2", "source 3"],
+        ["source 0", "source 1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sources", "missing"),
+    [
+        ([FIRST], r"tokens 16\.\.31, 48\.\.63"),
+        ([desc(Interleaved(0, 3, 16)), desc(Interleaved(2, 3, 16))], r"tokens 16\.\.31"),
+        ([desc(range(40)), desc(range(41, 99))], "token 40"),
+    ],
+)
+def test_a_token_that_no_source_has_is_named(sources: list[CacheDesc], missing: str) -> None:
+    text = f"no source has {missing} of the request in layers 0..0, heads 0..1 of the model"
+    with refused("LLM_PARAM_INVALID", text):
+        gather(*sources, num_tokens=64)
+
+
+def test_sources_that_overlap_in_other_tokens_for_other_heads() -> None:
+    low = Shard(num_layers=1, heads=range(1), num_heads=2)
+    lower = CacheDesc(2, (8, 64, 1, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD", shard=low)
+    rows = [Rows(desc(tokens=32), [4, 5]), Rows(lower, [4]), Rows(SECOND, [4, 5])]
+    with refused("LLM_PARAM_INVALID", r"sources\[0\] overlaps others so that no one range"):
+        kvplan.plan(Transfer(rows, Rows(WHOLE, [6, 7]), num_tokens=64, rank=2), local="dst")
+
+
+@pytest.mark.parametrize("held", [Interleaved(1, 2), Interleaved(1, 4, 16), range(3, 90)])
+def test_caches_of_one_rank_move_whole_blocks(held: Held) -> None:
+    plan = kvplan.plan(Transfer(Rows(desc(held), [1, 2]), Rows(desc(held), [4, 5])), local="dst")
+    assert plan.nbytes == 32 * TOKEN_NBYTES
+    assert len(plan.segments) == 1
+
+
+def test_only_whole_rows_of_one_rank_are_lowered_without_the_planner() -> None:
+    """Templates cut requests by arithmetic that knows nothing of tokens elsewhere."""
+
+    def templates(src: CacheDesc, dst: CacheDesc, *, by_tokens: bool) -> int:
+        sides = (side("", it, paged=True) for it in (src, dst))
+        return len(
+            templates_of(
+                "pull_blocks", "B2B", *sides, ALL_LAYERS,
+                by_layer=False, by_tokens=by_tokens, reinterpret=False,
+            )
+        )  # fmt: skip
+
+    assert templates(desc(), desc(), by_tokens=True) > 0
+    for src, dst in ((FIRST, desc()), (desc(), FIRST), (FIRST, SECOND), (FIRST, FIRST)):
+        assert templates(src, dst, by_tokens=True) == 0
+    for src, dst in ((FIRST, desc()), (FIRST, SECOND)):
+        assert templates(src, dst, by_tokens=False) == 0
+    assert templates(FIRST, FIRST, by_tokens=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        (Interleaved(1, 4, 16), "tokens 16..31 of every 64"),
+        (Interleaved(1, 2), "token 1 of every 2"),
+        (range(8, 12), "tokens 8..11"),
+        (range(8, 9), "token 8"),
+    ],
+)
+def test_texts_and_plan_files(held: Held, text: str) -> None:
+    shard = Shard(tokens=held)
+    assert str(shard) == text
+    assert shard != Shard()
+    plan = kvplan.plan(Transfer(Rows(desc(held), [1]), Rows(desc(held), [4])), local="dst")
+    assert text in plan.explain()
+    document = plan.to_dict()
+    assert Plan.from_dict(document) == plan
+    document["src"]["shard"]["tokens"] = {"rank": 0, "ranks": 2}
+    with refused("LLM_PARAM_INVALID", r"missing fields \['size'\]"):
+        Plan.from_dict(document)
+
+
+def test_a_shard_of_all_tokens_is_written_as_before() -> None:
+    plan = kvplan.plan(Transfer(Rows(desc(), [1]), Rows(desc(), [4])), local="dst")
+    assert "tokens" not in plan.to_dict()["src"]["shard"]
+    assert Shard(tokens=Interleaved(0, 1, 16)) == Shard()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Interleaved(2, 2), r"rank=2 is out of range \[0, 2\)"),
+        (lambda: Interleaved(0, 0), r"ranks=0 is out of range \[1, 4294967296\)"),
+        (lambda: Interleaved(0, 2, 0), r"size=0 is out of range \[1, 4294967296\)"),
+        (lambda: Interleaved(0, 2**16, 2**16), "ranks=65536 times size=65536 is out of range"),
+        (lambda: Shard(tokens=range(0)), r"tokens=range\(0, 0\) must be one or more of"),
+        (lambda: Shard(tokens=range(0, 9, 2)), "give Interleaved for every n-th"),
+        (lambda: replace(FIRST, kv_tensor_format=None, shard=Shard(tokens=range(9))),
+         "shard has tokens 0..8, and kv_tensor_format=None names no axis token"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(make: Any, text: str) -> None:
+    with refused("LLM_PARAM_INVALID", text):
+        make()
+
+
+@pytest.mark.parametrize("held", [[0, 1], 3, "0..3"])
+def test_tokens_of_another_type(held: Any) -> None:
+    with pytest.raises(TypeError, match="must be Interleaved, a range or None"):
+        Shard(tokens=held)
