@@ -6,7 +6,6 @@ from array import array
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
-from hashlib import blake2b
 from struct import Struct
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -345,4 +344,6 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 
 def _digest(body: bytes) -> bytes:
     """Finds what was cut or changed by accident; it keeps nobody from forging."""
+    from hashlib import blake2b  # not at the top: it loads OpenSSL, and `import kvplan` a lease
+
     return blake2b(body, digest_size=_DIGEST_NBYTES, person=_SCHEMA).digest()

@@ -154,3 +154,13 @@ class PeerTensors:
                 raise invalid(f"addresses[{position}]=0 is no address of memory")
         if self.stride is not None and check_width("stride", self.stride, -(2**63), INT64_MAX) < 1:
             raise invalid(f"stride={self.stride} is out of range [1, {INT64_MAX}]")
+
+
+if not TYPE_CHECKING:  # `help` and `inspect.signature` look up the names of annotations here
+    from kvplan.lease import BlockLease
+    from kvplan.planning.blocks import Blocks
+    from kvplan.planning.segments import Coalesce
+    from kvplan.planning.side import Described
+    from kvplan.types import AnyCacheKey
+
+    AnyCache = Described | AnyCacheKey | BlockLease | PeerTensors
