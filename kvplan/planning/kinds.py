@@ -313,7 +313,8 @@ def plan_rows(
         )  # fmt: skip
     return plan_to_blocks(
         operation, src, dst, src_rows if slot is None else None, dst_rows, slot, num_tokens,
-        src_token, dst_token, ext_param, DEFAULT_COALESCE, reinterpret, by_layer, heads,
+        src_token, dst_token, ext_param, DEFAULT_COALESCE, reinterpret, by_layer,
+        None if heads is None else Share(heads),
     )  # fmt: skip
 
 
