@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from kvplan.inspection.contents import tokens_spanned
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side
-from kvplan.planning.tokens import has_all_tokens
 
 Offsets = NDArray[np.int64]
 
@@ -81,7 +80,7 @@ class Coordinates:
         for entry, row in enumerate(rows):
             self.entries.setdefault(row, []).append(entry)
         self.knows_tokens = (
-            bool(rows) and plan.local != "both" and "token" in axes and has_all_tokens(side)
+            bool(rows) and plan.local != "both" and "token" in axes and side.has_all_tokens
         )
         self.shift = 0 if tables is None else tables.src_token - tables.dst_token
         self.tokens_moved = range(0)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvplan.inspection.contents import Span, heads_of_runs, kv_of, to_text
-from kvplan.planning.tokens import has_all_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,7 +178,7 @@ def _order(
     single = known & (breaks[begin] == breaks[stop])
     entries = [np.where(single, entry_of[it], -1) for it in (begin, stop)]
     size, has_tokens = dst.extent("token"), dst.layout is not None and "token" in dst.layout.axes
-    has_tokens = has_tokens and has_all_tokens(dst)  # otherwise no band is one span of tokens
+    has_tokens = has_tokens and dst.has_all_tokens  # otherwise no band is one span of tokens
     tokens = [unknown, unknown]
     stride = max(dst.stride_of("token"), 1)
     skipped, left = first // stride % size, size - 1 - (end - 1) // stride % size

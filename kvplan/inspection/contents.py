@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvplan.layout import numbers_text
-from kvplan.planning.tokens import count_in_common, has_all_tokens, spread_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -81,10 +80,10 @@ def _tokens(plan: Plan, found: NDArray[np.int64], first: int, last: int) -> list
     spans = [(low * size + shift, (high + 1) * size - 1 + shift) for low, high in spans_of(found)]
     spans[0] = spans[0][0] + begin, spans[0][1]
     spans[-1] = spans[-1][0], spans[-1][1] + end
-    if not has_all_tokens(dst):
+    if not dst.has_all_tokens:
         # The spans are of places in the block table, moved by `shift`.
         places = np.concatenate([np.arange(low, high + 1) for low, high in spans]) - shift
-        return spans_of(spread_of(dst).tokens(places) + shift)
+        return spans_of(dst.spread.tokens(places) + shift)
     return spans
 
 
@@ -209,8 +208,8 @@ def to_text(first: int, last: int) -> str:
 def tokens_moved(plan: Plan) -> int | None:
     """How many tokens of the request a plan moves, where that is not its destination's rows."""
     tables, sides = plan.tables, (plan.src, plan.dst)
-    if tables is not None and not all(map(has_all_tokens, sides)):
-        return None if plan.src.meaning == plan.dst.meaning else count_in_common(*sides, tables)
+    if tables is not None and not all(it.has_all_tokens for it in sides):
+        return None if plan.src.meaning == plan.dst.meaning else tables.count_in_common(*sides)
     return tokens_spanned(plan)
 
 

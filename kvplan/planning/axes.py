@@ -15,7 +15,7 @@ from kvplan.layout import Layers
 from kvplan.planning.blocks import Indices
 from kvplan.planning.segments import MAX_REPEATS, Coalesce, Repeat, Segments
 from kvplan.planning.side import Side
-from kvplan.planning.tokens import BlockTables, Mask, spread_of, token_runs
+from kvplan.planning.tokens import BlockTables, Mask, token_runs
 from kvplan.status import LLMException, invalid
 
 _MODEL_AXES = ("kv", "head", "dim", "group", "state")
@@ -97,7 +97,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
             source.rows_are_whole
             and target.rows_are_whole
             and heads_of(source) == heads_of(target)
-            and spread_of(source) == spread_of(target)
+            and source.spread == target.spread
             and _layers_inside(source) == _layers_inside(target)
             and _row_signature(source, chunked) == _row_signature(target, chunked)
         )

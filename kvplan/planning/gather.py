@@ -16,7 +16,7 @@ from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Described, Side, side
-from kvplan.planning.tokens import Mask, fewest, has_all_tokens, room, spread_of
+from kvplan.planning.tokens import Mask, fewest, room
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
@@ -113,7 +113,7 @@ def plan_gather(
             )
     num_tokens = transfer.num_tokens
     held_tokens = None
-    if not all(map(has_all_tokens, caches.values())):
+    if not all(it.has_all_tokens for it in caches.values()):
         num_tokens, held_tokens = _held_tokens(rows, transfer, sides, target)
     plans: list[Plan | None] = []
     for index, share in enumerate(_shares(parts, wanted, rank, numbers, held_tokens)):
@@ -210,11 +210,11 @@ def _held_tokens(
     masks: dict[object, Mask] = {}  # replicas have one
     held = []
     for cache, skipped in zip(sources, firsts, strict=True):
-        key = spread_of(cache), skipped
+        key = cache.spread, skipped
         if key not in masks:
             masks[key] = key[0].owns(request + skipped)
         held.append(masks[key])
-    return num_tokens, _Tokens(spread_of(target).owns(request + first), held, first)
+    return num_tokens, _Tokens(target.spread.owns(request + first), held, first)
 
 
 def _shares(

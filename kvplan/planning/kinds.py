@@ -28,7 +28,7 @@ from kvplan.planning.layers import ALL_LAYERS, pair_views
 from kvplan.planning.plan import OBSERVERS, Kind, Operation, Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
-from kvplan.planning.tokens import BlockTables, has_all_tokens, room
+from kvplan.planning.tokens import BlockTables, room
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, CacheDesc, KvCacheExtParam, RemoteCache
 from kvplan.validation import INT64_MAX, as_int, check_index, check_type, check_width
@@ -179,7 +179,7 @@ def plan_to_blocks(
         )
     ):
         row, block = source.extent("token"), target.extent("token")
-        has_all = has_all_tokens(source) and has_all_tokens(target)
+        has_all = source.has_all_tokens and target.has_all_tokens
         if has_all and not by_tokens and (len(dst_table) - 1) * block >= row:
             raise invalid(
                 f"dst_blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
@@ -212,7 +212,7 @@ def plan_to_blocks(
 def _may_lack_tokens(cache: Described) -> bool:
     """Whether a request may have no token, and so no block, in a cache that has some tokens."""
     if isinstance(cache, Side):
-        return not has_all_tokens(cache)
+        return not cache.has_all_tokens
     desc = cache if isinstance(cache, CacheDesc) else cache.cache_desc
     return desc.shard is not None and desc.shard.tokens is not None
 

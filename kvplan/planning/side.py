@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvplan.planning.spread import spread_of
 from kvplan.status import invalid
 from kvplan.types import (
     DEFAULT_TENSORS_PER_LAYER,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvplan.inspection.copy_ways import CopyTable
     from kvplan.layout import CacheLayout, Shard
+    from kvplan.planning.spread import Spread
     from kvplan.types import DataType
 
 
@@ -93,6 +95,16 @@ class Side:
         if self.data_type is None:
             return ()
         return (self.data_type, self.row_shape, self.layout, self.label, self.shard)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """Which tokens of a request the cache holds."""
+        return spread_of(self.shard)
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether the cache holds all tokens of a request."""
+        return self.shard is None or self.shard.tokens is None
 
     @cached_property
     def rows_are_whole(self) -> bool:

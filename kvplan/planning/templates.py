@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvplan.planning.axes import Level, elements, in_common, kv_level
 from kvplan.planning.kinds import move_as_bytes, plan_rows
 from kvplan.planning.layers import pair_views
-from kvplan.planning.tokens import has_all_tokens
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def templates_of(
                 source, target, ext_param, by_layer, chunked=kind != "B2B", reinterpret=reinterpret
             )
         )
-        if not as_bytes and not (has_all_tokens(source) and has_all_tokens(target)):
+        if not as_bytes and not (source.has_all_tokens and target.has_all_tokens):
             return ()
         has_tokens = source.layout is not None and "token" in source.layout.axes
         # A request that is right between all sides: it shows what is refused whatever is asked for.

@@ -12,74 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.inspection.units import plural
-from kvplan.layout import Interleaved
 from kvplan.planning.blocks import Indices, RequestBlocks
 from kvplan.planning.side import Side
+from kvplan.planning.spread import ALL_TOKENS, Spread
 from kvplan.status import invalid
 
 Mask: TypeAlias = NDArray[np.bool_]
 """Of the tokens that a request moves, in their order: whether each is meant."""
-
-_NEVER = 2**62
-"""The period of tokens that do not repeat: no request is as long."""
-
-
-class Spread(NamedTuple):
-    """The tokens that a cache holds: from `first` on, the first `size` of every `period`."""
-
-    first: int
-    size: int
-    period: int
-
-    def owns(self, tokens: Indices) -> Mask:
-        """Return whether each of these tokens is held."""
-        beyond = tokens - self.first
-        own: Mask = (beyond >= 0) & (beyond % self.period < self.size)
-        return own
-
-    def count(self, end: int) -> int:
-        """Return how many of the tokens before `end` are held."""
-        periods, rest = divmod(max(end - self.first, 0), self.period)
-        return periods * self.size + min(rest, self.size)
-
-    def token(self, place: int) -> int:
-        """Return the token at a place; far beyond any request, where there is none."""
-        chunk, inside = divmod(place, self.size)
-        return self.first + chunk * self.period + inside
-
-    def tokens(self, places: Indices) -> Indices:
-        """Return the tokens at these places, each of which has one."""
-        if self == _ALL:
-            return places
-        chunk, inside = np.divmod(places, self.size)
-        found: Indices = self.first + chunk * self.period + inside
-        return found
-
-    def places(self, tokens: Indices) -> Indices:
-        """Return the places of these tokens, each of which is held."""
-        if self == _ALL:
-            return tokens
-        chunk, inside = np.divmod(tokens - self.first, self.period)
-        found: Indices = chunk * self.size + inside
-        return found
-
-
-_ALL = Spread(0, 1, 1)
-
-
-def spread_of(side: Side) -> Spread:
-    """Return which tokens of a request a cache holds."""
-    tokens = None if side.shard is None else side.shard.tokens
-    if tokens is None:
-        return _ALL
-    if isinstance(tokens, Interleaved):
-        return Spread(tokens.rank * tokens.size, tokens.size, tokens.ranks * tokens.size)
-    return Spread(tokens.start, len(tokens), _NEVER)
-
-
-def has_all_tokens(side: Side) -> bool:
-    """Whether a cache holds all tokens of a request."""
-    return side.shard is None or side.shard.tokens is None
 
 
 class BlockTables(NamedTuple):
@@ -109,22 +48,34 @@ class BlockTables(NamedTuple):
         src_size, dst_size = source.extent("token"), target.extent("token")
         if type(src_blocks) is RequestBlocks:
             most = room(target, len(dst), self.dst_token) + self.src_token
-            src = src[: -(-spread_of(source).count(most) // src_size)]
+            src = src[: -(-source.spread.count(most) // src_size)]
         if type(dst_blocks) is RequestBlocks:
             most = room(source, len(src), self.src_token) + self.dst_token
-            dst = dst[: -(-spread_of(target).count(most) // dst_size)]
+            dst = dst[: -(-target.spread.count(most) // dst_size)]
         return self._replace(src=src, dst=dst)
+
+    def count_in_common(self, source: Side, target: Side) -> int:
+        """Return how many of the tokens that a request moves both sides hold."""
+        sides = (source, self.src, self.src_token), (target, self.dst, self.dst_token)
+        num_tokens = self.num_tokens
+        if num_tokens is None:
+            num_tokens = max(fewest(side, len(table), skipped) for side, table, skipped in sides)
+        src, dst = (
+            _pieces(side.spread, side.extent("token"), skipped, max(num_tokens, 0))
+            for side, _, skipped in sides
+        )
+        return int(_runs(src, dst, None)[1].sum())
 
 
 def room(side: Side, num_rows: int, skipped: int) -> int:
     """Return how many tokens of a request after those skipped have room in so many rows."""
-    return spread_of(side).token(num_rows * side.extent("token")) - skipped
+    return side.spread.token(num_rows * side.extent("token")) - skipped
 
 
 def fewest(side: Side, num_rows: int, skipped: int) -> int:
     """Return how many tokens a request has at least, if it fills so many rows."""
     places = num_rows * side.extent("token")
-    return (spread_of(side).token(places - 1) + 1 if places else 0) - skipped
+    return (side.spread.token(places - 1) + 1 if places else 0) - skipped
 
 
 def token_runs(
@@ -159,7 +110,7 @@ def token_runs(
         num_tokens = max(fewest(*it) for it in sides)  # further tokens are on neither side
         if num_tokens > min(has):
             src_has, dst_has = (
-                count * side.extent("token") - (skipped if has_all_tokens(side) else 0)
+                count * side.extent("token") - (skipped if side.has_all_tokens else 0)
                 for side, count, skipped in sides
             )
             raise invalid(
@@ -174,10 +125,10 @@ def token_runs(
                 f"rows hold from {name}_token={getattr(tables, f'{name}_token')} on"
             )
     _check_one_request(source, target, tables, num_tokens)
-    src, dst = spread_of(source), spread_of(target)
+    src, dst = source.spread, target.spread
     step = min(src_size, dst_size)
     if (
-        src == dst == _ALL
+        src == dst == ALL_TOKENS
         and wanted is None
         and not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token))
     ):
@@ -201,19 +152,6 @@ def token_runs(
         _offsets(target, tables.dst, dst, tables.dst_token, starts, step),
         tokens,
     )
-
-
-def count_in_common(source: Side, target: Side, tables: BlockTables) -> int:
-    """Return how many of the tokens that a request moves both sides hold."""
-    sides = (source, tables.src, tables.src_token), (target, tables.dst, tables.dst_token)
-    num_tokens = tables.num_tokens
-    if num_tokens is None:
-        num_tokens = max(fewest(side, len(table), skipped) for side, table, skipped in sides)
-    src, dst = (
-        _pieces(spread_of(side), side.extent("token"), skipped, max(num_tokens, 0))
-        for side, _, skipped in sides
-    )
-    return int(_runs(src, dst, None)[1].sum())
 
 
 def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[Indices, Indices]:
@@ -276,7 +214,7 @@ def _check_one_request(source: Side, target: Side, tables: BlockTables, num_toke
         most.append(room(cache, count, skipped))
         if cache.paged:
             texts.append(f"{name}_blocks has {plural(count, 'block')} of {plural(size, 'token')}")
-            blocks = -(-spread_of(cache).count(skipped + num_tokens) // size)
+            blocks = -(-cache.spread.count(skipped + num_tokens) // size)
             needed.append(f"{blocks} of {name}_blocks")
         else:
             texts.append(f"the {name} slot has {plural(size, 'token')}")
