@@ -114,7 +114,7 @@ def held_transfers() -> Iterator[tuple[Transfers, Callable[[], None]]]:
 
 def test_ten_thousand_awaits_cost_no_thread():
     desc = CacheDesc(1, (2, 8), DataType.DT_UINT8)
-    plan = kvplan.plan_push_blocks(desc, desc, [0], [1])
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1])), local="src")
     src = HostMemory.from_arrays([np.ones((2, 8), np.uint8)])
     dst = HostMemory.from_arrays([np.zeros((2, 8), np.uint8)])
 

@@ -228,7 +228,9 @@ def test_of_all_small_tables_inside_a_cache_those_that_clash_are_left_to_the_pla
     """Wherever the row that is read and written stands, or the one that is written twice."""
     base = np.array([1 << 40], np.uint64)
     count = 4 + 2 * others
-    inside = Rows(base, base, count, count, 8, is_one=True)
+    side = count, 1, 8, 8, 0, False
+    nbytes = 8 * count, 8 * count
+    inside = RowLowering(base, base, side, side, 8, (), None, *nbytes, is_one=True)
     read, written = range(4, 4 + others), range(4 + others, count)
     for size in (1, 2, 3):
         tables = [*product(range(4), repeat=size)]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, DataType, plan_copy_cache
+import kvplan
+from kvplan import CacheDesc, DataType, Rows, Transfer
 from kvplan.planning.plan import Origin, Plan
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import Cache
@@ -83,9 +84,8 @@ def test_a_chunk_of_a_slot_names_the_heads_and_parts_of_its_bytes(layout: str) -
     desc = CacheDesc(1, shape, DataType.DT_UINT8, kv_tensor_format=layout)
     axes, places = layout.split(), np.indices(shape)
     for offset, end in combinations(range(math.prod(shape[1:]) + 1), 2):
-        origin = plan_copy_cache(
-            desc, desc, src_batch_index=0, dst_batch_index=1, offset=offset, size=end - offset
-        ).origin(0)
+        src, dst = Rows(desc, slot=0, offset=offset), Rows(desc, slot=1, offset=offset)
+        origin = kvplan.plan(Transfer(src, dst, nbytes=end - offset)).origin(0)
         where = {axis: it[1].reshape(-1)[offset:end] for axis, it in zip(axes, places, strict=True)}
         assert origin.heads == (where["head"].min(), where["head"].max())
         if "kv" in where:

@@ -67,6 +67,7 @@ def remote(key: Any, desc: CacheDesc) -> RemoteCache:
     return RemoteCache(key, desc)
 
 
+OWN = Cache(BLOCKS, 3)
 INVALID: list[tuple[Callable[[], object], list[str]]] = [
     # Slots. The reference does not check the source's in remote mode, and copies what lies behind.
     (lambda: slots("dst", src_slot=3), ["src_batch_index=3", "[0, 3)"]),
@@ -130,8 +131,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: copy_blocks([8], [0]), ["src_blocks[0]=8", "[0, 8)"]),
     (lambda: copy_blocks([0, 2], [1, 1]), ["dst_blocks[1]=1", "distinct"]),
     (lambda: copy_blocks([0, 0], [1, 1]), ["dst_blocks[1]=1", "distinct"]),
-    (lambda: copy_blocks([0, 1], [1, 2]), ["block 1", "order"]),
-    (lambda: copy_blocks([1, 2], [2, 1]), ["block 1", "order"]),
+    (lambda: copy_blocks([1, 2], [2, 1], OWN, OWN), ["block 1", "order"]),
     (
         lambda: copy_blocks([0, 1], [1, 2], Cache(BLOCKS, 3), Cache(BLOCKS, 3)),
         ["block 1", "order"],
@@ -380,3 +380,10 @@ def test_a_name_of_the_key_is_enough_to_distinguish_kinds() -> None:
         kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS), coalesce=Coalesce.NONE), local="dst").kind
         == "C2C"
     )
+
+
+def test_caches_that_are_described_alike_are_two() -> None:
+    """A description alone says not which cache is meant: a block may be read here, written there."""
+    plan = copy_blocks([1, 2], [2, 1])
+    assert isinstance(plan, Plan)
+    assert plan.nbytes == 2 * BLOCKS.num_tensors * BLOCKS.stride
