@@ -76,7 +76,7 @@ def executor(it: Pair, descs: list[hixl.TransferOpDesc]) -> Callable[[], object]
     engine = it.engine.datadist._running()
     cluster_id = cluster_id_of(peer_endpoint(it.remote))
     ranges = AddressRanges(cluster_id, *address_columns(descs))
-    prepared = RangeOperation(engine, "pull_ranges").prepare(ranges, pulls=True)
+    prepared = RangeOperation(engine, ranges).prepare()
     backend, descriptors, memories = engine.transfers._prepare(*prepared)
     held = (prepared[0], *memories)
     return partial(engine.transfers._executor.run, descriptors, TIMEOUT_MS, held, backend)
