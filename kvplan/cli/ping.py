@@ -86,6 +86,7 @@ def command(
     from kvplan.engine.options import Options
 
     options = Options(
+        listen_ip_info="",  # also where the environment says an address
         cluster_key_file=key,
         transport=transport,
         accelerator="none" if device_id is None else "auto",

@@ -183,7 +183,7 @@ class LlmDataDist(
         """
         check_type("role", role, LlmRole)
         given = Options.of(options)
-        if replace(given, listen_ip_info="") != Options():
+        if given != replace(Options(), listen_ip_info=given.listen_ip_info):
             raise invalid(f"options={options} of set_role may hold ListenIpInfo only")
         with self._mutex, self._recorded("set_role", role=role.name) as engine:
             if live := engine.links.live():

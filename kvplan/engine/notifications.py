@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
@@ -21,6 +21,9 @@ from kvplan.engine.telemetry import logger
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.validation import UINT64_MAX, check_width
+
+if TYPE_CHECKING:
+    from kvplan.links import PeerLink
 
 MAX_UNREAD: Final = 16384
 """Notifications that an engine keeps until they are read; more are refused to their senders."""
@@ -259,17 +262,32 @@ class NotificationOperations(OperationRunner):
                 cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
                 LLM_LINK_BUSY: the peer has too many that it has not read; LLM_TIMEOUT.
         """
+        with self._notice(cluster_id, data, timeout_ms, tag) as operation:
+            _linked(operation, cluster_id).notify(data, timeout_ms)
+
+    async def notify_async(
+        self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
+    ) -> None:
+        """As `notify`, for a program that uses asyncio, whose loop goes on meanwhile.
+
+        What one thread sends to a peer arrives in the order of the calls, of `notify` and of this.
+        Cancelled, it may have been delivered.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `notify`.
+        """
+        with self._notice(cluster_id, data, timeout_ms, tag) as operation:
+            await _linked(operation, cluster_id).notify_async(data, timeout_ms)
+
+    def _notice(
+        self, cluster_id: int, data: bytes, timeout_ms: float | None, tag: str
+    ) -> Operation:
+        """Return the operation that sends a notification, of checked arguments."""
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         check_notification("data", data)
         if timeout_ms is not None and not timeout_ms > 0:
             raise ValueError(f"timeout_ms={timeout_ms} must be > 0 or None")
-        with Operation(self._running(), "notify", tag=tag) as operation:
-            engine = operation.engine
-            if cluster_id == engine.cluster_id:
-                raise invalid(f"cluster_id={cluster_id} is this engine's own")
-            link = operation.link = engine.links.get(cluster_id)
-            link.begin(operation)
-            link.notify(data, timeout_ms)
+        return Operation(self._running(), "notify", tag=tag)
 
     def notifications(self) -> Notifications:
         """Return what peers have sent and nobody has read yet: one object for an engine.
@@ -296,3 +314,13 @@ class NotificationOperations(OperationRunner):
         if not callable(callback):
             raise TypeError(f"callback={callback!r} must be callable with a Notification")
         return self._running().callbacks.add(callback)
+
+
+def _linked(operation: Operation, cluster_id: int) -> PeerLink:
+    """Return the link that an operation notifies over, which is in use until its end."""
+    engine = operation.engine
+    if cluster_id == engine.cluster_id:
+        raise invalid(f"cluster_id={cluster_id} is this engine's own")
+    link = operation.link = engine.links.get(cluster_id)
+    link.begin(operation)
+    return link

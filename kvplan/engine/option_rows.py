@@ -74,6 +74,11 @@ class Row:
     check: Callable[[str, Any], object]
     optional: bool = False
 
+    @property
+    def is_flag(self) -> bool:
+        """Whether the value is a bool."""
+        return self.read is _flag
+
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:
     if not low <= check_type(name, value, int) <= high:

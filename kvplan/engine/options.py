@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from kvplan.engine.option_rows import (
     OPTION_LISTEN_IP_INFO,
@@ -16,14 +18,46 @@ from kvplan.engine.option_rows import (
     WITHOUT_MEANING,
     check_resource_file,
 )
+from kvplan.engine.option_sources import (
+    configured,
+    from_environment,
+    read_file,
+    values_of,
+    with_sources,
+)
 from kvplan.engine.pools import PoolConfig
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.validation import check_mapping, check_type, shown
 
+_T = TypeVar("_T")
 
+
+def _completed(cls: type[_T]) -> type[_T]:
+    """Have arguments that are not given come from the environment, and from the file it names."""
+    from_arguments = vars(cls)["__init__"]
+
+    @wraps(from_arguments)
+    def init(self: _T, **given: Any) -> None:
+        found = {name: it for name, it in configured().items() if name not in given}
+        if not found:
+            from_arguments(self, **given)
+            return
+        try:
+            from_arguments(self, **given, **values_of(found))
+        except (LLMException, TypeError, ValueError) as error:
+            raise with_sources(error, found) from None
+
+    type.__setattr__(cls, "__init__", init)
+    return cls
+
+
+@_completed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """What an engine is initialized with; every field has a default that works.
+
+    A field that is not given is as the environment variable KVPLAN_<FIELD> says, such as
+    KVPLAN_TRANSPORT, else as the file that KVPLAN_OPTIONS_FILE names (see `from_file`).
 
     Attributes:
         listen_ip_info: "ip:port" to listen at, IPv6 in brackets, port 0: any; empty: a client.
@@ -176,6 +210,28 @@ class Options:
             for name, mine, theirs in pairs
             if mine != theirs
         )
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **given: Any) -> Options:
+        """Return the options of a TOML file, in its table [kvplan].
+
+        Arguments take precedence over environment variables, these over the file.
+
+        Args:
+            path: of the file. Keys are those of a mapping, with or without prefix, or fields.
+            given: fields.
+
+        Raises:
+            TypeError, ValueError: as the class.
+            LLMException: LLM_PARAM_INVALID: as the class; the file cannot be read, is not TOML, has
+                no table [kvplan], or an unknown key. Names the file and the key.
+        """
+        before = given.keys() | from_environment().keys()
+        found = {name: it for name, it in read_file(path).items() if name not in before}
+        try:
+            return cls(**given, **values_of(found))
+        except (LLMException, TypeError, ValueError) as error:
+            raise with_sources(error, found) from None
 
     @classmethod
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:

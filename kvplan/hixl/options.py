@@ -14,6 +14,7 @@ from typing import Final
 from kvplan.control.endpoint import Endpoint
 from kvplan.device.choice import current_device
 from kvplan.engine.option_rows import OPTION_GLOBAL_RESOURCE_CONFIG, SPELLINGS
+from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
 from kvplan.hixl.values import (
     OPTION_AUTO_CONNECT,
@@ -106,7 +107,7 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
     engine = Options.of(texts)
     if listen is not None:
         engine = replace(engine, listen_ip_info=str(listen))
-    if "device_id" not in {SPELLINGS[key].field for key in texts}:
+    if "device_id" not in {SPELLINGS[key].field for key in texts} | configured().keys():
         # As in the original: the device that the program has set before.
         engine = replace(engine, device_id=current_device(engine.accelerator) or 0)
     resources = engine.global_resource_config

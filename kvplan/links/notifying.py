@@ -118,9 +118,17 @@ class Notifier:
         task.add_done_callback(self._tasks.discard)
 
     def defer(self) -> object:
-        """`send_later` will be called with the returned token: what follows is sent after it."""
+        """Have what follows sent by messages, too, after one that the control thread will send.
+
+        Returns:
+            A token for `send_later`, or for `settle` after `send`.
+        """
         self._later.add(token := object())
         return token
+
+    def settle(self, token: object) -> None:
+        """End what `defer` has begun: the message is answered, or has failed."""
+        self._later.discard(token)
 
     def receive(self, notify: Notify, inbox: Inbox) -> Notified:
         """Put what the peer sends where the program reads.
@@ -159,7 +167,7 @@ class Notifier:
             # As text: a record that is kept would keep the error, and with it what has failed.
             _peer_log.warning("event=not_notified peer=%s reason=%s", self._cluster_id, repr(error))
         finally:
-            self._later.discard(token)
+            self.settle(token)
 
     def _offer(self) -> DirectListener | None:
         if not self._may_offer:

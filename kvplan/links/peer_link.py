@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _Reply = TypeVar("_Reply", bound=Body)
 _T = TypeVar("_T")
+_MAY_HAVE_ARRIVED: Final = "; the notification may have been delivered"
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
 _MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
@@ -366,7 +367,33 @@ class PeerLink(LinkLifecycle):
         if not self.notifier.send_directly(data):
             timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
             sending = self.notifier.send(self._live_channel(), data, timeout_s)
-            self._wait_for(sending, timeout_s, "; the notification may have been delivered")
+            self._wait_for(sending, timeout_s, _MAY_HAVE_ARRIVED)
+
+    async def notify_async(self, data: bytes, timeout_ms: float | None = None) -> None:
+        """As `notify`, for a coroutine of another loop. What is called later is sent later.
+
+        Raises:
+            LLMException: as `notify`.
+        """
+        if self.notifier.send_directly(data):
+            return
+        timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
+        sending = self.notifier.send(self._live_channel(), data, timeout_s)
+        token = self.notifier.defer()  # before the control thread begins to send
+        settle: Callable[[object], None] = self.notifier.settle
+        try:
+            await self._control.run_for(sending)
+        except TimeoutError:
+            raise self._late(timeout_s, _MAY_HAVE_ARRIVED) from None
+        except ChannelClosed as error:
+            raise self._ended(error, _MAY_HAVE_ARRIVED) from error
+        except asyncio.CancelledError:
+            # The control thread may send it before it finds it cancelled.
+            settle = partial(self._control.call_soon, settle)
+            raise
+        finally:
+            with suppress(LLMException):  # the control thread has ended
+                settle(token)
 
     def notify_soon(self, data: bytes) -> None:
         """Send a notification and do not wait; whether it was delivered is logged if it was not."""
@@ -483,15 +510,19 @@ class PeerLink(LinkLifecycle):
         try:
             return self._control.run(reply)
         except TimeoutError:
-            timeout_s = self.wait_s if timeout_s is None else timeout_s
-            raise LLMException(
-                f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms"
-                f"{effect}",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
-            ) from None
+            raise self._late(self.wait_s if timeout_s is None else timeout_s, effect) from None
         except ChannelClosed as error:
-            if self.is_live:
-                why = link_failed(f"the link to cluster {self.cluster_id} has ended: {error}")
-            else:
-                why = self.refusal()
-            raise (link_failed(f"{why.args[0]}{effect}") if effect else why) from error
+            raise self._ended(error, effect) from error
+
+    def _late(self, timeout_s: float, effect: str) -> LLMException:
+        return LLMException(
+            f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms{effect}",
+            status_code=LLMStatusCode.LLM_TIMEOUT,
+        )
+
+    def _ended(self, error: ChannelClosed, effect: str) -> LLMException:
+        if self.is_live:
+            why = link_failed(f"the link to cluster {self.cluster_id} has ended: {error}")
+        else:
+            why = self.refusal()
+        return link_failed(f"{why.args[0]}{effect}") if effect else why

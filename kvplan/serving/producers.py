@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakValueDictionary
 
 from kvplan.links import ClusterInfo, LinkState, LinkStatus
 from kvplan.serving.messages import Hello, Message, encode
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _LOOK_S = 0.25  # whether a peer that has to answer is still linked
-_MOST_SENT = 4  # messages to one peer at once
 
 
 @dataclass
@@ -46,7 +44,7 @@ class Producers:
         compatibility: what a producer must agree to.
         link_timeout_ms: milliseconds for a link, and for the delivery of a message.
         answer_timeout_ms: for what a producer says of itself.
-        threads: in which messages are sent.
+        threads: in which links are ended.
         is_asking: returns True if a cluster waits for an answer of this side over its link.
     """
 
@@ -69,16 +67,15 @@ class Producers:
         self._answer_timeout_ms = answer_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
-        self._sending: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     async def notify(self, cluster_id: int, message: Message) -> None:
-        """Send a message; a peer that is stopped holds up what is for itself, and no other's."""
-        data, timeout_ms = encode(message), self._link_timeout_ms
-        sending = self._sending.setdefault(cluster_id, asyncio.Semaphore(_MOST_SENT))
-        async with sending:
-            tag = type(message).__name__
-            send = partial(self._engine.notify, cluster_id, data, timeout_ms=timeout_ms, tag=tag)
-            await asyncio.get_running_loop().run_in_executor(self._threads, send)
+        """Send a message. A stopped peer delays only its own messages."""
+        await self._engine.notify_async(
+            cluster_id,
+            encode(message),
+            timeout_ms=self._link_timeout_ms,
+            tag=type(message).__name__,
+        )
 
     def answered(self, cluster_id: int, hello: Hello) -> None:
         """A peer says what it is; if nobody waits for that it is dropped."""

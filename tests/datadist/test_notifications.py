@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, Notification
+from kvplan.control.direct import WINDOW
 from kvplan.engine.notifications import MAX_UNREAD_OF_ONE
 from tests.datadist.conftest import MakePeer
 from tests.datadist.peer import Peer
@@ -237,6 +238,74 @@ def test_what_nobody_reads_is_refused_when_the_queue_is_full(user: LlmDataDist, 
     found = peer.run("result = read(count)", count=MAX_UNREAD_OF_ONE)
     assert [it for _, it in found[:-1]] == [b"%d" % i for i in range(1, MAX_UNREAD_OF_ONE)]
     assert found[-1] == (2, b"there is room again")
+
+
+@pytest.mark.over_tcp
+def test_a_coroutine_notifies_in_order_while_its_loop_goes_on(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(READ)
+    peer.stop()
+    count, threads = 400, threading.active_count()  # more than lie in a peer's socket
+
+    async def send() -> int:
+        tasks = [asyncio.create_task(user.notify_async(1, b"%d" % i)) for i in range(count)]
+        await asyncio.sleep(0)  # all have begun
+        waiting = sum(not task.done() for task in tasks)
+        late = asyncio.create_task(user.notify_async(1, b"late"))
+        await asyncio.sleep(0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert threading.active_count() == threads
+        peer.resume()
+        await asyncio.gather(*tasks)
+        return waiting
+
+    assert asyncio.run(send()) > 0
+    user.notify(1, b"last")
+    found = [data for _, data in peer.run("result = read(count)", count=count + 1)]
+    assert [data for data in found if data != b"late"] == [b"%d" % i for i in range(count)] + [
+        b"last"
+    ]
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_a_later_coroutine_does_not_overtake_one_whose_message_is_not_sent_yet(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(READ)
+    for _ in range(1 + WINDOW):  # the first by a message, then as many as lie in the socket
+        user.notify(1, b"-")
+    control, go_on = user._engine.links._control, threading.Event()  # type: ignore[union-attr]
+
+    async def send() -> None:
+        first = asyncio.create_task(user.notify_async(1, b"first"))
+        await asyncio.sleep(0)  # it has begun, and waits for the control thread
+        peer.run("read(count)", count=1 + WINDOW)  # there is room again in the socket
+        second = asyncio.create_task(user.notify_async(1, b"second"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(first, second)
+
+    control.call_soon(go_on.wait, WAIT_MS / 1000)
+    asyncio.run(send())
+    assert [data for _, data in peer.run("result = read(2)")] == [b"first", b"second"]
+
+
+def test_a_coroutine_is_told_why_it_could_not_notify(user: LlmDataDist, peer: Peer) -> None:
+    def refuse(status: str, text: str | None, cluster_id: int = 1, **how: Any) -> None:
+        with refused(status, text):
+            asyncio.run(user.notify_async(cluster_id, b"x", **how))
+
+    refuse("LLM_PARAM_INVALID", "is this engine's own", 2)
+    refuse("LLM_NOT_YET_LINK", None, 7)
+    peer.stop()
+    refuse("LLM_TIMEOUT", "not answered within 50 ms; the notification may", timeout_ms=50)
+    peer.kill()
+    refuse("LLM_LINK_FAILED", None)
+    with pytest.raises(ValueError, match="timeout_ms=0"):
+        asyncio.run(user.notify_async(1, b"x", timeout_ms=0))
 
 
 def test_what_cannot_be_sent_is_refused(user: LlmDataDist, peer: Peer) -> None:

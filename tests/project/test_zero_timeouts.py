@@ -224,6 +224,10 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     ),
     "kvplan.LlmDataDist.unlink_clusters": (INVALID, lambda it: it.user.unlink_clusters([1], 0)),
     "kvplan.LlmDataDist.notify": (ValueError, lambda it: it.user.notify(1, b"x", timeout_ms=0)),
+    "kvplan.LlmDataDist.notify_async": (
+        ValueError,
+        lambda it: asyncio.run(it.user.notify_async(1, b"x", timeout_ms=0)),
+    ),
     "kvplan.LlmDataDist.lease_blocks": (
         INVALID,
         lambda it: it.user.lease_blocks(it.cache, [1], ttl_ms=0),

@@ -10,6 +10,7 @@ from kvplan.engine.option_rows import (
     SPELLINGS,
     WITHOUT_MEANING,
 )
+from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options, unknown_key
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance
@@ -79,7 +80,9 @@ def engine_options(options: dict[str, str]) -> Options:
         TypeError: a key or value that is not a text.
         LLMException: LLM_PARAM_INVALID: an impossible value, or a misspelled LISTEN.
     """
-    known = {"kvplan.unlike_caches": "warn"}  # what runs on the original runs
+    known: dict[str, str] = {}
+    if "unlike_caches" not in configured():
+        known["kvplan.unlike_caches"] = "warn"  # what runs on the original runs
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)

@@ -1,0 +1,161 @@
+"""Options from the environment and from files: what `Options` has where a program says nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
+
+from kvplan.engine.option_rows import ROWS, SPELLINGS, WITHOUT_MEANING, Row
+from kvplan.status import LLMException, invalid
+from kvplan.validation import open_regular, shown
+
+OPTIONS_FILE: Final = "KVPLAN_OPTIONS_FILE"
+"""The variable that names a file of options."""
+
+VARIABLES: Final = {f"KVPLAN_{row.field.upper()}": row for row in ROWS}
+"""The option of each environment variable."""
+
+TABLE: Final = "kvplan"
+"""The table of a file that has the options; what else the file has is not read."""
+
+_KEYS: Final = SPELLINGS | {row.field: row for row in ROWS}
+_MAX_FILE_NBYTES: Final = 1 << 20
+
+
+class Setting(NamedTuple):
+    """The value of an option that the program has not given.
+
+    Attributes:
+        value: of the field.
+        source: the variable, or the file and the key; for errors.
+    """
+
+    value: Any
+    source: str
+
+
+def configured() -> dict[str, Setting]:
+    """Return the options of the environment, and of the file that it names, by field.
+
+    A variable takes precedence over the file. A variable that is empty counts as not set.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a value that cannot be read; names the variable, or the
+            file and the key.
+    """
+    path = os.environ.get(OPTIONS_FILE)
+    return (read_file(path) if path else {}) | from_environment()
+
+
+def from_environment() -> dict[str, Setting]:
+    """Return the options that have a variable.
+
+    Raises:
+        LLMException: as `configured`.
+    """
+    return {
+        row.field: Setting(_read(row, variable, text), f"environment variable {variable}")
+        for variable, row in VARIABLES.items()
+        if (text := os.environ.get(variable))
+    }
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Setting]:
+    """Return the options of a TOML file.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: the file cannot be read, or is not TOML; it has no table
+            of options, an unknown key, or one option twice; a value that cannot be read.
+    """
+    name = os.fspath(path)
+    found: dict[str, Setting] = {}
+    other: dict[str, str] = {}
+    for key, value in _flat(_table_of(name)):
+        source = f"{name}: {key}"
+        row = _KEYS.get(key)
+        if row is None:
+            if key.removeprefix("llm.") not in WITHOUT_MEANING and not key.startswith("ge."):
+                near = get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
+                raise invalid(f"{source} is not an option; the nearest is {near!r}")
+            other[key] = _text(source, value)
+        elif row.field in found:
+            raise invalid(f"{source} and {found[row.field].source} are the same option")
+        elif isinstance(value, bool) is not row.is_flag and not isinstance(value, str):
+            kind = "true or false" if row.is_flag else "text, a whole number or a table"
+            raise invalid(f"{source}={shown(value)} must be {kind}")
+        else:
+            found[row.field] = Setting(_read(row, source, _text(source, value)), source)
+    return found | ({"other": Setting(other, name)} if other else {})
+
+
+def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the values alone, by field."""
+    return {name: setting.value for name, setting in settings.items()}
+
+
+def with_sources(error: Exception, settings: Mapping[str, Setting]) -> Exception:
+    """Return an error of `Options` that says where the values which it names are from."""
+    text = str(error.args[0])
+    sources = [
+        f"{name} is from {setting.source}"
+        for name, setting in settings.items()
+        if re.search(rf"\b{name}( \(|=)", text)
+    ]
+    if not sources:
+        return error
+    text = "; ".join([text, *sources])
+    if isinstance(error, LLMException):
+        return LLMException(text, status_code=error.status_code)
+    return type(error)(text)
+
+
+def _table_of(name: str) -> Mapping[str, Any]:
+    try:
+        with os.fdopen(open_regular(name), "rb") as file:
+            blob = file.read(_MAX_FILE_NBYTES + 1)
+        if len(blob) > _MAX_FILE_NBYTES:
+            raise invalid(f"{name} has more than {_MAX_FILE_NBYTES} bytes")
+        table = tomllib.loads(blob.decode()).get(TABLE)
+    except OSError as error:
+        raise invalid(f"{name}: the file of options cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{name} is not TOML: {error}") from None
+    if not isinstance(table, dict):
+        raise invalid(f"{name} has no table [{TABLE}]; it must hold the options")
+    return table
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys and values; `llm.DeviceId` is a table in a table, unless it is quoted."""
+    for name, value in table.items():
+        key = before + name
+        if isinstance(value, dict) and key not in _KEYS:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _text(source: str, value: object) -> str:
+    """Return a value of a file as the text that a mapping of options would have."""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, str | int):
+        return str(value)
+    if isinstance(value, dict):
+        import json  # rarely: pools, and settings of UCX
+
+        return json.dumps(value, default=str)
+    raise invalid(f"{source}={shown(value)} must be text, a whole number, true, false or a table")
+
+
+def _read(row: Row, source: str, text: str) -> Any:
+    try:
+        return row.read(source, text)
+    except LLMException as error:
+        if source in error.args[0]:
+            raise
+        raise invalid(f"{source}={shown(text)}: {error.args[0]}") from None
