@@ -64,11 +64,25 @@ def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["KVSIM_DIR"] = str(folder)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Leave all that was collected out of later collections of garbage: it is not a test's."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leave out what a file's tests have left, too: thousands of tests collect garbage."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

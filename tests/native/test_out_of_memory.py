@@ -48,13 +48,10 @@ def given_up(executor: Executor, descriptors: Descriptors) -> None:
 def test_wherever_memory_ends(
     transfer: Callable[[Executor, Descriptors], None],
     layer: Callable[[Backend], Backend],
-    request: pytest.FixtureRequest,
 ) -> None:
     hooks = pytest.importorskip("_testcapi", reason="not every CPython has its test hooks")
     host = host_backend(ThreadPool(1))
     one = np.ones(1, np.uint64)
-    request.addfinalizer(gc.unfreeze)
-    gc.freeze()  # what the test-suite has loaded need not be looked through each time
     failed, allocation = True, 0
     while failed:  # until the transfer needs fewer allocations than are let through
         case = scatter([100] * 9)

@@ -158,7 +158,7 @@ class TcpPeer(Peer):
     def __init__(self, file: Path, nbytes: int = NBYTES) -> None:
         with file.open("wb") as made:
             made.truncate(nbytes)
-        self.memory: Bytes = np.memmap(file, dtype=np.uint8)
+        self.memory: Bytes = np.memmap(file, dtype=np.uint8).view(np.ndarray)  # slices sooner
         self._content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
         self.fill()
         super().__init__(str(file))

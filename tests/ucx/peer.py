@@ -15,7 +15,7 @@ from kvnative._ucx import UcxEndpoint, UcxLibrary, UcxWorker, ucx_backend
 from kvplan.transport.ucx.library import find
 from tests.support.peer import Peer
 
-NBYTES = 16 << 20
+NBYTES = 4 << 20
 SLOTS = 16
 TAG = 0xC0FFEE
 TIMEOUT_MS = 20_000
@@ -42,7 +42,7 @@ class UcxPeer(Peer):
     def __init__(self, file: Path) -> None:
         with file.open("wb") as made:
             made.truncate(NBYTES)
-        self.memory: Bytes = np.memmap(file, dtype=np.uint8)
+        self.memory: Bytes = np.memmap(file, dtype=np.uint8).view(np.ndarray)  # slices sooner
         self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
         self.fill()
         super().__init__(str(file))

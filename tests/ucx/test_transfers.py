@@ -21,16 +21,14 @@ from kvnative._ucx import UcxEndpoint, UcxWorker, ucx_leased
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
 
 DIRECTIONS = ["get", "put"]
-SEVERAL, MANY = (
-    60,
-    1000,
-)  # times all of the peer's memory: enough to act meanwhile; more than any test waits for
+# Times all of the peer's memory: enough to act meanwhile; more than any test waits for.
+SEVERAL, MANY = 120, 4000
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("count", "nbytes", "is_mapped"),
-    [(1, 4095, False), (400, 32 << 10, True), (9000, 512, False), (1, NBYTES, True)],
+    [(1, 4095, False), (100, 32 << 10, True), (9000, 256, False), (1, NBYTES, True)],
 )
 def test_bytes(
     worker: UcxWorker,
