@@ -44,7 +44,7 @@ class Spread(NamedTuple):
 
     def tokens(self, places: Tokens) -> Tokens:
         """Return the tokens at these places, each of which has one."""
-        if self == ALL_TOKENS:
+        if self is ALL_TOKENS:
             return places
         chunk, inside = np.divmod(places, self.size)
         found: Tokens = self.first + chunk * self.period + inside
@@ -52,7 +52,7 @@ class Spread(NamedTuple):
 
     def places(self, tokens: Tokens) -> Tokens:
         """Return the places of these tokens, each of which is held."""
-        if self == ALL_TOKENS:
+        if self is ALL_TOKENS:
             return tokens
         chunk, inside = np.divmod(tokens - self.first, self.period)
         found: Tokens = chunk * self.size + inside

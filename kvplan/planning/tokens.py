@@ -69,13 +69,18 @@ class BlockTables(NamedTuple):
 
 def room(side: Side, num_rows: int, skipped: int) -> int:
     """Return how many tokens of a request after those skipped have room in so many rows."""
-    return side.spread.token(num_rows * side.extent("token")) - skipped
+    places = num_rows * side.extent("token")
+    spread = side.spread
+    return (places if spread is ALL_TOKENS else spread.token(places)) - skipped
 
 
 def fewest(side: Side, num_rows: int, skipped: int) -> int:
     """Return how many tokens a request has at least, if it fills so many rows."""
     places = num_rows * side.extent("token")
-    return (side.spread.token(places - 1) + 1 if places else 0) - skipped
+    spread = side.spread
+    if spread is ALL_TOKENS or not places:
+        return places - skipped
+    return spread.token(places - 1) + 1 - skipped
 
 
 def token_runs(
@@ -95,6 +100,7 @@ def token_runs(
     assert source.layout is not None
     src_size, dst_size = source.extent("token"), target.extent("token")
     num_tokens = tables.num_tokens
+    tokens: int | Indices
     if not len(tables.dst) and not num_tokens and (not len(tables.src) or not source.paged):
         nothing = np.empty(0, np.int64)
         return nothing, nothing, src_size
@@ -127,31 +133,46 @@ def token_runs(
     _check_one_request(source, target, tables, num_tokens)
     src, dst = source.spread, target.spread
     step = min(src_size, dst_size)
-    if (
-        src == dst == ALL_TOKENS
-        and wanted is None
-        and not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token))
-    ):
-        # Each of the smaller rows is one run, in one of the larger.
-        starts = np.arange(0, num_tokens, step, dtype=np.int64)
-        tokens: int | Indices = step
-        if num_tokens % step:
-            tokens = np.full(len(starts), step, np.int64)
-            tokens[-1] = num_tokens % step
-    else:
+    if src is not ALL_TOKENS or dst is not ALL_TOKENS or wanted is not None:
         step = 0
         starts, sizes = _runs(
             _pieces(src, src_size, tables.src_token, num_tokens),
             _pieces(dst, dst_size, tables.dst_token, num_tokens),
             wanted,
         )
-        is_uniform = not len(sizes) or bool(np.all(sizes == sizes[0]))
-        tokens = int(sizes[0]) if is_uniform and len(sizes) else 1 if is_uniform else sizes
+        tokens = _uniform(sizes)
+    elif not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token)):
+        # Each of the smaller rows is one run, in one of the larger.
+        starts = np.arange(0, num_tokens, step, dtype=np.int64)
+        tokens = step
+        if num_tokens % step:
+            tokens = np.full(len(starts), step, np.int64)
+            tokens[-1] = num_tokens % step
+    else:
+        step = 0
+        edges = _distinct(
+            np.concatenate(
+                [
+                    [0],
+                    np.arange(-tables.src_token % src_size, num_tokens, src_size),
+                    np.arange(-tables.dst_token % dst_size, num_tokens, dst_size),
+                    [num_tokens],
+                ]
+            )
+        )
+        starts, tokens = edges[:-1], _uniform(np.diff(edges))
     return (
         _offsets(source, tables.src, src, tables.src_token, starts, step),
         _offsets(target, tables.dst, dst, tables.dst_token, starts, step),
         tokens,
     )
+
+
+def _uniform(sizes: Indices) -> int | Indices:
+    """Return one number if all sizes are equal; 1 if there is none."""
+    if not len(sizes):
+        return 1
+    return int(sizes[0]) if bool(np.all(sizes == sizes[0])) else sizes
 
 
 def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[Indices, Indices]:
@@ -200,31 +221,33 @@ def _check_one_request(source: Side, target: Side, tables: BlockTables, num_toke
     They hold as many tokens, or both end in the block that has the last token of the request; that
     may come after those that are moved.
     """
-    last, most = [num_tokens], []
-    texts, needed = [], []
-    full = []  # numbers of tokens that fill the table, counted from the request's first token on
-    for name, cache, table, skipped in (
-        ("src", source, tables.src, tables.src_token),
-        ("dst", target, tables.dst, tables.dst_token),
+    sides = (
+        ("src", source, len(tables.src), tables.src_token),
+        ("dst", target, len(tables.dst), tables.dst_token),
+    )
+    # The request ends in the last block of each table, or after what is moved.
+    ends = [room(it, count - 1, skip) + 1 for _, it, count, skip in sides if count]
+    if max(num_tokens, *ends, 0) <= min(room(it, count, skip) for _, it, count, skip in sides):
+        return
+    # Numbers of tokens, from the first of the request on, that fill both tables.
+    if max(fewest(it, count, 0) for _, it, count, _ in sides) <= min(
+        room(it, count, 0) for _, it, count, _ in sides
     ):
-        size, count = cache.extent("token"), len(table)
-        full.append((fewest(cache, count, 0), room(cache, count, 0)))
-        if count:
-            last.append(room(cache, count - 1, skipped) + 1)
-        most.append(room(cache, count, skipped))
+        return
+    texts, needed = [], []
+    for name, cache, count, skipped in sides:
+        size = cache.extent("token")
         if cache.paged:
             texts.append(f"{name}_blocks has {plural(count, 'block')} of {plural(size, 'token')}")
             blocks = -(-cache.spread.count(skipped + num_tokens) // size)
             needed.append(f"{blocks} of {name}_blocks")
         else:
             texts.append(f"the {name} slot has {plural(size, 'token')}")
-    fill_both = max(it for it, _ in full) <= min(it for _, it in full)
-    if max(last) > min(most) and not fill_both:
-        raise invalid(
-            f"{' and '.join(texts)}: no request fills both from src_token={tables.src_token} and "
-            f"dst_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
-            f"{' and '.join(needed)}"
-        )
+    raise invalid(
+        f"{' and '.join(texts)}: no request fills both from src_token={tables.src_token} and "
+        f"dst_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
+        f"{' and '.join(needed)}"
+    )
 
 
 def _offsets(
