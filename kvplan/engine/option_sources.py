@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
@@ -97,20 +98,24 @@ def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:
     return {name: setting.value for name, setting in settings.items()}
 
 
-def with_sources(error: Exception, settings: Mapping[str, Setting]) -> Exception:
-    """Return an error of `Options` that says where the values which it names are from."""
-    text = str(error.args[0])
-    sources = [
-        f"{name} is from {setting.source}"
-        for name, setting in settings.items()
-        if re.search(rf"\b{name}( \(|=)", text)
-    ]
-    if not sources:
-        return error
-    text = "; ".join([text, *sources])
-    if isinstance(error, LLMException):
-        return LLMException(text, status_code=error.status_code)
-    return type(error)(text)
+@contextmanager
+def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
+    """Have errors of `Options` say where the values that they name are from."""
+    try:
+        yield
+    except (LLMException, TypeError, ValueError) as error:
+        text = str(error.args[0])
+        sources = [
+            f"{name} is from {setting.source}"
+            for name, setting in settings.items()
+            if re.search(rf"\b{name}( \(|=)", text)
+        ]
+        if not sources:
+            raise
+        text = "; ".join([text, *sources])
+        if isinstance(error, LLMException):
+            raise LLMException(text, status_code=error.status_code) from None
+        raise type(error)(text) from None
 
 
 def _table_of(name: str) -> Mapping[str, Any]:

@@ -21,12 +21,12 @@ from kvplan.engine.option_rows import (
 from kvplan.engine.option_sources import (
     configured,
     from_environment,
+    naming_sources,
     read_file,
     values_of,
-    with_sources,
 )
 from kvplan.engine.pools import PoolConfig
-from kvplan.status import LLMException, invalid
+from kvplan.status import invalid
 from kvplan.validation import check_mapping, check_type, shown
 
 _T = TypeVar("_T")
@@ -39,13 +39,8 @@ def _completed(cls: type[_T]) -> type[_T]:
     @wraps(from_arguments)
     def init(self: _T, **given: Any) -> None:
         found = {name: it for name, it in configured().items() if name not in given}
-        if not found:
-            from_arguments(self, **given)
-            return
-        try:
+        with naming_sources(found):
             from_arguments(self, **given, **values_of(found))
-        except (LLMException, TypeError, ValueError) as error:
-            raise with_sources(error, found) from None
 
     type.__setattr__(cls, "__init__", init)
     return cls
@@ -228,10 +223,8 @@ class Options:
         """
         before = given.keys() | from_environment().keys()
         found = {name: it for name, it in read_file(path).items() if name not in before}
-        try:
+        with naming_sources(found):
             return cls(**given, **values_of(found))
-        except (LLMException, TypeError, ValueError) as error:
-            raise with_sources(error, found) from None
 
     @classmethod
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:

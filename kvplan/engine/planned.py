@@ -46,11 +46,11 @@ class PlannedOperation(TransferOperation):
         speculative: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
-        check_plan(planned.plan)
+        plan = check_plan(planned.plan)
         rows = Transfer(Rows(planned.src), Rows(planned.dst))
         super().__init__(engine, rows, by_layer=by_layer, speculative=speculative, **options)
         self._planned = planned
-        self.name = f"{_VERBS[self._local]}_layers" if by_layer else planned.plan.operation
+        self.name = f"{_VERBS[self._local]}_layers" if by_layer else plan.operation
 
     def prepare(self) -> Prepared:
         """Find both caches, and compare them with what the plan says.
@@ -58,7 +58,8 @@ class PlannedOperation(TransferOperation):
         Raises:
             TypeError, LLMException: as `own`, `peer` and `fitted`.
         """
-        plan, (src, dst) = self._planned.plan, (self._planned.src, self._planned.dst)
+        planned = self._planned
+        plan, src, dst = check_plan(planned.plan), planned.src, planned.dst
         src_slot = dst_slot = 0
         if self._local == "dst":
             source, src_slot, src_memory = self.peer(
@@ -78,7 +79,7 @@ class PlannedOperation(TransferOperation):
             _check_slot("src", src, src_slot, plan)
         elif self._local == "src":
             _check_slot("dst", dst, dst_slot, plan)
-        made = fitted(self._planned, source, target, self._local, by_layer=self.by_layer)
+        made = fitted(planned, source, target, self._local, by_layer=self.by_layer)
         return made, src_memory, dst_memory, None
 
 
@@ -110,7 +111,7 @@ def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_lay
             invariants of plans; a cache that is not what the plan says; a block that the lease
             does not have; several layers in one tensor, by layers.
     """
-    plan = planned.plan
+    plan = check_plan(planned.plan)
     if plan.local != local:
         needed = f'kvplan.plan(..., local="{local}")'
         raise invalid(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from kvplan.lease import BlockLease
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.groups import AnyPlan
     from kvplan.planning.side import Described
     from kvplan.types import AnyCacheKey, Cache
 
@@ -102,13 +102,14 @@ class Planned(msgspec.Struct, frozen=True):
     difference is refused. Unlike a `Transfer`, it is nothing for `kvplan.plan`.
 
     Attributes:
-        plan: what moves, such as `load_plan` returns. A part of a `GroupPlan` is `groups[name]`.
+        plan: what moves, a `Plan` such as `load_plan` returns. A `GroupPlan` moves by its parts,
+            `groups[name]`, in a mapping.
         src, dst: what names the caches. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
             `BlocksCacheKey`, a `BlockLease`, or, as source, a `CacheKey`. A name of a slot must be
             of the slot that the plan moves, and a lease must have every block that it moves.
     """
 
-    plan: Plan
+    plan: AnyPlan
     src: Cache | AnyCacheKey | BlockLease
     dst: Cache | AnyCacheKey | BlockLease
 

@@ -85,7 +85,7 @@ def test_a_golden_plan_is_what_moves(
     by: str,
 ) -> None:
     plan = golden(tmp_path, by_layer=verb == "layered")
-    src = {"key": KEY, "index": CacheIndex(1, 1), "lease": lease}[by]
+    src: Any = {"key": KEY, "index": CacheIndex(1, 1), "lease": lease}[by]
     planned, seen = Planned(plan, src, mine), list[PlanEvent]()
     remove = user.on_plan(seen.append)
     if verb == "run":
@@ -184,8 +184,8 @@ def test_a_group_plan_moves_by_its_parts(user: LlmDataDist, mine: Cache, lease: 
     plan = kvplan.plan(parts, local="dst")
     assert isinstance(plan, kvplan.GroupPlan)
     with pytest.raises(TypeError, match="a mapping of names to Planned"):
-        user.run(Planned(plan, KEY, mine))  # type: ignore[arg-type]
-    sources = {"a": KEY, "b": lease}
+        user.run(Planned(plan, KEY, mine))
+    sources: dict[str, Any] = {"a": KEY, "b": lease}
     planned = {name: Planned(part, sources[name], mine) for name, part in plan.groups.items()}
     assert user.plan(planned) == plan
     user.run(planned)

@@ -103,7 +103,7 @@ def test_the_environment_is_no_other_role(monkeypatch: pytest.MonkeyPatch) -> No
         engine.initialize()
         assert engine.listen_address is not None
         engine.set_role(LlmRole.DECODER, {"ListenIpInfo": ""})
-        assert engine.listen_address is None
+        assert not engine.listen_address
         with refused(INVALID, "of set_role may hold ListenIpInfo only"):
             engine.set_role(LlmRole.DECODER, {"kvplan.max_links": "3"})
 
