@@ -205,8 +205,14 @@ clean: ## remove everything that these commands made
 	touch $@
 
 # One for each extra of pyproject.toml; -e builds the native modules in place.
-.venv/dev .venv/demo: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
-	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
+.venv/demo: .venv/ready requirements/constraints.txt $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e '.[demo]'
+	touch $@
+
+# The native modules are compiled while pip, which has one process, installs what is pinned.
+.venv/dev: .venv/ready requirements/constraints.txt $(SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace & $(BIN)/pip install -q -r requirements/constraints.txt && wait $$!
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
 	touch $@
 
 .venv/wheels: requirements/wheels.txt .venv/dev
