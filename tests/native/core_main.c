@@ -212,7 +212,7 @@ static void order_wakes(void)
     sem_init(&is_ordering, 0, 0);
     sem_init(&may_end, 0, 0);
     with_streams.block_stream = order_when_told;
-    kvn_task_init(&task, &backend, &columns);
+    kvn_task_init(&task, &backend, &columns, NULL);
     CHECK(kvn_task_begin(&task) == KVN_PENDING);
     CHECK(pthread_create(&ordering_thread, NULL, order_stream, &task) == 0);
     sem_wait(&is_ordering);
@@ -474,7 +474,7 @@ static void all_who_wait_wake(void)
             if (kind == 0) {
                 CHECK(kvn_pooled_submit(it.backend, &columns, &it.request, &report) == KVN_OK);
             } else if (kind == 1) {
-                kvn_task_init(&it.task, it.backend, &columns);
+                kvn_task_init(&it.task, it.backend, &columns, NULL);
                 CHECK(kvn_task_begin(&it.task) == KVN_PENDING);
             } else {
                 kvn_layered_init(&it.layered, it.backend, &columns, 1);

@@ -32,7 +32,7 @@ from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors, lower
 from kvnative._writers import Ticket, Writer, WriterTable
 from tests.support.peer import EXECUTE_ANOTHER_PROGRAM
-from tests.support.wrappers import delay, fail_at, limit_bandwidth
+from tests.support.wrappers import delay, fail_at, hold, let_go, limit_bandwidth
 from tests.transport.owner import Owner
 
 NBYTES = 1 << 20
@@ -276,11 +276,13 @@ class TestEndOfLeases:
             assert len(here.table.end_leases(here.generations, [ended], seconds)) == 1
         assert task.cancel().status == KVN_CANCELLED
         assert here.table.end_leases(here.generations, [ended], 0) == []
-        task = Executor(writer.around(delay(host, 5), here.registered)).submit(descriptors)
+        held = hold(host)
+        task = Executor(writer.around(held, here.registered)).submit(descriptors)
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
             while not call.running():
                 assert not call.done(), call.result()
+            let_go(held)
             assert task.wait(30_000).status == KVN_OK
             assert call.result() == []
 
