@@ -78,14 +78,6 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Leave out what a file's tests have left, too: thousands of tests collect garbage."""
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-
-
-@pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """Watch the teardown of a test that failed, since its failure ended all other watches.
 

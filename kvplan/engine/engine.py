@@ -154,9 +154,10 @@ class Engine:
 
     @property
     def is_observed(self) -> bool:
-        """Whether more is done for a transfer than to move and count it; or this is a fork."""
+        """Whether the engine's options ask for more than to move and count; or this is a fork."""
         return (
-            self.recorder is not None
+            self.reinterpret
+            or self.recorder is not None
             or self.tracer is not None
             or self.verify_every != 0
             or os.getpid() != self.pid

@@ -159,9 +159,8 @@ class PeerTensors:
 
 if not TYPE_CHECKING:  # `help` and `inspect.signature` look up the names of annotations here
     from kvplan.lease import BlockLease
-    from kvplan.planning.blocks import Blocks
-    from kvplan.planning.segments import Coalesce
+    from kvplan.planning.groups import AnyPlan
     from kvplan.planning.side import Described
-    from kvplan.types import AnyCacheKey
+    from kvplan.types import AnyCacheKey, Cache
 
     AnyCache = Described | AnyCacheKey | BlockLease | PeerTensors

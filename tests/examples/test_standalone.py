@@ -176,9 +176,9 @@ def test_two_hosts_says_what_is_wrong_in_one_line(python: Path, tmp_path: Path) 
 
 def test_a_wrong_block_table_fails_its_unit_tests(python: Path, tmp_path: Path) -> None:
     source = (FOLDER / "test_block_tables.py").read_text()
-    right = "dst_token=num_cached"
+    right = "Rows(desc, mine, first_token=num_cached)"
     assert source.count(right) == 1
-    (tmp_path / "test_block_tables.py").write_text(source.replace(right, "dst_token=0"))
+    (tmp_path / "test_block_tables.py").write_text(source.replace(right, "Rows(desc, mine)"))
     done = start(python, tmp_path, *words_of("test_block_tables"))
     assert done.returncode == 1
     assert "4 failed, 2 passed" in done.stdout

@@ -15,7 +15,9 @@ from kvplan import (
     GatherError,
     GatherTask,
     LlmDataDist,
+    Rows,
     Shard,
+    Transfer,
     Transfers,
 )
 from tests.faults.conftest import MakeEngine, MakePeer
@@ -64,8 +66,8 @@ def begin(make_engine: MakeEngine, make_peer: MakePeer) -> Begin:
         ]
         link(user, *peers)
         user.completions()
-        tables = [[0, 1]] * NUM_SOURCES
-        return user, user.submit_gather_blocks(sources, mine, tables, [2, 3])
+        rows = [Rows(key, [0, 1]) for key in sources]
+        return user, user.submit(Transfer(rows, Rows(mine, [2, 3])))
 
     return make
 
