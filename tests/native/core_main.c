@@ -477,7 +477,8 @@ static void all_who_wait_wake(void)
                 kvn_task_init(&it.task, it.backend, &columns, NULL);
                 CHECK(kvn_task_begin(&it.task) == KVN_PENDING);
             } else {
-                kvn_layered_init(&it.layered, it.backend, &columns, 1, NULL);
+                kvn_ending_init(&ending, 1);
+                kvn_layered_init(&it.layered, it.backend, &columns, 1, &ending);
                 CHECK(kvn_layered_open(&it.layered, 0, NULL, &opened) == KVN_PENDING && opened);
             }
             check_all_wake(&it, calls, 3);
