@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from inspect import getfile
 
 import pytest
 
@@ -230,10 +231,12 @@ def test_nothing_is_kept_of_caches_without_keys():
             index.bind(cache_id, [PADDING], num_tensors=1, consumable=True)
             assert not index.is_used(cache_id)
             index.unbind(cache_id)
-        kept, _ = tracemalloc.get_traced_memory()
+        taken = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()
-    assert kept < 10_000
+    # Other threads of the process allocate too: only what the index allocates is its own.
+    own = taken.filter_traces([tracemalloc.Filter(True, getfile(KeyIndex))])
+    assert sum(it.size for it in own.traces) < 10_000
 
 
 def test_one_holder_cannot_have_claims_without_end(registry):
