@@ -157,7 +157,7 @@ class Engine:
         """Whether the engine's options ask for more than to move and count; or this is a fork."""
         return (
             self.reinterpret
-            or self.recorder is not None
+            or (self.recorder is not None and not self.recorder.ended)
             or self.tracer is not None
             or self.verify_every != 0
             or os.getpid() != self.pid
