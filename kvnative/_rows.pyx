@@ -263,8 +263,14 @@ cdef class RowLowering:
         peer.check_open()
         if not peer.is_good(words):
             return 0
-        if guard is not None and not kvn_guard_try_enter(guard.guard, &announced):
-            return 0
+        if guard is not None:
+            if not kvn_guard_try_enter(guard.guard, &announced):
+                return 0
+            # Since the announcement the guard has checked the words of the memory alone. An owner
+            # that ended a lease before that saw no announcement, and waits for nothing.
+            if peer.first_stale(words) >= 0:
+                kvn_guard_leave(guard.guard, &announced)
+                return 0
         for pair in range(self.pairs):
             src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
             dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
