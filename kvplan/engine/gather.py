@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask
 from kvplan.engine.groups import GroupOperation, Part, named
@@ -16,7 +16,7 @@ from kvplan.lease import BlockLease
 from kvplan.planning.blocks import RequestBlocks, check_table
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import plan_groups
-from kvplan.planning.planner import check_sources, part_name
+from kvplan.planning.planner import VERBS, check_sources, part_name
 from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
@@ -29,12 +29,65 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
 
 
+class Shares(NamedTuple):
+    """What a transfer of several caches moves between this process and each peer.
+
+    Attributes:
+        name: of the operation.
+        is_gather: whether one of the transfers has a sequence of sources.
+        is_copy: whether all caches are of this process.
+        parts: of each peer, in the order in which the transfer names the peers; layer by layer of
+            each pair of caches.
+    """
+
+    name: str
+    is_gather: bool
+    is_copy: bool
+    parts: list[list[Part]]
+
+
+def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
+    """Share a transfer out to its peers.
+
+    Raises:
+        TypeError: a transfer of another type.
+        LLMException: LLM_PARAM_INVALID: transfers of several directions.
+    """
+    peers: dict[object, list[Part]] = {}
+    directions: dict[str, str] = {}
+    for name, transfer in transfers.items():
+        with named(name):
+            single = not _has_sources(transfer)
+            sources, dst = _rows_of(transfer)
+            known: dict[int | None, int] = {}
+            for index, rows in enumerate(sources):
+                local = local_of(rows, dst)
+                if not single and local != "dst":
+                    raise invalid(f"src[{index}]={shown(rows.cache)} of a gather must be a peer's")
+                directions[local] = name
+                key = rows.cache if local == "dst" else dst.cache
+                cluster = None if local == "both" else cast(BlockLease, key).cluster_id
+                nth = known[cluster] = known.get(cluster, -1) + 1  # caches of one peer
+                part = Part(name, transfer, rows, dst, -1 if single else index)
+                peer: object = (cluster, nth, name) if by_layer else (cluster, nth)
+                peers.setdefault(peer, []).append(part)
+    if len(directions) > 1:
+        raise invalid(f"transfer: {directions} are of several directions; one has one")
+    is_gather = any(map(_has_sources, transfers.values()))
+    verb = VERBS[next(iter(directions))]
+    operation = f"{verb}_layers" if by_layer else f"{verb}_groups"
+    if is_gather and not by_layer:
+        operation = "gather_blocks" if "" in transfers else "gather_groups"
+    return Shares(operation, is_gather, "both" in directions, [*peers.values()])
+
+
 class Several:
     """The operations of one transfer: one for each peer, or by layers for each pair of caches.
 
     Args:
         engine: that runs them.
         transfers: what moves, by name, at least one; "" for a transfer without one.
+        shares: of these, as `shares_of` returns them.
         by_layer: whether each layer is to move by itself.
         options: as of `Operation`.
 
@@ -45,48 +98,22 @@ class Several:
         operations: of the peers, in the order in which the transfer names them.
 
     Raises:
-        TypeError: a transfer or option of another type.
-        LLMException: LLM_PARAM_INVALID: transfers of several directions.
+        TypeError, LLMException: an option, as `Operation`.
     """
 
     def __init__(
         self,
         engine: Engine,
         transfers: Mapping[str, Transfer | Planned],
+        shares: Shares,
         *,
         by_layer: bool = False,
-        speculative: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
         self.engine = engine
         self._transfers = transfers
-        peers: dict[object, list[Part]] = {}
-        directions: dict[str, str] = {}
-        for name, transfer in transfers.items():
-            with named(name):
-                single = not _has_sources(transfer)
-                sources, dst = _rows_of(transfer)
-                known: dict[int | None, int] = {}
-                for index, rows in enumerate(sources):
-                    local = local_of(rows, dst)
-                    if not single and local != "dst":
-                        raise invalid(
-                            f"src[{index}]={shown(rows.cache)} of a gather must be a peer's"
-                        )
-                    directions[local] = name
-                    key = rows.cache if local == "dst" else dst.cache
-                    cluster = None if local == "both" else cast(BlockLease, key).cluster_id
-                    nth = known[cluster] = known.get(cluster, -1) + 1  # caches of one peer
-                    part = Part(name, transfer, rows, dst, -1 if single else index)
-                    peer: object = (cluster, nth, name) if by_layer else (cluster, nth)
-                    peers.setdefault(peer, []).append(part)
-        if len(directions) > 1:
-            raise invalid(f"transfer: {directions} are of several directions; one has one")
-        verb = {"dst": "pull", "src": "push", "both": "copy"}[next(iter(directions))]
-        self.name: str = f"{verb}_layers" if by_layer else f"{verb}_groups"
-        if self.is_gather and not by_layer:
-            self.name = "gather_blocks" if "" in transfers else "gather_groups"
-        if "both" in directions:
+        self.name: str = shares.name
+        if shares.is_copy:
             refuse_notices(options)
         self.notices = GatherNotices(
             engine, self.name, options.pop("notify", None), options.pop("notify_failure", None),
@@ -96,17 +123,12 @@ class Several:
         after = options.pop("after", None)
         gate = None if after is None else engine.gate("after", after)
         self.operations: list[GroupOperation] = []
-        for parts in peers.values():
+        for parts in shares.parts:
             operation = GroupOperation(
                 engine, self.name, parts, by_layer=by_layer, is_part=True, **options
             )
             operation.after = gate
             self.operations.append(operation)
-
-    @property
-    def is_gather(self) -> bool:
-        """Whether one of the transfers has a sequence of sources."""
-        return any(map(_has_sources, self._transfers.values()))
 
     def plan(self) -> GroupPlan:
         """Plan all parts; nothing moves."""

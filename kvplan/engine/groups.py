@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Unpack, cast
 
+import msgspec
 import numpy as np
 
 from kvplan.device.memory import DeviceMemory
@@ -161,10 +162,7 @@ class GroupOperation(TransferOperation):
             return fitted(part.transfer, source, target, self._local, by_layer=self.by_layer)
         transfer = part.with_tables(part.transfer)
         if self.engine.reinterpret and not transfer.reinterpret:
-            transfer = Transfer(
-                transfer.src, transfer.dst, transfer.num_tokens, transfer.nbytes, transfer.layers,
-                True, transfer.coalesce,
-            )  # fmt: skip
+            transfer = msgspec.structs.replace(transfer, reinterpret=True)
         src, dst = cast(Rows, transfer.src), transfer.dst
         if src.blocks is None or dst.blocks is None:
             field = "src_blocks" if src.blocks is None else "dst_blocks"

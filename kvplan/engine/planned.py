@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Unpack, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 from kvplan.engine.operation import Prepared, SubmitOptions
 from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.lease import BlockLease
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.plan import Plan
+from kvplan.planning.planner import VERBS
 from kvplan.planning.side import is_same_cache
 from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import invalid
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.planning.planner import Local
     from kvplan.planning.side import Side
-
-_VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
 
 
 class PlannedOperation(TransferOperation):
@@ -50,7 +49,7 @@ class PlannedOperation(TransferOperation):
         rows = Transfer(Rows(planned.src), Rows(planned.dst))
         super().__init__(engine, rows, by_layer=by_layer, speculative=speculative, **options)
         self._planned = planned
-        self.name = f"{_VERBS[self._local]}_layers" if by_layer else plan.operation
+        self.name = f"{VERBS[self._local]}_layers" if by_layer else plan.operation
 
     def prepare(self) -> Prepared:
         """Find both caches, and compare them with what the plan says.
@@ -115,8 +114,8 @@ def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_lay
     if plan.local != local:
         needed = f'kvplan.plan(..., local="{local}")'
         raise invalid(
-            f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {_VERBS[local]}, and "
-            f"the plan is of {plan.operation}; {needed} plans a {_VERBS[local]}"
+            f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {VERBS[local]}, and "
+            f"the plan is of {plan.operation}; {needed} plans a {VERBS[local]}"
         )
     for name, then, now in (("src", plan.src, source), ("dst", plan.dst, target)):
         if then != now:

@@ -10,7 +10,7 @@ from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
 from kvplan.planning.layers import source_tensors
-from kvplan.planning.planner import Local, plan_pair
+from kvplan.planning.planner import VERBS, Local, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
@@ -97,7 +97,7 @@ class TransferOperation(Operation):
         if self._local == "both":
             refuse_notices(options)
         # What logs, metrics and recordings call the transfer, such as "pull_blocks".
-        verb = "pull" if self._local == "dst" else "push" if self._local == "src" else "copy"
+        verb = VERBS[self._local]
         cache = dst.cache
         if by_layer:
             rows = "layers"

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
-from kvplan.engine.gather import Several
+from kvplan.engine.gather import Several, shares_of
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
 from kvplan.engine.operation import MAX_TAG, Operation, RunOptions, SubmitOptions, TransferOptions
@@ -16,7 +16,7 @@ from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.routes import UndeliveredError
 from kvplan.engine.runner import OperationRunner
-from kvplan.planning.planner import check_sources, check_transfers
+from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.validation import shown
@@ -277,8 +277,9 @@ def _operation(
             return TransferOperation(
                 engine, transfer, by_layer=by_layer, speculative=speculative, **options
             )
-        check_sources(transfer.src)
-        return Several(engine, {"": transfer}, by_layer=by_layer, **options)
+        alone = {"": transfer}
+        shares = shares_of(alone, by_layer=by_layer)
+        return Several(engine, alone, shares, by_layer=by_layer, **options)
     if isinstance(transfer, Planned):
         return PlannedOperation(
             engine, transfer, by_layer=by_layer, speculative=speculative, **options
@@ -291,11 +292,10 @@ def _operation(
             "or AddressRanges"
         )
     check_transfers(transfer, (Transfer, Planned))
-    several = Several(engine, transfer, by_layer=by_layer, **options)
-    if len(several.operations) > 1 or several.is_gather or by_layer:
-        return several
-    parts = several.operations[0].parts
-    return GroupOperation(engine, several.name, parts, speculative=speculative, **options)
+    shares = shares_of(transfer, by_layer=by_layer)
+    if len(shares.parts) > 1 or shares.is_gather or by_layer:
+        return Several(engine, transfer, shares, by_layer=by_layer, **options)
+    return GroupOperation(engine, shares.name, shares.parts[0], speculative=speculative, **options)
 
 
 def _is_simple(options: RunOptions) -> bool:

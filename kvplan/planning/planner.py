@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast, overload
 
 import numpy as np
 
@@ -26,7 +26,8 @@ Local: TypeAlias = Literal["src", "dst", "both"]
 """Which side of a transfer is this process's: of a push, a pull and a copy."""
 
 _DESCRIBED = (CacheDesc, Cache, RemoteCache, Side)
-_VERBS = {"dst": "pull", "src": "push", "both": "copy"}
+VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
+"""What a transfer is called, by the side that is this process's."""
 
 
 @overload
@@ -134,7 +135,7 @@ def plan_pair(
     src, dst = cast(Rows, transfer.src), transfer.dst
     if transfer.rank is not None:
         raise invalid(f"rank={transfer.rank} must be None: only a gather has several sources")
-    verb = _VERBS[local]
+    verb = VERBS[local]
     if dst.blocks is None:
         if src.blocks is not None:
             raise invalid(f"src_blocks={shown(src.blocks)} go to blocks; dst_blocks must name them")
