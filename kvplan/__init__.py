@@ -16,7 +16,7 @@ import numpy as _numpy  # noqa: F401, ICN001
 from kvplan.layout import CacheLayout, Interleaved, Shard
 from kvplan.planning import (
     Coalesce,
-    GroupPlan,
+    Part,
     Plan,
     load_plan,
 )
@@ -97,7 +97,6 @@ __all__ = [
     "Estimate",
     "GatherError",
     "GatherTask",
-    "GroupPlan",
     "HostMemory",
     "Interleaved",
     "IpInfo",
@@ -122,6 +121,7 @@ __all__ = [
     "Options",
     "PeerTensors",
     "Placement",
+    "Part",
     "Plan",
     "PlanEvent",
     "Planned",

@@ -34,7 +34,7 @@ def gathered(
     gather = Transfer(sources, Rows(cache, mine), num_tokens=offers[0].num_tokens)
 
     started = time.perf_counter()
-    parts = datadist.plan(gather).groups.values()
+    parts = datadist.plan(gather).by_part().values()
     plan_seconds = time.perf_counter() - started
     first, repeated = timed(lambda: datadist.run(gather, timeout_ms=TIMEOUT_MS))
     return Moved(

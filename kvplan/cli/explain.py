@@ -12,12 +12,11 @@ from kvplan.cli.costs import builtin_option, costs_here
 from kvplan.cli.paint import write_lines
 from kvplan.cli.plans import plan_argument, transport_option
 from kvplan.inspection.units import DEFAULT_LIMIT, Format
-from kvplan.planning.groups import GroupPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
 
 SCHEMA_VERSION: Final = 1
@@ -48,7 +47,7 @@ SCHEMA_VERSION: Final = 1
 @builtin_option
 @json_option
 def command(
-    plan: AnyPlan,
+    plan: Plan,
     form: Format,
     limit: int,
     transport: str | None,
@@ -79,7 +78,7 @@ def command(
     return ExitCode.OK
 
 
-def _document(plan: AnyPlan, limit: int | None) -> dict[str, Any]:
+def _document(plan: Plan, limit: int | None) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "operation": plan.operation,
@@ -88,29 +87,25 @@ def _document(plan: AnyPlan, limit: int | None) -> dict[str, Any]:
         "num_tensor_pairs": plan.num_tensor_pairs,
         "num_descriptors": plan.num_descriptors,
         "nbytes": plan.nbytes,
-        "groups": [*plan.groups] if isinstance(plan, GroupPlan) else None,
+        "parts": [part.label for part in plan.parts],
         "descriptors": [*islice(_descriptors(plan), limit)],
     }
 
 
-def _descriptors(plan: AnyPlan) -> Iterator[dict[str, Any]]:
+def _descriptors(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each, with the layers, tensors and rows it came from; offsets are into these tensors."""
-    if isinstance(plan, GroupPlan):
-        for part in plan.parts():
-            for row in _descriptors(part.plan):
-                yield row | {"index": part.descriptor + row["index"], "group": part.name}
-        return
-    for index in range(plan.num_descriptors):
-        yield _descriptor(plan, index)
+    for part, first, *_ in plan.placed():
+        for index in range(part.num_descriptors):
+            yield _descriptor(part, index) | {"index": first + index}
 
 
-def _descriptor(plan: Plan, index: int) -> dict[str, Any]:
-    pair, run = divmod(index, plan.segments.num_runs)
-    (_, src_base), (_, dst_base) = plan.pair(pair)
-    src, dst, nbytes = plan.run_at(run)
+def _descriptor(part: Part, index: int) -> dict[str, Any]:
+    pair, run = divmod(index, part.segments.num_runs)
+    (_, src_base), (_, dst_base) = part.pair(pair)
+    src, dst, nbytes = part.run_at(run)
     return {
         "index": index,
-        **plan.origin(index)._asdict(),
+        **part.origin(index)._asdict(),
         "src_offset": src_base + src,
         "dst_offset": dst_base + dst,
         "nbytes": nbytes,

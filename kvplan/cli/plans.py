@@ -14,7 +14,7 @@ from kvplan.inspection.cost import TRANSPORT_COSTS
 from kvplan.planning.files import load_plan, read_plan
 
 if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -57,7 +57,7 @@ def transport_option(name: str, text: str, *, multiple: bool = False) -> Callabl
     return click.option("-t", "--transport", name, type=choice, multiple=multiple, help=text)
 
 
-def _read(context: click.Context, parameter: click.Parameter, value: str | None) -> AnyPlan | None:
+def _read(context: click.Context, parameter: click.Parameter, value: str | None) -> Plan | None:
     # The shell completes the line: no file is read for that.
     if value is None or context.resilient_parsing:
         return None

@@ -17,7 +17,7 @@ from kvplan.validation import open_regular
 
 if TYPE_CHECKING:
     from kvplan.debug import Difference, Wrong
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 SCHEMA_VERSION: Final = 1
 
@@ -55,7 +55,7 @@ _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 @click.option("--cache", "cache_id", type=int, metavar="ID", help="With --recording: of the cache.")
 @json_option
 def command(
-    plan: AnyPlan,
+    plan: Plan,
     src: Path,
     dst: Path,
     *,
@@ -110,8 +110,8 @@ def _tensors(path: Path) -> list[Any]:
 
 def _as_json(it: Difference) -> dict[str, Any]:
     return {
-        "group": it.group,
-        "plan": it.plan.fingerprint,
+        "part": it.part.label,
+        "plan": it.part.fingerprint,
         "wrong_nbytes": it.wrong_nbytes,
         "elsewhere_nbytes": it.elsewhere_nbytes,
         "layers": it.layers,

@@ -331,7 +331,7 @@ def _write(it: Write) -> dict[str, Any]:
     return {
         "transfer": _document(it.transfer),
         "cluster": it.transfer.cluster_id,
-        "group": it.group,
+        "part": it.label,
         "source": it.source,
         "src_cache": it.src_cache,
         "src_rows": it.src_rows,

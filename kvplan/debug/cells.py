@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.inspection.contents import tokens_spanned
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
 from kvplan.planning.side import Side
 
 Offsets = NDArray[np.int64]
@@ -60,13 +60,13 @@ class Coordinates:
         first_head: its number in the model.
     """
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        self.side: Side = getattr(plan, name)
-        side, tables = self.side, plan.tables
+    def __init__(self, part: Part, name: str) -> None:
+        self.side: Side = getattr(part, name)
+        side, tables = self.side, part.tables
         # Two neighbours that share a byte (4 bits an element) are not told apart.
         named = side.layout.axes if side.layout else ()
         axes = [it for it in named if _is_whole(side, it)]
-        self.apart = plan.tensors_per_layer // (side.extent("kv") if "kv" in plan.split else 1)
+        self.apart = part.tensors_per_layer // (side.extent("kv") if "kv" in part.split else 1)
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
         self.has_kv = self._kv_inside or (self.apart == 2 and "head" in named)
@@ -80,12 +80,12 @@ class Coordinates:
         for entry, row in enumerate(rows):
             self.entries.setdefault(row, []).append(entry)
         self.knows_tokens = (
-            bool(rows) and plan.local != "both" and "token" in axes and side.has_all_tokens
+            bool(rows) and part.local != "both" and "token" in axes and side.has_all_tokens
         )
         self.shift = 0 if tables is None else tables.src_token - tables.dst_token
         self.tokens_moved = range(0)
         if tables is not None:
-            count = tokens_spanned(plan) if self.knows_tokens else None
+            count = tokens_spanned(part) if self.knows_tokens else None
             last = len(rows) * self.tokens + self.shift
             first = tables.src_token if self.knows_tokens else self.shift
             self.tokens_moved = range(first, last if count is None else first + count)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.inspection.contents import Span, spans_of, spans_text
 from kvplan.inspection.units import nbytes_text, plural
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
 
 if TYPE_CHECKING:
     from kvplan.recording import Write
@@ -57,8 +57,7 @@ class Difference:
     it as differs for all that is known of the layout.
 
     Attributes:
-        plan: what was executed.
-        group: of a `GroupPlan`; empty: a plan of one group.
+        part: of the plan that was executed.
         wrong_nbytes: bytes that the plan wrote, in cells that differ.
         elsewhere_nbytes: bytes in cells that differ, and that the plan does not write.
         layers: numbers of the layers that are wrong, as in `Wrong.layer`.
@@ -68,8 +67,7 @@ class Difference:
         first: the first of them in the order of layers and of the request; None: nothing is wrong.
     """
 
-    plan: Plan
-    group: str
+    part: Part
     wrong_nbytes: int
     elsewhere_nbytes: int
     layers: tuple[int, ...] = ()
@@ -81,16 +79,16 @@ class Difference:
 
     def lines(self) -> Iterator[str]:
         """What it says, for people."""
-        plan, first = self.plan, self.first
-        name = f"{plan.operation} (plan {plan.fingerprint[:6]})"
-        if self.group:
-            name = f"group {self.group}: {name}"
+        part, first = self.part, self.first
+        name = f"{part.operation} (plan {part.fingerprint[:6]})"
+        if part.label:
+            name = f"part {part.label}: {name}"
         if first is None:
-            yield f"as expected: all {nbytes_text(plan.nbytes)} that {name} writes"
+            yield f"as expected: all {nbytes_text(part.nbytes)} that {name} writes"
         else:
-            total = nbytes_text(plan.nbytes)
+            total = nbytes_text(part.nbytes)
             yield f"wrong: {nbytes_text(self.wrong_nbytes)} of the {total} that {name} writes"
-            rows = spans_text(plan.dst.row, spans_of(self.rows))
+            rows = spans_text(part.dst.row, spans_of(self.rows))
             held = [spans_text("layer", spans_of(self.layers)), self.kv]
             held += [spans_text("head", spans_of(self.heads)), spans_text("token", [*self.tokens])]
             yield f"  {', '.join(filter(None, [*held, f'{rows} at dst']))}"
@@ -102,22 +100,22 @@ class Difference:
             )
 
     def _first_lines(self, first: Wrong) -> Iterator[str]:
-        plan = self.plan
+        part = self.part
         held = [f"layer {first.layer}", first.kv]
         held += [spans_text("head", [first.heads] if first.heads else [])]
         held += [spans_text("token", [first.tokens] if first.tokens else [])]
-        where = f"{plan.dst.row} {first.row} of {plan.dst.name or f'dst tensor {first.tensor}'}"
+        where = f"{part.dst.row} {first.row} of {part.dst.name or f'dst tensor {first.tensor}'}"
         yield f"first: {', '.join(filter(None, [*held, where]))}"
         # A slot is in no table, and a copy inside of a process may read a block for several.
-        entries = first.entries if plan.src.paged and plan.local != "both" else ()
+        entries = first.entries if part.src.paged and part.local != "both" else ()
         named = " and ".join(f"src_blocks[{it}]" for it in entries[:4])
-        source = plan.src.name or f"src tensor {first.src_tensor}"
+        source = part.src.name or f"src tensor {first.src_tensor}"
         yield (
-            f"  descriptor {first.descriptor} wrote it, from {plan.src.row} {first.src_row} of "
+            f"  descriptor {first.descriptor} wrote it, from {part.src.row} {first.src_row} of "
             f"{source}{f', {named}' if named else ''}"
         )
         if len(entries) > 1:
-            yield f"  {plan.src.row} {first.src_row} is in the block table more than once"
+            yield f"  {part.src.row} {first.src_row} is in the block table more than once"
         if first.holds:
             yield f"  it holds {first.holds}"
         if first.as_planned:
@@ -145,8 +143,7 @@ class Located:
     """What `locate` found; true if anything is wrong, and `print` shows it.
 
     Attributes:
-        differences: for each group that was compared, in their order; of a plan without groups
-            one.
+        differences: of each part of the plan, in order.
     """
 
     differences: tuple[Difference, ...]
@@ -156,7 +153,7 @@ class Located:
 
     @property
     def first(self) -> Wrong | None:
-        """Of the first group in which something is wrong; None: nothing is."""
+        """Of the first part in which something is wrong; None: nothing is."""
         return next((it.first for it in self.differences if it.first is not None), None)
 
     def lines(self) -> Iterator[str]:

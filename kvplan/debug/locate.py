@@ -16,8 +16,8 @@ from kvplan.debug.search import Search
 from kvplan.debug.tensors import CHUNK, Bytes, Same, comparison, tensors_of
 from kvplan.inspection.contents import spans_of
 from kvplan.planning import reference
-from kvplan.planning.groups import AnyPlan, GroupPlan, Part
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
+from kvplan.planning.plan import PlacedPart, Plan
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def locate(
     expected: Sequence[Any],
     found: Sequence[Any],
-    plan: AnyPlan,
+    plan: Plan,
     *,
     source: Sequence[Any] | None = None,
     atol: float = 0.0,
@@ -39,8 +39,8 @@ def locate(
 
     Args:
         expected, found: the tensors of the destination, as they should be and as they are: NumPy
-            arrays, or CPU tensors that have `__dlpack__`, one for each tensor of `plan.dst` and
-            contiguous. Of a `GroupPlan` those of all groups, one group after another.
+            arrays, or CPU tensors that have `__dlpack__`, one for each tensor at dst and
+            contiguous. Of several parts those of each, one part after another.
         plan: what was executed.
         source: the tensors of the source, if there are any to look at: it is said then whether the
             plan was carried out, and bytes of other requests are recognized.
@@ -48,22 +48,23 @@ def locate(
             of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs need not compute alike.
         recordings: of the engine whose cache it is, and then of its peers: they say who wrote the
             first wrong block.
-        cache_id: of that cache; needed with `recordings`, which a `GroupPlan` cannot have.
+        cache_id: of that cache; needed with `recordings`, which a plan of several parts cannot have.
 
     Raises:
         ValueError: a number outside its C type.
         TypeError: what is neither an array nor a tensor.
         LLMException: LLM_PARAM_INVALID: tensors that do not fit the plan, or that no CPU reaches;
             `atol` below 0, or above for elements that are not of those types; recordings without
-            `cache_id`, or of a plan of groups.
+            `cache_id`, or with a plan of several parts.
     """
     if isinstance(atol, bool) or not isinstance(atol, int | float):
         raise TypeError(f"atol={shown(atol)} must be a number")
     if not 0 <= atol < math.inf:
         raise invalid(f"atol={atol} must be >= 0 and finite")
-    parts = _parts(plan)
-    if recordings and (cache_id is None or isinstance(plan, GroupPlan)):
-        raise invalid("recordings need cache_id, and a plan of one cache")
+    placed = _placed(plan)
+    parts = [it.part for it in placed]
+    if recordings and (cache_id is None or len(parts) > 1):
+        raise invalid("recordings need cache_id, and a plan of one part")
     should, does = (
         tensors_of(name, given, parts, "dst")
         for name, given in (("expected", expected), ("found", found))
@@ -71,13 +72,13 @@ def locate(
     read = None if source is None else tensors_of("source", source, parts, "src")
     found_in = [
         _compare(
-            part,
-            should[part.dst_tensor :],
-            does[part.dst_tensor :],
-            None if read is None else read[part.src_tensor :],
-            comparison(part.plan, atol),
+            it.part,
+            should[it.dst_tensor :],
+            does[it.dst_tensor :],
+            None if read is None else read[it.src_tensor :],
+            comparison(it.part, atol),
         )
-        for part in parts
+        for it in placed
     ]
     if recordings and (first := found_in[0].first) is not None:
         own, *others = recordings
@@ -88,7 +89,7 @@ def locate(
 
 
 def replay(
-    plan: AnyPlan,
+    plan: Plan,
     src: Sequence[Any],
     dst: Sequence[Any],
     *,
@@ -108,26 +109,24 @@ def replay(
     Raises:
         TypeError, ValueError, LLMException: as `locate` does.
     """
-    parts = _parts(plan)
+    parts = [it.part for it in _placed(plan)]
     read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")
     expected = [it.copy() for it in found]
     reference.execute(plan, read, expected)
     return locate(expected, found, plan, source=read, recordings=recordings, cache_id=cache_id)
 
 
-def _parts(plan: AnyPlan) -> list[Part]:
-    if isinstance(plan, GroupPlan):
-        return [*plan.parts()]
-    return [Part("", check_type("plan", plan, Plan), 0, 0, 0)]
+def _placed(plan: object) -> list[PlacedPart]:
+    return [*check_type("plan", plan, Plan).placed()]
 
 
 def _compare(
     part: Part, expected: list[Bytes], found: list[Bytes], source: list[Bytes] | None, same: Same
 ) -> Difference:
-    """Compare the tensors of one plan, of which the lists begin with its own."""
-    plan, dst = part.plan, Coordinates(part.plan, "dst")
-    runs = plan.segments.expanded()
-    places = [plan.pair(index)[1] for index in range(plan.num_tensor_pairs)]
+    """Compare the tensors of one part; the lists begin with its own."""
+    dst = Coordinates(part, "dst")
+    runs = part.segments.expanded()
+    places = [part.pair(index)[1] for index in range(part.num_tensor_pairs)]
     numbers = (runs.src_offsets, runs.dst_offsets, runs.nbytes)
     unit = math.gcd(
         dst.cell_nbytes, *(int(np.gcd.reduce(it)) for it in numbers), *(it for _, it in places)
@@ -137,7 +136,7 @@ def _compare(
     wrong_nbytes = elsewhere = 0
     seen: list[set[int]] = [set() for _ in range(5)]  # layers, kv, heads, rows, tokens
     best: tuple[tuple[int, ...], int, Cells] | None = None
-    for tensor in range(plan.dst.num_tensors):
+    for tensor in range(part.dst.num_tensors):
         differs = _differing(expected[tensor], found[tensor], unit, same)
         if not differs.any():
             continue
@@ -162,13 +161,12 @@ def _compare(
             of_row = (cells.row == cells.row[at]) & (cells.layer == cells.layer[at])
             best = key, tensor, cells.take(of_row & (cells.part == cells.part[at]))
     if best is None:
-        return Difference(plan, part.name, 0, elsewhere)
+        return Difference(part, 0, elsewhere)
     layers, kv, heads, rows, orders = (sorted(it) for it in seen)
     _, tensor, cells = best
-    search = Search(plan, dst, unit, expected, found, source, same, tensor, cells)
+    search = Search(part, dst, unit, expected, found, source, same, tensor, cells)
     return Difference(
-        plan,
-        part.name,
+        part,
         wrong_nbytes,
         elsewhere,
         tuple(map(dst.model_layer, layers)),

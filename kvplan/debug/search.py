@@ -11,7 +11,7 @@ from kvplan.debug.cells import Cells, Coordinates, Offsets
 from kvplan.debug.difference import Wrong
 from kvplan.debug.tensors import CHUNK, Bytes, Same
 from kvplan.inspection.contents import spans_of, spans_text
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
 from kvplan.planning.segments import Segments
 
 
@@ -19,7 +19,7 @@ from kvplan.planning.segments import Segments
 class Search:
     """Whose bytes the first wrong cells are: those of one row, of one layer's keys or values."""
 
-    plan: Plan
+    part: Part
     dst: Coordinates
     unit: int
     expected: list[Bytes]
@@ -31,13 +31,13 @@ class Search:
 
     def describe(self, runs: Segments, places: list[tuple[int, int]]) -> Wrong:
         """Everything that is known of them."""
-        plan, dst, cells = self.plan, self.dst, self.cells
+        part, dst, cells = self.part, self.dst, self.cells
         first = int(np.lexsort((cells.head, cells.order))[0])
         cells = self.cells = cells.take([first, *(i for i in range(len(cells[0])) if i != first)])
-        read = _read(plan, runs, places, self.tensor, cells.offsets)
+        read = _read(part, runs, places, self.tensor, cells.offsets)
         descriptor, src_tensor = int(read.descriptors[0]), int(read.tensors[0])
-        from_source = Coordinates(plan, "src")
-        src_row = plan.src.rows(int(read.offsets[0]), 1)[0]
+        from_source = Coordinates(part, "src")
+        src_row = part.src.rows(int(read.offsets[0]), 1)[0]
         as_planned = None
         if self.source is not None:
             here = self._bytes(self.found, self.tensor, cells.offsets)
@@ -101,12 +101,12 @@ class Search:
         _, start = dst.tensor_of(int(cells.layer[0]), int(cells.part[0]))
         layers = side.num_tensors // dst.apart * side.extent("layer")
         for layer in range(layers):
-            for part in range(dst.parts):
-                tensor, begins = dst.tensor_of(layer, part)
+            for piece in range(dst.parts):
+                tensor, begins = dst.tensor_of(layer, piece)
                 if self._is(here, tensor, cells.offsets + (begins - start)):
                     # Tensors of a layer that are not keys and values have no names.
                     which = f", in dst tensor {tensor}" if dst.parts > 1 else ""
-                    which = f" {'KV'[part]}" if dst.has_kv else which
+                    which = f" {'KV'[piece]}" if dst.has_kv else which
                     return f"what is expected of layer {dst.model_layer(layer)}{which}"
         return ""
 
@@ -126,8 +126,8 @@ class Search:
         alike = np.zeros(len(there), bool)
         step = max(CHUNK // self.unit, 1)
         for begin in range(0, len(there), step):
-            part = self._bytes(self.expected, self.tensor, there[begin : begin + step])
-            alike[begin : begin + step] = self.same(part, np.broadcast_to(here[0], part.shape))
+            piece = self._bytes(self.expected, self.tensor, there[begin : begin + step])
+            alike[begin : begin + step] = self.same(piece, np.broadcast_to(here[0], piece.shape))
         shifts = orders[alike] + dst.shift - int(cells.order[0])
         return sorted((int(it) for it in shifts if it), key=abs)[:64]
 
@@ -148,8 +148,8 @@ class Search:
         there = offsets[0] + (rows - row) * side.stride
         step = max(CHUNK // self.unit, 1)
         for begin in range(0, len(there), step):
-            part = self._bytes(self.source, tensor, there[begin : begin + step])
-            alike = self.same(part, np.broadcast_to(here[0], part.shape))
+            piece = self._bytes(self.source, tensor, there[begin : begin + step])
+            alike = self.same(piece, np.broadcast_to(here[0], piece.shape))
             for other in rows[begin : begin + step][alike].tolist():
                 moved = self._bytes(self.source, tensor, offsets + (other - row) * side.stride)
                 if self.same(moved, here).all():
@@ -168,7 +168,7 @@ class _Read(NamedTuple):
 
 
 def _read(
-    plan: Plan, runs: Segments, places: list[tuple[int, int]], tensor: int, offsets: Offsets
+    part: Part, runs: Segments, places: list[tuple[int, int]], tensor: int, offsets: Offsets
 ) -> _Read:
     """The descriptors that write these bytes of a dst tensor; the tensors and bytes they read."""
     order = np.argsort(runs.dst_offsets)
@@ -183,7 +183,7 @@ def _read(
         hits = np.flatnonzero((at >= 0) & (inside < ends[at]))
         at = at[hits]
         run = order[at]
-        (src_tensor, src_start), _ = plan.pair(pair)
+        (src_tensor, src_start), _ = part.pair(pair)
         found.descriptors[hits] = pair * len(runs) + run
         found.tensors[hits] = src_tensor
         found.offsets[hits] = (

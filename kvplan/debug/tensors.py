@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from kvplan.dlpack import read_dlpack
 from kvplan.inspection.units import plural
-from kvplan.planning.groups import Part
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
 from kvplan.status import invalid
 from kvplan.types import DataType
 
@@ -31,14 +30,14 @@ _FLOATS: Final = {
 }
 
 
-def tensors_of(name: str, given: Any, parts: list[Part], side: str) -> list[Bytes]:
+def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[Bytes]:
     """The bytes of each tensor, checked to be as many as the plan says."""
     if isinstance(given, np.ndarray) or not isinstance(given, Sequence):
         raise TypeError(f"{name}={type(given).__name__} must be a sequence of tensors")
     sizes = [
         it.tensor_nbytes
         for part in parts
-        for it in [getattr(part.plan, side)]
+        for it in [getattr(part, side)]
         for _ in range(it.num_tensors)
     ]
     if len(given) != len(sizes):
@@ -82,11 +81,11 @@ def _same_bits(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
     return np.asarray(left[:, 0] == right[:, 0] if left.shape[1] == 1 else (left == right).all(1))
 
 
-def comparison(plan: Plan, atol: float) -> Same:
+def comparison(part: Part, atol: float) -> Same:
     """Whether cells, shape (n, bytes), are the same: (n,)."""
     if not atol:
         return _same_bits
-    data_type = plan.dst.data_type
+    data_type = part.dst.data_type
     if data_type not in _FLOATS:
         name = "opaque rows" if data_type is None else data_type.name
         allowed = ", ".join(it.name for it in _FLOATS)

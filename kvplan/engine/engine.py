@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvplan.engine.telemetry import Metrics
     from kvplan.engine.tracing import Tracer
     from kvplan.execution import ComputeEvent, Transfers
-    from kvplan.planning import Plan
+    from kvplan.planning import Part
     from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole
 
@@ -217,9 +217,9 @@ class Engine:
             raise no_accelerator(name, event)
         return self.device.gate(name, event)
 
-    def warn_reinterpret(self, operation: Operation, plan: Plan) -> None:
+    def warn_reinterpret(self, operation: Operation, part: Part) -> None:
         """Log that bytes are copied between caches that differ; once for each pair."""
-        pair = frozenset((it.name, it.meaning) for it in (plan.src, plan.dst))
+        pair = frozenset((it.name, it.meaning) for it in (part.src, part.dst))
         if pair in self._reinterpreted:
             return
         if len(self._reinterpreted) >= _MOST_PAIRS:
@@ -229,8 +229,8 @@ class Engine:
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
             "(kvplan.unlike_caches=refuse would refuse it); this pair is not mentioned again",
             operation.name,
-            plan.src,
-            plan.dst,
+            part.src,
+            part.dst,
         )
 
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:

@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask
-from kvplan.engine.groups import GroupOperation, Part, named
+from kvplan.engine.groups import GroupOperation, Pair, named
 from kvplan.engine.operation import SubmitOptions
 from kvplan.engine.planned import check_plan
 from kvplan.engine.resolve import local_of, refuse_notices
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import RequestBlocks, check_table
 from kvplan.planning.gather import plan_gather
-from kvplan.planning.groups import plan_groups
-from kvplan.planning.planner import VERBS, check_sources, part_name
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.planner import VERBS, check_sources
 from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.operation import Operation, Prepared
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.groups import GroupPlan
-    from kvplan.planning.plan import Plan
 
 
 class Shares(NamedTuple):
@@ -36,14 +35,14 @@ class Shares(NamedTuple):
         name: of the operation.
         is_gather: whether one of the transfers has a sequence of sources.
         is_copy: whether all caches are of this process.
-        parts: of each peer, in the order in which the transfer names the peers; layer by layer of
+        pairs: of each peer, in the order in which the transfer names the peers; layer by layer of
             each pair of caches.
     """
 
     name: str
     is_gather: bool
     is_copy: bool
-    parts: list[list[Part]]
+    pairs: list[list[Pair]]
 
 
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
@@ -53,7 +52,7 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
         TypeError: a transfer of another type.
         LLMException: LLM_PARAM_INVALID: transfers of several directions.
     """
-    peers: dict[object, list[Part]] = {}
+    peers: dict[object, list[Pair]] = {}
     directions: dict[str, str] = {}
     for name, transfer in transfers.items():
         with named(name):
@@ -68,9 +67,9 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
                 key = rows.cache if local == "dst" else dst.cache
                 cluster = None if local == "both" else cast(BlockLease, key).cluster_id
                 nth = known[cluster] = known.get(cluster, -1) + 1  # caches of one peer
-                part = Part(name, transfer, rows, dst, -1 if single else index)
+                pair = Pair(name, transfer, rows, dst, None if single else index)
                 peer: object = (cluster, nth, name) if by_layer else (cluster, nth)
-                peers.setdefault(peer, []).append(part)
+                peers.setdefault(peer, []).append(pair)
     if len(directions) > 1:
         raise invalid(f"transfer: {directions} are of several directions; one has one")
     is_gather = any(map(_has_sources, transfers.values()))
@@ -123,22 +122,16 @@ class Several:
         after = options.pop("after", None)
         gate = None if after is None else engine.gate("after", after)
         self.operations: list[GroupOperation] = []
-        for parts in shares.parts:
+        for pairs in shares.pairs:
             operation = GroupOperation(
-                engine, self.name, parts, by_layer=by_layer, is_part=True, **options
+                engine, self.name, pairs, by_layer=by_layer, is_part=True, **options
             )
             operation.after = gate
             self.operations.append(operation)
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Plan all parts; nothing moves."""
-        made: dict[str, Plan] = {}
-        for operation, plans in zip(self.operations, self._plans(), strict=True):
-            for part in operation.parts:
-                if (plan := plans.get(part.name)) is not None:
-                    name = part.name if part.source < 0 else part_name(part.name, part.source)
-                    made[name] = plan
-        return plan_groups(made)
+        return Plan.made(*(part for parts in self._parts() for part in parts.values()))
 
     def begin(self, task: GatherTask, submit: Callable[[Operation, Prepared], Any]) -> None:
         """Submit what moves; if it raises, `task` has those that have begun.
@@ -152,19 +145,19 @@ class Several:
                 for operation in self.operations:
                     stack.enter_context(operation)
                 found = []
-                for index, plans in enumerate(self._plans()):
-                    if plans:
+                for index, parts in enumerate(self._parts()):
+                    if parts:
                         with self._failing(index):
-                            prepared = self.operations[index].prepared(plans)
-                        found.append((index, self._text(index, plans), prepared))
+                            prepared = self.operations[index].prepared(parts)
+                        found.append((index, self._text(index, parts), prepared))
                 for index, name, prepared in found:
                     task.begin(index, name, partial(submit, self.operations[index], prepared))
         except BaseException as error:
             self.notices.finish(error)
             raise
 
-    def _plans(self) -> list[dict[str, Plan]]:
-        """Find all caches; the plans of each operation by name."""
+    def _parts(self) -> list[dict[int, Part]]:
+        """Find all caches; what each operation moves, by the place of its pair."""
         first = self.operations[0]
         for operation in self.operations:
             operation.find_own()
@@ -177,20 +170,20 @@ class Several:
                         self.notices.add(operation.link)
             if operation.cache_id < 0:
                 operation.cache_id = first.cache_id
-        plans: list[dict[str, Plan]] = [{} for _ in self.operations]
+        parts: list[dict[int, Part]] = [{} for _ in self.operations]
         for name, transfer in self._transfers.items():
             with named(name):
                 having = [
-                    (index, at, part)
+                    (index, at, pair)
                     for index, operation in enumerate(self.operations)
-                    for at, part in enumerate(operation.parts)
-                    if part.name == name
+                    for at, pair in enumerate(operation.pairs)
+                    if pair.name == name
                 ]
                 if not _has_sources(transfer):
                     ((index, at, _),) = having
-                    plans[index][name] = self.operations[index].plan_part(at)
+                    parts[index][at] = self.operations[index].plan_part(at)
                     continue
-                having.sort(key=lambda it: it[2].source)
+                having.sort(key=lambda it: it[2].source or 0)
                 sides = [self.operations[index].sides[at] for index, at, _ in having]
                 made = plan_gather(
                     _with_tables(cast(Transfer, transfer)),
@@ -198,17 +191,17 @@ class Several:
                     sides[0][1],
                     by_layer=first.by_layer,
                 )
-            for (index, _, _), plan in zip(having, made, strict=True):
-                if plan is not None:
-                    plans[index][name] = plan
-        return plans
+            for (index, at, pair), part in zip(having, made, strict=True):
+                if part is not None:
+                    parts[index][at] = part.labelled(name, pair.source)
+        return parts
 
-    def _text(self, index: int, plans: dict[str, Plan]) -> str:
-        """What errors call a peer's part."""
-        parts = [f"{name}: {plan.src.shard or 'whole'}" for name, plan in plans.items()]
+    def _text(self, index: int, parts: dict[int, Part]) -> str:
+        """What errors call that which a peer gives."""
+        shards = [f"{it.name}: {it.src.shard or 'whole'}" for it in parts.values()]
         operation = self.operations[index]
-        key = operation.peer_key(next(it for it in operation.parts if it.name in plans))
-        return f"{key} ({', '.join(parts).removeprefix(': ')})"
+        key = operation.peer_key(operation.pairs[min(parts)])
+        return f"{key} ({', '.join(shards).removeprefix(': ')})"
 
     @contextmanager
     def _failing(self, index: int) -> Iterator[None]:
@@ -220,7 +213,7 @@ class Several:
                 raise
             failed = {index: error.with_traceback(None)}
             operation = self.operations[index]
-            key = operation.peer_key(operation.parts[0])
+            key = operation.peer_key(operation.pairs[0])
             text = f"{self.name}: sources[{index}] {key}: {error}"
             raise GatherError(text, failed, {}) from None
 

@@ -312,7 +312,8 @@ class LayerGatherTask(GatherTask):
 
 def _own_layers(task: LayerTask) -> range:
     """The layers of a plan as this process counts them."""
-    return task.plan.dst_layers if task.plan.local == "dst" else task.plan.src_layers
+    part = task.plan.part
+    return part.dst_layers if part.local == "dst" else part.src_layers
 
 
 def _next_settled(

@@ -15,8 +15,9 @@ from kvplan.engine.planned import fitted
 from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease
-from kvplan.planning.groups import plan_groups
-from kvplan.planning.planner import Local, of_group, plan_pair
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.planner import Local, of_part, plan_pair
 from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
@@ -26,30 +27,29 @@ if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.execution import TensorMemory
     from kvplan.links.peer_table import PeerCache
-    from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
     from kvplan.planning.transfer import AnyCache
 
 
-class Part(NamedTuple):
+class Pair(NamedTuple):
     """What a transfer of several caches moves between one pair of them.
 
     Attributes:
         name: the caller's name of the pair; empty: the transfer has only one destination.
         transfer: of that name.
         src, dst: the rows of the pair.
-        source: the place of `src` among the sources of a gather; -1: the transfer is none.
+        source: the place of `src` among the sources of a gather; None: the transfer is none.
     """
 
     name: str
     transfer: Transfer | Planned
     src: Rows
     dst: Rows
-    source: int
+    source: int | None
 
     def argument(self, field: str) -> str:
         """Return what errors call a field: as the caller gave it."""
-        place = f"{field}[{self.source}]" if field == "src" and self.source >= 0 else field
+        place = f"{field}[{self.source}]" if field == "src" and self.source is not None else field
         return f"transfer[{shown(self.name)}].{place}" if self.name else place
 
     def with_tables(self, transfer: Transfer) -> Transfer:
@@ -73,7 +73,7 @@ class Part(NamedTuple):
 
 _Found: TypeAlias = "tuple[Side, TensorMemory] | None"
 _Own: TypeAlias = "tuple[_Found, _Found]"
-"""Source and destination of a part; None: the peer's."""
+"""Source and destination of a pair; None: the peer's."""
 
 
 class GroupOperation(TransferOperation):
@@ -81,21 +81,21 @@ class GroupOperation(TransferOperation):
 
     Args:
         name: of the operation.
-        parts: what moves, at least one.
+        pairs: what moves, at least one.
         is_part: whether the operation is one of several that end as one.
 
     Attributes:
-        parts: as given.
-        sides: the source and the destination of each part, when they are found.
+        pairs: as given.
+        sides: the source and the destination of each pair, when they are found.
     """
 
-    __slots__ = ("_own", "_there", "parts", "sides")
+    __slots__ = ("_own", "_there", "pairs", "sides")
 
     def __init__(
         self,
         engine: Engine,
         name: str,
-        parts: Sequence[Part],
+        pairs: Sequence[Pair],
         *,
         by_layer: bool = False,
         speculative: bool = False,
@@ -104,14 +104,14 @@ class GroupOperation(TransferOperation):
     ) -> None:
         super().__init__(
             engine,
-            Transfer(parts[0].src, parts[0].dst),
+            Transfer(pairs[0].src, pairs[0].dst),
             by_layer=by_layer,
             speculative=speculative,
             **options,
         )
         self.name = name
         self.is_part = is_part
-        self.parts = parts
+        self.pairs = pairs
         self.sides: list[tuple[Side, Side]] = []
         self._own: list[_Own] = []
         self._there: list[PeerCache] = []
@@ -123,63 +123,64 @@ class GroupOperation(TransferOperation):
             TypeError, LLMException: as `own`.
         """
         self._own = [
-            (self._own_rows(part, "src", part.src), self._own_rows(part, "dst", part.dst))
-            for part in self.parts
+            (self._own_rows(pair, "src", pair.src), self._own_rows(pair, "dst", pair.dst))
+            for pair in self.pairs
         ]
 
     def find_peer(self) -> None:
         """Find the caches of the peer, after `find_own`; then `sides` are known.
 
         Raises:
-            TypeError, LLMException: as `peer`; LLM_PARAM_INVALID: parts of several peers.
+            TypeError, LLMException: as `peer`; LLM_PARAM_INVALID: pairs of several peers.
         """
         self.sides, self._there = [], []
-        for part, (src, dst) in zip(self.parts, self._own, strict=True):
+        for pair, (src, dst) in zip(self.pairs, self._own, strict=True):
             if src is None:
-                source = self._peer_cache(part.argument("src"), part.src, READ[:1] + READ[2:])
+                source = self._peer_cache(pair.argument("src"), pair.src, READ[:1] + READ[2:])
             else:
                 source = src[0]
             if dst is None:
-                target = self._peer_cache(part.argument("dst"), part.dst, WRITTEN[:-1])
+                target = self._peer_cache(pair.argument("dst"), pair.dst, WRITTEN[:-1])
             else:
                 target = dst[0]
             self.sides.append((source, target))
 
     def prepare(self) -> Prepared:
-        """Find the caches of all parts, and plan each."""
+        """Find the caches of all pairs, and plan each."""
         self.find_own()
         self.find_peer()
-        plans = {}
-        for index, part in enumerate(self.parts):
-            with named(part.name):
-                plans[part.name] = self.plan_part(index)
-        return self.prepared(plans)
+        parts = {}
+        for index, pair in enumerate(self.pairs):
+            with named(pair.name):
+                parts[index] = self.plan_part(index)
+        return self.prepared(parts)
 
-    def plan_part(self, index: int) -> Plan:
-        """Plan the part at this place by itself, if it was not planned before."""
-        part, (source, target) = self.parts[index], self.sides[index]
-        if isinstance(part.transfer, Planned):
-            return fitted(part.transfer, source, target, self._local, by_layer=self.by_layer)
-        transfer = part.with_tables(part.transfer)
+    def plan_part(self, index: int) -> Part:
+        """Plan the pair at this place by itself, if it was not planned before."""
+        pair, (source, target) = self.pairs[index], self.sides[index]
+        if isinstance(pair.transfer, Planned):
+            part = fitted(pair.transfer, source, target, self._local, by_layer=self.by_layer)
+            return part.labelled(pair.name)
+        transfer = pair.with_tables(pair.transfer)
         if self.engine.reinterpret and not transfer.reinterpret:
             transfer = msgspec.structs.replace(transfer, reinterpret=True)
         src, dst = cast(Rows, transfer.src), transfer.dst
         if src.blocks is None or dst.blocks is None:
             field = "src_blocks" if src.blocks is None else "dst_blocks"
             raise invalid(f"{field} is None; it must name blocks")
-        return plan_pair(transfer, source, target, self._local, by_layer=self.by_layer)
+        part = plan_pair(transfer, source, target, self._local, by_layer=self.by_layer)
+        return part.labelled(pair.name)
 
-    def prepared(self, plans: dict[str, Plan]) -> Prepared:
-        """Return the plan of the parts that are named, and the memory of both sides."""
-        having = [i for i, part in enumerate(self.parts) if part.name in plans]
-        # By layers each pair of caches is an operation of its own, with the plan of that pair.
-        plan = next(iter(plans.values())) if self.by_layer or "" in plans else plan_groups(plans)
+    def prepared(self, parts: dict[int, Part]) -> Prepared:
+        """Return the plan of some pairs, by their places, and the memory of both sides."""
+        having = sorted(parts)
+        plan = Plan.made(*(parts[it] for it in having))
         read = [src[1] for i in having if (src := self._own[i][0]) is not None]
         written = [dst[1] for i in having if (dst := self._own[i][1]) is not None]
         if self._local == "both":
             return plan, joined(read), joined(written), None
         pulls = self._local == "dst"
-        keys = [self.peer_key(self.parts[i]) for i in having]
+        keys = [self.peer_key(self.pairs[i]) for i in having]
         leases = [key for key in keys if isinstance(key, BlockLease)]
         self.leases = tuple(lease.lease_id for lease in leases)
         assert self.link is not None
@@ -190,14 +191,14 @@ class GroupOperation(TransferOperation):
             return plan, theirs, joined(written), None
         return plan, joined(read), theirs, None
 
-    def peer_key(self, part: Part) -> AnyCache:
-        """Return the name of the peer's cache of a part."""
-        return part.src.cache if self._local == "dst" else part.dst.cache
+    def peer_key(self, pair: Pair) -> AnyCache:
+        """Return the name of the peer's cache of a pair."""
+        return pair.src.cache if self._local == "dst" else pair.dst.cache
 
-    def _own_rows(self, part: Part, field: Local, rows: Rows) -> _Found:
+    def _own_rows(self, pair: Pair, field: Local, rows: Rows) -> _Found:
         if self._local not in (field, "both"):
             return None
-        return self.own(part.argument(field), cast(Cache, rows.cache), paged=True)
+        return self.own(pair.argument(field), cast(Cache, rows.cache), paged=True)
 
     def _peer_cache(self, argument: str, rows: Rows, kinds: tuple[type, ...]) -> Side:
         """Return the cache of the peer that an argument names."""
@@ -230,14 +231,14 @@ class GroupOperation(TransferOperation):
 
 
 @contextmanager
-def named(group: str) -> Iterator[None]:
-    """Say of which group something is refused; of one without a name nothing."""
+def named(name: str) -> Iterator[None]:
+    """Say of which transfer something is refused; of one without a name nothing."""
     try:
         yield
     except (LLMException, TypeError) as error:
-        if not group:
+        if not name:
             raise
-        raise of_group(group, error) from None
+        raise of_part(name, error) from None
 
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
@@ -253,7 +254,7 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     on_device = tuple(it for it in memories if isinstance(it, DeviceMemory))
     if len(on_device) < len(memories) or len({id(it.device) for it in on_device}) > 1:
         raise LLMException(
-            "groups: caches of this process are in host memory and on the device, and one transfer "
+            "caches of this process are in host memory and on the device, and one transfer "
             "has one way; move them in two",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )

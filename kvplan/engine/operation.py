@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from kvplan.execution import ComputeEvent, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.links import PeerClaim, PeerLink
-    from kvplan.planning.groups import AnyPlan
     from kvplan.planning.transfer import PeerTensors
     from kvplan.types import AnyCacheKey
 
-Prepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory, Descriptors | None]"
+Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """What is executed: the plan, the memory of src and of dst, and descriptors if they are made."""
 
 MAX_TAG: Final = 128
@@ -181,7 +180,7 @@ class Operation:
         self.link: PeerLink | None = None
         self.leases: tuple[int, ...] = ()
         self.span: Span | None = None
-        self.plan: AnyPlan | None = None
+        self.plan: Plan | None = None
 
     def __enter__(self) -> Self:
         self.moves = True
@@ -294,7 +293,9 @@ class Operation:
         try:
             # First: the link stays until its peer knows whether the key is consumed.
             if self._claim is not None:
-                self._claim.release(moved.src_tensors if isinstance(moved, Plan) else None)
+                self._claim.release(
+                    None if moved is None or len(moved.parts) > 1 else moved.part.src_tensors
+                )
             if moved is not None:
                 nbytes = moved.nbytes
         finally:

@@ -9,13 +9,14 @@ from kvplan.engine.operation import Prepared, SubmitOptions
 from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.lease import BlockLease
 from kvplan.planning.invariants import check_invariants
+from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import VERBS
 from kvplan.planning.side import is_same_cache
 from kvplan.planning.transfer import Planned, Rows, Transfer
 from kvplan.status import invalid
 from kvplan.types import Cache
-from kvplan.validation import mismatch, shown
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
@@ -45,11 +46,11 @@ class PlannedOperation(TransferOperation):
         speculative: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
-        plan = check_plan(planned.plan)
+        part = check_plan(planned.plan)
         rows = Transfer(Rows(planned.src), Rows(planned.dst))
         super().__init__(engine, rows, by_layer=by_layer, speculative=speculative, **options)
         self._planned = planned
-        self.name = f"{VERBS[self._local]}_layers" if by_layer else plan.operation
+        self.name = f"{VERBS[self._local]}_layers" if by_layer else part.operation
 
     def prepare(self) -> Prepared:
         """Find both caches, and compare them with what the plan says.
@@ -58,46 +59,48 @@ class PlannedOperation(TransferOperation):
             TypeError, LLMException: as `own`, `peer` and `fitted`.
         """
         planned = self._planned
-        plan, src, dst = check_plan(planned.plan), planned.src, planned.dst
+        part, src, dst = check_plan(planned.plan), planned.src, planned.dst
         src_slot = dst_slot = 0
         if self._local == "dst":
             source, src_slot, src_memory = self.peer(
-                "src", Rows(src), READ, paged=plan.src.paged, writable=False
+                "src", Rows(src), READ, paged=part.src.paged, writable=False
             )
         else:
-            source, src_memory = self.own("src", cast(Cache, src), paged=plan.src.paged)
+            source, src_memory = self.own("src", cast(Cache, src), paged=part.src.paged)
         if self._local == "src":
             target, dst_slot, dst_memory = self.peer(
-                "dst", Rows(dst), WRITTEN[:-1], paged=plan.dst.paged, writable=True
+                "dst", Rows(dst), WRITTEN[:-1], paged=part.dst.paged, writable=True
             )
         elif self._local == "both" and is_same_cache(cast(Cache, src), cast(Cache, dst)):
             target, dst_memory = source, src_memory
         else:
-            target, dst_memory = self.own("dst", cast(Cache, dst), paged=plan.dst.paged)
+            target, dst_memory = self.own("dst", cast(Cache, dst), paged=part.dst.paged)
         if self._local == "dst":
-            _check_slot("src", src, src_slot, plan)
+            _check_slot("src", src, src_slot, part)
         elif self._local == "src":
-            _check_slot("dst", dst, dst_slot, plan)
+            _check_slot("dst", dst, dst_slot, part)
         made = fitted(planned, source, target, self._local, by_layer=self.by_layer)
-        return made, src_memory, dst_memory, None
+        return Plan.made(made), src_memory, dst_memory, None
 
 
-def check_plan(plan: object) -> Plan:
-    """Return the plan of a `Planned`.
+def check_plan(plan: object) -> Part:
+    """Return the part of the plan of a `Planned`.
 
     Raises:
         TypeError: it is no `Plan`.
+        LLMException: LLM_PARAM_INVALID: it has several parts.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan={shown(plan)} must be {mismatch(plan, Plan)}; the parts of a GroupPlan move by "
-            "a mapping of names to Planned, one for each of its groups"
+    parts = check_type("plan", plan, Plan).parts
+    if len(parts) > 1:
+        raise invalid(
+            f"plan={plan!r} has {len(parts)} parts; they move by a mapping of names to Planned, of "
+            "each part its plan in plan.by_part()"
         )
-    return plan
+    return parts[0]
 
 
-def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Plan:
-    """Return the plan with the names of the caches that it is executed between.
+def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Part:
+    """Return the part that is planned, with the names of the caches that it is executed between.
 
     Args:
         planned: the plan and its caches.
@@ -110,14 +113,14 @@ def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_lay
             invariants of plans; a cache that is not what the plan says; a block that the lease
             does not have; several layers in one tensor, by layers.
     """
-    plan = check_plan(planned.plan)
-    if plan.local != local:
+    part = check_plan(planned.plan)
+    if part.local != local:
         needed = f'kvplan.plan(..., local="{local}")'
         raise invalid(
             f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {VERBS[local]}, and "
-            f"the plan is of {plan.operation}; {needed} plans a {VERBS[local]}"
+            f"the plan is of {part.operation}; {needed} plans a {VERBS[local]}"
         )
-    for name, then, now in (("src", plan.src, source), ("dst", plan.dst, target)):
+    for name, then, now in (("src", part.src, source), ("dst", part.dst, target)):
         if then != now:
             from kvplan.inspection.diff import side_changes
 
@@ -125,28 +128,28 @@ def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_lay
             raise invalid(
                 f"{name}={shown(getattr(planned, name))} is not as planned: {changes}; plan again"
             )
-        if by_layer and "layer" not in plan.split and now.extent("layer") > 1:
+        if by_layer and "layer" not in part.split and now.extent("layer") > 1:
             raise invalid(
                 f"{name}: the plan moves tensors of {now.extent('layer')} layers whole; "
                 "kvplan.plan(..., by_layer=True) plans each layer by itself"
             )
-    check_invariants(plan)
+    check_invariants(part)
     for name in ("src", "dst"):
         lease = getattr(planned, name)
         if isinstance(lease, BlockLease) and lease.paged:
-            lease.named(f"plan {name} blocks", rows_of(plan, name))
-    return replace(plan, src=source, dst=target)
+            lease.named(f"plan {name} blocks", rows_of(part, name))
+    return replace(part, src=source, dst=target)
 
 
-def rows_of(plan: Plan, name: str) -> list[int]:
+def rows_of(part: Part, name: str) -> list[int]:
     """Return the blocks or slots of a side that a plan moves, each once, ascending."""
-    runs = plan.segments.expanded()
-    side: Side = getattr(plan, name)
+    runs = part.segments.expanded()
+    side: Side = getattr(part, name)
     offsets = runs.src_offsets if name == "src" else runs.dst_offsets
     return cast("list[int]", side.rows_of(offsets, runs.nbytes).tolist())
 
 
-def _check_slot(name: str, key: object, slot: int, plan: Plan) -> None:
-    side: Side = getattr(plan, name)
-    if not side.paged and (rows := rows_of(plan, name)) not in ([], [slot]):
+def _check_slot(name: str, key: object, slot: int, part: Part) -> None:
+    side: Side = getattr(part, name)
+    if not side.paged and (rows := rows_of(part, name)) not in ([], [slot]):
         raise invalid(f"{name}={shown(key)} names slot {slot}, and the plan moves slot {rows[0]}")

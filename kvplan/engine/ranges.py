@@ -14,7 +14,7 @@ from kvplan.engine.groups import joined
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions
 from kvplan.execution.overlaps import check_order_free
 from kvplan.links.address_index import check_ranges
-from kvplan.planning.ranges import RangePart, RangePlan, span_text
+from kvplan.planning.ranges import RangePart, Ranges, plan_ranges, span_text
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvplan.links import PeerLink
     from kvplan.links.address_index import AddressIndex, Cut, Extent
     from kvplan.links.peer_table import PeerCache
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
     Column = NDArray[np.uint64]
 
@@ -120,7 +120,7 @@ class RangeOperation(Operation):
         name = f"{ranges.direction}_ranges"
         super().__init__(engine, name, speculative=speculative, **options)
 
-    def prepare(self) -> tuple[RangePlan, TensorMemory, TensorMemory, Descriptors]:
+    def prepare(self) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         """Find what holds the ranges, put them in order and lower them."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
         link = self._linked("ranges", ranges)
@@ -152,7 +152,7 @@ class RangeOperation(Operation):
 
     def _prepare(
         self, link: PeerLink, ranges: AddressRanges, pulls: bool
-    ) -> tuple[RangePlan, TensorMemory, TensorMemory, Descriptors]:
+    ) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         found = self._locate(link, ranges, pulls)
         pairs = _pairs(found)
         source, target = (found.remote, found.local) if pulls else (found.local, found.remote)
@@ -183,7 +183,7 @@ class RangeOperation(Operation):
             len(found.nbytes),
             pairs,
         )
-        plan = RangePlan.of(pulls, src, dst, nbytes, len(own), made)
+        plan = plan_ranges(Ranges(src, dst, nbytes, pulls), len(own), made)
         reached = _as_reached(src if pulls else dst, theirs, peer, bounds)
         read, written = (reached, dst) if pulls else (src, reached)
         descriptors = Descriptors.from_columns(written, read, nbytes)
@@ -203,11 +203,11 @@ class RangeOperation(Operation):
         )
 
 
-def unconfirmed_text(plan: AnyPlan | None, error: LLMException) -> str:
+def unconfirmed_text(plan: Plan | None, error: LLMException) -> str:
     """What to add to the message of a transfer that failed: the first range that may be missing."""
-    if not isinstance(plan, RangePlan) or not error.unconfirmed:
+    if plan is None or plan.ranges is None or not error.unconfirmed:
         return ""
-    return f"; the first that is not confirmed: {plan.range_text(error.unconfirmed[0][0])}"
+    return f"; the first that is not confirmed: {plan.ranges.text(error.unconfirmed[0][0])}"
 
 
 def _cut_remote(peer: AddressIndex[PeerCache], ranges: AddressRanges, here: Cut) -> Cut:

@@ -10,6 +10,7 @@ from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
 from kvplan.planning.layers import source_tensors
+from kvplan.planning.plan import Plan
 from kvplan.planning.planner import VERBS, Local, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.execution import TensorMemory
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.plan import Kind
-    from kvplan.planning.plan import Operation as PlanOperation
+    from kvplan.planning.part import Kind
+    from kvplan.planning.part import Operation as PlanOperation
     from kvplan.types import AnyCacheKey
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
@@ -186,8 +187,8 @@ class TransferOperation(Operation):
             Rows(target, dst_blocks, dst_slot, dst.first_token, dst.offset),
             num_tokens, transfer.nbytes, layers, reinterpret, transfer.coalesce, transfer.rank,
         )  # fmt: skip
-        plan = plan_pair(planned, source, target, local, by_layer=self.by_layer)
-        return plan, src_memory, dst_memory, None
+        part = plan_pair(planned, source, target, local, by_layer=self.by_layer)
+        return Plan.made(part), src_memory, dst_memory, None
 
     def own(
         self, argument: str, cache: Cache, *, paged: bool | None, table: str = ""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvplan.execution import Transfers
     from kvplan.links import Links, PeerLink
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.plan import Kind
+    from kvplan.planning.part import Kind
     from kvplan.transport.protocol import PeerMemory
     from kvplan.types import KvCacheExtParam
 

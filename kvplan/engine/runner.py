@@ -13,28 +13,26 @@ from kvplan.engine.operation import Operation, Prepared
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import error_text, log_operation, status_of
 from kvplan.execution.memory import revocation
-from kvplan.planning.groups import GroupPlan
-from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.execution import LayerTask, TransferTask
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 
 class PlanEvent(NamedTuple):
     """A plan that is about to be executed.
 
     Attributes:
-        plan: the plan; of an operation on groups a `GroupPlan`.
+        plan: the plan.
         operation: the call, such as "pull_cache".
         cache_id: of the cache of this process that takes part; the source, where both do.
         cluster_id: of the peer; None inside one process.
         tag: as the caller gave it.
     """
 
-    plan: AnyPlan
+    plan: Plan
     operation: str
     cache_id: int
     cluster_id: int | None
@@ -143,7 +141,6 @@ class OperationRunner:
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
         plan, src, dst, descriptors = prepared
-        assert isinstance(plan, Plan)  # layers of several caches are an operation each
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
@@ -159,13 +156,12 @@ class OperationRunner:
         engine.completion.watch(task)
         return task
 
-    def _show(self, operation: Operation, plan: AnyPlan) -> None:
+    def _show(self, operation: Operation, plan: Plan) -> None:
         """Let the hooks see the plan that is about to be executed; warn if it reinterprets."""
         if plan.reinterpret and operation.engine.reinterpret:
-            plans = plan.groups.values() if isinstance(plan, GroupPlan) else [plan]
-            for it in plans:
-                if it.reinterpret:
-                    operation.engine.warn_reinterpret(operation, it)
+            for part in plan.parts:
+                if part.reinterpret:
+                    operation.engine.warn_reinterpret(operation, part)
         event = PlanEvent(
             plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
         )

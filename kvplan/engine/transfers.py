@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.operation import Prepared
     from kvplan.execution import LayerTask, TransferTask
-    from kvplan.planning.groups import AnyPlan, GroupPlan
     from kvplan.planning.plan import Plan
 
 Movable: TypeAlias = "AnyRequest | AddressRanges"
@@ -52,24 +51,12 @@ class TransferOperations(OperationRunner):
     All of one transfer is one deadline and one outcome, with one notification to each peer.
     """
 
-    @overload
-    def plan(self, transfer: _Single, *, by_layer: bool = False) -> Plan: ...
-
-    @overload
-    def plan(self, transfer: _Grouped | AddressRanges, *, by_layer: bool = False) -> GroupPlan: ...
-
-    @overload
-    def plan(self, transfer: Movable, *, by_layer: bool = False) -> AnyPlan: ...
-
-    def plan(self, transfer: Movable, *, by_layer: bool = False) -> AnyPlan:
+    def plan(self, transfer: Movable, *, by_layer: bool = False) -> Plan:
         """Plan a transfer with the peers' own descriptions; nothing moves, no key is claimed.
 
         Args:
             transfer: what would move.
             by_layer: whether each layer is to move by itself, as `layered` moves it.
-
-        Returns:
-            A `Plan`; a `GroupPlan` for several caches, a gather and ranges.
 
         Raises:
             TypeError, ValueError, LLMException: as `run`, before anything moves.
@@ -293,9 +280,9 @@ def _operation(
         )
     check_transfers(transfer, (Transfer, Planned))
     shares = shares_of(transfer, by_layer=by_layer)
-    if len(shares.parts) > 1 or shares.is_gather or by_layer:
+    if len(shares.pairs) > 1 or shares.is_gather or by_layer:
         return Several(engine, transfer, shares, by_layer=by_layer, **options)
-    return GroupOperation(engine, shares.name, shares.parts[0], speculative=speculative, **options)
+    return GroupOperation(engine, shares.name, shares.pairs[0], speculative=speculative, **options)
 
 
 def _is_simple(options: RunOptions) -> bool:

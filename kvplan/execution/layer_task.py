@@ -72,8 +72,8 @@ class LayerTask(TransferTask):
         gate_of: GateOf | None = None,
     ) -> None:
         super().__init__(plan, task, memories, on_outcome)
-        self.plan: Plan = plan
-        self._layers = plan.src_layers
+        self._part = plan.part
+        self._layers = self._part.src_layers
         _ = plan.nbytes  # summed here, where nobody waits for the last layer
         self._on_last = [] if on_last is None else [on_last]  # popped by whoever calls it
         self._gate_of = gate_of
@@ -109,7 +109,7 @@ class LayerTask(TransferTask):
         if layer not in layers:
             raise invalid(
                 f"layer={layer} is not one of the plan's source layers; they are "
-                f"[{layers.start}, {layers.stop}){model_note(self.plan)}"
+                f"[{layers.start}, {layers.stop}){model_note(self._part)}"
             )
         index = layer - layers.start
         gate = None if event is None else self._gate(event)
@@ -129,7 +129,7 @@ class LayerTask(TransferTask):
         if self._layered.sealed:
             return
         try:
-            for memory, tensors in zip(self._memories, self.plan.tensors_of(index), strict=True):
+            for memory, tensors in zip(self._memories, self._part.tensors_of(index), strict=True):
                 memory.check_tensors(tensors)
         except LLMException as error:
             self._lost = error  # first: whoever finds the end says why

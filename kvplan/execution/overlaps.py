@@ -14,19 +14,20 @@ from kvplan.status import invalid
 if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.execution.memory import Addresses
-    from kvplan.planning.groups import AnyPlan, Part
+    from kvplan.planning.part import Part
+    from kvplan.planning.plan import PlacedPart, Plan
 
 
 def written_extents(
-    parts: Sequence[Part], addresses: Addresses, nbytes: Addresses
+    placed: Sequence[PlacedPart], addresses: Addresses, nbytes: Addresses
 ) -> tuple[Addresses, Addresses] | None:
-    """First and last + 1 of the tensors that groups write to, ascending and apart.
+    """First and last + 1 of the tensors that parts write to, ascending and apart.
 
-    Several groups may write to a tensor, as layers with and without a sliding window that share
-    theirs: then their segments are compared, once for all tensors that the same groups share.
+    Several parts may write to a tensor, as layers with and without a sliding window that share
+    theirs: then their segments are compared, once for all tensors that the same parts share.
 
     Returns:
-        None: some overlap otherwise, or groups write the same bytes, as far as this can tell.
+        None: some overlap otherwise, or parts write the same bytes, as far as this can tell.
     """
     order = np.argsort(addresses)
     starts, ends = addresses[order], addresses[order] + nbytes[order]
@@ -34,17 +35,17 @@ def written_extents(
         return starts, ends
     writers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
-    for number, part in enumerate(parts):
-        if part.plan.split:
+    for number, it in enumerate(placed):
+        if it.part.split:
             return None
-        first = part.dst_tensor + part.plan.dst_tensors.start
-        for address in addresses[first : first + part.plan.num_tensor_pairs].tolist():
+        first = it.dst_tensor + it.part.dst_tensors.start
+        for address in addresses[first : first + it.part.num_tensor_pairs].tolist():
             writers.setdefault(address, []).append(number)
-            sizes[address] = max(sizes.get(address, 0), part.plan.dst.tensor_nbytes)
+            sizes[address] = max(sizes.get(address, 0), it.part.dst.tensor_nbytes)
     if any(a + sizes[a] > b for a, b in pairwise(sorted(writers))):
         return None
     for together in {tuple(it) for it in writers.values() if len(it) > 1}:
-        runs = [parts[number].plan.segments.expanded() for number in together]
+        runs = [placed[number].part.segments.expanded() for number in together]
         columns = ([getattr(it, name) for it in runs] for name in ("dst_offsets", "nbytes"))
         if first_overlap(*map(np.concatenate, columns)) is not None:
             return None
@@ -53,7 +54,7 @@ def written_extents(
     return firsts, firsts + lengths
 
 
-def check_order_free(plan: AnyPlan, descriptors: Descriptors, one_space: bool) -> None:
+def check_order_free(plan: Plan | Part, descriptors: Descriptors, one_space: bool) -> None:
     """Refuse descriptors whose result would depend on their order. Expanded: rare and exact."""
     src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
     if (clash := first_overlap(dst, nbytes)) is not None:

@@ -18,6 +18,7 @@ from kvnative._rows import RowLowering
 from kvnative._signals import Mutex
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.part import Part
 from kvplan.planning.plan import OBSERVERS, Plan
 from kvplan.planning.templates import Template, templates_of
 from kvplan.types import KvCacheExtParam
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.execution.memory import Addresses, TensorMemory
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.plan import Kind, Operation
+    from kvplan.planning.part import Kind, Operation
     from kvplan.planning.side import Side
 
 _MAX_PAIRS: Final = 1024
@@ -46,7 +47,7 @@ class _Cut(NamedTuple):
 
     rows: RowLowering
     num_pairs: int
-    plan: dict[str, Any]  # the fields that all plans have in common
+    part: dict[str, Any]  # the fields that all parts have in common
 
 
 class _Pair(NamedTuple):
@@ -132,9 +133,9 @@ class RowRequests:
             known["nbytes"] = nbytes
             known["nbytes_per_tensor"] = nbytes // num_pairs
             known["num_descriptors"] = len(descriptors)
-            plan = _new(Plan)
-            _assign(plan, "__dict__", known)  # past a constructor that sets each field by itself
-            return plan, descriptors
+            part = _new(Part)
+            _assign(part, "__dict__", known)  # past a constructor that sets each field by itself
+            return Plan.made(part), descriptors
         return None
 
     def known(
@@ -196,7 +197,7 @@ class RowRequests:
                 rows = _rows(template, source, target, src, dst)
                 if rows is None:
                     break
-                fields = template.plan | {"as_bytes": template.as_bytes}
+                fields = template.part | {"as_bytes": template.as_bytes}
                 cuts.append(_Cut(rows, len(fields["src_tensors"]), fields))
         pair = _Pair(src.addresses, dst.addresses, source, target, tuple(cuts))
         with self._mutex:
@@ -226,7 +227,7 @@ def _rows(
     template: Template, source: Side, target: Side, src: TensorMemory, dst: TensorMemory
 ) -> RowLowering | None:
     """Return the rows of the tensors that are paired; None if tensors of the caches overlap."""
-    fields = template.plan
+    fields = template.part
     split, per_layer = fields["split"], fields["tensors_per_layer"]
     src_views, dst_views = fields["src_tensors"], fields["dst_tensors"]
     read, src_bases, src_start = view_addresses(source, src.addresses, src_views, split, per_layer)

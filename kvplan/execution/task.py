@@ -31,7 +31,6 @@ from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
-from kvplan.planning.groups import GroupPlan
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import shown
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from kvnative._executor import LayeredTask, Report, Task
     from kvplan.execution.compute_events import ComputeStream, StreamOf
     from kvplan.execution.memory import TensorMemory
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
 
 _ABANDONED = {KVN_TIMEOUT, KVN_CANCELLED, KVN_REVOKED}
@@ -87,7 +86,7 @@ class TransferTask(NativeTask):
 
     def __init__(
         self,
-        plan: AnyPlan,
+        plan: Plan,
         task: Task | LayeredTask,
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
@@ -259,11 +258,9 @@ class TransferTask(NativeTask):
             error = raised
         spans = error.unconfirmed if error else ()
         lines = []
-        if isinstance(self.plan, GroupPlan):
-            for part in self.plan.parts():
-                lines += [f"group {part.name}", *_by_layer(part.plan, part.descriptor, spans)]
-        else:
-            lines += _by_layer(self.plan, 0, spans)
+        for part, first, *_ in self.plan.placed():
+            lines += [f"part {part.label}"] if part.label else []
+            lines += _by_layer(part, first, spans)
         lines.append(str(error) if error else LLMStatusCode.LLM_SUCCESS.name)
         return "\n".join(lines)
 
@@ -271,19 +268,19 @@ class TransferTask(NativeTask):
         return f"<{type(self).__name__} {'done' if self.done else 'in flight'}: {self.plan!r}>"
 
 
-def _by_layer(plan: Plan, first: int, unconfirmed: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _by_layer(part: Part, first: int, unconfirmed: Sequence[tuple[int, int]]) -> Iterator[str]:
     """A line for each layer: how many of its descriptors, from `first` on, are confirmed."""
-    for index, layer in enumerate(plan.layers):
-        last = first + len(layer.tensors) * plan.segments.num_runs
+    for index, layer in enumerate(part.layers):
+        last = first + len(layer.tensors) * part.segments.num_runs
         missing = sum(max(0, min(last, b) - max(first, a)) for a, b in unconfirmed)
-        size = nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)
-        name = source_layers_text(plan, slice(index, index + 1))
+        size = nbytes_text(len(layer.tensors) * part.nbytes_per_tensor)
+        name = source_layers_text(part, slice(index, index + 1))
         yield f"{name}  {last - first - missing}/{last - first} desc  {size}"
         first = last
 
 
 def failure(
-    plan: AnyPlan,
+    plan: Plan,
     report: Report,
     memories: tuple[TensorMemory, TensorMemory],
     missing: str = "",
@@ -323,9 +320,7 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
     return None
 
 
-def _failure(
-    plan: AnyPlan, report: Report, cause: LLMException | None, missing: str
-) -> LLMException:
+def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: str) -> LLMException:
     """What a report says; `cause` is why the memory went, or why it was cancelled, if known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)

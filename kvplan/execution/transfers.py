@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
@@ -42,7 +41,7 @@ from kvplan.execution.rows import RowRequests, view_addresses
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
-from kvplan.planning.groups import AnyPlan, GroupPlan
+from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import first_overlapped
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -140,7 +139,7 @@ class Transfers:
 
     def submit(
         self,
-        plan: AnyPlan,
+        plan: Plan,
         src: Memory,
         dst: Memory,
         on_outcome: Callable[[LLMException | None], None] | None = None,
@@ -195,12 +194,13 @@ class Transfers:
             gate_of: as for `LayerTask`.
 
         Raises:
-            TypeError, LLMException: as `submit`; TypeError: also of a `GroupPlan`.
+            TypeError, LLMException: as `submit`; LLM_PARAM_INVALID: also for a plan of several
+                parts.
         """
-        check_type("plan", plan, Plan)
+        part = check_type("plan", plan, Plan).part
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
-        per_pair = len(descriptors) // plan.num_tensor_pairs
-        layer_size = plan.tensors_per_layer * per_pair or 1  # of a plan of no bytes any
+        per_pair = len(descriptors) // part.num_tensor_pairs
+        layer_size = part.tensors_per_layer * per_pair or 1  # of a plan of no bytes any
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:
@@ -211,25 +211,9 @@ class Transfers:
             task.cancel()  # nobody could: without a handle it would stay until the end
             raise
 
-    def stage(
-        self,
-        plan: Plan,
-        src: Memory,
-        dst: Memory,
-        on_outcome: Callable[[LLMException | None], None] | None = None,
-        on_last: Callable[[LayerTask], None] | None = None,
-    ) -> LayerTask:
-        """Deprecated: the old name of `layered`.
-
-        Raises:
-            TypeError, LLMException: as `layered`.
-        """
-        warnings.warn("Transfers.stage is now Transfers.layered", DeprecationWarning, stacklevel=2)
-        return self.layered(plan, src, dst, on_outcome, on_last)
-
     def execute(
         self,
-        plan: AnyPlan,
+        plan: Plan,
         src: Memory,
         dst: Memory,
         timeout_ms: float | None = None,
@@ -279,7 +263,7 @@ class Transfers:
 
     def verify(
         self,
-        plan: AnyPlan,
+        plan: Plan,
         src: TensorMemory,
         dst: TensorMemory,
         every: int = 1,
@@ -332,7 +316,7 @@ class Transfers:
 
     def _prepare(
         self,
-        plan: AnyPlan,
+        plan: Plan,
         src: Memory,
         dst: Memory,
         descriptors: Descriptors | None = None,
@@ -340,8 +324,8 @@ class Transfers:
         check: bool = True,
     ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
         """What moves the bytes (None: plain copies), which, and the memories as they were given."""
-        if type(plan) is not Plan and not isinstance(plan, Plan | GroupPlan):
-            raise TypeError(f"plan={shown(plan)} must be a Plan or a GroupPlan")
+        if type(plan) is not Plan:
+            check_type("plan", plan, Plan)
         # Not isinstance: of a protocol it takes 10 us, of a Sequence 0.3, twice a transfer.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
@@ -444,7 +428,7 @@ def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | N
     return made
 
 
-def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:
+def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:
     """`Transfers.submit` of the process's own transfers.
 
     Raises:
@@ -453,7 +437,7 @@ def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:
     return default_transfers().submit(plan, src, dst)
 
 
-def execute(plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
+def execute(plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
     """`Transfers.execute` of the process's own transfers.
 
     Raises:
@@ -478,7 +462,7 @@ class Bindable(Protocol):
         """See `TensorMemory`."""
 
 
-def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
+def bind(plan: Plan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
     """Return the descriptors of `plan` between two memories.
 
     Args:
@@ -488,9 +472,14 @@ def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Des
         LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
             ranges of it overlap so that the result would depend on the order of the copies.
     """
-    if isinstance(plan, GroupPlan):
-        return _bind_groups(plan, src, dst, one_space)
-    for name, side, memory in (("src", plan.src, src), ("dst", plan.dst, dst)):
+    if len(plan.parts) > 1:
+        return _bind_parts(plan, src, dst, one_space)
+    return _bind_part(plan.parts[0], src, dst, one_space)
+
+
+def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
+    """`bind`, of one part."""
+    for name, side, memory in (("src", part.src, src), ("dst", part.dst, dst)):
         if len(memory.addresses) != side.num_tensors:
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
@@ -503,13 +492,13 @@ def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Des
             )
     if not dst.writable:
         raise invalid("dst is read-only")
-    read = src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
-    written = dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
-    if plan.split:  # views lie next to one another in a tensor
-        views = plan.split, plan.tensors_per_layer
-        read, src_bases, _ = view_addresses(plan.src, src.addresses, plan.src_tensors, *views)
-        written, dst_bases, _ = view_addresses(plan.dst, dst.addresses, plan.dst_tensors, *views)
-    segments = plan.segments
+    read = src_bases = src.addresses[part.src_tensors.start : part.src_tensors.stop]
+    written = dst_bases = dst.addresses[part.dst_tensors.start : part.dst_tensors.stop]
+    if part.split:  # views lie next to one another in a tensor
+        views = part.split, part.tensors_per_layer
+        read, src_bases, _ = view_addresses(part.src, src.addresses, part.src_tensors, *views)
+        written, dst_bases, _ = view_addresses(part.dst, dst.addresses, part.dst_tensors, *views)
+    segments = part.segments
     descriptors = lower(
         segments.src_offsets,
         segments.dst_offsets,
@@ -522,11 +511,11 @@ def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Des
     # Whether whole tensors overlap: cheap, and almost always the end of it.
     if extents_clash(
         written,
-        plan.dst.tensor_nbytes,
+        part.dst.tensor_nbytes,
         read if one_space else _NONE,
-        plan.src.tensor_nbytes,
+        part.src.tensor_nbytes,
     ):
-        check_order_free(plan, descriptors, one_space)
+        check_order_free(part, descriptors, one_space)
     return descriptors
 
 
@@ -543,28 +532,28 @@ class _Tensors(NamedTuple):
         return cls(memory.addresses[part], memory.nbytes[part], memory.writable)
 
 
-def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """`bind`, of tensors of one group after another: one array of descriptors."""
-    parts = [*plan.parts()]
+def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
+    """`bind`, of tensors of one part after another: one array of descriptors."""
+    placed = [*plan.placed()]
     for name, memory in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.plan, name).num_tensors for it in parts)
+        needed = sum(getattr(it.part, name).num_tensors for it in placed)
         if len(memory.addresses) != needed:
             raise invalid(
-                f"{name} has {len(memory.addresses)} tensors; the groups of the plan need {needed}"
+                f"{name} has {len(memory.addresses)} tensors; the parts of the plan need {needed}"
             )
     each = []
-    for name, part, _, src_tensor, dst_tensor in parts:
+    for part, _, src_tensor, dst_tensor in placed:
         theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
         ours = _Tensors.of(dst, dst_tensor, part.dst.num_tensors)
         try:
-            bound = bind(part, theirs, ours, one_space=one_space)
+            bound = _bind_part(part.labelled(""), theirs, ours, one_space)
         except LLMException as error:
-            text = f"group {name}: {error.args[0]}"
+            text = f"part {part.label}: {error.args[0]}"
             raise LLMException(text, status_code=error.status_code) from None
         each.append(bound)
     descriptors = Descriptors.joined(each)
-    # As of one plan: whether whole tensors of two groups overlap, and only then which bytes.
-    extents = written_extents(parts, dst.addresses, dst.nbytes)
+    # As of one part: whether whole tensors of two parts overlap, and only then which bytes.
+    extents = written_extents(placed, dst.addresses, dst.nbytes)
     if extents is None or (
         one_space
         and first_overlapped(src.addresses, src.addresses + src.nbytes, *extents) is not None

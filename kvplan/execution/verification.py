@@ -16,7 +16,7 @@ from kvnative._extents import first_different
 from kvnative._lower import Descriptors
 from kvplan.execution.memory import HostMemory, TensorMemory
 from kvplan.execution.task import status_code_of
-from kvplan.planning.groups import AnyPlan
+from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode
 
 SCRATCH_NBYTES: Final = 4 << 20
@@ -50,7 +50,7 @@ def check_verifiable(src: TensorMemory, dst: TensorMemory) -> None:
 
 
 def verify(
-    plan: AnyPlan,
+    plan: Plan,
     descriptors: Descriptors,
     src: TensorMemory,
     dst: TensorMemory,

@@ -43,7 +43,7 @@ from kvplan.validation import UINT64_MAX
 
 if TYPE_CHECKING:
     from kvplan.execution import Transfers
-    from kvplan.planning.groups import GroupPlan
+    from kvplan.planning.plan import Plan
 
 _log = Log("kvplan.hixl")
 
@@ -474,7 +474,7 @@ class Hixl:
 
     def plan_transfer(
         self, remote_engine: str, op: TransferOp, op_descs: Sequence[TransferOpDesc]
-    ) -> GroupPlan:
+    ) -> Plan:
         """Return the plan of a transfer, to `explain` and `diff`; nothing moves. Not in hixl.
 
         Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.part import Part
     from kvplan.planning.side import Side
 
     Numbers = NDArray[np.int64]
@@ -92,7 +92,7 @@ _MOST = frozenset(("src_last", "dst_last", "entry_last", "token_last", "head_las
 _SUMS = frozenset(("runs", "nbytes", "segments"))
 
 
-def bands_of(plan: Plan, state: NDArray[np.int64] | None = None, most: int = MOST) -> Drawn:
+def bands_of(plan: Part, state: NDArray[np.int64] | None = None, most: int = MOST) -> Drawn:
     """Return the bands of a plan.
 
     Args:
@@ -158,7 +158,7 @@ def _parts(side: Side, first: Numbers, end: Numbers) -> tuple[int, Numbers, Numb
 
 
 def _order(
-    plan: Plan, first: Numbers, end: Numbers, low: Numbers, high: Numbers
+    plan: Part, first: Numbers, end: Numbers, low: Numbers, high: Numbers
 ) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers], dict[int, str], dict[int, str]]:
     """Entries of the destination's table, and tokens, of each segment; see `tokens_of`.
 
@@ -209,7 +209,7 @@ def _spans(firsts: Numbers, lasts: Numbers) -> str:
     return ", ".join(to_text(*it) for it in pairs) + (", ..." if len(firsts) > 3 else "")
 
 
-def _contents(plan: Plan, dst: Numbers, nbytes: Numbers) -> tuple[Numbers, Numbers]:
+def _contents(plan: Part, dst: Numbers, nbytes: Numbers) -> tuple[Numbers, Numbers]:
     """Heads (first, last), and whether keys or values, of each segment.
 
     Both are the same a period further on, so that few different segments are looked at.
@@ -234,7 +234,7 @@ def _contents(plan: Plan, dst: Numbers, nbytes: Numbers) -> tuple[Numbers, Numbe
     return values[:, :2], values[:, 2]
 
 
-def _kv_of_runs(plan: Plan, first: int, nbytes: int, steps: Sequence[Span]) -> str:
+def _kv_of_runs(plan: Part, first: int, nbytes: int, steps: Sequence[Span]) -> str:
     """As `kv_of`, of runs that repeat; see `heads_of_runs`."""
     around = max(plan.dst.stride_of("kv"), 1) * plan.dst.extent("kv")
     last = first + nbytes - 1 + sum((count - 1) * step for count, step in steps if step % around)

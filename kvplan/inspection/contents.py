@@ -11,7 +11,7 @@ from kvplan.layout import numbers_text
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.part import Part
     from kvplan.planning.side import Side
 
 Span = tuple[int, int]
@@ -21,57 +21,57 @@ Span = tuple[int, int]
 class RequestOrder:
     """Where in the request the rows at dst are. Made once, where many are looked up."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, part: Part) -> None:
+        self.part = part
         self._by_row: NDArray[np.int64] | None = None
-        if plan.tables is not None and plan.local != "both":
-            self._by_row = np.argsort(plan.tables.dst)
-            self._rows = plan.tables.dst[self._by_row]
+        if part.tables is not None and part.local != "both":
+            self._by_row = np.argsort(part.tables.dst)
+            self._rows = part.tables.dst[self._by_row]
 
     def text(self, first: int, last: int) -> str:
         """Tokens of the request at dst offsets `first` to `last`; positions where none are named.
 
         A position is that of a block in the block tables. Empty: the plan does not know.
         """
-        plan = self.plan
-        if plan.dst.layout is not None and "token" in plan.dst.layout.axes:
+        part = self.part
+        if part.dst.layout is not None and "token" in part.dst.layout.axes:
             return spans_text("token", self.tokens(first, last))
-        if plan.tables is None or len(plan.tables.dst) == 1:
+        if part.tables is None or len(part.tables.dst) == 1:
             return ""
         return spans_text("position", spans_of(self._found(first, last)))
 
     def tokens(self, first: int, last: int) -> list[Span]:
         """As `tokens_of`."""
-        return _tokens(self.plan, self._found(first, last), first, last)
+        return _tokens(self.part, self._found(first, last), first, last)
 
     def _found(self, first: int, last: int) -> NDArray[np.int64]:
         if self._by_row is None:
             return np.empty(0, np.int64)
-        low, high = _row(self.plan.dst, first), _row(self.plan.dst, last)
-        part = slice(*np.searchsorted(self._rows, [low, high + 1]))
-        found = self._by_row[part]
+        low, high = _row(self.part.dst, first), _row(self.part.dst, last)
+        piece = slice(*np.searchsorted(self._rows, [low, high + 1]))
+        found = self._by_row[piece]
         return found if len(found) == high - low + 1 else found[:0]
 
 
-def tokens_of(plan: Plan, first: int, last: int) -> list[Span]:
+def tokens_of(part: Part, first: int, last: int) -> list[Span]:
     """Tokens of the request whose bytes are at dst offsets `first` to `last`, as ranges.
 
     They are counted in the order of the block tables, from the request's first block at src on.
     Empty: the plan does not know (no layout, no block tables, or a copy inside of a process).
     """
-    tables, dst = plan.tables, plan.dst
-    if tables is None or plan.local == "both":
+    tables, dst = part.tables, part.dst
+    if tables is None or part.local == "both":
         return []
     low, high = _row(dst, first), _row(dst, last)
     found = np.flatnonzero((tables.dst >= low) & (tables.dst <= high))
     if len(found) != high - low + 1:  # a row that is not of the request, or twice
         return []
-    return _tokens(plan, found[np.argsort(tables.dst[found])], first, last)
+    return _tokens(part, found[np.argsort(tables.dst[found])], first, last)
 
 
-def _tokens(plan: Plan, found: NDArray[np.int64], first: int, last: int) -> list[Span]:
+def _tokens(part: Part, found: NDArray[np.int64], first: int, last: int) -> list[Span]:
     """The tokens of some rows, given by position in the block table in the order of dst."""
-    tables, dst = plan.tables, plan.dst
+    tables, dst = part.tables, part.dst
     if tables is None or dst.layout is None or "token" not in dst.layout.axes or not len(found):
         return []
     size = dst.extent("token")
@@ -99,9 +99,9 @@ def spans_of(numbers: ArrayLike) -> list[Span]:
     return [*zip(first, last, strict=True)]
 
 
-def heads_of(plan: Plan, first: int, last: int) -> Span | None:
+def heads_of(part: Part, first: int, last: int) -> Span | None:
     """First and last KV head of the model between dst offsets; None: the layout has no heads."""
-    dst = plan.dst
+    dst = part.dst
     if dst.layout is None or "head" not in dst.layout.axes:
         return None
     begin = dst.shard.heads.start if dst.shard is not None and dst.shard.heads is not None else 0
@@ -111,93 +111,93 @@ def heads_of(plan: Plan, first: int, last: int) -> Span | None:
     return begin + low, begin + high
 
 
-def heads_of_runs(plan: Plan, first: int, nbytes: int, steps: list[Span]) -> Span | None:
+def heads_of_runs(part: Part, first: int, nbytes: int, steps: list[Span]) -> Span | None:
     """As `heads_of`, of the runs of a row: `nbytes` bytes from dst offset `first` on, repeated.
 
     Args:
         steps: of each level of repeats, how many and how many bytes apart at dst.
     """
-    around = max(plan.dst.stride_of("head"), 1) * plan.dst.extent("head")  # to the same head again
+    around = max(part.dst.stride_of("head"), 1) * part.dst.extent("head")  # to the same head again
     last = first + nbytes - 1 + sum((count - 1) * step for count, step in steps if step % around)
-    return heads_of(plan, first, last)
+    return heads_of(part, first, last)
 
 
-def kv_of(plan: Plan, view: int, first: int, last: int) -> str:
+def kv_of(part: Part, view: int, first: int, last: int) -> str:
     """`K`, `V`, `K+V`, or nothing where the layout does not say, for a view and dst offsets."""
-    dst = plan.dst
+    dst = part.dst
     if dst.layout is None:
         return ""
-    inside = "kv" in dst.layout.axes and "kv" not in plan.split and dst.extent("kv") == 2
+    inside = "kv" in dst.layout.axes and "kv" not in part.split and dst.extent("kv") == 2
     if inside:
         low, high = _index(dst, "kv", first), _index(dst, "kv", last)
         whole = low != high or _spans_more(dst, "kv", first, last)
         return "K+V" if whole else "KV"[low]
-    if plan.tensors_per_layer != 2 or "head" not in dst.layout.axes:
+    if part.tensors_per_layer != 2 or "head" not in dst.layout.axes:
         return ""
     return "KV"[view % 2]
 
 
-def local_layers(plan: Plan, name: str, part: slice = slice(None)) -> Span:
+def local_layers(part: Part, name: str, piece: slice = slice(None)) -> Span:
     """First and last layer of a side, counted from its own first, of a part of the plan's.
 
     Where tensors are moved whole, each may hold several.
     """
-    layers = getattr(plan, f"{name}_layers")[part]
-    inside = 1 if "layer" in plan.split else getattr(plan, name).extent("layer")
+    layers = getattr(part, f"{name}_layers")[piece]
+    inside = 1 if "layer" in part.split else getattr(part, name).extent("layer")
     return layers[0] * inside, layers[-1] * inside + inside - 1
 
 
-def model_layers(plan: Plan, src: Span, dst: Span) -> tuple[Span, Span] | None:
+def model_layers(part: Part, src: Span, dst: Span) -> tuple[Span, Span] | None:
     """The numbers that layers of both sides have in the model; None: no shard names layers.
 
     They are the same on both sides, unless bytes are reinterpreted.
     """
     numbers = []
-    for side, (first, last) in ((plan.src, src), (plan.dst, dst)):
+    for side, (first, last) in ((part.src, src), (part.dst, dst)):
         layers = side.shard.layers if side.shard is not None else None
         if layers is not None:
             numbers.append((layers[first], layers[last]))
     return (numbers[0], numbers[-1]) if numbers else None
 
 
-def model_text(plan: Plan, part: slice = slice(None)) -> str:
+def model_text(part: Part, piece: slice = slice(None)) -> str:
     """`16..31`: numbers in the model; nothing where no shard names layers."""
-    numbers = model_layers(plan, local_layers(plan, "src", part), local_layers(plan, "dst", part))
+    numbers = model_layers(part, local_layers(part, "src", piece), local_layers(part, "dst", piece))
     if numbers is None:
         return ""
-    src, dst = (_between(plan, it) for it in numbers)
+    src, dst = (_between(part, it) for it in numbers)
     return src if src == dst else f"{src} -> {dst}"
 
 
-def _between(plan: Plan, ends: Span) -> str:
+def _between(part: Part, ends: Span) -> str:
     """Numbers of the model from one to another, of those that a side has: `2..5`, or `0, 6, 12`."""
-    for side in (plan.src, plan.dst):
+    for side in (part.src, part.dst):
         layers = side.shard.layers if side.shard is not None else None
         if isinstance(layers, tuple) and ends[0] in layers and ends[1] in layers:
             return numbers_text(layers[layers.index(ends[0]) : layers.index(ends[1]) + 1])
     return to_text(*ends)
 
 
-def layers_text(plan: Plan, part: slice) -> str:
+def layers_text(part: Part, piece: slice) -> str:
     """`layer 4 -> 0`, `layers 1..3 -> 1..3`, and their numbers in the model where these differ."""
-    src, dst = (local_layers(plan, it, part) for it in ("src", "dst"))
+    src, dst = (local_layers(part, it, piece) for it in ("src", "dst"))
     several = src[0] < src[1] or dst[0] < dst[1]
     text = " -> ".join("{}..{}".format(*it) if several else f"{it[0]}" for it in (src, dst))
-    return f"layer{'s' if several else ''} {text}{model_note(plan, part)}"
+    return f"layer{'s' if several else ''} {text}{model_note(part, piece)}"
 
 
-def source_layers_text(plan: Plan, part: slice) -> str:
+def source_layers_text(part: Part, piece: slice) -> str:
     """`layer 4`, or `layers 0..3 (16..19 of the model)`."""
-    first, last = local_layers(plan, "src", part)
-    return f"layer{'s' if first < last else ''} {to_text(first, last)}{model_note(plan, part)}"
+    first, last = local_layers(part, "src", piece)
+    return f"layer{'s' if first < last else ''} {to_text(first, last)}{model_note(part, piece)}"
 
 
-def model_note(plan: Plan, part: slice = slice(None)) -> str:
+def model_note(part: Part, piece: slice = slice(None)) -> str:
     """` (16..31 of the model)` for layers that have another number on one of the sides."""
-    src, dst = (local_layers(plan, it, part) for it in ("src", "dst"))
-    if model_layers(plan, src, dst) in (None, (src, dst)):
+    src, dst = (local_layers(part, it, piece) for it in ("src", "dst"))
+    if model_layers(part, src, dst) in (None, (src, dst)):
         return ""
-    return f" ({model_text(plan, part)} of the model)"
+    return f" ({model_text(part, piece)} of the model)"
 
 
 def to_text(first: int, last: int) -> str:
@@ -205,21 +205,21 @@ def to_text(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}..{last}"
 
 
-def tokens_moved(plan: Plan) -> int | None:
+def tokens_moved(part: Part) -> int | None:
     """How many tokens of the request a plan moves, where that is not its destination's rows."""
-    tables, sides = plan.tables, (plan.src, plan.dst)
+    tables, sides = part.tables, (part.src, part.dst)
     if tables is not None and not all(it.has_all_tokens for it in sides):
-        return None if plan.src.meaning == plan.dst.meaning else tables.count_in_common(*sides)
-    return tokens_spanned(plan)
+        return None if part.src.meaning == part.dst.meaning else tables.count_in_common(*sides)
+    return tokens_spanned(part)
 
 
-def tokens_spanned(plan: Plan) -> int | None:
+def tokens_spanned(part: Part) -> int | None:
     """As `tokens_moved`, with tokens between them that one of the sides does not hold."""
-    tables = plan.tables
+    tables = part.tables
     if tables is None or tables.num_tokens is not None:
         return None if tables is None else tables.num_tokens
-    tokens = plan.dst.extent("token")
-    if plan.kind != "B2B" or len(tables.src) == len(tables.dst) or tokens == 1:
+    tokens = part.dst.extent("token")
+    if part.kind != "B2B" or len(tables.src) == len(tables.dst) or tokens == 1:
         return None
     return len(tables.dst) * tokens - tables.dst_token
 

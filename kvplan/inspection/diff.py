@@ -17,6 +17,7 @@ from kvplan.inspection.contents import (
     spans_text,
     tokens_of,
 )
+from kvplan.inspection.explain import labels_text
 from kvplan.inspection.summary import blocks_of
 from kvplan.inspection.units import fit, nbytes_text, place, plural, shown_rows
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
     from kvplan.planning.segments import Segments
     from kvplan.planning.side import Side
@@ -37,7 +39,53 @@ LIMIT = 16
 """Changed segments; of more the first and the last are shown, and what they come to."""
 
 
-def diff(old: Plan, new: Plan) -> str:
+def diff_plans(old: Plan, new: Plan) -> str:
+    """Return what changed from `old` to `new`, part by part, as text that ends in a verdict.
+
+    Names of caches are not compared.
+    """
+    if old.is_single and new.is_single:
+        return diff(old.parts[0], new.parts[0])
+    parts = [{part.label: part for part in plan.parts} for plan in (old, new)]
+    lines: list[str] = []
+    changes: dict[str, str] = {}  # the text of a change, and the part that has it first
+    verdicts: dict[str, list[str]] = {}
+    same: list[str] = []  # parts, one after the other, in which nothing changed
+    for label in dict.fromkeys([*parts[0], *parts[1]]):
+        before, after = (its.get(label) for its in parts)
+        if before is not None and before == after:
+            same.append(label)
+            continue
+        lines += _identical(same)
+        same = []
+        if before is None or after is None:
+            said = f"only in the {'old' if after is None else 'new'} plan"
+            sign = "-" if after is None else "+"
+            lines += fit(f"{labels_text([label])}: {sign} {before or after!r}")
+            verdicts.setdefault(said, []).append(label)
+            continue
+        verdicts.setdefault(f": {verdict(before, after)}", []).append(label)
+        text = diff(before, after)
+        if (first := changes.setdefault(text, label)) != label:
+            lines.append(f"{labels_text([label])}: same change as in {labels_text([first])}")
+        else:
+            lines += [labels_text([label]), *(f"  {line}" for line in text.splitlines())]
+    lines += _identical(same)
+    odd = [
+        f"{labels_text(labels)}{'' if said.startswith(':') else ' '}{said}"
+        for said, labels in verdicts.items()
+    ]
+    if not odd and [*parts[0]] != [*parts[1]]:
+        odd.append("the parts are in another order")
+    lines += fit(f"verdict: {'; '.join(odd) or 'identical'}")
+    return "\n".join(lines)
+
+
+def _identical(labels: list[str]) -> list[str]:
+    return fit(f"{labels_text(labels)}: identical", indent="  ") if labels else []
+
+
+def diff(old: Part, new: Part) -> str:
     """Return what changed from `old` to `new`; names of caches are not compared."""
     lines = [f"  cache    {text}" for text in _meanings(old, new)]
     lines += [f"  option   {text}" for text in _options(old, new)]
@@ -74,7 +122,7 @@ def _other_tensors(old: int, new: int) -> Iterator[str]:
         yield f"  ({'; '.join(said)})"
 
 
-def _changed_lines(old: Plan, new: Plan, changed: list[tuple[str, Plan, int]]) -> list[str]:
+def _changed_lines(old: Part, new: Part, changed: list[tuple[str, Part, int]]) -> list[str]:
     """A line for each segment that only one of the plans has, or for the first and the last."""
     head, tail = shown_rows(len(changed), LIMIT)
     lines = [_segment_line(*it) for it in changed[:head]]
@@ -89,7 +137,7 @@ def _changed_lines(old: Plan, new: Plan, changed: list[tuple[str, Plan, int]]) -
     return lines
 
 
-def _moved_blocks(old: Plan, new: Plan) -> str:
+def _moved_blocks(old: Part, new: Part) -> str:
     """How many destination blocks come from other ones, and how far these are; or nothing."""
     sides = [blocks_of(it) for it in (old, new)]
     if sides[0] is None or sides[1] is None:
@@ -117,7 +165,7 @@ def _change(old: str, new: str) -> str:
     return f"{old} = {new}" if old == new else f"{old} -> {new}"
 
 
-def _options(old: Plan, new: Plan) -> Iterator[str]:
+def _options(old: Part, new: Part) -> Iterator[str]:
     for name in (
         "operation",
         "kind",
@@ -158,7 +206,7 @@ def _text(value: object) -> str:
     return value.name if isinstance(value, Enum) else str(value)
 
 
-def _meanings(old: Plan, new: Plan) -> Iterator[str]:
+def _meanings(old: Part, new: Part) -> Iterator[str]:
     """What the caches themselves are said to be, where that differs."""
     for name in ("src", "dst"):
         yield from _meanings_of_side(name, getattr(old, name), getattr(new, name))
@@ -166,9 +214,9 @@ def _meanings(old: Plan, new: Plan) -> Iterator[str]:
         yield f"reinterpret: {old.reinterpret} -> {new.reinterpret}"
 
 
-def _segments(old: Plan, new: Plan) -> list[tuple[str, Plan, int]]:
+def _segments(old: Part, new: Part) -> list[tuple[str, Part, int]]:
     """The segments that only one plan has, in the order of the destination: sign, plan, index."""
-    before, after = (dict(_keyed(plan)) for plan in (old, new))
+    before, after = (dict(_keyed(part)) for part in (old, new))
     odd = [(key[1], 0, key) for key in before.keys() - after.keys()]
     odd += [(key[1], 1, key) for key in after.keys() - before.keys()]
     return [
@@ -177,22 +225,22 @@ def _segments(old: Plan, new: Plan) -> list[tuple[str, Plan, int]]:
     ]
 
 
-def _segment_line(sign: str, plan: Plan, index: int) -> str:
-    segments = plan.segments
+def _segment_line(sign: str, part: Part, index: int) -> str:
+    segments = part.segments
     src, dst, nbytes = (int(getattr(segments, it)[index]) for it in segments.columns())
     repeats = [(int(it.counts[index]), it.dst_stride) for it in segments.repeats]
-    src_rows, dst_rows = plan.rows(index)
-    places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
+    src_rows, dst_rows = part.rows(index)
+    places = f"{place(src_rows, src, part.src.stride)}>{place(dst_rows, dst, part.dst.stride)}"
     last = int(segments.ends()[1][index]) - 1
-    heads = heads_of_runs(plan, dst, nbytes, repeats)
-    if heads is not None and heads[1] - heads[0] + 1 == plan.dst.extent("head"):
+    heads = heads_of_runs(part, dst, nbytes, repeats)
+    if heads is not None and heads[1] - heads[0] + 1 == part.dst.extent("head"):
         heads = None  # all, as everywhere
     times = "".join(f"{count} x " for count, _ in repeats)
     held = " ".join(
         filter(
             None,
             (
-                spans_text("token", tokens_of(plan, dst, last)),
+                spans_text("token", tokens_of(part, dst, last)),
                 spans_text("head", [heads] if heads else []),
             ),
         )
@@ -200,14 +248,14 @@ def _segment_line(sign: str, plan: Plan, index: int) -> str:
     return f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
 
 
-def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:
+def _keyed(part: Part) -> Iterator[tuple[tuple[Any, ...], int]]:
     """Each segment as a value, and its position."""
-    repeats = [(it.counts.tolist(), *it[1:]) for it in plan.segments.repeats]
-    for index, segment in enumerate(plan.segments):
+    repeats = [(it.counts.tolist(), *it[1:]) for it in part.segments.repeats]
+    for index, segment in enumerate(part.segments):
         yield (*segment, *((counts[index], *strides) for counts, *strides in repeats)), index
 
 
-def verdict(old: Plan, new: Plan) -> str:
+def verdict(old: Part, new: Part) -> str:
     """What the difference comes to, in a line."""
     if old == new:
         return "identical"
@@ -244,7 +292,7 @@ def verdict(old: Plan, new: Plan) -> str:
     return f"{OTHER_BYTES} - bytes at dst: {said}"
 
 
-def _other_layers(old: Plan, new: Plan) -> str:
+def _other_layers(old: Part, new: Part) -> str:
     """Whether the same layers are written from others, by one number further."""
     (before, _), (after, _) = (local_layers(it, "src") for it in (old, new))
     if (
@@ -262,7 +310,7 @@ def _other_layers(old: Plan, new: Plan) -> str:
     return "other tensors"
 
 
-def table_change(old: Plan, new: Plan) -> str:
+def table_change(old: Part, new: Part) -> str:
     """What was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""
@@ -335,17 +383,20 @@ def _changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str
 
 
 def is_equivalent(old: Plan, new: Plan) -> bool:
-    """Whether both put the same bytes of the same caches into the same places."""
-    return verdict(old, new).startswith(("identical", "equivalent"))
+    """Whether both put the same bytes of the same caches into the same places, part by part."""
+    return [it.label for it in old.parts] == [it.label for it in new.parts] and all(
+        verdict(a, b).startswith(("identical", "equivalent"))
+        for a, b in zip(old.parts, new.parts, strict=True)
+    )
 
 
-def _compare_bytes(old: Plan, new: Plan) -> list[int]:
+def _compare_bytes(old: Part, new: Part) -> list[int]:
     """Bytes of one destination tensor: from another source, only in old, only in new.
 
     What both have is left out, and a segment that differs by where it begins at src differs in each
     byte.
     """
-    before, after = (dict(_keyed(plan)) for plan in (old, new))
+    before, after = (dict(_keyed(part)) for part in (old, new))
     # By all but the source: nothing is written twice, so each is there once.
     a_only = {key[1:]: before[key] for key in before.keys() - after.keys()}
     b_only = {key[1:]: after[key] for key in after.keys() - before.keys()}
@@ -354,8 +405,8 @@ def _compare_bytes(old: Plan, new: Plan) -> list[int]:
         nbytes * math.prod(count for count, *_ in repeats) for _, nbytes, *repeats in moved
     )
     odd_old, odd_new = (
-        _runs_of(plan, [index for key, index in only.items() if key not in moved])
-        for plan, only in ((old, a_only), (new, b_only))
+        _runs_of(part, [index for key, index in only.items() if key not in moved])
+        for part, only in ((old, a_only), (new, b_only))
     )
     counts = _compare_runs(odd_old, odd_new)
     return [counts[0] + other_source, *counts[1:]]
@@ -370,9 +421,9 @@ def _compare_runs(old: Segments, new: Segments) -> list[int]:
     edges = np.unique(
         np.concatenate(
             [
-                part
+                piece
                 for runs in (old, new)
-                for part in (runs.dst_offsets, runs.dst_offsets + runs.nbytes)
+                for piece in (runs.dst_offsets, runs.dst_offsets + runs.nbytes)
             ]
         )
     )
@@ -383,12 +434,12 @@ def _compare_runs(old: Segments, new: Segments) -> list[int]:
     return [int(lengths[it].sum()) for it in pieces]
 
 
-def _runs_of_all(plan: Plan) -> Segments:
+def _runs_of_all(part: Part) -> Segments:
     """The runs of all pairs, counted as if the tensors of each side lay one behind the other."""
-    runs = plan.segments.expanded()
+    runs = part.segments.expanded()
     starts = []
-    for side, views in ((plan.src, plan.src_tensors), (plan.dst, plan.dst_tensors)):
-        tensors, inside = side.locate(views, plan.split, plan.tensors_per_layer)
+    for side, views in ((part.src, part.src_tensors), (part.dst, part.dst_tensors)):
+        tensors, inside = side.locate(views, part.split, part.tensors_per_layer)
         starts.append(tensors.astype(np.uint64) * np.uint64(side.tensor_nbytes) + inside)
     src, dst = (
         (start[:, None] + offsets).reshape(-1)
@@ -397,9 +448,9 @@ def _runs_of_all(plan: Plan) -> Segments:
     return runs.adopt(src, dst, np.tile(runs.nbytes, len(starts[0])))
 
 
-def _runs_of(plan: Plan, chosen: list[int]) -> Segments:
+def _runs_of(part: Part, chosen: list[int]) -> Segments:
     """The runs of some segments."""
-    segments = plan.segments
+    segments = part.segments
     src, dst, nbytes = (getattr(segments, name)[chosen] for name in segments.columns())
     repeats = tuple(it._replace(counts=it.counts[chosen]) for it in segments.repeats)
     return segments.adopt(src, dst, nbytes, repeats).expanded()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, get_args
+
+import numpy as np
 
 from kvplan.inspection.contents import (
     RequestOrder,
@@ -15,7 +17,6 @@ from kvplan.inspection.contents import (
     to_text,
     tokens_moved,
 )
-from kvplan.inspection.copy_ways import copied_lines
 from kvplan.inspection.summary import summary
 from kvplan.inspection.table import table_lines
 from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
@@ -23,7 +24,7 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.inspection.cost import TransportCost
+    from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
@@ -32,95 +33,166 @@ _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""
 
 
-def one_line(plan: Plan) -> str:
-    """`<Plan push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB>`."""
-    src, dst = (local_layers(plan, it) for it in ("src", "dst"))
+def one_line(part: Part) -> str:
+    """`push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB`."""
+    src, dst = (local_layers(part, it) for it in ("src", "dst"))
     layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
-    rows = plural(_num_rows(plan), plan.dst.row)
-    if (tokens := tokens_moved(plan)) is not None:
+    rows = plural(_num_rows(part), part.dst.row)
+    if (tokens := tokens_moved(part)) is not None:
         if (
-            plan.tables is not None
-            and plan.kind == "B2B"
-            and len(plan.tables.src) != _num_rows(plan)
+            part.tables is not None
+            and part.kind == "B2B"
+            and len(part.tables.src) != _num_rows(part)
         ):
-            rows = f"{len(plan.tables.src)}>{rows}"
+            rows = f"{len(part.tables.src)}>{rows}"
         rows = f"{plural(tokens, 'token')}, {rows}"
     return (
-        f"<Plan {plan.operation} {plan.kind} {layers} x {rows}: "
-        f"{plan.num_descriptors} desc, {nbytes_text(plan.nbytes)}>"
+        f"{part.operation} {part.kind} {layers} x {rows}: "
+        f"{part.num_descriptors} desc, {nbytes_text(part.nbytes)}"
     )
 
 
-def explain_lines(
+def explain_plan(
     plan: Plan,
     format: Format,  # noqa: A002
     limit: int | None,
-    cost: TransportCost | None = None,
-    same_as: str = "",
-    *,
-    is_part: bool = False,
 ) -> Iterator[str]:
-    """Return `plan` as lines of text; of each list at most `limit` rows (None: all).
+    """Return a plan as lines of text; of each list at most `limit` rows (None: all).
 
-    With `cost` a line more: under the head of a tree, or as the last one of a table. With `same_as`
-    a tree does not list the segments: that names what has the same. How a GPU copies is not said of
-    a part, which does not go alone.
+    Of several parts each stands below its label; equal parts are one, and rows that a part has like
+    one before it are not listed again.
 
     Raises, before the first line:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
         raise invalid(f"limit={limit} must be None or >= 1")
-    moved = [] if cost is None else [cost.outline(plan)]
-    match format:
-        case "tree":
-            copied = [] if is_part else copied_lines(plan)
-            head = [*_header(plan), *(f"  {line}" for line in [*copied, *moved])]
-            return chain(chain.from_iterable(map(fit, head)), _tree(plan, limit, same_as))
-        case "table":
-            return chain(table_lines(plan, limit), moved)
-    raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
+    if format not in get_args(Format):
+        raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
+    if plan.is_single:
+        return _explain_part(plan.parts[0], format, limit)
+    head = [
+        f"{plan.operation}  {plan.kind}   {plural(len(plan.parts), 'part')}   "
+        f"plan {plan.fingerprint[:6]}",
+        f"  {plural(plan.num_descriptors, 'descriptor')} | {nbytes_text(plan.nbytes)}",
+    ]
+    return chain(head, _explain_parts(plan.parts, format, limit))
 
 
-def _num_rows(plan: Plan) -> int:
-    """How many rows are written, as far as the plan knows."""
-    if plan.tables is not None:
-        return len(plan.tables.dst)
-    return 1 if plan.kind == "C2C" else plan.num_slices  # of one slot ranges may be moved
+def _explain_parts(
+    parts: Sequence[Part],
+    format: Format,  # noqa: A002
+    limit: int | None,
+) -> Iterator[str]:
+    """The lines of each part, below its label."""
+    seen: list[tuple[Part, list[str]]] = []
+    for part in parts:
+        if (of := next((of for it, of in seen if _is_same(it, part)), None)) is not None:
+            of.append(part.label)
+        else:
+            seen.append((part, [part.label]))
+    for index, (part, labels) in enumerate(seen):
+        yield from fit(labels_text(labels), indent="  ")
+        like = next((its for it, its in seen[:index] if _has_same_rows(it, part)), None)
+        same_as = "" if like is None else f"part {like[0]}"
+        yield from (f"  {line}" for line in _explain_part(part, format, limit, same_as))
 
 
-def _header(plan: Plan) -> list[str]:
-    ends = " -> ".join(
-        name or word for name, word in ((plan.src.name, "src"), (plan.dst.name, "dst"))
+def _explain_part(
+    part: Part,
+    format: Format,  # noqa: A002
+    limit: int | None,
+    same_as: str = "",
+) -> Iterator[str]:
+    """A part as lines of text; with `same_as` that names what has the same segments, unlisted."""
+    if format == "table":
+        return table_lines(part, limit)
+    return chain(chain.from_iterable(map(fit, _header(part))), _tree(part, limit, same_as))
+
+
+def labels_text(labels: list[str]) -> str:
+    """`part latent`, or `parts 0, 1, 2`."""
+    return f"part{'s' if len(labels) > 1 else ''} {', '.join(labels)}"
+
+
+def _is_same(a: Part, b: Part) -> bool:
+    """Whether nothing that is said of them differs: equal parts of caches of the same names."""
+    return (
+        a == b
+        and (a.src.name, a.dst.name, a.src.way, a.dst.way)
+        == (b.src.name, b.dst.name, b.src.way, b.dst.way)
+        and _has_same_tables(a, b)
     )
-    src, dst = ("{}..{}".format(*local_layers(plan, it)) for it in ("src", "dst"))
-    slices = plan.num_slices * plan.num_tensor_pairs
-    merged = slices - plan.num_descriptors
+
+
+def _has_same_tables(a: Part, b: Part) -> bool:
+    if a.tables is None or b.tables is None:
+        return a.tables is b.tables
+    return a.tables[2:] == b.tables[2:] and all(map(np.array_equal, a.tables[:2], b.tables[:2]))
+
+
+def _has_same_rows(a: Part, b: Part) -> bool:
+    """Whether both have the same segments, counted in rows, for the same tokens of the request."""
+    if a.tables is None or b.tables is None or len(a.segments) != len(b.segments):
+        return False
+    if a.split or b.split or a.segments.repeats or b.segments.repeats:
+        return False
+    if (a.kind, a.operation) != (b.kind, b.operation) or any(
+        getattr(a, side).extent("token") != getattr(b, side).extent("token")
+        or getattr(a, side).row != getattr(b, side).row
+        for side in ("src", "dst")
+    ):
+        return False
+    sides = (("src_offsets", "src"), ("dst_offsets", "dst"), ("nbytes", "dst"))
+    for name, side in sides:
+        strides = [np.uint64(getattr(it, side).stride) for it in (a, b)]
+        columns = [getattr(it.segments, name) for it in (a, b)]
+        if any((column % stride).any() for column, stride in zip(columns, strides, strict=True)):
+            return False
+        if not np.array_equal(columns[0] // strides[0], columns[1] // strides[1]):
+            return False
+    return _has_same_tables(a, b)
+
+
+def _num_rows(part: Part) -> int:
+    """How many rows are written, as far as the plan knows."""
+    if part.tables is not None:
+        return len(part.tables.dst)
+    return 1 if part.kind == "C2C" else part.num_slices  # of one slot ranges may be moved
+
+
+def _header(part: Part) -> list[str]:
+    ends = " -> ".join(
+        name or word for name, word in ((part.src.name, "src"), (part.dst.name, "dst"))
+    )
+    src, dst = ("{}..{}".format(*local_layers(part, it)) for it in ("src", "dst"))
+    slices = part.num_slices * part.num_tensor_pairs
+    merged = slices - part.num_descriptors
     return [
-        f"{plan.operation}  {plan.kind}   {ends}   plan {plan.fingerprint[:6]}",
-        *(f"  {line}" for line in _meaning(plan)),
-        f"  layers {src} -> {dst}{model_note(plan)} | tensors/layer {plan.tensors_per_layer} | "
-        f"{_rows_moved(plan)}",
-        f"  {plural(slices, 'slice')} -> {plural(plan.num_descriptors, 'descriptor')} "
-        f"({merged:,} merged) | {nbytes_text(plan.nbytes)}",
-        *([f"  {transposed}"] if (transposed := _transposed(plan)) else []),
-        *(f"  over {way}" for way in (plan.src.way, plan.dst.way) if way),
+        f"{part.operation}  {part.kind}   {ends}   plan {part.fingerprint[:6]}",
+        *(f"  {line}" for line in _meaning(part)),
+        f"  layers {src} -> {dst}{model_note(part)} | tensors/layer {part.tensors_per_layer} | "
+        f"{_rows_moved(part)}",
+        f"  {plural(slices, 'slice')} -> {plural(part.num_descriptors, 'descriptor')} "
+        f"({merged:,} merged) | {nbytes_text(part.nbytes)}",
+        *([f"  {transposed}"] if (transposed := _transposed(part)) else []),
+        *(f"  over {way}" for way in (part.src.way, part.dst.way) if way),
     ]
 
 
-def _meaning(plan: Plan) -> list[str]:
+def _meaning(part: Part) -> list[str]:
     """Data type, layout and shard of both sides, on one line where they fit."""
-    src, dst = plan.src, plan.dst
+    src, dst = part.src, part.dst
     forced = "REINTERPRETED: bytes as they are"
     if str(src) == str(dst):
         return _side_lines(src, "", ", both sides")
-    line = f"{src} -> {dst}{f', {forced}' if plan.reinterpret else ''}"
+    line = f"{src} -> {dst}{f', {forced}' if part.reinterpret else ''}"
     if len(line) + 2 <= _SIDE_WIDTH:
         return [line]
     return [
         *_side_lines(src, "src "),
         *_side_lines(dst, "dst "),
-        *([forced] if plan.reinterpret else []),
+        *([forced] if part.reinterpret else []),
     ]
 
 
@@ -132,51 +204,51 @@ def _side_lines(side: Side, name: str, end: str = "") -> list[str]:
     return [f"{name}{str(side).removesuffix(shard)},", f"{' ' * len(name)}{shard[2:]}{end}"]
 
 
-def _rows_moved(plan: Plan) -> str:
+def _rows_moved(part: Part) -> str:
     """`3 blocks x 32 KiB`, or, where tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
-    tables, tokens = plan.tables, tokens_moved(plan)
+    tables, tokens = part.tables, tokens_moved(part)
     if tables is None or (
-        tokens is None and (len(tables.src) == len(tables.dst) or plan.kind == "C2B")
+        tokens is None and (len(tables.src) == len(tables.dst) or part.kind == "C2B")
     ):
-        rows = plural(_num_rows(plan), plan.dst.row)
-        return f"parts of {rows}" if _is_cut(plan) else f"{rows} x {nbytes_text(_row_nbytes(plan))}"
+        rows = plural(_num_rows(part), part.dst.row)
+        return f"parts of {rows}" if _is_cut(part) else f"{rows} x {nbytes_text(_row_nbytes(part))}"
     return (
         f"{'' if tokens is None else plural(tokens, 'token') + ', '}"
-        f"{plural(len(tables.src), plan.src.row)} -> {plural(len(tables.dst), plan.dst.row)}"
+        f"{plural(len(tables.src), part.src.row)} -> {plural(len(tables.dst), part.dst.row)}"
     )
 
 
-def _is_cut(plan: Plan) -> bool:
+def _is_cut(part: Part) -> bool:
     """Whether blocks are not written whole: what other heads or layers have of them is left."""
-    if plan.split or plan.kind != "B2B":
-        return bool(plan.split)
-    return plan.nbytes_per_tensor < _num_rows(plan) * _row_nbytes(plan)
+    if part.split or part.kind != "B2B":
+        return bool(part.split)
+    return part.nbytes_per_tensor < _num_rows(part) * _row_nbytes(part)
 
 
-def _row_nbytes(plan: Plan) -> int:
+def _row_nbytes(part: Part) -> int:
     """Bytes of a row at dst, which need not lie together."""
-    return plan.dst.tensor_nbytes // plan.dst.count
+    return part.dst.tensor_nbytes // part.dst.count
 
 
-def _transposed(plan: Plan) -> str:
+def _transposed(part: Part) -> str:
     """What it costs that rows lie differently: how many runs make up a row."""
-    segments = plan.segments
+    segments = part.segments
     if not segments.repeats or not len(segments):
         return ""
     runs = int(segments.runs().max())
     index = int(segments.runs().argmax())
     nbytes = int(segments.nbytes[index])
-    same = plan.src.layout == plan.dst.layout
+    same = part.src.layout == part.dst.layout
     word = "cut by head or token" if same else "transposing"
-    return f"{word}: {plural(runs, 'run')} of {nbytes_text(nbytes)} a {plan.dst.row}"
+    return f"{word}: {plural(runs, 'run')} of {nbytes_text(nbytes)} a {part.dst.row}"
 
 
-def _places(plan: Plan, indices: range) -> Iterator[tuple[str, str, str]]:
+def _places(part: Part, indices: range) -> Iterator[tuple[str, str, str]]:
     """The rows at src and at dst and the size of some segments, as texts."""
-    src_side, dst_side = plan.src, plan.dst
-    part = slice(indices.start, indices.stop)
-    columns = [getattr(plan.segments, it)[part].tolist() for it in plan.segments.columns()]
-    runs = plan.segments.runs()[part].tolist()
+    src_side, dst_side = part.src, part.dst
+    piece = slice(indices.start, indices.stop)
+    columns = [getattr(part.segments, it)[piece].tolist() for it in part.segments.columns()]
+    runs = part.segments.runs()[piece].tolist()
     for src, dst, nbytes, times in zip(*columns, runs, strict=True):
         yield (
             place(src_side.rows(src, nbytes), src, src_side.stride),
@@ -185,16 +257,16 @@ def _places(plan: Plan, indices: range) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _notes(plan: Plan, order: RequestOrder, indices: range) -> Iterator[tuple[str, str, str]]:
+def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[str, str, str]]:
     """How many slices a segment is; where the one before ended; what of the request it holds."""
-    src_side, dst_side = plan.src, plan.dst
+    src_side, dst_side = part.src, part.dst
     smallest = min(src_side.stride, dst_side.stride)
     before: tuple[int, int] | None = None
     begin = max(indices.start - 1, 0)
     columns = [
-        getattr(plan.segments, it)[begin : indices.stop].tolist() for it in plan.segments.columns()
+        getattr(part.segments, it)[begin : indices.stop].tolist() for it in part.segments.columns()
     ]
-    ends = plan.segments.ends()[1][begin : indices.stop].tolist()
+    ends = part.segments.ends()[1][begin : indices.stop].tolist()
     for index, (src, dst, nbytes, end) in enumerate(zip(*columns, ends, strict=True), begin):
         # Where the one before ended is where this one would have had to begin.
         breaks = (
@@ -206,7 +278,7 @@ def _notes(plan: Plan, order: RequestOrder, indices: range) -> Iterator[tuple[st
                 )
                 if stop + 1 != at
             ]
-            if before and not (plan.segments.repeats or plan.split)  # parts of rows never meet
+            if before and not (part.segments.repeats or part.split)  # parts of rows never meet
             else []
         )
         before = src + nbytes, dst + nbytes
@@ -220,83 +292,83 @@ def _notes(plan: Plan, order: RequestOrder, indices: range) -> Iterator[tuple[st
         yield note, f" ({', '.join(breaks)})" if breaks else "", f"  {held}" if held else ""
 
 
-def _segment_lines(plan: Plan, limit: int | None, width: int) -> Iterator[str]:
+def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
     """A line for each segment: rows, size, tokens, and why it is not part of the one before."""
-    total = len(plan.segments)
+    total = len(part.segments)
     head, tail = shown_rows(total, limit)
     parts = range(head), range(total - tail, total)
     widths = [0, 0, 7]
-    for places in chain.from_iterable(_places(plan, it) for it in parts):
+    for places in chain.from_iterable(_places(part, it) for it in parts):
         widths = [max(it) for it in zip(widths, map(len, places), strict=True)]
-    order = RequestOrder(plan)
-    for part in parts:
+    order = RequestOrder(part)
+    for piece in parts:
         for (src, dst, size), (note, breaks, held) in zip(
-            _places(plan, part), _notes(plan, order, part), strict=True
+            _places(part, piece), _notes(part, order, piece), strict=True
         ):
             text = f"{src:<{widths[0]}} -> {dst:<{widths[1]}}  {size:<{widths[2] + 1}} {note}"
             line = f"{text}{breaks}".rstrip() + held
             if len(line) > width:  # the rows themselves say where it breaks
                 line = text.rstrip() + held
             yield from fit(line, width)
-        if part.start == 0 and head + tail < total:
+        if piece.start == 0 and head + tail < total:
             more = f"... {plural(total - head - tail, 'more segment')}"
             yield f"{more}. Of all {total:,}:" if tail else more
             if tail:
-                for line in summary(plan):
+                for line in summary(part):
                     yield from fit(f"      {line}", width)
 
 
-def _tree(plan: Plan, limit: int | None, same_as: str) -> Iterator[str]:
+def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:
     """The first tensor of the first layer in full; the others, which are like it, together."""
-    num_layers, per_layer = len(plan.src_layers), plan.segments.num_runs
-    num_tensors = min(plan.tensors_per_layer, plan.num_tensor_pairs)
+    num_layers, per_layer = len(part.src_layers), part.segments.num_runs
+    num_tensors = min(part.tensors_per_layer, part.num_tensor_pairs)
     descriptors = num_tensors * per_layer
     branch, trunk = ("`--", "    ") if num_layers == 1 else ("|--", "|   ")
     yield (
-        f"{branch} {layers_text(plan, slice(1))}   desc [0:{descriptors})   "
-        f"{nbytes_text(num_tensors * plan.nbytes_per_tensor)}"
+        f"{branch} {layers_text(part, slice(1))}   desc [0:{descriptors})   "
+        f"{nbytes_text(num_tensors * part.nbytes_per_tensor)}"
     )
-    others = [*_other_tensors(plan, num_tensors)]
-    name = f"{'|--' if others else '`--'} {_tensor_text(plan, 0, 1)}   "
+    others = [*_other_tensors(part, num_tensors)]
+    name = f"{'|--' if others else '`--'} {_tensor_text(part, 0, 1)}   "
     under = ("|" if others else " ").ljust(len(name))
-    segments = [f"same {plan.dst.row}s as {same_as}"] if same_as else None
-    for line in segments or _segment_lines(plan, limit, WIDTH - len(trunk) - len(name)):
+    segments = [f"same {part.dst.row}s as {same_as}"] if same_as else None
+    for line in segments or _segment_lines(part, limit, WIDTH - len(trunk) - len(name)):
         yield f"{trunk}{name}{line}"
         name = under
     for index, text in enumerate(others, 1):
-        yield f"{trunk}{'`--' if index == len(others) else '|--'} {text}   same {plan.dst.row}s"
+        yield f"{trunk}{'`--' if index == len(others) else '|--'} {text}   same {part.dst.row}s"
     if num_layers > 1:
-        rest = (plan.num_tensor_pairs - num_tensors) * plan.nbytes_per_tensor
+        rest = (part.num_tensor_pairs - num_tensors) * part.nbytes_per_tensor
         yield (
-            f"`-- {layers_text(plan, slice(1, None))}   desc "
-            f"[{descriptors}:{plan.num_descriptors})   {nbytes_text(rest)}   same {plan.dst.row}s"
+            f"`-- {layers_text(part, slice(1, None))}   desc "
+            f"[{descriptors}:{part.num_descriptors})   {nbytes_text(rest)}   same {part.dst.row}s"
         )
 
 
-def _other_tensors(plan: Plan, num_tensors: int) -> Iterator[str]:
+def _other_tensors(part: Part, num_tensors: int) -> Iterator[str]:
     """The tensors of the first layer but its first: those that are consecutive together."""
     begin = 1
     while begin < num_tensors:
         end = begin + 1
-        if _kv(plan, begin) == "":
+        if _kv(part, begin) == "":
             while end < num_tensors and all(
-                plan.pair(end)[side][0] == plan.pair(end - 1)[side][0] + 1 for side in (0, 1)
+                part.pair(end)[side][0] == part.pair(end - 1)[side][0] + 1 for side in (0, 1)
             ):
                 end += 1
-        yield _tensor_text(plan, begin, end)
+        yield _tensor_text(part, begin, end)
         begin = end
 
 
-def _tensor_text(plan: Plan, begin: int, end: int) -> str:
+def _tensor_text(part: Part, begin: int, end: int) -> str:
     """`tensor 0 -> 2 K`, or `tensors 1..3 -> 1..3`."""
-    (src, _), (dst, _) = plan.pair(begin)
-    kv = _kv(plan, begin)
+    (src, _), (dst, _) = part.pair(begin)
+    kv = _kv(part, begin)
     many = end - begin - 1
     numbers = " -> ".join(to_text(it, it + many) for it in (src, dst))
     return f"tensor{'s' if many else ''} {numbers}{f' {kv}' if kv else ''}"
 
 
-def _kv(plan: Plan, index: int) -> str:
-    if "kv" not in plan.split and plan.tensors_per_layer != 2:
+def _kv(part: Part, index: int) -> str:
+    if "kv" not in part.split and part.tensors_per_layer != 2:
         return ""
-    return kv_of(plan, plan.dst_tensors[index], 0, 0)
+    return kv_of(part, part.dst_tensors[index], 0, 0)

@@ -11,19 +11,19 @@ from kvplan.inspection.units import nbytes_text, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.part import Part
 
 TINY: Final = 2048
 """Bytes of a descriptor below which it costs more than its bytes do, over "local" (`cost`)."""
 
 
-def oddities(plan: Plan) -> list[str]:
+def oddities(plan: Part) -> list[str]:
     """Return what is odd in `plan`, the gravest first. A stale lease is not: no plan knows it."""
     found = (_reinterpreted(plan), _read_twice(plan), _cut(plan), _tiny(plan), _apart(plan))
     return [it for several in found for it in several]
 
 
-def _reinterpreted(plan: Plan) -> Iterator[str]:
+def _reinterpreted(plan: Part) -> Iterator[str]:
     if plan.reinterpret:
         yield (
             "REINTERPRETED: the bytes are copied as they are, whatever the two sides say that they "
@@ -31,7 +31,7 @@ def _reinterpreted(plan: Plan) -> Iterator[str]:
         )
 
 
-def _read_twice(plan: Plan) -> Iterator[str]:
+def _read_twice(plan: Part) -> Iterator[str]:
     """A request has no block twice; a copy inside of a process may."""
     if plan.tables is None or plan.local == "both":
         return
@@ -46,7 +46,7 @@ def _read_twice(plan: Plan) -> Iterator[str]:
         )
 
 
-def _cut(plan: Plan) -> Iterator[str]:
+def _cut(plan: Part) -> Iterator[str]:
     """Rows that lie differently at the two ends are cut into runs."""
     segments = plan.segments
     if not segments.repeats:
@@ -66,7 +66,7 @@ def _cut(plan: Plan) -> Iterator[str]:
         )
 
 
-def _tiny(plan: Plan) -> Iterator[str]:
+def _tiny(plan: Part) -> Iterator[str]:
     segments = plan.segments
     runs = segments.runs()
     tiny = int(runs[segments.nbytes < TINY].sum())
@@ -78,7 +78,7 @@ def _tiny(plan: Plan) -> Iterator[str]:
         )
 
 
-def _apart(plan: Plan) -> Iterator[str]:
+def _apart(plan: Part) -> Iterator[str]:
     """Rows without neighbours that would be adjacent on both sides."""
     tables, segments = plan.tables, plan.segments
     if segments.repeats or plan.split or tables is None or len(segments) < 2:

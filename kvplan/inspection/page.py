@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 CELL_HEIGHT: Final = 740
 """Pixels of a notebook's cell; the document scrolls inside of it."""
 
 
 def to_html(
-    plan: AnyPlan,
+    plan: Plan,
     path: str | os.PathLike[str] | None = None,
     *,
-    other: AnyPlan | None = None,
+    other: Plan | None = None,
     notes: Sequence[str] = (),
 ) -> str:
     """Return the document of a plan, or of what changes from it to `other`; write it to `path`."""
@@ -43,7 +43,7 @@ def to_html(
     return document
 
 
-def cell(plan: AnyPlan) -> str:
+def cell(plan: Plan) -> str:
     """Return the document as a frame, in which it shares nothing with the page around it."""
     return (
         f'<iframe title="{escape(repr(plan))}" sandbox="allow-scripts" loading="lazy" '
@@ -52,9 +52,7 @@ def cell(plan: AnyPlan) -> str:
     )
 
 
-def _document(
-    plan: AnyPlan, made: Sequence[Picture], other: AnyPlan | None, notes: Sequence[str]
-) -> str:
+def _document(plan: Plan, made: Sequence[Picture], other: Plan | None, notes: Sequence[str]) -> str:
     frame, css, script = _files()
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown = plan if other is None else other
@@ -86,7 +84,7 @@ def _document(
     )
 
 
-def _summary(plan: AnyPlan, groups: int) -> str:
+def _summary(plan: Plan, groups: int) -> str:
     return (
         f"{plural(groups, 'group')} in one transfer: {nbytes_text(plan.nbytes)} in "
         f"{plural(plan.num_descriptors, 'descriptor')}."

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvplan.inspection.bands import Numbers
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
@@ -109,21 +109,15 @@ class Picture(NamedTuple):
     amount_of: list[int]
 
 
-def pictures(plan: AnyPlan, other: AnyPlan | None = None) -> list[Picture]:
+def pictures(plan: Plan, other: Plan | None = None) -> list[Picture]:
     """Return the picture of a plan, or of each of its groups.
 
     Args:
         other: what it is compared with, as by `plan.diff(other)`; of the same kind.
     """
-    old, new = groups_of(plan), {} if other is None else groups_of(other)
+    old, new = ({it.label: it for it in whole.parts} if whole else {} for whole in (plan, other))
     names = dict.fromkeys([*old, *new])
     return [_picture(it, old.get(it), new.get(it), other is not None) for it in names]
-
-
-def groups_of(plan: AnyPlan) -> Mapping[str, Plan]:
-    """The plan of each group by its name; a plan without groups by an empty one."""
-    found: Mapping[str, Plan] = getattr(plan, "groups", {"": plan})
-    return found
 
 
 def tint(place: float) -> tuple[int, ...]:
@@ -142,7 +136,7 @@ def headline(made: Sequence[Picture]) -> str:
     return "; ".join(odd) or "identical"
 
 
-def _picture(name: str, old: Plan | None, new: Plan | None, compared: bool) -> Picture:
+def _picture(name: str, old: Part | None, new: Part | None, compared: bool) -> Picture:
     plans = [it for it in (old, new) if it is not None]
     drawn, said = bands_of(plans[-1]), ""
     if old is None or new is None:
@@ -189,11 +183,11 @@ def _order(bands: Bands, entries: int) -> tuple[Literal["entry", "token", ""], i
     return "", len(first)
 
 
-def _all(plan: Plan, state: int) -> Numbers:
+def _all(plan: Part, state: int) -> Numbers:
     return np.full(len(plan.segments), state)
 
 
-def _compared(old: Plan, new: Plan) -> Drawn:
+def _compared(old: Part, new: Part) -> Drawn:
     """The bands of both: those that are the same once, as the new plan has them."""
     alike = all(
         (a.stride, a.count, a.paged) == (b.stride, b.count, b.paged)
@@ -271,7 +265,7 @@ def _scaled(bands: Bands, src: int, dst: int) -> Bands:
     )
 
 
-def _keys(plan: Plan) -> list[tuple[int, ...]]:
+def _keys(plan: Part) -> list[tuple[int, ...]]:
     """Each segment as a value; those of two plans are equal where they copy the same bytes."""
     segments = plan.segments
     columns = [getattr(segments, it).tolist() for it in segments.columns()]
@@ -280,7 +274,7 @@ def _keys(plan: Plan) -> list[tuple[int, ...]]:
     return [(*it, *strides) for it in zip(*columns, strict=True)]
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: Part) -> str:
     """One sentence: `Pulls 3 blocks of a peer into 3 blocks, in 2 layers: 384 KiB in ...`."""
     tables, tokens = plan.tables, tokens_moved(plan)
     of_src, of_dst = (
@@ -303,7 +297,7 @@ def _summary(plan: Plan) -> str:
     )
 
 
-def _side(name: str, plans: Sequence[Plan], marks: Sequence[str]) -> PictureSide:
+def _side(name: str, plans: Sequence[Part], marks: Sequence[str]) -> PictureSide:
     other = "dst" if name == "src" else "src"
     versions = [_version(getattr(it, name), getattr(it, other)) for it in plans]
     if len({*versions}) == 1:
@@ -356,7 +350,7 @@ def _axes(side: Side) -> dict[str, int]:
     return dict(zip(names, side.shape, strict=True))
 
 
-def _layers(plans: Sequence[Plan], marks: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _layers(plans: Sequence[Part], marks: Sequence[str]) -> Iterator[tuple[str, str]]:
     texts = [[*_layers_of(it)] for it in plans]
     for several in zip_longest(*texts):
         if len({*several}) == 1:
@@ -369,7 +363,7 @@ def _layers(plans: Sequence[Plan], marks: Sequence[str]) -> Iterator[tuple[str, 
         yield " | ".join(it[0] for it in said), " | ".join(filter(None, (it[1] for it in said)))
 
 
-def _alike(plans: Sequence[Plan], marks: Sequence[str]) -> str:
+def _alike(plans: Sequence[Part], marks: Sequence[str]) -> str:
     """`same bands in all 61`, or how many layers each of the plans has."""
     counts = [len(it.src_layers) for it in plans]
     if max(counts) < 2:
@@ -380,7 +374,7 @@ def _alike(plans: Sequence[Plan], marks: Sequence[str]) -> str:
     return f"same bands in {' and '.join(each)}"
 
 
-def _layers_of(plan: Plan) -> Iterator[tuple[str, str]]:
+def _layers_of(plan: Part) -> Iterator[tuple[str, str]]:
     """`layer 4 → 0`, `tensors 8 → 0 K, 9 → 1 V`."""
     named = "kv" in plan.split or plan.tensors_per_layer == 2
     per_layer = plan.tensors_per_layer
@@ -403,7 +397,7 @@ def _layers_of(plan: Plan) -> Iterator[tuple[str, str]]:
         yield layers_text(plan, slice(layer, layer + 1)).replace("->", "→"), text
 
 
-def _notes(plans: Sequence[Plan], drawn: Drawn) -> Iterator[str]:
+def _notes(plans: Sequence[Part], drawn: Drawn) -> Iterator[str]:
     if drawn.joined:
         yield (
             f"{drawn.joined:,} runs are too many to draw each: neighbours in the request's order "
@@ -418,7 +412,7 @@ def _notes(plans: Sequence[Plan], drawn: Drawn) -> Iterator[str]:
     yield from (f"No longer so: {it}" for it in old if it not in new)
 
 
-def _sizes(plans: Sequence[Plan]) -> Iterator[Size]:
+def _sizes(plans: Sequence[Part]) -> Iterator[Size]:
     """Descriptors by size, of each plan."""
     sizes = [it.segments.nbytes.astype(np.int64) for it in plans]
     weights = [it.segments.runs().astype(np.int64) for it in plans]
@@ -446,7 +440,7 @@ def _sizes(plans: Sequence[Plan]) -> Iterator[Size]:
             )
 
 
-def _amounts(bands: Bands, plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[int]]:
+def _amounts(bands: Bands, plans: Sequence[Part]) -> tuple[tuple[str, ...], list[int]]:
     """Bytes and descriptors of each band in words, which few of them differ in."""
     found: dict[tuple[int, int, int, int, int], int] = {}
     pairs = np.where(bands.state == OLD, plans[0].num_tensor_pairs, plans[-1].num_tensor_pairs)

@@ -11,7 +11,7 @@ from kvplan.inspection.units import nbytes_text, plural, span
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.part import Part
 
     Rows = NDArray[np.int64]
 
@@ -24,31 +24,31 @@ class _Run(NamedTuple):
     blocks: Rows
 
 
-def summary(plan: Plan) -> list[str]:
+def summary(part: Part) -> list[str]:
     """At most three lines on all segments of a tensor; at least one."""
-    if (runs := _runs_of_blocks(plan)) is None:
-        return [_sizes(plan), *_densities(plan)]
-    return [_lengths(plan, runs), *_shifts(plan, runs), *_densities(plan)]
+    if (runs := _runs_of_blocks(part)) is None:
+        return [_sizes(part), *_densities(part)]
+    return [_lengths(part, runs), *_shifts(part, runs), *_densities(part)]
 
 
-def blocks_of(plan: Plan) -> tuple[Rows, Rows] | None:
+def blocks_of(part: Part) -> tuple[Rows, Rows] | None:
     """The block at src of each block at dst that is written, where whole blocks are moved."""
-    if (runs := _runs_of_blocks(plan)) is None:
+    if (runs := _runs_of_blocks(part)) is None:
         return None
     total = int(runs.blocks.sum())
     inside = np.arange(total) - np.repeat(np.cumsum(runs.blocks) - runs.blocks, runs.blocks)
     return np.repeat(runs.src, runs.blocks) + inside, np.repeat(runs.dst, runs.blocks) + inside
 
 
-def _runs_of_blocks(plan: Plan) -> _Run | None:
+def _runs_of_blocks(part: Part) -> _Run | None:
     """The runs, where whole blocks are moved to whole blocks."""
-    segments, stride = plan.segments, plan.dst.stride
+    segments, stride = part.segments, part.dst.stride
     if (
-        plan.kind != "B2B"
+        part.kind != "B2B"
         or not len(segments)
-        or plan.split
+        or part.split
         or segments.repeats
-        or plan.src.stride != stride
+        or part.src.stride != stride
     ):
         return None
     columns = [getattr(segments, name) for name in segments.columns()]
@@ -60,9 +60,9 @@ def _runs_of_blocks(plan: Plan) -> _Run | None:
     return _Run(src[first], dst[first], np.add.reduceat(blocks, first))
 
 
-def _lengths(plan: Plan, runs: _Run) -> str:
+def _lengths(part: Part, runs: _Run) -> str:
     """How long the runs are, and how many of one block alone."""
-    blocks, word = runs.blocks, plan.dst.row
+    blocks, word = runs.blocks, part.dst.row
     low, high = int(blocks.min()), int(blocks.max())
     count = plural(len(blocks), "run")
     if low == high:
@@ -71,12 +71,12 @@ def _lengths(plan: Plan, runs: _Run) -> str:
         alone = int(np.count_nonzero(blocks == 1))
         text = f"{count} of {low:,} to {high:,} {word}s, median {float(np.median(blocks)):,g}"
         text += f"; {alone:,} of one {word} alone"
-    if len(blocks) != len(plan.segments):
-        text += f"; in {plural(len(plan.segments), 'segment')}"
+    if len(blocks) != len(part.segments):
+        text += f"; in {plural(len(part.segments), 'segment')}"
     return text
 
 
-def _shifts(plan: Plan, runs: _Run) -> list[str]:
+def _shifts(part: Part, runs: _Run) -> list[str]:
     """The longest runs and the most frequent shift."""
     src, dst, blocks = runs
     shifts = dst - src
@@ -98,7 +98,7 @@ def _shifts(plan: Plan, runs: _Run) -> list[str]:
         if moved[most] * 10 >= total and moved[most] > blocks.max():
             parts.append(
                 f"shift {int(values[most]):+d} for {int(moved[most]):,} of "
-                f"{plural(total, plan.dst.row)}"
+                f"{plural(total, part.dst.row)}"
             )
         opposite = (np.diff(src) == blocks[:-1]) & (dst[1:] + blocks[1:] == dst[:-1])
         if (count := int(np.count_nonzero(opposite))) * 2 >= len(blocks) - 1:
@@ -106,9 +106,9 @@ def _shifts(plan: Plan, runs: _Run) -> list[str]:
     return ["; ".join(parts)] if parts else []
 
 
-def _sizes(plan: Plan) -> str:
+def _sizes(part: Part) -> str:
     """How large the segments are, where they are no whole blocks."""
-    nbytes = plan.segments.nbytes * plan.segments.runs()
+    nbytes = part.segments.nbytes * part.segments.runs()
     low, high = int(nbytes.min()), int(nbytes.max())
     count = plural(len(nbytes), "segment")
     if low == high:
@@ -118,22 +118,22 @@ def _sizes(plan: Plan) -> str:
     )
 
 
-def _densities(plan: Plan) -> list[str]:
+def _densities(part: Part) -> list[str]:
     """Which share of the rows between the first and the last is of the plan, on each side."""
-    ends = plan.segments.ends()
+    ends = part.segments.ends()
     said = []
     for name, starts, stops in (
-        ("src", plan.segments.src_offsets, ends[0]),
-        ("dst", plan.segments.dst_offsets, ends[1]),
+        ("src", part.segments.src_offsets, ends[0]),
+        ("dst", part.segments.dst_offsets, ends[1]),
     ):
-        side = getattr(plan, name)
+        side = getattr(part, name)
         if not side.paged:
             continue
         rows, stride = np.uint64(side.count), np.uint64(side.stride)
         low = (starts // stride % rows).astype(np.int64)
         high = ((stops - np.uint64(1)) // stride % rows).astype(np.int64)
         # Repeats that reach from row to row may leave some out, and parts may lie around the end.
-        if (plan.segments.repeats and (low != high).any()) or (low > high).any():
+        if (part.segments.repeats and (low != high).any()) or (low > high).any():
             continue
         order = np.argsort(low)
         low, reach = low[order], np.maximum.accumulate(high[order])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 WIDTH: Final = 960
 MARGIN: Final = 24
@@ -45,7 +45,7 @@ text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 """
 
 
-def to_svg(plan: AnyPlan, path: str | os.PathLike[str] | None = None) -> str:
+def to_svg(plan: Plan, path: str | os.PathLike[str] | None = None) -> str:
     """Return a plan, or the groups of one below one another, as SVG; write it to `path`."""
     lines: list[str] = []
     y: float = MARGIN

@@ -13,7 +13,7 @@ from kvplan.inspection.summary import summary
 from kvplan.inspection.units import fit, place, plural, shown_rows, span
 
 if TYPE_CHECKING:
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.part import Part
     from kvplan.planning.segments import Column
     from kvplan.planning.side import Side
 
@@ -26,11 +26,11 @@ _COUNTED = 1 << 16
 _Cells = tuple[str, ...]
 
 
-def table_lines(plan: Plan, limit: int | None) -> Iterator[str]:
+def table_lines(part: Part, limit: int | None) -> Iterator[str]:
     """A head and a line for each descriptor; at most `limit`, and between them what is left out."""
-    table = _Table(plan)
-    head, tail = shown_rows(plan.num_descriptors, limit)
-    total = plan.num_descriptors
+    table = _Table(part)
+    head, tail = shown_rows(part.num_descriptors, limit)
+    total = part.num_descriptors
     if head + tail == total:
         widths = table.all_widths()
         yield table.line(table.head, widths)
@@ -46,9 +46,9 @@ def table_lines(plan: Plan, limit: int | None) -> Iterator[str]:
     if not tail:
         yield more
         return
-    pairs = plan.num_tensor_pairs
+    pairs = part.num_tensor_pairs
     yield f"{more}. " + (f"In each of {pairs:,} tensors:" if pairs > 1 else "Of all:")
-    yield from chain.from_iterable(fit(f"      {line}") for line in summary(plan))
+    yield from chain.from_iterable(fit(f"      {line}") for line in summary(part))
     for cells in last:
         yield table.line(cells, widths)
 
@@ -56,14 +56,14 @@ def table_lines(plan: Plan, limit: int | None) -> Iterator[str]:
 class _Table:
     """Texts of the columns, a chunk of runs at a time."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._sides = ("dst", "src") if plan.local == "dst" else ("src", "dst")
-        heads = self._sides if plan.local == "both" else ("local", "remote")
-        self._in_model = bool(model_note(plan))  # a column more
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self._sides = ("dst", "src") if part.local == "dst" else ("src", "dst")
+        heads = self._sides if part.local == "both" else ("local", "remote")
+        self._in_model = bool(model_note(part))  # a column more
         of_model = ("model",) if self._in_model else ()
-        self.head = ("#", "layer", *of_model, "tensor", f"{plan.dst.row}s", *heads, "nbytes")
-        self._per_pair = plan.segments.num_runs
+        self.head = ("#", "layer", *of_model, "tensor", f"{part.dst.row}s", *heads, "nbytes")
+        self._per_pair = part.segments.num_runs
         self._chunk: tuple[int, int, list[tuple[int, int, int, str]]] = (0, 0, [])
 
     def widths(self, rows: Iterable[_Cells]) -> list[int]:
@@ -79,16 +79,16 @@ class _Table:
         A pair's tensors have the longest names with the run that is farthest at src, and at dst;
         of the rows, which are two texts in one, the width is counted.
         """
-        pairs, n = self.plan.num_tensor_pairs, self._per_pair
+        pairs, n = self.part.num_tensor_pairs, self._per_pair
         far, of_rows = [(-1, 0)] * 3, 0
         for start in range(0, n, _COUNTED):
             indices = np.arange(start, min(start + _COUNTED, n))
-            src, dst, nbytes = self.plan.segments.runs_at(indices)
+            src, dst, nbytes = self.part.segments.runs_at(indices)
             for column, values in enumerate((src, dst, nbytes)):
                 at = int(values.argmax())
                 far[column] = max(far[column], (int(values[at]), start + at))
-            found = _place_widths(self.plan.src, src, nbytes) + 1
-            found += _place_widths(self.plan.dst, dst, nbytes)
+            found = _place_widths(self.part.src, src, nbytes) + 1
+            found += _place_widths(self.part.dst, dst, nbytes)
             of_rows = max(of_rows, int(found.max()))
         runs = {run for _, run in far}
         extremes = (pair * n + run for pair in range(pairs) for run in runs)
@@ -114,16 +114,16 @@ class _Table:
 
     def cells(self, first: int, last: int) -> Iterator[_Cells]:
         """The columns of the descriptors from `first` to before `last`."""
-        plan, n = self.plan, self._per_pair
+        part, n = self.part, self._per_pair
         while first < last:
             pair, run = divmod(first, n)
             stop = min(run - run % _CHUNK + _CHUNK, n, run + last - first)
-            number = pair // plan.tensors_per_layer
+            number = pair // part.tensors_per_layer
             layer = slice(number, number + 1)
-            src_layers, dst_layers = (local_layers(plan, it, layer) for it in ("src", "dst"))
+            src_layers, dst_layers = (local_layers(part, it, layer) for it in ("src", "dst"))
             layers = f"{span(src_layers)}>{span(dst_layers)}"
-            model = (model_text(plan, layer),) if self._in_model else ()
-            (src_tensor, src_start), (dst_tensor, dst_start) = plan.pair(pair)
+            model = (model_text(part, layer),) if self._in_model else ()
+            (src_tensor, src_start), (dst_tensor, dst_start) = part.pair(pair)
             tensors = f"{src_tensor}>{dst_tensor}"
             dst_first = self._sides[0] == "dst"
             for index, (src, dst, nbytes, rows) in enumerate(self._runs(run, stop), first):
@@ -136,9 +136,9 @@ class _Table:
     def _runs(self, first: int, last: int) -> list[tuple[int, int, int, str]]:
         """Offsets, bytes and rows of some runs, kept for the next pair of tensors."""
         if self._chunk[:2] != (first, last):
-            src_side, dst_side = self.plan.src, self.plan.dst
+            src_side, dst_side = self.part.src, self.part.dst
             runs = []
-            columns = self.plan.segments.runs_at(np.arange(first, last))
+            columns = self.part.segments.runs_at(np.arange(first, last))
             for src, dst, nbytes in zip(*(it.tolist() for it in columns), strict=True):
                 src_rows = place(src_side.rows(src, nbytes), src, src_side.stride)
                 dst_rows = place(dst_side.rows(dst, nbytes), dst, dst_side.stride)

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, invalid
 from kvplan.validation import open_regular, shown
@@ -18,7 +17,7 @@ MAX_NBYTES: Final = 128 << 20
 """Of a plan's file: room for three million segments that nothing could merge."""
 
 
-def save(plan: AnyPlan, path: StrPath) -> None:
+def save(plan: Plan, path: StrPath) -> None:
     """Write `plan` to a file that `load_plan` reads.
 
     Raises:
@@ -29,8 +28,8 @@ def save(plan: AnyPlan, path: StrPath) -> None:
     Path(path).write_text(json.dumps(plan.to_dict()) + "\n", encoding="utf-8")
 
 
-def load_plan(path: StrPath) -> AnyPlan:
-    """Return the plan that `plan.save` wrote: a Plan, or the GroupPlan of several caches.
+def load_plan(path: StrPath) -> Plan:
+    """Return the plan that `plan.save` wrote.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,7 +40,7 @@ def load_plan(path: StrPath) -> AnyPlan:
         return read_plan(file, os.fspath(path))
 
 
-def read_plan(file: BinaryIO, name: str) -> AnyPlan:
+def read_plan(file: BinaryIO, name: str) -> Plan:
     """As `load_plan`, from an open file that errors call `name`."""
     import json
 
@@ -58,10 +57,10 @@ def read_plan(file: BinaryIO, name: str) -> AnyPlan:
         raise LLMException(f"{name}: {error.args[0]}", status_code=error.status_code) from None
 
 
-def _plan_of(document: Any) -> AnyPlan:
+def _plan_of(document: Any) -> Plan:
     if not isinstance(document, dict):
         raise invalid(
             f"document is not a plan: it is {shown(document)}, and a plan is an object with "
             "schema_version"
         )
-    return (GroupPlan if "groups" in document else Plan).from_dict(document)
+    return Plan.from_dict(document)

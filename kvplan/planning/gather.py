@@ -14,7 +14,7 @@ from kvplan.planning.axes import Share, heads_of
 from kvplan.planning.blocks import block_table, check_table
 from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
 from kvplan.planning.side import Described, Side, side
 from kvplan.planning.tokens import Mask, fewest, room
 from kvplan.planning.transfer import Rows, Transfer
@@ -55,10 +55,10 @@ def plan_gather(
     dst: Described,
     *,
     by_layer: bool = False,
-) -> list[Plan | None]:
-    """Plan pulls of one request from several caches, of which each has a part of the model's.
+) -> list[Part | None]:
+    """Plan pulls of one request from several caches, each of which has some of the model.
 
-    Together the plans write each byte of the request in `dst` exactly once: layer by layer, head
+    Together the parts write each byte of the request in `dst` exactly once: layer by layer, head
     by head and token by token from one of the sources that have it.
 
     Args:
@@ -69,7 +69,7 @@ def plan_gather(
         by_layer: whether each layer is to move by itself.
 
     Returns:
-        For each source its plan; None for one from which nothing is taken, as replicas have it, or
+        For each source its part; None for one from which nothing is taken, as replicas have it, or
         as it has no token of the request.
 
     Raises:
@@ -104,8 +104,8 @@ def plan_gather(
     if rank is None:
         rank = wanted.heads.start // len(wanted.heads)
     check_width("rank", check_type("rank", rank, int), 0, INT64_MAX)
-    for index, (source, part) in enumerate(zip(sides, parts, strict=True)):
-        totals = [_num_layers(it, own) for it, own in ((source, part), (target, wanted))]
+    for index, (source, piece) in enumerate(zip(sides, parts, strict=True)):
+        totals = [_num_layers(it, own) for it, own in ((source, piece), (target, wanted))]
         if totals[0] != totals[1]:
             raise invalid(
                 f"sources[{index}] and dst differ in how many layers the model has, {totals[0]} "
@@ -115,10 +115,10 @@ def plan_gather(
     held_tokens = None
     if not all(it.has_all_tokens for it in caches.values()):
         num_tokens, held_tokens = _held_tokens(rows, transfer, sides, target)
-    plans: list[Plan | None] = []
+    made: list[Part | None] = []
     for index, share in enumerate(_shares(parts, wanted, rank, numbers, held_tokens)):
         if share is None:
-            plans.append(None)
+            made.append(None)
             continue
         source = sides[index]
         local = KvCacheExtParam(
@@ -129,7 +129,7 @@ def plan_gather(
         has_heads = "head" in target.layout.axes if target.layout is not None else False
         common = _overlap(parts[index].heads, wanted.heads)
         heads = share.heads if has_heads and share.heads != common else None
-        plans.append(
+        made.append(
             plan_to_blocks(
                 "pull_blocks",
                 source,
@@ -147,7 +147,7 @@ def plan_gather(
                 None if heads is None and share.tokens is None else Share(heads, share.tokens),
             )
         )
-    return plans
+    return made
 
 
 def _layers_of(name: str, cache: Side) -> Layers:
@@ -180,10 +180,10 @@ def _positions(name: str, layers: Layers, numbers: Layers) -> range:
     return range(first, first + len(layers))
 
 
-def _num_layers(cache: Side, part: _Part) -> int:
+def _num_layers(cache: Side, piece: _Part) -> int:
     """How many layers the model has; a cache without a shard has all."""
     known = cache.shard.num_layers if cache.shard is not None else None
-    return len(part.layers) if known is None else known
+    return len(piece.layers) if known is None else known
 
 
 def _held_tokens(
@@ -230,8 +230,8 @@ def _shares(
         for j, some_heads in enumerate(heads):
             having = tuple(
                 index
-                for index, part in enumerate(parts)
-                if some_layers.start in part.layers and some_heads.start in part.heads
+                for index, piece in enumerate(parts)
+                if some_layers.start in piece.layers and some_heads.start in piece.heads
             )
             if not having:
                 raise invalid(
@@ -303,7 +303,7 @@ def _tokens_text(missing: Mask, first: int) -> str:
 def _pieces(parts: list[range], whole: range) -> list[range]:
     """`whole`, cut where one of `parts` begins or ends."""
     edges = {whole.start, whole.stop}
-    edges |= {edge for part in parts for edge in (part.start, part.stop) if edge in whole}
+    edges |= {edge for piece in parts for edge in (piece.start, piece.stop) if edge in whole}
     return [range(*it) for it in pairwise(sorted(edges))]
 
 
@@ -311,14 +311,14 @@ def _overlap(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def _shifted(part: range, by: int) -> range:
-    return range(part.start + by, part.stop + by)
+def _shifted(piece: range, by: int) -> range:
+    return range(piece.start + by, piece.stop + by)
 
 
-def _text(part: _Part, numbers: Layers, between: str = " ") -> str:
-    layers = consecutive(numbers[part.layers.start : part.layers.stop])
+def _text(piece: _Part, numbers: Layers, between: str = " ") -> str:
+    layers = consecutive(numbers[piece.layers.start : piece.layers.stop])
     text = numbers_text(layers) if isinstance(layers, tuple) else f"{layers[0]}..{layers[-1]}"
-    return f"layers {text}{between}heads {part.heads.start}..{part.heads.stop - 1}"
+    return f"layers {text}{between}heads {piece.heads.start}..{piece.heads.stop - 1}"
 
 
 def _texts(parts: list[_Part], numbers: Layers) -> str:

@@ -17,7 +17,7 @@ from kvplan.validation import INT64_MAX, UINT32_MAX
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.planning.plan import Kind, Operation, Plan
+    from kvplan.planning.part import Kind, Operation, Part
     from kvplan.planning.side import Side
 
 KINDS: dict[Operation, tuple[Kind, ...]] = {
@@ -28,6 +28,8 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
     "copy_cache": ("C2C",),
     "copy_blocks": ("C2B", "B2B"),
     "swap_blocks": ("C2B", "B2B"),
+    "pull_ranges": ("C2C",),
+    "push_ranges": ("C2C",),
 }
 
 MAX_RUNS = 2**28
@@ -38,60 +40,60 @@ MAX_COMPARED = 2**23
 """Runs that are spelled out to be compared: half a gigabyte, about a second."""
 
 
-def check_invariants(plan: Plan) -> None:
+def check_invariants(part: Part) -> None:
     """Check a plan that was not made by the planner (read from a file, or built by hand)."""
-    segments, t = plan.segments, plan.tensors_per_layer
+    segments, t = part.segments, part.tensors_per_layer
     if not segments.nbytes.all():
         raise invalid("segments: none has 0 bytes")
-    letters = "2".join("B" if side.paged else "C" for side in (plan.src, plan.dst))
-    if plan.kind != letters or plan.kind not in KINDS[plan.operation]:
+    letters = "2".join("B" if side.paged else "C" for side in (part.src, part.dst))
+    if part.kind != letters or part.kind not in KINDS[part.operation]:
         raise invalid(
-            f"kind={plan.kind} of operation={plan.operation} between {plan.src.row}s and "
-            f"{plan.dst.row}s must be {letters} and one of {KINDS[plan.operation]}"
+            f"kind={part.kind} of operation={part.operation} between {part.src.row}s and "
+            f"{part.dst.row}s must be {letters} and one of {KINDS[part.operation]}"
         )
     for name, side, tensors in (
-        ("src", plan.src, plan.src_tensors),
-        ("dst", plan.dst, plan.dst_tensors),
+        ("src", part.src, part.src_tensors),
+        ("dst", part.dst, part.dst_tensors),
     ):
         if not 1 <= side.tensor_nbytes <= INT64_MAX or not 1 <= side.num_tensors <= UINT32_MAX:
             raise invalid(
                 f"{name}: {side.num_tensors} tensors of {side.tensor_nbytes} bytes are out of "
                 f"range [1, {UINT32_MAX}] and [1, {INT64_MAX}]"
             )
-        _check_bounds(name, side, plan)
-        views = side.num_views(plan.split)
+        _check_bounds(name, side, part)
+        views = side.num_views(part.split)
         if not tensors or tensors.step != 1 or tensors.start < 0 or tensors.stop > views:
             raise invalid(
                 f"{name}_tensors={tensors} must be a non-empty range of step 1 in [0, {views})"
             )
         if tensors.start % t or (tensors.stop % t and tensors.stop != views):
             raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
-        kv = side.extent("kv") if "kv" in plan.split else 1
+        kv = side.extent("kv") if "kv" in part.split else 1
         # A tensor's layers are all of it: views of one layer are those of so many whole tensors.
-        if plan.split and (side.num_tensors * kv % t or t % kv):
+        if part.split and (side.num_tensors * kv % t or t % kv):
             raise invalid(
-                f"tensors_per_layer={t} of {views} views, split={plan.split}: they are not layers"
+                f"tensors_per_layer={t} of {views} views, split={part.split}: they are not layers"
             )
-    if len(plan.src_tensors) != len(plan.dst_tensors):
+    if len(part.src_tensors) != len(part.dst_tensors):
         raise invalid(
-            f"src_tensors={plan.src_tensors} and dst_tensors={plan.dst_tensors} must be of equal "
+            f"src_tensors={part.src_tensors} and dst_tensors={part.dst_tensors} must be of equal "
             "length"
         )
     least = segments.num_runs
-    exact = plan.coalesce is Coalesce.NONE or not least
-    if plan.num_slices < least or (exact and plan.num_slices != least):
+    exact = part.coalesce is Coalesce.NONE or not least
+    if part.num_slices < least or (exact and part.num_slices != least):
         raise invalid(
-            f"num_slices={plan.num_slices} of {least} runs, coalesce={plan.coalesce}: slices "
+            f"num_slices={part.num_slices} of {least} runs, coalesce={part.coalesce}: slices "
             "are merged, never cut"
         )
-    _check_views(plan)
-    _check_written_once(plan)
+    _check_views(part)
+    _check_written_once(part)
 
 
-def _check_bounds(name: str, side: Side, plan: Plan) -> None:
+def _check_bounds(name: str, side: Side, part: Part) -> None:
     """Refuse a run that ends outside of a tensor, and more runs than a document may have."""
-    segments, limit = plan.segments, np.uint64(side.tensor_nbytes)
-    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split))
+    segments, limit = part.segments, np.uint64(side.tensor_nbytes)
+    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in part.split))
     ends = getattr(segments, f"{name}_offsets").copy()
     outside = ends > limit
     # Written so that no sum can wrap around.
@@ -112,7 +114,7 @@ def _check_bounds(name: str, side: Side, plan: Plan) -> None:
         offset, nbytes = (int(getattr(segments, it)[i]) for it in (f"{name}_offsets", "nbytes"))
         raise invalid(
             f"segment {i}: {name} bytes [{offset}, {offset + nbytes})"
-            f"{', repeated or of another view,' if segments.repeats or plan.split else ''} are "
+            f"{', repeated or of another view,' if segments.repeats or part.split else ''} are "
             f"outside the tensor's [0, {side.tensor_nbytes})"
         )
     runs = np.ones(len(segments))  # floats: what is too many is too large for integers, too
@@ -124,12 +126,12 @@ def _check_bounds(name: str, side: Side, plan: Plan) -> None:
         )
 
 
-def _check_views(plan: Plan) -> None:
+def _check_views(part: Part) -> None:
     """Refuse a run that leaves its view for another."""
-    segments = plan.segments
-    for name, side in (("src", plan.src), ("dst", plan.dst)):
+    segments = part.segments
+    for name, side in (("src", part.src), ("dst", part.dst)):
         starts = getattr(segments, f"{name}_offsets")
-        for axis in plan.split:
+        for axis in part.split:
             if side.extent(axis) == 1:
                 continue
             stride = np.uint64(side.stride_of(axis))
@@ -148,13 +150,13 @@ def _check_views(plan: Plan) -> None:
                 raise invalid(
                     f"run {int(numbers[i])}: {name} bytes [{int(places[i])}, "
                     f"{int(places[i]) + int(runs.nbytes[i])}) leave the {axis} that they begin "
-                    f"in, of {int(stride)} bytes; split={plan.split} pairs each by itself"
+                    f"in, of {int(stride)} bytes; split={part.split} pairs each by itself"
                 )
 
 
-def _check_written_once(plan: Plan) -> None:
+def _check_written_once(part: Part) -> None:
     """Refuse two runs that write one byte."""
-    segments = plan.segments
+    segments = part.segments
     if not len(segments):
         return
     runs, numbers = _spelled_out(segments, _perhaps_overlapping(segments))

@@ -25,7 +25,7 @@ from kvplan.planning.blocks import (
     sorted_pairs,
 )
 from kvplan.planning.layers import ALL_LAYERS, pair_views
-from kvplan.planning.plan import OBSERVERS, Kind, Operation, Plan
+from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
 from kvplan.planning.tokens import BlockTables, room
@@ -48,7 +48,7 @@ def plan_slot_to_slot(
     how: Coalesce | bool,
     reinterpret: bool,
     by_layer: bool,
-) -> Plan:
+) -> Part:
     """Plan C2C: `size` bytes of a slot, from an offset into each row on, or tokens of it."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
@@ -136,7 +136,7 @@ def plan_to_blocks(
     reinterpret: bool,
     by_layer: bool,
     share: Share | None = None,
-) -> Plan:
+) -> Part:
     """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block.
 
     With a `share`, only that is taken.
@@ -236,7 +236,7 @@ def plan_block_to_block(
     reinterpret: bool,
     by_layer: bool,
     share: Share | None = None,
-) -> Plan:
+) -> Part:
     """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
     how = how if type(how) is Coalesce else _coalesce(how)
     if (
@@ -300,7 +300,7 @@ def plan_rows(
     dst_token: int = 0,
     reinterpret: bool = False,
     heads: range | None = None,
-) -> Plan:
+) -> Part:
     """Plan rows of two sides: B2B, or C2B or C2C of one slot each."""
     slot = None
     if kind != "B2B":
@@ -349,7 +349,7 @@ def _by_axes(
     how: Coalesce,
     share: Share | None = None,
     reinterpret: bool = False,
-) -> Plan:
+) -> Part:
     """Plan what both sides have, axis by axis; elements of another type only if as wide."""
     src_type, dst_type = source.data_type, target.data_type
     if src_type is not dst_type and None not in (source.layout, target.layout):
@@ -358,13 +358,13 @@ def _by_axes(
         if not reinterpret or src_type.bits != dst_type.bits:
             refuse_unlike("data type", source, target)
     segments, split, num_slices = cut(source, target, tables, how, share or WHOLE_SHARE)
-    plan = _plan(
+    part = _plan(
         operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,
         how, False, tables, split,
     )  # fmt: skip
     if src_type is not dst_type:
-        vars(plan).update(reinterpret=True)
-    return plan
+        vars(part).update(reinterpret=True)
+    return part
 
 
 def _plan(
@@ -382,7 +382,7 @@ def _plan(
     split: tuple[str, ...] = (),
     *,
     by_rows: bool = False,
-) -> Plan:
+) -> Part:
     per_layer = source.usual_tensors_per_layer
     if (
         ext_param is ALL_LAYERS
@@ -395,9 +395,9 @@ def _plan(
         src_views, dst_views, per_layer = pair_views(
             source, target, ext_param, split, as_bytes=reinterpret
         )
-    plan = Plan.__new__(Plan)
+    part = Part.__new__(Part)
     # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
-    vars(plan).update(
+    vars(part).update(
         operation=operation,
         kind=kind,
         src=source,
@@ -417,9 +417,7 @@ def _plan(
         nbytes_per_tensor=nbytes_per_tensor,
         nbytes=len(src_views) * nbytes_per_tensor,
     )
-    for observe in OBSERVERS:
-        observe(plan)
-    return plan
+    return part
 
 
 def _coalesce(how: Coalesce | bool) -> Coalesce:

@@ -1,366 +1,202 @@
-"""The Plan: an immutable, symbolic recipe for a transfer.
-
-A plan holds the tensor pairs and one segment table that every pair shares; its size grows with
-layers + segments, not with layers x segments. It knows no address and imports nothing that could
-move a byte.
-"""
+"""The Plan: an immutable, symbolic recipe for a transfer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-import numpy as np
-
-from kvplan.inspection.contents import (
-    heads_of,
-    kv_of,
-    local_layers,
-    model_layers,
-    model_note,
-    spans_text,
-    to_text,
-    tokens_of,
-)
-from kvplan.inspection.units import DEFAULT_LIMIT, Format, span
-from kvplan.planning.segments import Coalesce, Segments
-from kvplan.planning.side import Side
+from kvplan.inspection.units import DEFAULT_LIMIT, Format, nbytes_text
+from kvplan.planning.part import Origin, Part
 from kvplan.status import invalid
-from kvplan.validation import check_index, check_type
+from kvplan.validation import check_index, check_type, shown
 
 if TYPE_CHECKING:
     import os
 
-    from kvplan.inspection.cost import Estimate, TransportCost
-    from kvplan.planning.blocks import Blocks
-    from kvplan.planning.groups import GroupPlan
-    from kvplan.planning.tokens import BlockTables
+    from kvplan.planning.ranges import Ranges
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION: Final = 3
 
-OBSERVERS: list[Callable[[Plan | GroupPlan], object]] = []
+MAX_NAME: Final = 64
+"""Characters of the name of a part."""
+
+OBSERVERS: list[Callable[[Plan], object]] = []
 """Called with each plan that is made. Empty but in tests: `kvplan.testing.observe_plans`."""
 
-Operation = Literal[
-    "pull_cache",
-    "pull_blocks",
-    "push_cache",
-    "push_blocks",
-    "copy_cache",
-    "copy_blocks",
-    "swap_blocks",
-]
-Kind = Literal["C2C", "C2B", "B2B"]
 
+class PlacedPart(NamedTuple):
+    """A part, and where its descriptors and its tensors begin among those of the plan."""
 
-_LATER = ("segments", "tables")
-"""Fields that the plan of a request that was lowered without it has when they are looked at."""
-
-
-class LayerPair(NamedTuple):
-    """A source layer, the layer it goes to, and their tensor pairs (src, dst).
-
-    Attributes:
-        src_layer: of the source cache, counted from its first.
-        dst_layer: of the destination, likewise.
-        tensors: the pairs.
-    """
-
-    src_layer: int
-    dst_layer: int
-    tensors: tuple[tuple[int, int], ...]
-
-
-class Origin(NamedTuple):
-    """Where a descriptor came from: layers, tensors, and first and last row on each side.
-
-    Attributes:
-        src_layer, dst_layer: the layer, or the first of `num_layers`.
-        src_tensor, dst_tensor: the tensor, counted from 0.
-        src_rows, dst_rows: first and last block or slot.
-        src_row, dst_row: the word for these: "block" or "slot".
-        kv: "K", "V" or "K+V"; empty where the layout does not say.
-        heads: first and last KV head of the model; None where there is no such axis.
-        tokens: tokens of the request, as (first, last) each; empty where the plan does not know.
-        num_layers: layers from `src_layer` and `dst_layer` on, where a tensor that is moved whole
-            holds several.
-        model_layer: the number of the first of them in the model; None: no shard names layers. The
-            other two count from the first layer of their cache.
-        group: of a `GroupPlan`; empty: a plan of one group.
-    """
-
-    src_layer: int
-    dst_layer: int
+    part: Part
+    descriptor: int
     src_tensor: int
     dst_tensor: int
-    src_rows: tuple[int, int]
-    dst_rows: tuple[int, int]
-    src_row: str
-    dst_row: str
-    kv: str = ""
-    heads: tuple[int, int] | None = None
-    tokens: tuple[tuple[int, int], ...] = ()
-    num_layers: int = 1
-    model_layer: int | None = None
-    group: str = ""
-
-    def __str__(self) -> str:
-        more = self.num_layers - 1
-        src, dst = (to_text(it, it + more) for it in (self.src_layer, self.dst_layer))
-        layers = f"layer{'s' if more else ''} {src}>{dst}"
-        number = self.model_layer
-        if number is not None and not self.src_layer == self.dst_layer == number:
-            layers += f" ({to_text(number, number + more)} of the model)"
-        src, dst = (span(rows) for rows in (self.src_rows, self.dst_rows))
-        words = self.src_row if self.src_row == self.dst_row else f"{self.src_row}>{self.dst_row}"
-        held = [
-            self.kv,
-            spans_text("head", [self.heads] if self.heads else []),
-            spans_text("token", [*self.tokens]),
-        ]
-        return " ".join(
-            [
-                *([f"group {self.group}:"] if self.group else []),
-                f"{layers} tensor {self.src_tensor}>{self.dst_tensor} {words} {src}>{dst}",
-                *filter(None, held),
-            ]
-        )
 
 
-@dataclass(frozen=True, repr=False, eq=False)
 class Plan:
-    """What to copy, symbolically. Made by the `plan_*` functions; read with `explain`.
+    """What to copy, symbolically. Made by `kvplan.plan` and by an engine; read with `explain`.
 
-    Descriptor i is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by
-    layer, tensor by tensor, segment by segment.
+    A plan has a part for each pair of caches: usually one. Several caches of one request, such as
+    MLA's latent and its indexer, make a part for each name; a gather makes one for each source that
+    gives something; ranges of addresses make one for each pair of tensors that ranges go between.
 
-    Attributes:
-        operation: the call that it plans, e.g. "push_blocks".
-        kind: C2C, C2B or B2B.
-        src, dst: the two sides; all offsets are relative to a tensor's base address.
-        src_tensors, dst_tensors: the tensor pairs; two ranges of equal length.
-        tensors_per_layer: how many consecutive tensors are one layer.
-        segments: (src offset, dst offset, nbytes) in bytes, shared by all tensor pairs.
-        num_slices: slices of one tensor before coalescing.
-        coalesce: how slices became segments.
-        split: the axes inside of the tensors ("layer", "kv") along which a tensor is paired in
-            parts; `src_tensors` and `dst_tensors` then count those parts, see `Side.locate`.
-        reinterpret: whether rows that mean different things are copied as bytes, as the caller
-            asked for.
-        tables: the rows of the request in its order, for texts; not compared.
+    Descriptors are those of the first part, then those of the second, and so on; so are tensors: a
+    side of the transfer has the tensors of each part's side, one part after another. Descriptor i
+    of a part is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by layer,
+    tensor by tensor, segment by segment.
 
-    The plan of a request that was executed has `segments` and `tables` when they are first looked
-    at: lowering did not need them (`kvplan.execution.rows`).
+    Args:
+        parts: at least one; all pull, all push, or all copy; no two of one label.
+
+    Raises:
+        TypeError: what is no part.
+        LLMException: LLM_PARAM_INVALID: no part, a bad name, two of one label, or parts of
+            different directions.
     """
 
-    operation: Operation
-    kind: Kind
-    src: Side
-    dst: Side
-    src_tensors: range
-    dst_tensors: range
-    tensors_per_layer: int
-    segments: Segments
-    num_slices: int
-    coalesce: Coalesce
-    split: tuple[str, ...] = ()
-    reinterpret: bool = False
-    tables: BlockTables | None = field(default_factory=lambda: None)  # no default of the class
-    # Of a plan that moves whole rows its tables say all segments: recordings have those alone.
-    by_rows: ClassVar[bool] = False
-    # Of a request that was lowered without a plan: whole rows are copied as bytes.
-    as_bytes: ClassVar[bool] = False
+    parts: tuple[Part, ...]
+    ranges: Ranges | None = None  # of a plan of ranges: they are planned when somebody looks
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        vars(self)["parts"] = _checked(tuple(parts))
+
+    @classmethod
+    def made(cls, *parts: Part) -> Plan:
+        """Return a plan that has just been made of parts that need no check, for `OBSERVERS` too."""
+        plan = object.__new__(cls)
+        vars(plan)["parts"] = parts
+        if OBSERVERS:
+            plan.observe()
+        return plan
+
+    def observe(self) -> None:
+        """Show a plan that has just been made to `OBSERVERS`."""
+        for observer in OBSERVERS:
+            observer(self)
 
     if not TYPE_CHECKING:  # as to mypy: every field is there
 
         def __getattr__(self, name: str) -> Any:
-            """Plan a request that was lowered without a plan."""
-            if name not in _LATER or (unplanned := vars(self).get("unplanned")) is None:
+            """Make the parts of ranges, now that one asks."""
+            if name != "parts" or "made_parts" not in vars(self):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            from kvplan.planning.kinds import plan_rows  # it makes plans: not at the top
+            made = vars(self)["parts"] = vars(self)["made_parts"]()
+            return made
 
-            made = plan_rows(self.operation, self.kind, self.src, self.dst, *unplanned)
-            vars(self).update({it: getattr(made, it) for it in _LATER})
-            return getattr(made, name)
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a Plan cannot be changed")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: a Plan cannot be changed")
 
     @property
-    def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
-        """The rows at src and at dst of a request that was lowered without a plan.
+    def part(self) -> Part:
+        """The only part.
 
-        All of each row is moved as bytes, of each tensor pair: row i of one to row i of the other,
-        or a slot to blocks in their order. None: it is planned, or cut otherwise.
+        Raises:
+            LLMException: LLM_PARAM_INVALID: the plan has several; `parts` are all of them.
         """
-        known = vars(self)
-        if "segments" in known or not self.as_bytes:
-            return None
-        src_rows, dst_rows, *_ = known["unplanned"]
-        return src_rows, dst_rows
+        parts = self.parts
+        if len(parts) > 1:
+            labels = [it.label for it in parts]
+            raise invalid(f"plan has {len(parts)} parts: {shown(labels)}; take one of plan.parts")
+        return parts[0]
 
     @property
+    def is_single(self) -> bool:
+        """Whether there is one part without a label: then texts do not speak of parts."""
+        return len(self.parts) == 1 and not self.parts[0].label
+
+    def by_part(self) -> dict[str, Plan]:
+        """Return each part as a plan of its own, without a name, by its label."""
+        return {part.label: Plan((part.labelled(""),)) for part in self.parts}
+
+    def placed(self) -> Iterator[PlacedPart]:
+        """Each part, in order, with where its descriptors and tensors begin."""
+        descriptor = src = dst = 0
+        for part in self.parts:
+            yield PlacedPart(part, descriptor, src, dst)
+            descriptor += part.num_descriptors
+            src += part.src.num_tensors
+            dst += part.dst.num_tensors
+
+    @cached_property
+    def operation(self) -> str:
+        """What the plan is of: that of the part, such as "pull_blocks".
+
+        Of several parts, or one with a name: "pull_groups", "push_groups" or "copy_groups". Of
+        ranges: "pull_ranges" or "push_ranges".
+        """
+        first = self.parts[0]
+        if self.is_single or first.operation.endswith("_ranges"):
+            return first.operation
+        return f"{_verb(first)}_groups"
+
+    @cached_property
+    def kind(self) -> str:
+        """The kinds of all parts, each once: "B2B", or "B2B+C2C"."""
+        return "+".join(sorted({part.kind for part in self.parts}))
+
+    @cached_property
     def local(self) -> Literal["src", "dst", "both"]:
         """Which side is this process's own: a pull writes it, a push reads it."""
-        verb = self.operation.partition("_")[0]
-        return "dst" if verb == "pull" else "src" if verb == "push" else "both"
+        return self.parts[0].local
 
-    @property
+    @cached_property
+    def reinterpret(self) -> bool:
+        """Whether a part copies rows that mean different things as bytes."""
+        return any(part.reinterpret for part in self.parts)
+
+    @cached_property
     def num_tensor_pairs(self) -> int:
-        """Number of tensor pairs."""
-        return len(self.src_tensors)
+        """Tensor pairs of all parts."""
+        return sum(part.num_tensor_pairs for part in self.parts)
 
     @cached_property
     def num_descriptors(self) -> int:
         """Descriptors that lowering will make."""
-        return self.num_tensor_pairs * self.segments.num_runs
-
-    # These two the planner knows and has set; they are computed for a plan that was read, or cut.
-    @cached_property
-    def nbytes_per_tensor(self) -> int:
-        """Bytes copied from one tensor to its pair."""
-        return self.segments.total_nbytes
+        return sum(part.num_descriptors for part in self.parts)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes copied in all."""
-        return len(self.src_tensors) * self.nbytes_per_tensor
-
-    @property
-    def src_layers(self) -> range:
-        """Source layers, in order."""
-        return self._layers_of(self.src_tensors)
-
-    @property
-    def dst_layers(self) -> range:
-        """Destination layers, in order; `dst_layers[i]` receives `src_layers[i]`."""
-        return self._layers_of(self.dst_tensors)
-
-    def _layers_of(self, tensors: range) -> range:
-        t = self.tensors_per_layer
-        return range(tensors.start // t, -(-tensors.stop // t))
-
-    @property
-    def layers(self) -> tuple[LayerPair, ...]:
-        """The layers with their tensor pairs, in order."""
-        return tuple(self.layer(i) for i in range(len(self.src_layers)))
-
-    def layer(self, index: int) -> LayerPair:
-        """Return the layer at `index` of `layers`, without making the others."""
-        part = slice(index * self.tensors_per_layer, (index + 1) * self.tensors_per_layer)
-        tensors = zip(self.src_tensors[part], self.dst_tensors[part], strict=True)
-        return LayerPair(self.src_layers[index], self.dst_layers[index], tuple(tensors))
-
-    def tensors_of(self, layer: int) -> tuple[range, range]:
-        """The tensors of each side that the layer at this position of `layers` lies in."""
-        part = slice(layer * self.tensors_per_layer, (layer + 1) * self.tensors_per_layer)
-        views = self.src_tensors[part], self.dst_tensors[part]
-        if not self.split:
-            return views
-        located = (
-            side.locate(it, self.split, self.tensors_per_layer)[0]
-            for side, it in zip((self.src, self.dst), views, strict=True)
-        )
-        src, dst = (range(int(it.min()), int(it.max()) + 1) for it in located)
-        return src, dst
-
-    def for_layers(self, layers: range) -> Plan:
-        """Return the part of this plan that copies the source layers in `layers` (step 1).
-
-        Raises:
-            TypeError: `layers` is no range.
-            LLMException: LLM_PARAM_INVALID if a layer is not one of this plan's source layers.
-        """
-        check_type("layers", layers, range)
-        own = self.src_layers
-        if layers.step != 1 or not layers or layers.start < own.start or layers.stop > own.stop:
-            raise invalid(
-                f"layers={layers} must be a non-empty part, of step 1, of {own}{model_note(self)}"
-            )
-        t = self.tensors_per_layer
-        part = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
-        return replace(self, src_tensors=self.src_tensors[part], dst_tensors=self.dst_tensors[part])
+        return sum(part.nbytes for part in self.parts)
 
     def origin(self, descriptor: int) -> Origin:
-        """Return where a descriptor came from; computed, not stored.
+        """Return where a descriptor came from; tensors count within its part.
 
         Raises:
             TypeError: `descriptor` is no int.
             LLMException: LLM_PARAM_INVALID if there is no such descriptor.
         """
         check_index("descriptor", descriptor, self.num_descriptors)
-        pair, run = divmod(descriptor, self.segments.num_runs)
-        src, dst, nbytes = self.run_at(run)
-        last = dst + nbytes - 1
-        (src_tensor, _), (dst_tensor, _) = self.pair(pair)
-        layer = pair // self.tensors_per_layer
-        part = slice(layer, layer + 1)
-        src_layers, dst_layers = (local_layers(self, it, part) for it in ("src", "dst"))
-        numbers = model_layers(self, src_layers, dst_layers)
-        return Origin(
-            src_layers[0],
-            dst_layers[0],
-            src_tensor,
-            dst_tensor,
-            self.src.rows(src, nbytes),
-            self.dst.rows(dst, nbytes),
-            self.src.row,
-            self.dst.row,
-            kv_of(self, self.dst_tensors[pair], dst, last),
-            heads_of(self, dst, last),
-            tuple(tokens_of(self, dst, last)),
-            dst_layers[1] - dst_layers[0] + 1,
-            None if numbers is None else numbers[0][0],
-        )
-
-    def pair(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The tensor of each side of a pair, and the byte of it that offsets count from."""
-        places = []
-        for side, views in ((self.src, self.src_tensors), (self.dst, self.dst_tensors)):
-            if self.split:
-                found = side.locate(views[index : index + 1], self.split, self.tensors_per_layer)
-                places.append((int(found[0][0]), int(found[1][0])))
-            else:
-                places.append((views[index], 0))
-        return places[0], places[1]
-
-    def run_at(self, index: int) -> tuple[int, int, int]:
-        """Return a run of a tensor pair by its position: src offset, dst offset, nbytes."""
-        src, dst, nbytes = self.segments.runs_at(np.array([index]))
-        return int(src[0]), int(dst[0]), int(nbytes[0])
-
-    def rows(self, segment: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """First and last row of a segment, on the src and on the dst side."""
-        src, dst, nbytes = (int(getattr(self.segments, c)[segment]) for c in Segments.columns())
-        return self.src.rows(src, nbytes), self.dst.rows(dst, nbytes)
+        at = next(it for it in reversed([*self.placed()]) if it.descriptor <= descriptor)
+        return at.part.origin(descriptor - at.descriptor)
 
     def explain(
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = DEFAULT_LIMIT,
-        *,
-        transport: str | TransportCost | None = None,
     ) -> str:
         """Return the plan as text for people: "tree" or "table"; offsets, no addresses.
 
-        What is the same for several layers or tensors stands there once. Of a list longer than
-        `limit` the first and the last rows are shown, and between them what it comes to.
+        What is the same for several layers, tensors or parts stands there once. Of a list longer
+        than `limit` the first and the last rows are shown, and between them what it comes to.
 
         Args:
             limit: rows of each list; below 8 the first rows only, and how many more there are.
                 None: all of them; `explain_lines` has them without one large text.
-            transport: as for `estimate`: one line more, how the plan would move over it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
         """
-        return "\n".join(self.explain_lines(format, limit, transport=transport))
+        return "\n".join(self.explain_lines(format, limit))
 
     def explain_lines(
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = None,
-        *,
-        transport: str | TransportCost | None = None,
     ) -> Iterator[str]:
         """Return the lines of `explain` one by one, by default all of them.
 
@@ -369,44 +205,25 @@ class Plan:
         Arguments and errors as for `explain`; what is wrong is refused before the first line.
         """
         # Text for people is not loaded at the top: those who only transfer pay nothing for it.
-        from kvplan.inspection.cost import cost_of
-        from kvplan.inspection.explain import explain_lines
+        from kvplan.inspection.explain import explain_plan
 
-        cost = None if transport is None else cost_of(transport)
-        return explain_lines(self, format, limit, cost)
-
-    def estimate(self, transport: str | TransportCost) -> Estimate:
-        """Return how long the plan is expected to take, and what that time is spent on.
-
-        Args:
-            transport: a name ("local", "local-registered", "tcp", "ucx"), whose costs were
-                measured on a machine of 2 cores, or what `TransportCost.scale` or
-                `fit` made on yours.
-
-        Raises:
-            TypeError: neither a name nor costs.
-            LLMException: LLM_PARAM_INVALID: an unknown name; LLM_FEATURE_NOT_ENABLED: a transport
-                whose costs were not measured ("hccl", "acl").
-        """
-        from kvplan.inspection.cost import cost_of
-
-        return cost_of(transport).estimate(self)
+        return explain_plan(self, format, limit)
 
     def diff(self, other: Plan) -> str:
-        """Return how `other` differs, as text that ends in a verdict.
+        """Return how `other` differs, part by part, as text that ends in a verdict.
 
         Raises:
             TypeError: `other` is no Plan.
         """
-        from kvplan.inspection.diff import diff
+        from kvplan.inspection.diff import diff_plans
 
-        return diff(self, check_type("other", other, Plan))
+        return diff_plans(self, check_type("other", other, Plan))
 
     def assert_equivalent(self, other: Plan) -> None:
         """Fail unless `other` puts the same bytes into the same places, in whatever segments.
 
-        The verdict of `diff` is then "identical" or "equivalent". `plan == other` asks for more:
-        the same segments and options.
+        Both must have parts of the same labels in the same order. The verdict of `diff` is then
+        "identical" or "equivalent". `plan == other` asks for more: the same segments and options.
 
         Raises:
             TypeError: `other` is no Plan.
@@ -443,7 +260,7 @@ class Plan:
         return to_html(self, path, other=diff, notes=notes)
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a picture of the plan for documents: SVG, without a script.
+        """Return a picture of the plan for documents, its parts below one another: SVG, no script.
 
         Args:
             path: a file to write it to; None: it is only returned.
@@ -469,9 +286,10 @@ class Plan:
 
     @staticmethod
     def from_dict(document: dict[str, Any]) -> Plan:
-        """Return the plan that `to_dict` wrote.
+        """Return the plan that `to_dict` wrote, of this or an older schema version.
 
         Raises:
+            TypeError: `document` is no dict.
             LLMException: LLM_PARAM_INVALID for another schema version, or a document that is no
                 plan (naming the field).
         """
@@ -491,38 +309,69 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
+        """SHA-256 (hex) of the parts' labels and fingerprints; equal for equal plans."""
         import hashlib  # loads OpenSSL
-        import json
 
-        digest = hashlib.sha256(
-            json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode()
-        )
-        for column in self.segments.parts():
-            digest.update(column.astype("<u8", copy=False).data)
-        return digest.hexdigest()
-
-    def _scalars(self) -> Iterator[Any]:
-        """Everything that makes two plans different, but the segments and the names."""
-        yield from (self.operation, self.kind, self.coalesce, self.num_slices)
-        yield from (self.tensors_per_layer, self.num_tensor_pairs)
-        yield from (self.src_tensors.start, self.dst_tensors.start)
-        yield from (self.split, self.reinterpret)
-        for s in (self.src, self.dst):
-            yield from (s.num_tensors, s.count, s.stride, s.paged, s.placement)
-            yield from (s.data_type, s.shape, s.layout, s.label, s.shard)
+        if self.is_single:
+            return self.parts[0].fingerprint
+        parts = (f"{part.label}\n{part.fingerprint}\n" for part in self.parts)
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return self.segments == other.segments and all(
-            a == b for a, b in zip(self._scalars(), other._scalars(), strict=True)
+        return self.parts == other.parts and all(
+            a.label == b.label for a, b in zip(self.parts, other.parts, strict=True)
         )
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
+    def __reduce__(self) -> tuple[type[Plan], tuple[tuple[Part, ...]]]:
+        return Plan, (self.parts,)
+
     def __repr__(self) -> str:
         from kvplan.inspection.explain import one_line
 
-        return one_line(self)
+        if self.is_single:
+            return f"<Plan {one_line(self.parts[0])}>"
+        return (
+            f"<Plan {self.operation} {self.kind} {', '.join(it.label for it in self.parts)}: "
+            f"{self.num_descriptors} desc, {nbytes_text(self.nbytes)}>"
+        )
+
+
+def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Refuse parts that are no plan."""
+    if not parts:
+        raise invalid("parts is empty; a plan has at least one")
+    labels: set[str] = set()
+    for index, part in enumerate(parts):
+        check_type(f"parts[{index}]", part, Part)
+        if part.name:
+            check_name(part.name)
+        if part.label in labels:
+            raise invalid(f"parts[{index}] has the label {shown(part.label)}, as one before it")
+        labels.add(part.label)
+    verbs = {_verb(part): part for part in parts}
+    if len(verbs) > 1:
+        said = ", ".join(f"{shown(part.label)} is a {verb}" for verb, part in verbs.items())
+        raise invalid(f"parts: {said}; one transfer has one direction")
+    return parts
+
+
+def check_name(name: object) -> None:
+    """Refuse a name of a part that cannot be printed in a line.
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID: of another length than 1 to 64, or not printable.
+    """
+    check_type("name of a part", name, str)
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise invalid(f"name {shown(name)} must have 1 to {MAX_NAME} printable characters")
+
+
+def _verb(part: Part) -> str:
+    verb = part.operation.partition("_")[0]
+    return "copy" if verb == "swap" else verb

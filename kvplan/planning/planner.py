@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
 import numpy as np
 
 from kvplan.planning.gather import plan_gather
-from kvplan.planning.groups import check_group_name, plan_groups
 from kvplan.planning.kinds import plan_slot_to_slot, plan_to_blocks
-from kvplan.planning.plan import Operation, Plan
+from kvplan.planning.part import Operation, Part
+from kvplan.planning.plan import Plan, check_name
 from kvplan.planning.segments import first_overlapped
 from kvplan.planning.side import Side, is_same_cache, slot_index
 from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
@@ -19,7 +19,6 @@ from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan, GroupPlan
     from kvplan.planning.side import Described
 
 Local: TypeAlias = Literal["src", "dst", "both"]
@@ -30,28 +29,7 @@ VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
 """What a transfer is called, by the side that is this process's."""
 
 
-@overload
-def plan(
-    transfer: Transfer[Rows], *, local: Local | None = None, by_layer: bool = False
-) -> Plan: ...
-
-
-@overload
-def plan(
-    transfer: Transfer[Sequence[Rows]] | Mapping[str, Transfer],
-    *,
-    local: Local | None = None,
-    by_layer: bool = False,
-) -> GroupPlan: ...
-
-
-@overload
-def plan(
-    transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False
-) -> AnyPlan: ...
-
-
-def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False) -> AnyPlan:
+def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False) -> Plan:
     """Plan a transfer from descriptions of its caches, with no engine: nothing can move.
 
     Args:
@@ -59,9 +37,6 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
         local: the side that is this process's: "dst" plans a pull, "src" a push, "both" a copy.
             None: the side that is not a `RemoteCache`, or both.
         by_layer: whether each layer is to move by itself, as `LlmDataDist.layered` moves it.
-
-    Returns:
-        A `Plan`; a `GroupPlan` for several caches of one request, and for a gather.
 
     Raises:
         TypeError: a field of another type.
@@ -74,37 +49,38 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     if local is not None and local not in ("src", "dst", "both"):
         raise invalid(f"local={shown(local)} must be 'src', 'dst', 'both' or None")
     if isinstance(transfer, Transfer):
-        plans = _plan_one("", transfer, local, by_layer)
-        return plans[""] if "" in plans else plan_groups(plans)
+        return Plan.made(*_plan_one("", transfer, local, by_layer))
     check_mapping("transfer", transfer)
     check_transfers(transfer)
-    plans = {}
-    for name, part in transfer.items():
-        plans.update(_plan_one(name, part, local, by_layer))
-    return plan_groups(plans)
+    parts = [
+        part for name, its in transfer.items() for part in _plan_one(name, its, local, by_layer)
+    ]
+    verbs = {part.local: part.label for part in parts}
+    if len(verbs) > 1:
+        said = ", ".join(f"{shown(label)} is a {VERBS[side]}" for side, label in verbs.items())
+        raise invalid(f"transfer: {said}; one transfer has one direction")
+    return Plan.made(*parts)
 
 
-def _plan_one(
-    name: str, transfer: Transfer, local: Local | None, by_layer: bool
-) -> dict[str, Plan]:
-    """Plan one transfer, or the parts of one gather."""
+def _plan_one(name: str, transfer: Transfer, local: Local | None, by_layer: bool) -> list[Part]:
+    """Plan one transfer: one part, or of a gather one for each source that gives something."""
     src, dst = transfer.src, transfer.dst
     try:
         target = _described("dst", dst)
         if isinstance(src, Rows):
             source = _described("src", src)
             local = _local_of(source, target, local)
-            return {name: plan_pair(transfer, source, target, local, by_layer=by_layer)}
+            return [plan_pair(transfer, source, target, local, by_layer=by_layer).labelled(name)]
         check_sources(src)
         if local not in (None, "dst"):
             raise invalid(f"local={shown(local)} of a gather must be 'dst' or None: it pulls")
         if isinstance(target, RemoteCache):
             raise invalid(f"dst={target.key} is remote; a gather writes a cache of this process")
         sources = [_described(f"src[{i}]", rows) for i, rows in enumerate(src)]
-        plans = plan_gather(transfer, sources, target, by_layer=by_layer)
+        made = plan_gather(transfer, sources, target, by_layer=by_layer)
     except (LLMException, TypeError) as error:
-        raise of_group(name, error) from None
-    return {part_name(name, index): part for index, part in enumerate(plans) if part is not None}
+        raise of_part(name, error) from None
+    return [part.labelled(name, index) for index, part in enumerate(made) if part is not None]
 
 
 def _local_of(source: Described, target: Described, local: Local | None) -> Local:
@@ -126,7 +102,7 @@ def plan_pair(
     local: Local,
     *,
     by_layer: bool = False,
-) -> Plan:
+) -> Part:
     """Plan rows of one cache to rows of another; the rows are those of `transfer`.
 
     Raises:
@@ -159,7 +135,7 @@ def plan_pair(
 
 def _plan_blocks(
     transfer: Transfer, source: Described, target: Described, verb: str, *, by_layer: bool
-) -> Plan:
+) -> Part:
     """Plan rows of one cache to blocks of another."""
     src, dst = cast(Rows, transfer.src), transfer.dst
     assert dst.blocks is not None
@@ -181,16 +157,11 @@ def _plan_blocks(
     return made
 
 
-def part_name(name: str, index: int) -> str:
-    """Return what the part that a gather takes from one source is called in its plan."""
-    return f"{name}: source {index}" if name else f"source {index}"
-
-
-def of_group(name: str, error: LLMException | TypeError) -> LLMException | TypeError:
+def of_part(name: str, error: LLMException | TypeError) -> LLMException | TypeError:
     """Return an error that says which of several transfers is refused."""
     if not name:
         return error
-    text = f"group {name}: {error.args[0]}"
+    text = f"part {name}: {error.args[0]}"
     if isinstance(error, LLMException):
         return LLMException(text, status_code=error.status_code)
     return TypeError(text)
@@ -210,7 +181,7 @@ def check_transfers(transfers: Mapping[str, object], kinds: tuple[type, ...] = (
     if not transfers:
         raise invalid("transfer is empty; it must name at least one Transfer")
     for name, transfer in transfers.items():
-        check_group_name(name)
+        check_name(name)
         if not isinstance(transfer, kinds):
             raise TypeError(
                 f"transfer[{shown(name)}]={shown(transfer)} must be {mismatch(transfer, *kinds)}"
@@ -257,12 +228,12 @@ def _is_one_cache(source: Described, target: Described) -> bool:
     return is_same_cache(source, target) and not isinstance(source, CacheDesc | RemoteCache)
 
 
-def _refuse_read_and_written(plan: Plan) -> None:
+def _refuse_read_and_written(part: Part) -> None:
     """Refuse a copy inside one cache whose result would depend on the order of its segments."""
-    shift = plan.dst_tensors.start - plan.src_tensors.start
-    if abs(shift) >= len(plan.src_tensors):  # no tensor is both read and written
+    shift = part.dst_tensors.start - part.src_tensors.start
+    if abs(shift) >= len(part.src_tensors):  # no tensor is both read and written
         return
-    segments = plan.segments.expanded()
+    segments = part.segments.expanded()
     src, dst, nbytes = segments.src_offsets, segments.dst_offsets, segments.nbytes
     # Bytes that are copied to themselves do not change, so no read of them can come too late.
     writers = np.arange(len(dst)) if shift else np.flatnonzero(src != dst)
@@ -272,8 +243,8 @@ def _refuse_read_and_written(plan: Plan) -> None:
     if reader is None:
         return
     writer = writers[np.searchsorted(ends, src[reader], side="right")]
-    row, _ = plan.dst.rows(int(max(src[reader], dst[writer])), 1)
+    row, _ = part.dst.rows(int(max(src[reader], dst[writer])), 1)
     raise invalid(
-        f"{plan.dst.row} {row} is both read and written by this copy inside one cache; "
+        f"{part.dst.row} {row} is both read and written by this copy inside one cache; "
         "the result would depend on the order: copy in two steps"
     )

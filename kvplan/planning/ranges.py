@@ -7,12 +7,11 @@ error needs of the plan is made of the same columns then.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvplan.planning.groups import GroupPlan
+from kvplan.planning.part import Part
 from kvplan.planning.plan import OBSERVERS, Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.validation import check_index
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RangePart:
-    """The ranges that one tensor of src and one of dst have, which are a group of the plan.
+    """The ranges that one tensor of src and one of dst have, which are a part of the plan.
 
     Attributes:
         src, dst: the sides.
@@ -51,7 +50,7 @@ class RangePart:
 
     @property
     def name(self) -> str:
-        """Of the group: the caches, and of those with several tensors which."""
+        """Of the part: the caches, and of those with several tensors which."""
         places = (
             str(side.cache_id) if side.num_tensors == 1 else f"{side.cache_id}.{tensor}"
             for side, tensor in ((self.src, self.src_tensor), (self.dst, self.dst_tensor))
@@ -59,122 +58,74 @@ class RangePart:
         return " to ".join(places)
 
 
-class RangePlan(GroupPlan):
-    """A plan of groups, one for each pair of tensors that ranges go between.
+class Ranges(NamedTuple):
+    """The ranges of a plan in the order of its descriptors, by addresses of each side's process."""
 
-    Descriptor i is range i. Apart from its `operation` it is as any `GroupPlan`, and read back it
-    is one.
+    src: Column
+    dst: Column
+    nbytes: Column
+    pulls: bool
 
-    Attributes:
-        src_addresses, dst_addresses, range_nbytes: the ranges, in the order of the descriptors,
-            each address as its own process knows it.
-    """
-
-    src_addresses: Column
-    dst_addresses: Column
-    range_nbytes: Column
-    _pulls: bool
-    _made_parts: Callable[[], Sequence[RangePart]]
-
-    @classmethod
-    def of(
-        cls,
-        pulls: bool,
-        src: Column,
-        dst: Column,
-        nbytes: Column,
-        num_parts: int,
-        made_parts: Callable[[], Sequence[RangePart]],
-    ) -> RangePlan:
-        """The plan of ranges that were checked; it takes the columns over.
-
-        Args:
-            pulls: whether dst is this process.
-            src, dst, nbytes: the ranges, part by part.
-            num_parts: how many there are.
-            made_parts: makes them; it must hold no memory.
-        """
-        plan = cls.__new__(cls)
-        vars(plan).update(
-            src_addresses=src,
-            dst_addresses=dst,
-            range_nbytes=nbytes,
-            num_descriptors=len(nbytes),
-            num_tensor_pairs=num_parts,
-            nbytes=int(nbytes.sum()),
-            _pulls=pulls,
-            _made_parts=made_parts,
-        )
-        for observe in OBSERVERS:
-            observe(plan)
-        return plan
-
-    if not TYPE_CHECKING:  # as to mypy: every field is there
-
-        def __getattr__(self, name: str) -> Any:
-            """Make the groups, now that one asks."""
-            if name != "groups" or "_made_parts" not in vars(self):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            made = vars(self)["groups"] = MappingProxyType(self._made_groups())
-            return made
-
-    @property
-    def operation(self) -> str:
-        """`pull_ranges` or `push_ranges`."""
-        return "pull_ranges" if self._pulls else "push_ranges"
-
-    @property
-    def kind(self) -> str:
-        """C2C: each side is as one slot, of which bytes are moved."""
-        return "C2C"
-
-    @property
-    def local(self) -> Literal["src", "dst", "both"]:
-        """Which side is this process's own."""
-        return "dst" if self._pulls else "src"
-
-    @property
-    def reinterpret(self) -> bool:
-        """False: the ranges are bytes, which mean nothing here."""
-        return False
-
-    def range_text(self, descriptor: int) -> str:
+    def text(self, descriptor: int) -> str:
         """Where a descriptor reads and writes, by addresses.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: there is no such descriptor.
         """
-        check_index("descriptor", descriptor, self.num_descriptors)
-        nbytes = int(self.range_nbytes[descriptor])
-        src, dst = (
-            span_text(int(it[descriptor]), nbytes)
-            for it in (self.src_addresses, self.dst_addresses)
-        )
-        here, there = (dst, src) if self._pulls else (src, dst)
+        check_index("descriptor", descriptor, len(self.nbytes))
+        nbytes = int(self.nbytes[descriptor])
+        src, dst = (span_text(int(it[descriptor]), nbytes) for it in (self.src, self.dst))
+        here, there = (dst, src) if self.pulls else (src, dst)
         return f"local {here}, remote {there}, {nbytes} bytes"
 
-    def _made_groups(self) -> dict[str, Plan]:
-        groups: dict[str, Plan] = {}
-        for part in self._made_parts():
-            rows = slice(part.first, part.last)
-            segments = Segments.adopt(
-                self.src_addresses[rows] - np.uint64(part.src_address),
-                self.dst_addresses[rows] - np.uint64(part.dst_address),
-                self.range_nbytes[rows].copy(),
-            )
-            groups[part.name] = Plan(
-                operation="pull_cache" if self._pulls else "push_cache",
-                kind="C2C",
-                src=part.src,
-                dst=part.dst,
-                src_tensors=range(part.src_tensor, part.src_tensor + 1),
-                dst_tensors=range(part.dst_tensor, part.dst_tensor + 1),
-                tensors_per_layer=1,
-                segments=segments,
-                num_slices=part.num_slices,
-                coalesce=Coalesce.SORTED,
-            )
-        return groups
+    def part(self, it: RangePart) -> Part:
+        """The part of a plan that these ranges are."""
+        rows = slice(it.first, it.last)
+        segments = Segments.adopt(
+            self.src[rows] - np.uint64(it.src_address),
+            self.dst[rows] - np.uint64(it.dst_address),
+            self.nbytes[rows].copy(),
+        )
+        return Part(
+            operation="pull_ranges" if self.pulls else "push_ranges",
+            kind="C2C",
+            src=it.src,
+            dst=it.dst,
+            src_tensors=range(it.src_tensor, it.src_tensor + 1),
+            dst_tensors=range(it.dst_tensor, it.dst_tensor + 1),
+            tensors_per_layer=1,
+            segments=segments,
+            num_slices=it.num_slices,
+            coalesce=Coalesce.SORTED,
+            name=it.name,
+        )
+
+
+def plan_ranges(
+    ranges: Ranges, num_parts: int, made_parts: Callable[[], Sequence[RangePart]]
+) -> Plan:
+    """Return the plan of ranges that were checked. Descriptor i is range i.
+
+    Args:
+        ranges: part by part; the plan takes the columns over.
+        num_parts: how many there are.
+        made_parts: makes them; it must hold no memory.
+    """
+    plan: Plan = object.__new__(Plan)
+    vars(plan).update(
+        ranges=ranges,
+        operation="pull_ranges" if ranges.pulls else "push_ranges",
+        kind="C2C",  # each side is as one slot, of which bytes are moved
+        local="dst" if ranges.pulls else "src",
+        reinterpret=False,  # the ranges are bytes, which mean nothing here
+        num_descriptors=len(ranges.nbytes),
+        num_tensor_pairs=num_parts,
+        nbytes=int(ranges.nbytes.sum()),
+        made_parts=lambda: tuple(map(ranges.part, made_parts())),
+    )
+    if OBSERVERS:
+        plan.observe()
+    return plan
 
 
 def span_text(address: int, nbytes: int) -> str:

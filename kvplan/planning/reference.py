@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.planning.groups import AnyPlan, GroupPlan, Part
+from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
 from kvplan.validation import check_type
 
 
-def execute(plan: AnyPlan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
+def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
     """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
 
-    Of a `GroupPlan` the arrays of all groups, one group after another. An error is raised before a
+    Of several parts the arrays of each, one part after another. An error is raised before a
     byte is copied.
 
     Raises:
@@ -25,26 +25,26 @@ def execute(plan: AnyPlan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[An
         LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """
-    parts = [*plan.parts()] if isinstance(plan, GroupPlan) else [Part("", plan, 0, 0, 0)]
+    placed = [*check_type("plan", plan, Plan).placed()]
     for name, arrays in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.plan, name).num_tensors for it in parts)
+        needed = sum(getattr(it.part, name).num_tensors for it in placed)
         if len(arrays) != needed:
             raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {needed}")
-    for copy in [_copying(it.plan, src[it.src_tensor :], dst[it.dst_tensor :]) for it in parts]:
+    for copy in [_copying(it.part, src[it.src_tensor :], dst[it.dst_tensor :]) for it in placed]:
         copy()
 
 
 def _copying(
-    plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
+    part: Part, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
 ) -> Callable[[], None]:
-    """Check what one plan is to be executed with; returns what copies."""
-    src_bytes = _as_bytes("src", src, plan.src.num_tensors, plan.src.tensor_nbytes)
-    dst_bytes = _as_bytes("dst", dst, plan.dst.num_tensors, plan.dst.tensor_nbytes)
-    pairs = [*zip(*(_located(plan, it) for it in ("src", "dst")), strict=True)]
+    """Check what one part is to be executed with; returns what copies."""
+    src_bytes = _as_bytes("src", src, part.src.num_tensors, part.src.tensor_nbytes)
+    dst_bytes = _as_bytes("dst", dst, part.dst.num_tensors, part.dst.tensor_nbytes)
+    pairs = [*zip(*(_located(part, it) for it in ("src", "dst")), strict=True)]
     for _, (tensor, _) in pairs:
         if not dst_bytes[tensor].flags.writeable:
             raise invalid(f"dst[{tensor}] is read-only")
-    runs = [*plan.segments.expanded()]
+    runs = [*part.segments.expanded()]
 
     def copy() -> None:
         for (src_tensor, src_start), (dst_tensor, dst_start) in pairs:
@@ -55,12 +55,12 @@ def _copying(
     return copy
 
 
-def _located(plan: Plan, name: str) -> list[tuple[int, int]]:
+def _located(part: Part, name: str) -> list[tuple[int, int]]:
     """The tensor of each view of a side, and the byte of it where the view begins."""
-    side, views = getattr(plan, name), getattr(plan, f"{name}_tensors")
-    if not plan.split:
+    side, views = getattr(part, name), getattr(part, f"{name}_tensors")
+    if not part.split:
         return [(tensor, 0) for tensor in views]
-    tensors, starts = side.locate(views, plan.split, plan.tensors_per_layer)
+    tensors, starts = side.locate(views, part.split, part.tensors_per_layer)
     return [*zip(tensors.tolist(), starts.tolist(), strict=True)]
 
 

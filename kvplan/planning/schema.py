@@ -11,7 +11,8 @@ import numpy as np
 
 from kvplan.layout import CacheLayout, Interleaved, Layers, Shard
 from kvplan.planning.invariants import check_invariants
-from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
+from kvplan.planning.part import Kind, Operation, Part, from_label
+from kvplan.planning.plan import SCHEMA_VERSION, Plan, check_name
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
@@ -22,24 +23,30 @@ from kvplan.validation import INT64_MAX, check_index, check_type, check_width, s
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return `plan` as values that `json.dumps` takes."""
-    tables = plan.tables
+    return {"schema_version": SCHEMA_VERSION, "parts": [part_to_dict(it) for it in plan.parts]}
+
+
+def part_to_dict(part: Part) -> dict[str, Any]:
+    """Return one of the `parts` of `to_dict`."""
+    tables = part.tables
     return {
-        "schema_version": SCHEMA_VERSION,
-        "operation": plan.operation,
-        "kind": plan.kind,
-        "src": _side_to_dict(plan.src),
-        "dst": _side_to_dict(plan.dst),
-        "src_tensors": [plan.src_tensors.start, plan.src_tensors.stop],
-        "dst_tensors": [plan.dst_tensors.start, plan.dst_tensors.stop],
-        "tensors_per_layer": plan.tensors_per_layer,
+        "name": part.name,
+        "source": part.source,
+        "operation": part.operation,
+        "kind": part.kind,
+        "src": _side_to_dict(part.src),
+        "dst": _side_to_dict(part.dst),
+        "src_tensors": [part.src_tensors.start, part.src_tensors.stop],
+        "dst_tensors": [part.dst_tensors.start, part.dst_tensors.stop],
+        "tensors_per_layer": part.tensors_per_layer,
         "segments": {
-            **{name: getattr(plan.segments, name).tolist() for name in Segments.columns()},
-            "repeats": [[it.counts.tolist(), *it[1:]] for it in plan.segments.repeats],
+            **{name: getattr(part.segments, name).tolist() for name in Segments.columns()},
+            "repeats": [[it.counts.tolist(), *it[1:]] for it in part.segments.repeats],
         },
-        "num_slices": plan.num_slices,
-        "coalesce": plan.coalesce.value,
-        "split": [*plan.split],
-        "reinterpret": plan.reinterpret,
+        "num_slices": part.num_slices,
+        "coalesce": part.coalesce.value,
+        "split": [*part.split],
+        "reinterpret": part.reinterpret,
         "tables": None
         if tables is None
         else {**tables._asdict(), "src": tables.src.tolist(), "dst": tables.dst.tolist()},
@@ -47,27 +54,102 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def from_dict(document: dict[str, Any]) -> Plan:
-    """Return the plan that `to_dict` wrote; a document from outside is checked in full."""
+    """Return the plan that `to_dict` wrote; a document from outside is checked in full.
+
+    Version 2 had one part in place of `parts`, or `groups`: a document for each name. Version 1 did
+    not know what the bytes of a row are.
+    """
+    # The version first: another one may have other fields.
+    if not isinstance(document, dict):
+        raise invalid(f"document is not a plan: document={shown(document)} must be dict")
+    version = document.get("schema_version")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise invalid(f"schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}")
+    if version == SCHEMA_VERSION:
+        places = {f"parts[{i}]": it for i, it in enumerate(_list_of(document, "parts"))}
+    elif version == 2 and "groups" in document:
+        places = _groups(document)
+    else:
+        places = {"": document}
+    parts = []
+    for place, it in places.items():
+        try:
+            parts.append(_checked(it, version, place))
+        except (LLMException, TypeError, ValueError) as error:
+            said = f"{place}: {error.args[0]}" if place else error.args[0]
+            raise invalid(f"document is not a plan: {said}") from None
+    return Plan(parts)
+
+
+def _list_of(document: dict[str, Any], field: str) -> list[Any]:
+    if document.keys() != {"schema_version", field} or not isinstance(document[field], list):
+        raise invalid(
+            f"document is not a plan: version {SCHEMA_VERSION} has schema_version and a list of "
+            f"{field}; this has {shown(sorted(map(str, document)))}"
+        )
+    return cast("list[Any]", document[field])
+
+
+def _groups(document: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a document of version 2, by where they are."""
+    groups = document["groups"]
+    if document.keys() != {"schema_version", "groups"} or not isinstance(groups, dict):
+        raise invalid(
+            "document is not a plan: of several caches version 2 has schema_version and groups, a "
+            f"plan for each name; this has {shown(sorted(map(str, document)))}"
+        )
+    places = {}
+    for label, it in groups.items():
+        place = f"groups[{shown(label)}]"
+        check_name(label)
+        name, source = from_label(label)
+        if not isinstance(it, dict):
+            raise invalid(f"document is not a plan: {place}={shown(it)} must be dict")
+        its = it.get("schema_version")
+        if its != 2:
+            raise invalid(f"document is not a plan: {place}: schema_version={shown(its)} must be 2")
+        places[place] = {"name": name, "source": source} | it
+    return places
+
+
+def part_from_dict(document: dict[str, Any]) -> Part:
+    """Return the part that `part_to_dict` wrote, of the version that `document` says besides.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it is none.
+    """
+    fields = dict(document)
+    version = fields["schema_version"] if fields.get("schema_version") in (1, 2) else SCHEMA_VERSION
+    if version == SCHEMA_VERSION and fields.pop("schema_version", None) != SCHEMA_VERSION:
+        raise invalid(f"schema_version={shown(document.get('schema_version'))} must be 1 to 3")
     try:
-        plan = _parse(document)
+        return _checked(fields, version, "")
     except (TypeError, ValueError) as error:
         raise invalid(f"document is not a plan: {error}") from None
-    check_invariants(plan)
-    if plan.tables is not None:
+
+
+def _checked(document: Any, version: int, place: str) -> Part:
+    part = _parse(document, version, place)
+    check_invariants(part)
+    if part.tables is not None:
         for name in ("src", "dst"):
-            for row in getattr(plan.tables, name).tolist():
-                check_index(f"tables.{name}", row, getattr(plan, name).count)
-    return plan
+            for row in getattr(part.tables, name).tolist():
+                check_index(f"tables.{name}", row, getattr(part, name).count)
+    return part
 
 
-def _parse(document: Any) -> Plan:
-    # The version first: another one may have other fields.
-    version = check_type("document", document, dict).get("schema_version")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise ValueError(f"schema_version={shown(version)} must be 1 or {SCHEMA_VERSION}")
+def _parse(given: Any, version: int, place: str) -> Part:
+    document = check_type(place or "document", given, dict)
+    if version < SCHEMA_VERSION:
+        of_parts = {"name": "", "source": None}
+        if not place and (unknown := document.keys() & of_parts):
+            raise ValueError(f"schema_version={version} has no fields {sorted(unknown)}")
+        document = of_parts | {
+            name: it for name, it in document.items() if name != "schema_version"
+        }
     if version == 1:
         document = _from_version_1(document)
-    _check_fields("document", document, {"schema_version", *(f.name for f in fields(Plan))})
+    _check_fields(place or "document", document, {f.name for f in fields(Part)})
     columns = _check_fields("segments", document["segments"], {*Segments.columns(), "repeats"})
     repeats = check_type("repeats", columns["repeats"], list)
     for level, it in enumerate(repeats):
@@ -75,7 +157,8 @@ def _parse(document: Any) -> Plan:
             raise ValueError(
                 f"repeats[{level}]={shown(it)} must be [counts, src_stride, dst_stride]"
             )
-    return Plan(
+    name, source = document["name"], document["source"]
+    return Part(
         operation=_one_of("operation", document["operation"], get_args(Operation)),
         kind=_one_of("kind", document["kind"], get_args(Kind)),
         src=_side_from_dict("src", document["src"]),
@@ -94,6 +177,8 @@ def _parse(document: Any) -> Plan:
         split=_split(document["split"]),
         reinterpret=check_type("reinterpret", document["reinterpret"], bool),
         tables=_tables(document["tables"]),
+        name=check_type("name", name, str),
+        source=None if source is None else check_width("source", source, 0, INT64_MAX),
     )
 
 

@@ -15,7 +15,7 @@ from kvplan.planning.layers import pair_views
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
-    from kvplan.planning.plan import Kind, Operation
+    from kvplan.planning.part import Kind, Operation
     from kvplan.planning.side import Side
     from kvplan.types import KvCacheExtParam
 
@@ -49,7 +49,7 @@ class Template(NamedTuple):
         kv: the level of keys and values. Requests that are left with it and with more levels than
             segments have repeats are cut as the next template says. None: it never becomes pairs.
         as_bytes: whether whole rows are copied as bytes.
-        plan: the fields that the plans of all requests have in common.
+        part: the fields that the parts of all requests have in common.
     """
 
     src: RowShape
@@ -58,7 +58,7 @@ class Template(NamedTuple):
     levels: tuple[Level, ...]
     kv: Level | None
     as_bytes: bool
-    plan: dict[str, Any]
+    part: dict[str, Any]
 
 
 _OF_REQUESTS: Final = frozenset({"segments", "tables", "num_slices", "nbytes", "nbytes_per_tensor"})

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from kvplan.lease import BlockLease
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
     from kvplan.planning.side import Described
     from kvplan.types import AnyCacheKey, Cache
 
     AnyCache: TypeAlias = "Described | AnyCacheKey | BlockLease | PeerTensors"
-    # By this parameter a type checker knows that one source makes a Plan, several a GroupPlan. Its
-    # default, by which `Transfer` alone means either, is in `typing` from Python 3.13 on.
+    # By this parameter a type checker knows that one source makes a TransferTask, several a
+    # GatherTask. Its default, by which `Transfer` alone means either, is in `typing` from 3.13 on.
     Source_co = TypeVar(
         "Source_co",
         bound="Rows | Sequence[Rows]",
@@ -102,14 +102,14 @@ class Planned(msgspec.Struct, frozen=True):
     difference is refused. Unlike a `Transfer`, it is nothing for `kvplan.plan`.
 
     Attributes:
-        plan: what moves, a `Plan` such as `load_plan` returns. A `GroupPlan` moves by its parts,
-            `groups[name]`, in a mapping.
+        plan: what moves, a `Plan` of one part, such as `load_plan` returns. One of several moves
+            as a mapping, of each part its plan in `plan.by_part()`.
         src, dst: what names the caches. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
             `BlocksCacheKey`, a `BlockLease`, or, as source, a `CacheKey`. A name of a slot must be
             of the slot that the plan moves, and a lease must have every block that it moves.
     """
 
-    plan: AnyPlan
+    plan: Plan
     src: Cache | AnyCacheKey | BlockLease
     dst: Cache | AnyCacheKey | BlockLease
 
@@ -159,7 +159,7 @@ class PeerTensors:
 
 if not TYPE_CHECKING:  # `help` and `inspect.signature` look up the names of annotations here
     from kvplan.lease import BlockLease
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
     from kvplan.planning.side import Described
     from kvplan.types import AnyCacheKey, Cache
 

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvplan.planning.groups import GroupPlan
-from kvplan.planning.plan import Plan
-from kvplan.planning.schema import from_dict, to_dict
+from kvplan.planning.part import Part, from_label
+from kvplan.planning.plan import SCHEMA_VERSION, Plan
+from kvplan.planning.schema import part_from_dict, part_to_dict
 from kvplan.planning.segments import Segments
 from kvplan.status import invalid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.planning.groups import AnyPlan
 
 MAGIC: Final = b"kvplan-recording 1\n"
 LENGTH: Final = Struct("<I")
@@ -68,10 +67,11 @@ class HeaderRow(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
 
 
 class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
-    """What a plan has besides block tables and segments; transfers name it by its number.
+    """What a part has besides block tables and segments; transfers name it by its number.
 
     Attributes:
-        plan: as `Plan.to_dict`, without segments, num_slices and tables.
+        plan: the part as in `Plan.to_dict`, with the version of that schema, without segments,
+            num_slices and tables.
         ways, cache_ids: of src and dst, which that does not have.
     """
 
@@ -99,7 +99,7 @@ class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
-    """A plan: of a group, or the only one (then without a name).
+    """A part of a plan; its label is empty where it is the only one.
 
     Attributes:
         src, dst: block tables, little-endian, 8 bytes each.
@@ -107,7 +107,7 @@ class PartRow(msgspec.Struct, frozen=True, array_like=True):
             that is cut into rows of `dst`.
     """
 
-    group: str
+    label: str
     template: int
     src: bytes
     dst: bytes
@@ -222,52 +222,51 @@ def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> Fou
         raise ValueError(str(error)) from None  # TypeError: a key that none can be, of msgspec 0.19
 
 
-def template_of(plan: Plan) -> dict[str, Any]:
-    """What a `TemplateRow` has of a plan."""
-    document = to_dict(replace(plan, segments=Segments.single(0, 0, 1), tables=None))
+def template_of(part: Part) -> dict[str, Any]:
+    """What a `TemplateRow` has of a part."""
+    bare = replace(part, segments=Segments.single(0, 0, 1), tables=None, name="", source=None)
+    document = {"schema_version": SCHEMA_VERSION, **part_to_dict(bare)}
     for name in ("segments", "num_slices", "tables"):
         del document[name]
     return document
 
 
-def segments_of(plan: Plan) -> tuple[object, ...]:
-    """A `SegmentsRow` of a plan, as it is encoded."""
-    segments, tables = plan.segments, plan.tables
+def segments_of(part: Part) -> tuple[object, ...]:
+    """A `SegmentsRow` of a part, as it is encoded."""
+    segments, tables = part.segments, part.tables
     if tables is None and len(segments.nbytes) == 1 and not segments.repeats:
         src, dst, nbytes = segments.src_offsets, segments.dst_offsets, segments.nbytes
-        return plan.num_slices, src.item(), dst.item(), nbytes.item()
+        return part.num_slices, src.item(), dst.item(), nbytes.item()
     columns = [getattr(segments, it).tobytes() for it in Segments.columns()]
     repeats = [(it.counts.tobytes(), it.src_stride, it.dst_stride) for it in segments.repeats]
     rest = (False, 0, 0, None) if tables is None else (True, *tables[2:])
-    return (plan.num_slices, *columns, repeats, *rest)
+    return (part.num_slices, *columns, repeats, *rest)
 
 
-def plan_of(templates: dict[int, TemplateRow], parts: Iterable[PartRow]) -> AnyPlan | None:
+def plan_of(templates: dict[int, TemplateRow], rows: Iterable[PartRow]) -> Plan | None:
     """The plan of a transfer; None: it had none.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: what is recorded is no plan.
         KeyError: a template is missing.
     """
-    plans = {it.group: _plan(templates[it.template], it) for it in parts}
-    if not plans:
-        return None
-    return plans[""] if "" in plans else GroupPlan(plans)
+    parts = [_part(templates[it.template], it) for it in rows]
+    return Plan(parts) if parts else None
 
 
-def _plan(template: TemplateRow, part: PartRow) -> Plan:
+def _part(template: TemplateRow, row: PartRow) -> Part:
     document = dict(template.plan)
-    found = part.segments
+    found = row.segments
     tables: dict[str, Any] | None = {
-        "src": rows_of(part.src).tolist(),
-        "dst": rows_of(part.dst).tolist(),
+        "src": rows_of(row.src).tolist(),
+        "dst": rows_of(row.dst).tolist(),
         "src_token": 0,
         "dst_token": 0,
         "num_tokens": None,
     }
     if found is None:
-        segments = _by_rows(document, part)
-        num_slices, columns, repeats = len(rows_of(part.dst)), segments, []
+        segments = _by_rows(document, row)
+        num_slices, columns, repeats = len(rows_of(row.dst)), segments, []
     else:
         num_slices = found.num_slices
         columns = [_column(it) for it in (found.src_offsets, found.dst_offsets, found.nbytes)]
@@ -277,7 +276,7 @@ def _plan(template: TemplateRow, part: PartRow) -> Plan:
         else:
             tables = None
     named = zip(Segments.columns(), (it.tolist() for it in columns), strict=True)
-    plan = from_dict(
+    part = part_from_dict(
         document
         | {"segments": dict(named) | {"repeats": repeats}}
         | {"num_slices": num_slices, "tables": tables}
@@ -285,16 +284,17 @@ def _plan(template: TemplateRow, part: PartRow) -> Plan:
     src, dst = (
         replace(it, way=way, cache_id=cache_id)
         for it, way, cache_id in zip(
-            (plan.src, plan.dst), template.ways, template.cache_ids, strict=True
+            (part.src, part.dst), template.ways, template.cache_ids, strict=True
         )
     )
-    return replace(plan, src=src, dst=dst)
+    name, source = from_label(row.label)
+    return replace(part, src=src, dst=dst, name=name, source=source)
 
 
-def _by_rows(document: dict[str, Any], part: PartRow) -> list[NDArray[np.uint64]]:
+def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
     """The segments of a plan that moves whole rows: each its own, then merged as the plan says."""
     with np.errstate(all="ignore"):  # of a damaged one; its plan is refused then
-        return _row_segments(document, rows_of(part.src), rows_of(part.dst))
+        return _row_segments(document, rows_of(row.src), rows_of(row.dst))
 
 
 def _row_segments(

@@ -15,7 +15,7 @@ from kvplan.validation import INT64_MAX, check_type, check_width
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.part import Part
     from kvplan.planning.side import Side
 
 PUSHES = "push"
@@ -41,7 +41,7 @@ class Write:
 
     Attributes:
         transfer: which; its cluster_id says who ran it.
-        group: of a transfer of several, else empty.
+        label: of the part of the transfer; empty: the only one.
         source: the cluster that the bytes came from; None: this process.
         src_cache: the cache that they came from, in that cluster; -1: not known.
         src_rows: the blocks (or slot) that they came from, in the order of the destination's bytes.
@@ -49,7 +49,7 @@ class Write:
     """
 
     transfer: Transfer
-    group: str
+    label: str
     source: int | None
     src_cache: int
     src_rows: tuple[int, ...]
@@ -64,13 +64,13 @@ class Write:
         word = "block" if len(self.src_rows) == 1 else "blocks"
         # Who has pushed into a cache was its peer: this is of the engine that has the cache.
         by = f", run by cluster {it.cluster_id}" if it.verb == PUSHES else ""
-        group = f", group {self.group}" if self.group else ""
+        label = f", part {self.label}" if self.label else ""
         tag = f" of {it.tag}" if it.tag else ""
         part = ", a part of it" if self.partial else ""
         how = "failed" if it.failed else "was cancelled"
         failed = f"; {how}, and may have written it: {it.error}" if it.error else ""
         return (
-            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{group}{part}"
+            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{label}{part}"
             f"{by}{failed}"
         )
 
@@ -146,15 +146,15 @@ def who_wrote(
     return sorted(found, key=lambda it: it.transfer.time + it.transfer.seconds)
 
 
-def rows_written(plan: Plan, block: int) -> tuple[tuple[int, ...], bool] | None:
-    """The source rows of what a plan writes to a row, and whether it is a part; None: nothing."""
-    runs = plan.segments.expanded()
+def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
+    """The source rows of what is written to a row, and whether not all of it is; None: nothing."""
+    runs = part.segments.expanded()
     src, dst, nbytes = (
         it.astype(np.int64) for it in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
     )
-    stride = plan.dst.stride
+    stride = part.dst.stride
     # A tensor may have an axis outside of its rows: they begin again after a period.
-    period, within = stride * plan.dst.count, block * stride
+    period, within = stride * part.dst.count, block * stride
 
     def before(ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the row before each of these offsets."""
@@ -171,9 +171,9 @@ def rows_written(plan: Plan, block: int) -> tuple[tuple[int, ...], bool] | None:
             begin = max(start, again * period + within)
             size = min(end, again * period + within + stride) - begin
             if size > 0:
-                rows += _rows_of(plan.src, int(src[index]) + begin - start, size)
-    whole = plan.dst.num_tensors * plan.dst.tensor_nbytes // plan.dst.count
-    return tuple(dict.fromkeys(rows)), int(written.sum()) * plan.num_tensor_pairs < whole
+                rows += _rows_of(part.src, int(src[index]) + begin - start, size)
+    whole = part.dst.num_tensors * part.dst.tensor_nbytes // part.dst.count
+    return tuple(dict.fromkeys(rows)), int(written.sum()) * part.num_tensor_pairs < whole
 
 
 def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
@@ -183,13 +183,14 @@ def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
 
 
 def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> Iterator[Write]:
-    """What a transfer wrote of a block: of each group."""
+    """What a transfer wrote of a block: of each part."""
     caches = transfer.caches
     if not transfer.may_write(cache, block):
         return
-    for (group, plan), (src_cache, dst_cache) in zip(transfer.plans.items(), caches, strict=True):
-        if dst_cache == cache and (written := rows_written(plan, block)) is not None:
-            yield Write(transfer, group, source, src_cache, *written)
+    parts = () if transfer.plan is None else transfer.plan.parts
+    for part, (src_cache, dst_cache) in zip(parts, caches, strict=True):
+        if dst_cache == cache and (written := rows_written(part, block)) is not None:
+            yield Write(transfer, part.label, source, src_cache, *written)
 
 
 def _names_of(it: Transfer | Event) -> tuple[str, object, str]:

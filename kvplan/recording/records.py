@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvplan.planning.groups import GroupPlan
 from kvplan.recording.format import Field, PartRow, TemplateRow, plan_of, rows_of
 from kvplan.status import LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvplan.planning.groups import AnyPlan
     from kvplan.planning.plan import Plan
     from kvplan.recording.queries import Write
 
@@ -60,7 +58,7 @@ class Transfer:
         status: how it ended.
         error: why it failed; empty: it did not.
         nbytes: bytes that have arrived; of one that failed 0, however far it came.
-        parts: what `plan` is made of, of each group.
+        parts: what each part of `plan` is made of.
     """
 
     number: int
@@ -95,7 +93,7 @@ class Transfer:
         return self.peer is None and all(src == dst >= 0 for src, dst in self.caches)
 
     @cached_property
-    def plan(self) -> AnyPlan | None:
+    def plan(self) -> Plan | None:
         """The plan that was executed, equal to it; None: it failed before there was one.
 
         Raises:
@@ -109,18 +107,6 @@ class Transfer:
             ) from None
         except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
             raise invalid(f"transfer {self.number} is damaged: {error}") from None
-
-    @property
-    def plans(self) -> dict[str, Plan]:
-        """The plan of each group; of a transfer without groups one, its name empty.
-
-        Raises:
-            LLMException: as `plan`.
-        """
-        plan = self.plan
-        if plan is None:
-            return {}
-        return dict(plan.groups) if isinstance(plan, GroupPlan) else {"": plan}
 
     @property
     def blocks(self) -> int:
@@ -144,7 +130,7 @@ class Transfer:
 
     @property
     def caches(self) -> list[tuple[int, int]]:
-        """Ids of the source and the destination cache of each group, each in its own engine."""
+        """Ids of the source and the destination cache of each part, each in its own engine."""
         known = (self._templates.get(it.template) for it in self.parts)
         return [(-1, -1) if it is None else it.cache_ids for it in known]
 

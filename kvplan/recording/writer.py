@@ -20,7 +20,7 @@ import numpy as np
 import kvplan
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.logs import Log
-from kvplan.planning.plan import Plan
+from kvplan.planning.part import Part
 from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import (
     DROPPED,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
@@ -78,7 +78,7 @@ class Ended(Protocol):
         """When, by `perf_counter`."""
 
     @property
-    def plan(self) -> AnyPlan | None:
+    def plan(self) -> Plan | None:
         """What was executed, if it came to that."""
 
     @property
@@ -180,12 +180,7 @@ class Recorder:
             return
         plan, link = operation.plan, operation.link
         try:
-            if plan is None:
-                parts: tuple[object, ...] = ()
-            elif isinstance(plan, Plan):
-                parts = (self._part("", plan),)
-            else:
-                parts = tuple([self._part(name, it) for name, it in plan.groups.items()])
+            parts = () if plan is None else tuple(map(self._part, plan.parts))
             row = (
                 TRANSFER, operation.started, seconds, operation.name,
                 0 if status is _SUCCESS else status,  # a number is encoded in half the time
@@ -255,33 +250,33 @@ class Recorder:
             self._awake = True
             self._tokens.put(True)
 
-    def _part(self, group: str, plan: Plan) -> tuple[object, ...]:
+    def _part(self, part: Part) -> tuple[object, ...]:
         """A `PartRow`."""
-        src, dst = plan.src, plan.dst
-        read, written = plan.src_tensors, plan.dst_tensors  # of equal length: their hash is dear
+        label, src, dst = part.label, part.src, part.dst
+        read, written = part.src_tensors, part.dst_tensors  # of equal length: their hash is dear
         key = (
-            id(src), id(dst), plan.operation, read.start, read.stop, written.start, plan.split,
-            plan.coalesce, plan.tensors_per_layer, plan.reinterpret, plan.kind,
+            id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
+            part.coalesce, part.tensors_per_layer, part.reinterpret, part.kind,
         )  # fmt: skip
         known = self._known.get(key)
-        number = self._number(key, plan) if known is None else known[0]
-        if (rows := plan.unplanned_rows) is not None:  # planning it would take several times this
-            if plan.kind != "C2C":
-                return group, number, _packed(rows[0]), _packed(rows[1]), None
+        number = self._number(key, part) if known is None else known[0]
+        if (rows := part.unplanned_rows) is not None:  # planning it would take several times this
+            if part.kind != "C2C":
+                return label, number, _packed(rows[0]), _packed(rows[1]), None
             (src_slot,), (dst_slot,) = rows
             offsets = src_slot * src.stride, dst_slot * dst.stride
-            return group, number, b"", b"", (1, *offsets, plan.nbytes_per_tensor)
-        tables = plan.tables
-        if plan.by_rows and tables is not None:
-            return group, number, tables.src.tobytes(), tables.dst.tobytes(), None
+            return label, number, b"", b"", (1, *offsets, part.nbytes_per_tensor)
+        tables = part.tables
+        if part.by_rows and tables is not None:
+            return label, number, tables.src.tobytes(), tables.dst.tobytes(), None
         if tables is None:
-            return group, number, b"", b"", segments_of(plan)
-        return group, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(plan)
+            return label, number, b"", b"", segments_of(part)
+        return label, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
 
-    def _number(self, key: tuple[object, ...], plan: Plan) -> int:
-        """The number of the template of a plan, which is recorded if it is a new one."""
-        src, dst = plan.src, plan.dst
-        template = encode([template_of(plan), (src.way, dst.way), (src.cache_id, dst.cache_id)])
+    def _number(self, key: tuple[object, ...], part: Part) -> int:
+        """The number of the template of a part, which is recorded if it is a new one."""
+        src, dst = part.src, part.dst
+        template = encode([template_of(part), (src.way, dst.way), (src.cache_id, dst.cache_id)])
         with self._mutex:
             number = self._numbers.get(template)
             if number is None:

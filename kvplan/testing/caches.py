@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvplan.layout import CacheLayout
-from kvplan.planning import GroupPlan, Plan, reference
+from kvplan.planning import reference
 from kvplan.status import invalid
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import check_type, check_width, shown
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvplan.layout import Shard
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
 _OF_WIDTH: dict[int, type[np.unsignedinteger[Any]]] = {
@@ -149,16 +149,16 @@ class Executed:
     Attributes:
         src, dst: the tensors of each side, in the shape of the cache. Elements are unsigned
             integers as wide as the data type, so that contents can be compared exactly.
-        groups: of a `GroupPlan` the same for each group; empty for a plan.
+        parts: the same for each part of the plan, by its label.
     """
 
     src: list[NDArray[Any]]
     dst: list[NDArray[Any]]
-    groups: Mapping[str, Executed] = field(default_factory=dict)
+    parts: Mapping[str, Executed] = field(default_factory=dict)
 
 
 def run_reference(
-    plan: AnyPlan,
+    plan: Plan,
     src: list[NDArray[Any]] | None = None,
     dst: list[NDArray[Any]] | None = None,
     *,
@@ -174,24 +174,21 @@ def run_reference(
     Raises:
         TypeError, LLMException: as `kvplan.reference.execute`.
     """
-    plans = plan.groups if isinstance(plan, GroupPlan) else {"": plan}
     random = np.random.default_rng(seed)
     if src is None:
-        src = [it for one in plans.values() for it in _tensors(one.src, random)]
+        src = [it for one in plan.parts for it in _tensors(one.src, random)]
     if dst is None:
-        dst = [it for one in plans.values() for it in _tensors(one.dst, None)]
+        dst = [it for one in plan.parts for it in _tensors(one.dst, None)]
     reference.execute(plan, src, dst)
-    if isinstance(plan, Plan):
-        return Executed(src, dst)
     return Executed(
         src,
         dst,
         {
-            it.name: Executed(
-                src[it.src_tensor : it.src_tensor + it.plan.src.num_tensors],
-                dst[it.dst_tensor : it.dst_tensor + it.plan.dst.num_tensors],
+            it.part.label: Executed(
+                src[it.src_tensor : it.src_tensor + it.part.src.num_tensors],
+                dst[it.dst_tensor : it.dst_tensor + it.part.dst.num_tensors],
             )
-            for it in plan.parts()
+            for it in plan.placed()
         },
     )
 

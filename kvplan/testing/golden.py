@@ -6,15 +6,12 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
-from kvplan.planning import GroupPlan, Plan, load_plan
+from kvplan.planning import Plan, load_plan
 from kvplan.status import LLMException
-from kvplan.validation import mismatch, shown
-
-if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
+from kvplan.validation import check_type
 
 MAX_NAME = 200
 """Bytes of a file's name, of the 255 that file systems have room for."""
@@ -40,7 +37,7 @@ class GoldenPlans:
     update: bool = field(default=False, repr=False)
     how: str = field(default="update=True", repr=False)
     written: list[Path] = field(default_factory=list, repr=False)
-    _used: dict[str, AnyPlan] = field(default_factory=dict, repr=False)
+    _used: dict[str, Plan] = field(default_factory=dict, repr=False)
 
     def path(self, name: str = "") -> Path:
         """The file of the golden plan of a name; each character that files better not have is `-`.
@@ -54,7 +51,7 @@ class GoldenPlans:
             said = f"{short}-{crc32(f'{self.test} {name}'.encode()):08x}"
         return self.folder / f"{said}.json"
 
-    def __call__(self, plan: AnyPlan, name: str = "") -> None:
+    def __call__(self, plan: Plan, name: str = "") -> None:
         """Fail unless `plan` equals the golden one of this name; its segments, its options.
 
         Raises:
@@ -62,8 +59,7 @@ class GoldenPlans:
             ValueError: another plan has had this name in the test.
         """
         __tracebackhide__ = True
-        if not isinstance(plan, Plan | GroupPlan):
-            raise TypeError(f"plan={shown(plan)} must be {mismatch(plan, Plan, GroupPlan)}")
+        check_type("plan", plan, Plan)
         path = self.path(name)
         if self._used.setdefault(path.name, plan) != plan:
             raise ValueError(f"name={name!r} is already that of another plan of this test")
@@ -75,7 +71,7 @@ class GoldenPlans:
         write_plan(path, plan)
         self.written.append(path)
 
-    def _problem(self, path: Path, plan: AnyPlan) -> str:
+    def _problem(self, path: Path, plan: Plan) -> str:
         if not path.exists():
             return f"there is no golden plan {path}; the plan of the test is\n{plan.explain()}"
         try:
@@ -89,26 +85,19 @@ class GoldenPlans:
 
 
 def difference(old: object, new: object) -> str:
-    """`old.diff(new)`; nothing where they are not two plans, or not two plans of groups."""
-    if isinstance(old, Plan):
-        return old.diff(new) if isinstance(new, Plan) else ""
-    if isinstance(old, GroupPlan):
-        return old.diff(new) if isinstance(new, GroupPlan) else ""
-    return ""
+    """`old.diff(new)`; nothing where they are not two plans."""
+    return old.diff(new) if isinstance(old, Plan) and isinstance(new, Plan) else ""
 
 
-def write_plan(path: Path, plan: AnyPlan) -> None:
-    """Write what `load_plan` reads, with a line for each value, and for ten numbers of a column.
-
-    Names are sorted, but those of groups, whose order counts.
-    """
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write what `load_plan` reads, with a line for each value, and for ten numbers of a column."""
     path.write_text(_text(plan.to_dict()) + "\n")
 
 
 def _text(value: Any, indent: str = "") -> str:
     inner = f"{indent}  "
     if isinstance(value, dict) and value:
-        rows = (f"{inner}{json.dumps(key)}: {_text(value[key], inner)}" for key in _ordered(value))
+        rows = (f"{inner}{json.dumps(key)}: {_text(value[key], inner)}" for key in sorted(value))
         return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(it, list | dict) for it in value):
         items = (f"{inner}{_text(it, inner)}" for it in value)
@@ -118,8 +107,3 @@ def _text(value: Any, indent: str = "") -> str:
         lines = (json.dumps(value[it : it + NUMBERS_A_LINE])[1:-1] for it in starts)
         return f"[\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}]"
     return json.dumps(value)
-
-
-def _ordered(value: dict[str, Any]) -> list[str]:
-    groups = all(isinstance(it, dict) and "segments" in it for it in value.values())
-    return [*value] if groups else sorted(value)

@@ -13,18 +13,17 @@ from kvplan.status import invalid
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 
 @contextmanager
-def observe_plans() -> Iterator[list[AnyPlan]]:
+def observe_plans() -> Iterator[list[Plan]]:
     """Collect every plan that is made in this process inside the `with` block, in order.
 
-    Those of the `plan_*` functions, and those that engines make for their operations, in all
-    threads; of groups the plan of each and then the `GroupPlan`. A plan that was read from a
-    document, or is a part of another, was not made.
+    Those of `kvplan.plan`, and those that engines make for their operations, in all threads. A plan
+    that was read from a document, or is a part of another, was not made.
     """
-    plans: list[AnyPlan] = []
+    plans: list[Plan] = []
     OBSERVERS.append(plans.append)
     try:
         yield plans
@@ -54,7 +53,7 @@ class Budget:
             if value is not None and check_type(name, value, int) < 0:
                 raise invalid(f"{name}={value} must be None or >= 0")
 
-    def failure(self, plans: list[AnyPlan]) -> str:
+    def failure(self, plans: list[Plan]) -> str:
         """What is to be said of plans of which some exceed it, or of none; empty: they keep it."""
         if not plans:
             return "no plan was made, so nothing was checked against the budget"
@@ -66,7 +65,7 @@ class Budget:
         lines += [f"also {it!r}" for it, _ in excess[:8] if it is not worst]
         return "\n".join([*lines, worst.explain()])
 
-    def _excess(self, plan: AnyPlan) -> str:
+    def _excess(self, plan: Plan) -> str:
         said = [
             f"{found:,} {word}, max_{name}={limit:,}"
             for found, limit, word, name in (

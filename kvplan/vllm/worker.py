@@ -12,7 +12,7 @@ from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.logs import Log
-from kvplan.planning.groups import MAX_GROUP_NAME
+from kvplan.planning.plan import MAX_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
 from kvplan.serving.ranks import heads_of
 from kvplan.serving.tables import tables_of
@@ -91,7 +91,7 @@ class _View:
 
     def __str__(self) -> str:
         numbers = "+".join(str(it) for name in self.names for it in _position(name)[0][:1])
-        return f"layers {numbers}"[:MAX_GROUP_NAME]
+        return f"layers {numbers}"[:MAX_NAME]
 
     def fields(self, model: Model) -> dict[str, str]:
         """What the producer's group has to be like."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvplan.cli import main
-from kvplan.planning.groups import plan_groups
 from tests.cli.running import command, push, refused
+from tests.support.plans import joined
 
 PLAN, OTHER = push([7, 8, 2]), push([7, 2, 8])
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     PLAN.save("plan.json")
     OTHER.save("other.json")
-    plan_groups({"full": PLAN}).save("groups.json")
+    joined({"full": PLAN}).save("groups.json")
     return tmp_path
 
 
@@ -30,7 +30,7 @@ def test_it_is_what_the_plan_draws(folder: Path, capsys: pytest.CaptureFixture[s
     assert main(["html", "plan.json", "-o", "picture.svg"]) == 0
     assert Path("picture.svg").read_text() == PLAN.to_svg()
     assert main(["html", "groups.json", "-o", "deeper.htm"]) == 0
-    assert Path("deeper.htm").read_text() == plan_groups({"full": PLAN}).to_html()
+    assert Path("deeper.htm").read_text() == joined({"full": PLAN}).to_html()
 
 
 def test_a_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan import TRANSPORT_COSTS, GroupPlan, Rows, Transfer
+from kvplan import TRANSPORT_COSTS, Plan, Rows, Transfer
 from kvplan.cli import main
 from kvplan.inspection.cost import ms_text
 from kvplan.inspection.measured_costs import save_costs
-from kvplan.planning.groups import plan_groups
 from tests.cli.running import HEADS_FIRST, ROOT, TOKENS_FIRST, command, push, refused
+from tests.support.plans import joined
 
 PLAN = push([7, 8, 2])
 
@@ -35,7 +35,7 @@ def _costs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def groups(*names: str) -> GroupPlan:
+def groups(*names: str) -> Plan:
     plans = {
         "full": kvplan.plan(
             Transfer(Rows(TOKENS_FIRST, [1, 2]), Rows(TOKENS_FIRST, [3, 4])), local="dst"
@@ -44,7 +44,7 @@ def groups(*names: str) -> GroupPlan:
             Transfer(Rows(HEADS_FIRST, [1, 5]), Rows(HEADS_FIRST, [3, 4])), local="dst"
         ),
     }
-    return plan_groups({name: plans[name] for name in names})
+    return joined({name: plans[name] for name in names})
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
@@ -299,12 +299,12 @@ class TestOutput:
         assert plain.replace("\r\n", "\n") == PLAN.explain() + "\n"
 
     def test_an_encoding_without_the_letters_is_no_error(self, tmp_path: Path) -> None:
-        named = groups("full").groups["full"]
-        plan_groups({"größe": named}).save(tmp_path / "named.json")
+        named = groups("full").by_part()["full"]
+        joined({"größe": named}).save(tmp_path / "named.json")
         ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
         done = command("explain", tmp_path / "named.json", **ascii_only)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "group gr??e" in done.stdout
+        assert "part gr??e" in done.stdout
 
 
 def on_a_terminal(*arguments: str, **environment: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvplan import BlockLease, DataType, GroupPlan, Interleaved, LlmDataDist, Plan, Rows, Transfer
+from kvplan import BlockLease, DataType, Interleaved, LlmDataDist, Plan, Rows, Transfer
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.peer import Peer
 from tests.planning.test_token_shards import moved, places
@@ -74,11 +74,11 @@ def test_a_request_is_gathered_from_its_ranks(
     assert_same(arrays, targets)
 
     plan = user.plan(transfer)
-    assert isinstance(plan, GroupPlan)
+    assert isinstance(plan, Plan)
     user.run(transfer)
     assert_same(arrays, wanted)
     assert [it.bytes_pulled for it in user.links()] == [
-        plan.groups[name].nbytes for name in ("source 1", "source 0")
+        plan.by_part()[name].nbytes for name in ("source 1", "source 0")
     ]
     for array, tensor in zip(arrays, targets, strict=True):
         array[...] = tensor.view(np.float16)

@@ -16,9 +16,9 @@ from kvplan import (
     CacheIndex,
     DataType,
     GatherError,
-    GroupPlan,
     LlmDataDist,
     Placement,
+    Plan,
     PlanEvent,
     Rows,
     Shard,
@@ -129,7 +129,7 @@ def test_one_push_moves_all_groups(
     )
     task = user.submit(groups_of(mine, keys))
     asyncio.run(waited(task))
-    assert isinstance(task.plan, GroupPlan)
+    assert isinstance(task.plan, Plan)
     assert "group indexer\nlayer 0  " in task.explain()
     assert task.explain().endswith("LLM_SUCCESS")
     there = peer.run("result = {n: datadist.read_cache(it) for n, it in caches.items()}")
@@ -369,19 +369,19 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     assert user.read_cache(mine["state"])[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
     assert [event.cluster_id for event in seen] == [1, 3]
     first, second = (event.plan for event in seen)
-    assert isinstance(first, GroupPlan)
-    assert isinstance(second, GroupPlan)
-    assert [*first.groups] == ["values", "scales"]
-    assert [*second.groups] == ["values", "scales", "state"]
+    assert isinstance(first, Plan)
+    assert isinstance(second, Plan)
+    assert [*first.by_part()] == ["values", "scales"]
+    assert [*second.by_part()] == ["values", "scales", "state"]
     whole = user.plan(groups)
-    assert isinstance(whole, GroupPlan)
+    assert isinstance(whole, Plan)
     parts = {
         f"{name}: source {source}": plan
         for source, it in enumerate((first, second))
-        for name, plan in it.groups.items()
+        for name, plan in it.by_part().items()
     }
     parts["state"] = parts.pop("state: source 1")
-    assert dict(whole.groups) == parts
+    assert dict(whole.by_part()) == parts
     assert user.metrics()["in_flight"] == 0
 
     nobody = {"state": Transfer([], Rows(mine["state"], [4]))}

@@ -103,7 +103,7 @@ def test_a_golden_plan_is_what_moves(
     remove()
     assert_pulled(user.read_cache(mine))
     (event,) = seen
-    assert (event.plan if isinstance(event.plan, Plan) else event.plan.groups["all"]) == plan
+    assert (event.plan if isinstance(event.plan, Plan) else event.plan.by_part()["all"]) == plan
     assert user.plan(planned) == plan
 
 
@@ -182,11 +182,11 @@ def test_a_group_plan_moves_by_its_parts(user: LlmDataDist, mine: Cache, lease: 
         for name, row, to in (("a", 6, 2), ("b", 1, 3))
     }
     plan = kvplan.plan(parts, local="dst")
-    assert isinstance(plan, kvplan.GroupPlan)
+    assert isinstance(plan, kvplan.Plan)
     with pytest.raises(TypeError, match="a mapping of names to Planned"):
         user.run(Planned(plan, KEY, mine))
     sources: dict[str, Any] = {"a": KEY, "b": lease}
-    planned = {name: Planned(part, sources[name], mine) for name, part in plan.groups.items()}
+    planned = {name: Planned(part, sources[name], mine) for name, part in plan.by_part().items()}
     assert user.plan(planned) == plan
     user.run(planned)
     assert_pulled(user.read_cache(mine))

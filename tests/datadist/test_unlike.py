@@ -17,8 +17,8 @@ from kvplan import (
     CacheKey,
     ClusterInfo,
     DataType,
-    GroupPlan,
     LlmDataDist,
+    Plan,
     Rows,
     Shard,
     Transfer,
@@ -205,9 +205,9 @@ def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
     ends.user.run(gather(sources))
     assert_same(arrays, wanted)
     plan = ends.user.plan(gather(sources))
-    assert isinstance(plan, GroupPlan)
+    assert isinstance(plan, Plan)
     pulled = [it.bytes_pulled for it in ends.user.links()]
-    assert pulled == [it.nbytes for it in plan.groups.values()]
+    assert pulled == [it.nbytes for it in plan.by_part().values()]
     assert [it.bytes_pushed for it in ends.user.links()] == [0, 0]
 
 

@@ -25,10 +25,10 @@ from kvplan import (
 )
 from kvplan.debug import locate, replay
 from kvplan.layout import Shard
-from kvplan.planning.groups import plan_groups
 from kvplan.recording import read
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import expected
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 NHD = CacheDesc(4, (32, 16, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -289,7 +289,7 @@ def test_slots_and_opaque_rows() -> None:
 
 def test_groups_are_compared_each_by_itself() -> None:
     latent = CacheDesc(2, (8, 4, 6), DataType.DT_FLOAT16, kv_tensor_format="block token dim")
-    plan = plan_groups(
+    plan = joined(
         {
             "latent": kvplan.plan(
                 Transfer(Rows(latent, [1, 2]), Rows(latent, [5, 6])), local="dst"
@@ -305,7 +305,7 @@ def test_groups_are_compared_each_by_itself() -> None:
     first = result.first
     assert first is not None
     assert (first.layer, first.kv, first.heads, first.tokens) == (0, "V", (1, 1), (51, 51))
-    assert str(result).startswith("as expected: all 192 B that group latent: pull_blocks")
+    assert str(result).startswith("as expected: all 192 B that part latent: pull_blocks")
 
 
 def test_caches_of_two_runs_may_differ_by_rounding() -> None:

@@ -11,7 +11,6 @@ import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
-    GroupPlan,
     LLMException,
     LLMStatusCode,
     Plan,
@@ -21,7 +20,7 @@ from kvplan import (
     Transfers,
 )
 from kvplan.execution.task import TransferTask
-from kvplan.planning.groups import AnyPlan
+from tests.support.plans import joined
 from tests.support.refusals import refused
 from tests.support.wrappers import fail_at
 
@@ -34,8 +33,8 @@ def cache(axes: str, tensors: int, layers: range, heads: range, **lengths: int) 
     return CacheDesc(tensors, shape, FP16, kv_tensor_format=axes, shard=Shard(layers, heads, 6, 8))
 
 
-def fails_at(plan: AnyPlan, descriptor: int) -> tuple[LLMException, TransferTask]:
-    plans = plan.groups.values() if isinstance(plan, GroupPlan) else [plan]
+def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
+    plans = plan.by_part().values() if isinstance(plan, Plan) else [plan]
 
     def zeros(name: str) -> list[np.ndarray]:
         sides = [getattr(it, name) for it in plans]
@@ -116,7 +115,7 @@ WHOLE = kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(BLOCKS, [1, 4])), local=
 
 @pytest.mark.parametrize("descriptor", range(14))
 def test_each_group_counts_its_own_descriptors(descriptor: int) -> None:
-    error, task = fails_at(GroupPlan({"whole": WHOLE, "split": SPLIT}), descriptor)
+    error, task = fails_at(joined({"whole": WHOLE, "split": SPLIT}), descriptor)
     assert error.unconfirmed == ((descriptor, 14),)
     done = [min(2, descriptor), *(min(4, max(0, descriptor - it)) for it in (2, 6, 10))]
     assert re.findall(r"^group .*| (\d+/\d+) desc", task.explain(), re.MULTILINE) == [

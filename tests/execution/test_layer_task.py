@@ -52,7 +52,7 @@ def expected(plan: Plan, src: list[np.ndarray], layers: set[int]) -> list[np.nda
     """What the reference leaves of `filled(2)` when these source layers have moved."""
     dst = filled(2)
     for layer in layers:
-        reference.execute(plan.for_layers(range(layer, layer + 1)), src, dst)
+        reference.execute(plan.part.for_layers(range(layer, layer + 1)), src, dst)
     return dst
 
 
@@ -219,7 +219,7 @@ def test_leaves_the_bytes_that_the_reference_leaves(example, order, threads, coa
     whole = [tensor.copy() for tensor in dst]
     reference.execute(plan, whole if example.within else src, whole)
     outcomes = []
-    layers = order.sample(plan.src_layers, len(plan.src_layers))
+    layers = order.sample(plan.part.src_layers, len(plan.part.src_layers))
     task = SHARED.layered(plan, src, dst, on_outcome=outcomes.append)
 
     def make_ready(number):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, LLMException, Rows, Shard, Transfer
-from kvplan.planning.groups import plan_groups
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 ROWS, ROW, TENSORS = 3, 4, 2
@@ -67,7 +67,7 @@ def test_what_depends_on_the_order_is_refused_and_nothing_else(
     accepted = not said
     assert accepted or "overlap in memory" in said
     # Rows that were merged are one copy: what they read and write of each other then counts too.
-    if len(plan.segments) == len(src_blocks):
+    if len(plan.part.segments) == len(src_blocks):
         assert accepted == is_order_free(copies)
     expected = before.copy()
     if accepted:
@@ -84,7 +84,7 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
     src = CacheDesc(1, (3, 2, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format=axes, shard=shard)
     dst = CacheDesc(2, (3, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format="NHD", shard=shard)
     plan = kvplan.plan(Transfer(Rows(src, [0, 2]), Rows(dst, [1, 0])), local="dst")
-    assert plan.split
+    assert plan.part.split
     source, one, two = (np.zeros(it, np.uint8) for it in (src.shape, dst.shape, dst.shape))
     kvplan.execute(plan, [source], [one, two])
     with refused("LLM_PARAM_INVALID", "dst tensors overlap in memory: .* write the same bytes"):
@@ -116,7 +116,7 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
     }
     targets = {"last": [unused, shared], "first": [shared, other]}
     names = sorted(plans, reverse=swapped)
-    plan = plan_groups({it: plans[it] for it in names})
+    plan = joined({it: plans[it] for it in names})
     arguments = [sources[it] for it in names], [array for it in names for array in targets[it]]
     if not accepted:
         with refused("LLM_PARAM_INVALID", "write the same bytes"):
@@ -169,7 +169,7 @@ def test_groups_are_refused_where_all_their_copies_would_be(
     before = heap.copy()
     said = ""
     try:
-        kvplan.execute(plan_groups(plans), src, dst)
+        kvplan.execute(joined(plans), src, dst)
     except LLMException as error:
         said = str(error)
     assert bool(said) is not is_order_free(copies)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import GroupPlan, hixl
+from kvplan import Plan, hixl
 from kvplan.hixl import TransferOpDesc
 from tests.hixl.conftest import MakeEngine
 from tests.hixl.peer import Peer
@@ -103,7 +103,7 @@ def test_a_range_may_pass_from_a_registration_into_the_next(
     memory = Memory(array, address, 0)
     ranges = [(0, 100, third + 5), (2 * third - 7, MIB // 2, 300), (third + 50, 4096 * 3 - 1, 2)]
     plan = engine.plan_transfer(peer.name, hixl.READ, descs(memory, peer, ranges))
-    assert len(plan.groups) >= 4
+    assert len(plan.by_part()) >= 4
     moved = descs(memory, peer, ranges)
     assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
     expected = np.zeros(MIB, np.uint8)
@@ -176,7 +176,7 @@ def test_the_plan_of_a_transfer_says_what_it_moves(
     plan = connected.plan_transfer(peer.name, hixl.READ, adjacent)
     assert (plan.num_descriptors, plan.nbytes) == (2, 120)
     assert "3 slices -> 2 descriptors (1 merged)" in plan.explain()
-    (group,) = plan.groups.values()
+    (group,) = plan.by_part().values()
     assert sorted(group.segments) == [(0, 100, 100), (500, 0, 20)]
     assert plan.range_text(0) == (
         f"local [{memory.address + 100:#x}, {memory.address + 200:#x}), "
@@ -184,7 +184,7 @@ def test_the_plan_of_a_transfer_says_what_it_moves(
     )
     other = connected.plan_transfer(peer.name, hixl.READ, adjacent[:2])
     assert "equivalent" not in plan.diff(other).splitlines()[-1]
-    assert GroupPlan.from_dict(plan.to_dict()) == plan
+    assert Plan.from_dict(plan.to_dict()) == plan
     seen = []
     remove = connected.datadist.on_plan(lambda event: seen.append(event.plan))
     assert connected.transfer_sync(peer.name, hixl.READ, adjacent, LONG_MS) == hixl.SUCCESS

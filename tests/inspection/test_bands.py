@@ -18,13 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Transfer
 from kvplan.inspection.bands import NEW, OLD, SAME, Bands, bands_of
 from kvplan.inspection.contents import tokens_of
 from kvplan.inspection.picture import pictures
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers
+from tests.support.plans import joined
 
 Span = tuple[int, int]
 FP16 = CacheDesc(4, (64, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -107,11 +108,11 @@ def assert_is_all_of(plan: Plan) -> None:
     wanted: Counter[tuple[Span, Span, str]] = Counter()
     of_tokens: dict[tuple[Span, Span], set[int]] = {}
     of_heads: dict[tuple[Span, Span], set[int]] = {}
-    for run in range(plan.segments.num_runs):
+    for run in range(plan.part.segments.num_runs):
         origin = plan.origin(run)
         key = origin.src_rows, origin.dst_rows
         wanted[(*key, "runs")] += 1
-        wanted[(*key, "bytes")] += plan.run_at(run)[2]
+        wanted[(*key, "bytes")] += plan.part.run_at(run)[2]
         if origin.heads is not None:
             of_heads.setdefault(key, set()).update(range(origin.heads[0], origin.heads[1] + 1))
         for first, last in origin.tokens:
@@ -162,8 +163,8 @@ def test_a_band_says_keys_or_values_as_the_origins_do(transfer: Any, coalesce: b
     plan = planned(transfer, coalesce)
     names = ["", "K", "V", "K+V"]
     said = {names[it] for it in bands_of(plan).bands.kv.tolist()} - {""}
-    known = {plan.origin(it).kv for it in range(plan.segments.num_runs)}
-    if "kv" in plan.split or plan.tensors_per_layer == 2:
+    known = {plan.origin(it).kv for it in range(plan.part.segments.num_runs)}
+    if "kv" in plan.part.split or plan.part.tensors_per_layer == 2:
         assert not said or known <= {*said, "K", "V"}
     else:
         letters = {letter for it in known - {""} for letter in it.split("+")}
@@ -177,8 +178,8 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
     """Runs of rows whose places in the block table are in another order."""
     plan = kvplan.plan(Transfer(Rows(FP16, src), Rows(FP16, dst), coalesce=coalesce), local="dst")
     drawn = bands_of(plan)
-    runs = {(rows[1][0], rows[1][1]): [*plan.segments][i] for i in range(len(plan.segments))
-            for rows in [plan.rows(i)]}  # fmt: skip
+    runs = {(rows[1][0], rows[1][1]): [*plan.part.segments][i] for i in range(len(plan.part.segments))
+            for rows in [plan.part.rows(i)]}  # fmt: skip
     for band in range(len(drawn.bands.state)):
         key = int(drawn.bands.dst_first[band]), int(drawn.bands.dst_last[band])
         _, offset, nbytes = runs[key]
@@ -238,7 +239,7 @@ def test_the_same_bytes_of_other_rows_are_not_the_same(changed: str) -> None:
         kvplan.plan(Transfer(**it, nbytes=8, reinterpret=True), local="dst")
         for it in (rows, rows | {changed: Rows(wide)})
     )
-    assert old.segments == new.segments
+    assert old.part.segments == new.part.segments
     (picture,) = pictures(old, new)
     assert picture.drawn.bands.state.tolist() == [OLD, NEW]
     assert picture.drawn.bands._asdict()[f"{changed}_to"].tolist() == [2, 1]
@@ -253,15 +254,15 @@ def test_plans_of_other_caches_are_compared_too(a: Any, b: Any) -> None:
     (picture,) = embedded(old.to_html(diff=new))
     bands = pictures(old, new)[0].drawn.bands
     runs = [int(bands.runs[bands.state == it].sum()) for it in (SAME, OLD, NEW)]
-    assert runs[0] + runs[1] == old.segments.num_runs
-    assert runs[0] + runs[2] == new.segments.num_runs
+    assert runs[0] + runs[1] == old.part.segments.num_runs
+    assert runs[0] + runs[2] == new.part.segments.num_runs
     assert picture["count"] == len(bands.state)
 
 
 def test_groups_are_compared_by_name() -> None:
     plan = kvplan.plan(Transfer(Rows(FP16, [4, 5]), Rows(FP16, [7, 8])), local="dst")
     other = kvplan.plan(Transfer(Rows(FP16, [4, 6]), Rows(FP16, [7, 8])), local="dst")
-    old, new = GroupPlan({"a": plan, "b": plan}), GroupPlan({"a": other, "c": plan})
+    old, new = joined({"a": plan, "b": plan}), joined({"a": other, "c": plan})
     made = pictures(old, new)
     assert [(it.name, it.verdict.partition(" - ")[0]) for it in made] == [
         ("a", "different bytes"),

@@ -21,10 +21,10 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 import kvplan
-from kvplan import CacheDesc, DataType, GroupPlan, Plan, Rows, Shard, Transfer
+from kvplan import CacheDesc, DataType, Plan, Rows, Shard, Transfer
 from kvplan.inspection.contents import spans_text
 from kvplan.inspection.units import span
-from kvplan.planning.groups import AnyPlan
+from tests.support.plans import joined
 
 DEADLINE_S = 60
 FLAGS = (
@@ -76,7 +76,7 @@ class Page:
     def __init__(self, driver: webdriver.Chrome, folder: Path) -> None:
         self.driver, self.folder = driver, folder
 
-    def open(self, plan: AnyPlan, *, diff: Any = None, width: int = 1280) -> None:
+    def open(self, plan: Plan, *, diff: Any = None, width: int = 1280) -> None:
         self.show(plan.to_html(diff=diff), width)
 
     def show(self, document: str, width: int = 1280) -> None:
@@ -168,7 +168,10 @@ def test_the_slider_goes_through_the_layers(page: Page) -> None:
 
 
 def layers_of(plan: Plan) -> list[Plan]:
-    return [plan.for_layers(plan.src_layers[it : it + 1]) for it in range(len(plan.src_layers))]
+    return [
+        plan.part.for_layers(plan.part.src_layers[it : it + 1])
+        for it in range(len(plan.part.src_layers))
+    ]
 
 
 @pytest.mark.parametrize("name", ["runs", "stages", "kv inside", "slot", "push"])
@@ -258,8 +261,8 @@ def test_the_strip_chooses_a_part_of_the_request(page: Page) -> None:
 
 def test_a_block_is_found_among_thousands(page: Page) -> None:
     plan = large()
-    assert plan.tables is not None
-    src, dst = (int(it[1234]) for it in plan.tables[:2])
+    assert plan.part.tables is not None
+    src, dst = (int(it[1234]) for it in plan.part.tables[:2])
     page.open(plan)
     page.one("#block").send_keys(f"{src}{Keys.ENTER}")
     page.until(lambda: f"block {src} → block {dst}" in page.detail())
@@ -267,7 +270,9 @@ def test_a_block_is_found_among_thousands(page: Page) -> None:
     assert f"block {src} → block {dst}." in page.focused()
     assert page.one("#answer").text.startswith(f"Source block {src}")
     missing = next(
-        it for it in range(8192) if it not in plan.tables.src and it not in plan.tables.dst
+        it
+        for it in range(8192)
+        if it not in plan.part.tables.src and it not in plan.part.tables.dst
     )
     page.one("#block").clear()
     page.one("#block").send_keys(f"{missing}{Keys.ENTER}")
@@ -282,11 +287,11 @@ def test_runs_that_were_joined_are_not_said_to_be_one(page: Page) -> None:
     desc = CacheDesc(2, (1 << 16, 1, 1, 8), FP16, kv_tensor_format="NHD")
     src, dst = (rng.permutation(1 << 16)[:20_000] for _ in range(2))
     plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
-    assert plan.tables is not None
-    assert plan.segments.num_runs > 16384
+    assert plan.part.tables is not None
+    assert plan.part.segments.num_runs > 16384
     page.open(plan)
-    assert f"all {plan.segments.num_runs:,} runs, 126 neighbours" in page.one("#shown").text
-    page.one("#block").send_keys(f"{plan.tables.src[7]}{Keys.ENTER}")
+    assert f"all {plan.part.segments.num_runs:,} runs, 126 neighbours" in page.one("#shown").text
+    page.one("#block").send_keys(f"{plan.part.tables.src[7]}{Keys.ENTER}")
     page.until(lambda: "were joined to be drawn" in page.one("#answer").text)
     page.one("#strip svg").send_keys("+")
     page.until(lambda: " of 10,000, " in page.one("#shown").text)
@@ -317,13 +322,14 @@ def test_a_difference_is_read_without_colour(page: Page) -> None:
 
 def test_changes_are_found_among_thousands(page: Page) -> None:
     plan = large()
-    assert plan.tables is not None
-    src = plan.tables.src.copy()
+    assert plan.part.tables is not None
+    src = plan.part.tables.src.copy()
     src[[100, 2000]] = src[[2000, 100]]
     page.open(
         plan,
         diff=kvplan.plan(
-            Transfer(Rows(plan.src, src), Rows(plan.dst, plan.tables.dst)), local="dst"
+            Transfer(Rows(plan.part.src, src), Rows(plan.part.dst, plan.part.tables.dst)),
+            local="dst",
         ),
     )
     seen = []
@@ -341,10 +347,10 @@ def test_changes_are_found_among_thousands(page: Page) -> None:
 
 
 def test_groups_are_chosen_and_their_names_are_only_text(page: Page) -> None:
-    page.open(GroupPlan({EVIL: SMALL, "indexer": unlike()}))
+    page.open(joined({EVIL: SMALL, "indexer": unlike()}))
     assert [it.text for it in page.all("#tabs button")] == [EVIL, "indexer"]
     assert page.all("img") == []
-    assert page.driver.title.startswith("<GroupPlan pull_groups")
+    assert page.driver.title.startswith("<Plan pull_groups")
     page.all("#tabs button")[0].send_keys(Keys.ARROW_RIGHT)
     page.until(lambda: "80 KiB in 320 descriptors" in page.one("#group").text)
     assert [it.text for it in page.all(".axis.odd")] == [

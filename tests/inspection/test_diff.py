@@ -203,7 +203,7 @@ def test_only_tensors_that_there_are_are_mentioned() -> None:
 
 
 def test_names_are_no_difference() -> None:
-    named = dataclasses.replace(PLAN, src=dataclasses.replace(PLAN.src, name="cache 1"))
+    named = dataclasses.replace(PLAN, src=dataclasses.replace(PLAN.part.src, name="cache 1"))
     assert PLAN.diff(named).endswith("verdict: identical")
 
 
@@ -222,8 +222,8 @@ def byte_map(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
     """Source of every destination byte of every tensor."""
     return {
         (dst_tensor, dst + byte): (src_tensor, src + byte)
-        for src_tensor, dst_tensor in zip(plan.src_tensors, plan.dst_tensors, strict=True)
-        for src, dst, nbytes in plan.segments.expanded()
+        for src_tensor, dst_tensor in zip(plan.part.src_tensors, plan.part.dst_tensors, strict=True)
+        for src, dst, nbytes in plan.part.segments.expanded()
         for byte in range(nbytes)
     }
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer, reference
-from kvplan.planning.groups import plan_groups
+from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Transfer, reference
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.transfers import Example
 from tests.planning.transfers import transfers as plain_transfers
+from tests.support.plans import joined
 
 DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
 CROSS = CacheDesc(
@@ -42,7 +42,7 @@ def outcome(plan: Plan) -> list[bytes]:
     for _ in range(8):
         src, dst = (
             [random.integers(0, 256, side.tensor_nbytes, np.uint8) for _ in range(side.num_tensors)]
-            for side in (plan.src, plan.dst)
+            for side in (plan.part.src, plan.part.dst)
         )
         reference.execute(plan, src, dst)
         left += [it.tobytes() for it in dst]
@@ -115,18 +115,18 @@ def test_the_segments_do_not_matter_and_the_caches_do() -> None:
         )
 
 
-def groups(*plans: Plan) -> GroupPlan:
-    return plan_groups(dict(zip("abc", plans, strict=False)))
+def groups(*plans: Plan) -> Plan:
+    return joined(dict(zip("abc", plans, strict=False)))
 
 
 def test_groups_are_equivalent_if_each_is() -> None:
     old = groups(pull([4, 5], [7, 8]), pull([1], [2]))
     old.assert_equivalent(groups(pull([5, 4], [8, 7]), pull([1], [2])))
-    with pytest.raises(AssertionError, match="group b: different bytes"):
+    with pytest.raises(AssertionError, match="part b: different bytes"):
         old.assert_equivalent(groups(pull([5, 4], [8, 7]), pull([1], [3])))
-    with pytest.raises(AssertionError, match="group b only in the old plan"):
+    with pytest.raises(AssertionError, match="part b only in the old plan"):
         old.assert_equivalent(groups(pull([4, 5], [7, 8])))
-    turned = plan_groups(dict(reversed(old.groups.items())))
+    turned = joined(dict(reversed(old.by_part().items())))
     with pytest.raises(AssertionError, match="the groups are in another order"):
         old.assert_equivalent(turned)
 

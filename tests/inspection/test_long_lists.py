@@ -23,7 +23,7 @@ from kvplan import (
     Shard,
     Transfer,
 )
-from kvplan.planning.groups import plan_groups
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 FP16 = DataType.DT_FLOAT16
@@ -58,7 +58,7 @@ def test_the_table_of_61_layers_is_a_page() -> None:
 def test_a_low_limit_counts_the_rest() -> None:
     tree = LARGE.explain(limit=7)
     assert tree.count(" -> ") > 7
-    assert f"... {len(LARGE.segments) - 7:,} more segments\n" in tree
+    assert f"... {len(LARGE.part.segments) - 7:,} more segments\n" in tree
     assert LARGE.explain("table", limit=7).endswith(
         f"\n... {LARGE.num_descriptors - 7:,} more descriptors"
     )
@@ -145,9 +145,9 @@ def test_groups_of_one_request_in_another_order_are_not_the_same() -> None:
         for src, dst in (([4, 6], [7, 9]), ([6, 4], [9, 7]))
     ]
     assert plans[0] == plans[1]
-    text = plan_groups(dict(zip("ab", plans, strict=True))).explain()
-    assert "group a\n" in text
-    assert "group b\n" in text
+    text = joined(dict(zip("ab", plans, strict=True))).explain()
+    assert "part a\n" in text
+    assert "part b\n" in text
     assert text.count("4 -> 7  18 KiB  tokens 0..15") == 1
     assert text.count("4 -> 7  18 KiB  tokens 16..31") == 1
 
@@ -163,9 +163,9 @@ def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
             local="dst",
         ),
     }
-    text = plan_groups(plans).explain()
-    assert re.search(r"^group a\n(  .*\n)*  .*tokens 0\.\.15$", text, re.MULTILINE), text
-    assert re.search(r"^group b\n(  .*\n)*  .*tokens 16\.\.31$", text, re.MULTILINE), text
+    text = joined(plans).explain()
+    assert re.search(r"^part a\n(  .*\n)*  .*tokens 0\.\.15$", text, re.MULTILINE), text
+    assert re.search(r"^part b\n(  .*\n)*  .*tokens 16\.\.31$", text, re.MULTILINE), text
 
 
 def test_the_same_change_in_several_groups_is_one() -> None:
@@ -173,16 +173,16 @@ def test_the_same_change_in_several_groups_is_one() -> None:
         kvplan.plan(Transfer(Rows(MLA, [it]), Rows(MLA, [1])), local="dst") for it in (1, 2, 3)
     )
     groups = [
-        plan_groups(dict(zip("abcde", it, strict=True)))
+        joined(dict(zip("abcde", it, strict=True)))
         for it in ((old, old, old, old, old), (old, old, new, new, other))
     ]
     text = groups[0].diff(groups[1])
     assert_text("\n".join([text.splitlines()[0], *text.splitlines()[-2:]]), GROUP_CHANGES)
-    assert "\ngroup d: same change as in group c\ngroup e\n" in text
+    assert "\npart d: same change as in part c\npart e\n" in text
 
 
 def test_lines_come_one_by_one() -> None:
-    for plan in (LARGE, plan_groups({"a": LARGE})):
+    for plan in (LARGE, joined({"a": LARGE})):
         for form in ("tree", "table"):
             some = [*islice(plan.explain_lines(form), 2000)]  # type: ignore[arg-type]
             assert some[-1]
@@ -197,9 +197,9 @@ def test_lines_come_one_by_one() -> None:
     )
 
 
-@pytest.mark.parametrize("plan", [LARGE, plan_groups({"a": LARGE})], ids=["plan", "groups"])
+@pytest.mark.parametrize("plan", [LARGE, joined({"a": LARGE})], ids=["plan", "groups"])
 def test_a_table_of_all_is_never_in_memory(plan: Plan) -> None:
-    few = LARGE.for_layers(range(2))
+    few = LARGE.part.for_layers(range(2))
     tracemalloc.start()
     try:
         characters = sum(map(len, few.explain_lines("table")))
@@ -212,7 +212,7 @@ def test_a_table_of_all_is_never_in_memory(plan: Plan) -> None:
 
 
 def test_what_is_wrong_is_refused_before_the_first_line() -> None:
-    for plan in (LARGE, plan_groups({"a": LARGE})):
+    for plan in (LARGE, joined({"a": LARGE})):
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "limit=0 must be None or >= 1"):
             plan.explain_lines("table", 0)
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "format='map'"):
@@ -239,8 +239,8 @@ def test_long_names_and_large_numbers_are_wrapped() -> None:
         plan.explain(transport="local"),
         plan.for_layers(range(64)).explain("table"),
         plan.diff(other),
-        plan_groups(groups).explain(),
-        plan_groups(groups).diff(plan_groups({**groups, "h" * 64: other})),
+        joined(groups).explain(),
+        joined(groups).diff(joined({**groups, "h" * 64: other})),
     ):
         assert max(map(len, text.splitlines())) <= 120, text
 

@@ -21,9 +21,9 @@ from tests.planning.unlike import Cache
 def assert_names(origin: Origin, plan: Plan, descriptor: int, cache: Cache, *, at: str) -> Any:
     """Layers and heads of one side; returns (row, token) of each element, and of which kv."""
     sides = ["src", "dst"]
-    pair, run = divmod(descriptor, plan.segments.num_runs)
-    tensor, start = plan.pair(pair)[sides.index(at)]
-    *offsets, nbytes = plan.run_at(run)
+    pair, run = divmod(descriptor, plan.part.segments.num_runs)
+    tensor, start = plan.part.pair(pair)[sides.index(at)]
+    *offsets, nbytes = plan.part.run_at(run)
     first = start + offsets[sides.index(at)]
     tensors = [np.zeros_like(it) for it in cache.tensors(0)]
     tensors[tensor].reshape(-1).view(np.uint8)[first : first + nbytes] = 1

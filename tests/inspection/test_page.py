@@ -16,7 +16,6 @@ from kvplan import (
     CacheDesc,
     Coalesce,
     DataType,
-    GroupPlan,
     Plan,
     RemoteCache,
     Rows,
@@ -24,6 +23,7 @@ from kvplan import (
     Transfer,
 )
 from tests.inspection.test_bands import embedded
+from tests.support.plans import joined
 
 FP16 = DataType.DT_FLOAT16
 DESC = CacheDesc(4, (16, 16, 8, 128), FP16, kv_tensor_format="NHD")
@@ -54,9 +54,12 @@ def test_a_large_plan_is_a_small_document(coalesce: Coalesce) -> None:
 
 def test_a_comparison_of_large_plans_is_small_too() -> None:
     plan = scattered()
-    assert plan.tables is not None
+    assert plan.part.tables is not None
     reversed_ = kvplan.plan(
-        Transfer(Rows(plan.src, plan.tables.src[::-1].copy()), Rows(plan.dst, plan.tables.dst)),
+        Transfer(
+            Rows(plan.part.src, plan.part.tables.src[::-1].copy()),
+            Rows(plan.part.dst, plan.part.tables.dst),
+        ),
         local="dst",
     )
     document = plan.to_html(diff=reversed_)
@@ -73,7 +76,7 @@ def test_it_asks_for_nothing() -> None:
 
 
 def test_it_is_written_where_a_path_is_given(tmp_path: Path) -> None:
-    for plan in (PLAN, GroupPlan({"a": PLAN})):
+    for plan in (PLAN, joined({"a": PLAN})):
         for method, name in ((plan.to_html, "it.html"), (plan.to_svg, "it.svg")):
             text = method(tmp_path / name)
             assert (tmp_path / name).read_text(encoding="utf-8") == text == method()
@@ -86,8 +89,8 @@ def named(name: str) -> list[str]:
     opaque = CacheDesc(2, (4, 8), FP16, kv_tensor_format=f"opaque {name}")
     labelled = kvplan.plan(Transfer(Rows(opaque, [1]), Rows(opaque, [2])), local="dst")
     pulled = kvplan.plan(Transfer(Rows(of_peer, [1]), Rows(DESC, [2])), local="dst")
-    groups = GroupPlan({name: PLAN, "other": labelled})
-    old = GroupPlan({"x" + name: PLAN, "other": pulled})
+    groups = joined({name: PLAN, "other": labelled})
+    old = joined({"x" + name: PLAN, "other": pulled})
     return [
         labelled.to_html(notes=[name]),
         groups.to_html(),
@@ -112,7 +115,7 @@ def test_half_a_character_in_a_name_is_written_as_a_question_mark(tmp_path: Path
 
 
 def test_a_notebook_shows_the_document_in_a_frame() -> None:
-    for plan in (PLAN, GroupPlan({EVIL: PLAN})):
+    for plan in (PLAN, joined({EVIL: PLAN})):
         cell: Any = plan._repr_html_()
         found = re.fullmatch(
             r'<iframe title="[^"<>]*" sandbox="allow-scripts" loading="lazy" style="[^"<>]*" '
@@ -227,8 +230,8 @@ def test_sizes_are_counted() -> None:
 
 def test_what_is_not_a_plan_is_refused() -> None:
     with pytest.raises(TypeError, match="diff"):
-        PLAN.to_html(diff=GroupPlan({"a": PLAN}))  # type: ignore[arg-type]
+        PLAN.to_html(diff=joined({"a": PLAN}))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="diff"):
-        GroupPlan({"a": PLAN}).to_html(diff=PLAN)  # type: ignore[arg-type]
+        joined({"a": PLAN}).to_html(diff=PLAN)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="notes"):
         PLAN.to_html(notes=[1])  # type: ignore[list-item]

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Shard, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Shard, Transfer
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers
+from tests.support.plans import joined
 
 DOCS = Path(__file__).parents[2] / "docs"
 NHD = CacheDesc(4, (16, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
@@ -73,8 +74,8 @@ def test_every_band_is_drawn(example: Example, coalesce: Coalesce) -> None:
     plan = example.plan(coalesce)
     root = well_formed(plan.to_svg())
     ribbons = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "ribbon"]
-    assert len(ribbons) <= plan.segments.num_runs
-    rows = {row for it in range(plan.segments.num_runs) for row in [plan.origin(it).dst_rows]}
+    assert len(ribbons) <= plan.part.segments.num_runs
+    rows = {row for it in range(plan.part.segments.num_runs) for row in [plan.origin(it).dst_rows]}
     assert len(ribbons) >= len(rows)
 
 
@@ -100,7 +101,7 @@ def test_thousands_of_bands_are_lines() -> None:
 
 @pytest.mark.parametrize("name", ["</svg><script>", "a & \"b\" 'c'", "日本"])
 def test_names_are_escaped(name: str) -> None:
-    root = ET.fromstring(GroupPlan({name: SMALL, "b": SMALL}).to_svg())
+    root = ET.fromstring(joined({name: SMALL, "b": SMALL}).to_svg())
     texts = [it.text or "" for it in root.iter(f"{SPACE}text")]
     assert any(it.endswith(f"group {name}") for it in texts)
 

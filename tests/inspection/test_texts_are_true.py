@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, Plan, Rows, Transfer
-from kvplan.planning.groups import plan_groups
+from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Transfer
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers
 from tests.planning.unlike import expected
+from tests.support.plans import joined
 
 coalescings = st.sampled_from(Coalesce)
 limits = st.one_of(st.none(), st.integers(1, 30))
@@ -29,7 +29,7 @@ limits = st.one_of(st.none(), st.integers(1, 30))
 WIDTH = 120
 
 
-def texts(plan: Plan | GroupPlan, limit: int | None) -> list[str]:
+def texts(plan: Plan, limit: int | None) -> list[str]:
     return [plan.explain("tree", limit), plan.explain("table", limit)]
 
 
@@ -107,7 +107,9 @@ def rows_of(plan: Plan) -> list[tuple[list[int], list[int], str, list[int]]]:
     lines = [re.sub(r".*-- tensor \d+ -> \d+( [KV]\+?V?)?  ", "", it) for it in lines]
     rows = [ROW.search(it) for it in lines if not it.endswith("...")]
     listed = sum(it is not None for it in rows) + sum(it.endswith("...") for it in lines)
-    assert listed == len(plan.segments) or (plan.tables is not None and len(plan.tables.dst) == 1)
+    assert listed == len(plan.part.segments) or (
+        plan.tables is not None and len(plan.tables.dst) == 1
+    )
     return [
         (numbers(it["src"]), numbers(it["dst"]), it["word"], numbers(it["spans"]))
         for it in rows
@@ -245,18 +247,18 @@ def test_groups_are_listed_once_and_each_is_named(
         )
         for index, (src, dst) in enumerate(of_groups)
     }
-    plan = plan_groups(plans)
+    plan = joined(plans)
     for text in (*texts(plan, 16), *texts(plan, None)):
         assert_narrow(text)
         heads = [it for it in text.splitlines()[2:] if not it.startswith(" ")]
         assert sorted(
             " ".join(heads)
             .replace("groups ", "")
-            .replace("group group", "group")
+            .replace("part group", "group")
             .replace(", ", " ")
             .split()[1::2]
         ) == sorted(it[-1] for it in plans)
-    assert_narrow(plan.diff(plan_groups({"group a": plans["group a"]})))
+    assert_narrow(plan.diff(joined({"group a": plans["group a"]})))
 
 
 @given(transfers(), transfers())

@@ -93,7 +93,7 @@ def test_every_kind_of_integers_means_the_same(blocks: Any) -> None:
     assert kvplan.plan(
         Transfer(Rows(DESC, [0, 1]), Rows(DESC, blocks)), local="dst"
     ) == kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 2])), local="dst")
-    for column in (expected.segments.src_offsets, plan(blocks).segments.src_offsets):
+    for column in (expected.part.segments.src_offsets, plan(blocks).part.segments.src_offsets):
         assert column.flags.c_contiguous
         assert column.dtype == np.uint64
 
@@ -187,7 +187,7 @@ def test_a_source_table_is_accepted_if_and_only_if_it_is_in_range(blocks: list[i
     kinds: list[Callable[[list[int]], Any]] = [list, tuple, np.array]
     for kind in kinds:
         if in_range:
-            assert plan(kind(blocks), range(len(blocks))).num_slices == len(blocks)
+            assert plan(kind(blocks), range(len(blocks))).part.num_slices == len(blocks)
             continue
         with pytest.raises(LLMException) as raised:
             plan(kind(blocks), range(len(blocks)))
@@ -205,7 +205,7 @@ def test_a_destination_table_is_accepted_if_and_only_if_it_is_distinct(
     if len(set(blocks)) == len(blocks):
         assert kvplan.plan(
             Transfer(Rows(desc, sources), Rows(desc, blocks)), local="dst"
-        ).num_slices == len(blocks)
+        ).part.num_slices == len(blocks)
         return
     with pytest.raises(LLMException) as raised:
         kvplan.plan(Transfer(Rows(desc, sources), Rows(desc, blocks)), local="dst")

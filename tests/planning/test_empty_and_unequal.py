@@ -22,7 +22,7 @@ from kvplan import (
 )
 from kvplan.planning import reference
 from kvplan.planning.gather import plan_gather
-from kvplan.planning.groups import plan_groups
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 
@@ -70,7 +70,7 @@ def arrays(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("name", EMPTY)
 def test_no_blocks_are_a_plan_of_no_bytes(name: str) -> None:
     plan = EMPTY[name]()
-    assert (plan.nbytes, plan.num_descriptors, plan.num_slices) == (0, 0, 0)
+    assert (plan.nbytes, plan.num_descriptors, plan.part.num_slices) == (0, 0, 0)
     again = Plan.from_dict(plan.to_dict())
     assert again == plan
     assert again.fingerprint == plan.fingerprint
@@ -82,7 +82,7 @@ def test_no_blocks_are_a_plan_of_no_bytes(name: str) -> None:
 
 def test_a_group_may_have_nothing_to_move() -> None:
     one = kvplan.plan(Transfer(Rows(NHD, [1]), Rows(NHD, [2])), local="dst")
-    assert plan_groups({"none": EMPTY["unlike"](), "one": one}).nbytes == one.nbytes
+    assert joined({"none": EMPTY["unlike"](), "one": one}).nbytes == one.nbytes
 
 
 def test_no_blocks_are_executed() -> None:

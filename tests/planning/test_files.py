@@ -9,7 +9,7 @@ import pytest
 
 import kvplan
 from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer
-from kvplan.planning.groups import plan_groups
+from tests.support.plans import joined
 
 DESC = CacheDesc(4, (8, 16, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="block token head dim")
 PLAN = kvplan.plan(
@@ -17,9 +17,9 @@ PLAN = kvplan.plan(
 )
 
 
-def test_a_plan_and_one_of_groups_come_back_equal(tmp_path: Path) -> None:
+def test_plans_of_one_part_and_of_several_come_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for plan in (PLAN, plan_groups({"full": PLAN, "größe": PLAN})):
+    for plan in (PLAN, joined({"full": PLAN, "größe": PLAN})):
         plan.save(path)
         found = kvplan.load_plan(path)
         assert found == plan
@@ -38,11 +38,13 @@ def test_a_file_that_exists_is_replaced_but_a_folder_is_not(tmp_path: Path) -> N
         PLAN.save(tmp_path / "missing" / "plan.json")
 
 
-def test_errors_name_the_file_the_group_and_the_field(tmp_path: Path) -> None:
+def test_errors_name_the_file_the_part_and_the_field(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    plan_groups({"full": PLAN}).save(path)
+    joined({"full": PLAN}).save(path)
     path.write_text(path.read_text().replace('"kind": "B2B"', '"kind": "D2D"'))
-    with pytest.raises(LLMException, match=r"plan.json: groups\['full'\]: .*kind='D2D' must be"):
+    with pytest.raises(
+        LLMException, match=r"plan.json: document is not a plan: parts\[0\]: kind='D2D' must be"
+    ):
         kvplan.load_plan(path)
 
 

@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, GroupPlan, Rows, Transfer, reference
-from kvplan.planning.groups import plan_groups
+from kvplan import CacheDesc, DataType, Plan, Rows, Transfer, reference
 from tests.planning.unlike import Cache, caches, expected, models, of_one_request
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 INVALID = "LLM_PARAM_INVALID"
@@ -23,8 +23,8 @@ INDEXER = CacheDesc(4, (8, 64, 132), DataType.DT_UINT8, kv_tensor_format="block 
 STATE = CacheDesc(2, (6, 4096), DataType.DT_FLOAT, kv_tensor_format="block state")
 
 
-def deepseek(indexer: list[int]) -> GroupPlan:
-    return plan_groups(
+def deepseek(indexer: list[int]) -> Plan:
+    return joined(
         {
             "latent": kvplan.plan(
                 Transfer(Rows(LATENT, [1, 2, 5]), Rows(LATENT, [0, 1, 2])), local="dst"
@@ -41,53 +41,52 @@ PLAN = deepseek([4])
 
 
 def test_a_plan_of_groups_counts_all_of_them() -> None:
-    latent, indexer, state = PLAN.groups.values()
+    latent, indexer, state = PLAN.by_part().values()
     assert (PLAN.operation, PLAN.kind, PLAN.local) == ("pull_groups", "B2B", "dst")
     assert PLAN.num_descriptors == 8 + 4 + 2
     assert PLAN.num_tensor_pairs == 10
     assert PLAN.nbytes == 4 * (3 * 16 * 1152) + 4 * 40 * 132 + 2 * 16384
     assert (latent.nbytes, indexer.nbytes, state.nbytes) == (221184, 21120, 32768)
-    assert repr(PLAN) == "<GroupPlan pull_groups B2B latent, indexer, state: 14 desc, 268.6 KiB>"
+    assert repr(PLAN) == "<Plan pull_groups B2B latent, indexer, state: 14 desc, 268.6 KiB>"
     assert not PLAN.reinterpret
 
 
 def test_an_origin_names_its_group() -> None:
     assert str(PLAN.origin(0)).startswith(
-        "group latent: layer 0>0 tensor 0>0 block 1-2>0-1 tokens 0..31"
+        "part latent: layer 0>0 tensor 0>0 block 1-2>0-1 tokens 0..31"
     )
-    assert str(PLAN.origin(7)).startswith("group latent: layer 3>3 tensor 3>3 block 5>2")
-    assert str(PLAN.origin(8)).startswith("group indexer: layer 0>0 tensor 0>0 block 4>7")
-    assert PLAN.origin(13).group == "state"
+    assert str(PLAN.origin(7)).startswith("part latent: layer 3>3 tensor 3>3 block 5>2")
+    assert str(PLAN.origin(8)).startswith("part indexer: layer 0>0 tensor 0>0 block 4>7")
+    assert PLAN.origin(13).part == "state"
     with refused(INVALID, "descriptor=14"):
         PLAN.origin(14)
 
 
 def test_explain_says_each_group_below_its_name() -> None:
     lines = PLAN.explain().splitlines()
-    assert lines[0] == f"pull_groups  B2B   3 groups   plan {PLAN.fingerprint[:6]}"
+    assert lines[0] == f"pull_groups  B2B   3 parts   plan {PLAN.fingerprint[:6]}"
     assert lines[1] == "  14 descriptors | 268.6 KiB"
     assert [it for it in lines if not it.startswith(" ")] == [
-        lines[0], "group latent", "group indexer", "group state",
+        lines[0], "part latent", "part indexer", "part state",
     ]  # fmt: skip
-    latent = lines[lines.index("group latent") + 1 : lines.index("group indexer")]
-    assert "\n".join(it[2:] for it in latent) == PLAN.groups["latent"].explain()
-    assert "  over local: mapped, 1 native call | 268.6 KiB" in PLAN.explain(transport="local")
+    latent = lines[lines.index("part latent") + 1 : lines.index("part indexer")]
+    assert "\n".join(it[2:] for it in latent) == PLAN.by_part()["latent"].explain()
     assert PLAN.explain("table", 1).count("... ") == 3
 
 
 def test_diff_names_the_group_that_differs() -> None:
     other = deepseek([3])
     text = PLAN.diff(other)
-    assert text.splitlines()[0] == "group latent: identical"
-    assert "group state: identical" in text
+    assert text.splitlines()[0] == "part latent: identical"
+    assert "part state: identical" in text
     verdict = text.splitlines()[-1]
-    assert verdict.startswith("verdict: group indexer: different bytes - 21,120 destination bytes")
+    assert verdict.startswith("verdict: part indexer: different bytes - 21,120 destination bytes")
     assert PLAN.diff(deepseek([4])).endswith("verdict: identical")
-    less = plan_groups({name: PLAN.groups[name] for name in ("latent", "state")})
-    assert PLAN.diff(less).endswith("verdict: group indexer only in the old plan")
-    turned = plan_groups(dict(reversed(PLAN.groups.items())))
+    less = joined({name: PLAN.by_part()[name] for name in ("latent", "state")})
+    assert PLAN.diff(less).endswith("verdict: part indexer only in the old plan")
+    turned = joined(dict(reversed(PLAN.by_part().items())))
     assert turned != PLAN
-    assert PLAN.diff(turned).endswith("verdict: the groups are in another order")
+    assert PLAN.diff(turned).endswith("verdict: the parts are in another order")
 
 
 def test_equal_plans_are_equal_and_others_are_not() -> None:
@@ -96,8 +95,8 @@ def test_equal_plans_are_equal_and_others_are_not() -> None:
     assert hash(PLAN) == hash(same)
     assert PLAN.fingerprint == same.fingerprint != other.fingerprint
     assert other != PLAN
-    assert PLAN.groups["latent"] != PLAN
-    renamed = plan_groups(dict(zip("abc", PLAN.groups.values(), strict=True)))
+    assert PLAN.by_part()["latent"] != PLAN
+    renamed = joined(dict(zip("abc", PLAN.by_part().values(), strict=True)))
     assert renamed != PLAN
     assert renamed.fingerprint != PLAN.fingerprint
     assert pickle.loads(pickle.dumps(PLAN)) == PLAN
@@ -105,32 +104,29 @@ def test_equal_plans_are_equal_and_others_are_not() -> None:
 
 def test_a_plan_of_groups_goes_through_json() -> None:
     document = json.loads(json.dumps(PLAN.to_dict()))
-    assert GroupPlan.from_dict(document) == PLAN
+    assert Plan.from_dict(document) == PLAN
     with refused(INVALID, "schema_version=7"):
-        GroupPlan.from_dict({**document, "schema_version": 7})
-    with refused(INVALID, "has schema_version and groups"):
-        GroupPlan.from_dict(PLAN.groups["latent"].to_dict())
-    del document["groups"]["latent"]["kind"]
+        Plan.from_dict({**document, "schema_version": 7})
+    del document["parts"][0]["kind"]
     with refused(INVALID, "kind"):
-        GroupPlan.from_dict(document)
+        Plan.from_dict(document)
 
 
 def test_a_plan_of_groups_does_not_change() -> None:
     with pytest.raises(AttributeError):
-        PLAN.groups = {}  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        PLAN.groups["more"] = PLAN.groups["latent"]  # type: ignore[index]
+        PLAN.parts = ()
+    with pytest.raises(AttributeError):
+        del PLAN.parts
 
 
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({}, "groups is empty"),
-        ({"": PLAN.groups["state"]}, "1 to 64 printable"),
-        ({"a\nb": PLAN.groups["state"]}, "1 to 64 printable"),
+        ({}, "parts is empty"),
+        ({"a\nb": PLAN.by_part()["state"]}, "1 to 64 printable"),
         (
             {
-                "a": PLAN.groups["state"],
+                "a": PLAN.by_part()["state"],
                 "b": kvplan.plan(Transfer(Rows(STATE, [1]), Rows(STATE, [1])), local="src"),
             },
             "'a' is a pull, 'b' is a push; one transfer has one direction",
@@ -139,14 +135,19 @@ def test_a_plan_of_groups_does_not_change() -> None:
 )
 def test_what_is_no_transfer_of_groups_is_refused(groups: dict[str, Any], message: str) -> None:
     with refused(INVALID, message):
-        plan_groups(groups)
+        joined(groups)
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"groups=.* must be a mapping"):
-        plan_groups([PLAN.groups["state"]])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"groups\['a'\].* must be Plan"):
-        plan_groups({"a": PLAN})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"parts\[1\]=.* must be Part"):
+        Plan([PLAN.parts[0], PLAN])  # type: ignore[list-item]
+
+
+def test_of_several_parts_there_is_no_only_one() -> None:
+    with refused(INVALID, "has 3 parts: ['latent', 'indexer', 'state']; take one of plan.parts"):
+        _ = PLAN.part
+    with refused(INVALID, "parts[1] has the label 'latent', as one before it"):
+        Plan([PLAN.parts[0], PLAN.parts[0]])
 
 
 Drawn = tuple[Cache, Cache, list[int], list[int], int]
@@ -164,7 +165,7 @@ def transfers(draw: st.DrawFn) -> Drawn:
 
 @given(st.lists(transfers(), min_size=1, max_size=4))
 def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
-    plan = plan_groups(
+    plan = joined(
         {
             f"group {i}": kvplan.plan(
                 Transfer(Rows(src.desc, src_rows), Rows(dst.desc, dst_rows), num_tokens=num_tokens),
@@ -188,4 +189,4 @@ def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
     kvplan.execute(plan, flat[0], by_native)
     for found in (by_reference, by_native):
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert GroupPlan.from_dict(plan.to_dict()) == plan
+    assert Plan.from_dict(plan.to_dict()) == plan

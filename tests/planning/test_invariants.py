@@ -39,15 +39,15 @@ def test_execution_is_what_the_specification_says(example: Example, how: Coalesc
 def test_every_byte_is_in_bounds_and_written_once(example: Example, how: Coalesce) -> None:
     plan = example.plan(how)
     writes = np.zeros(example.dst.tensor_nbytes, dtype=int)
-    for src, dst, nbytes in plan.segments:
+    for src, dst, nbytes in plan.part.segments:
         assert nbytes > 0
         assert src + nbytes <= example.src.tensor_nbytes
         assert dst + nbytes <= example.dst.tensor_nbytes
         writes[dst : dst + nbytes] += 1
     assert writes.max() == 1
-    assert len(set(plan.dst_tensors)) == len(plan.dst_tensors)
-    assert set(plan.src_tensors) <= set(range(example.src.num_tensors))
-    assert set(plan.dst_tensors) <= set(range(example.dst.num_tensors))
+    assert len(set(plan.part.dst_tensors)) == len(plan.part.dst_tensors)
+    assert set(plan.part.src_tensors) <= set(range(example.src.num_tensors))
+    assert set(plan.part.dst_tensors) <= set(range(example.dst.num_tensors))
     check_invariants(plan)
 
 
@@ -55,9 +55,11 @@ def test_every_byte_is_in_bounds_and_written_once(example: Example, how: Coalesc
 def test_it_copies_as_many_bytes_as_were_asked_for(example: Example, how: Coalesce) -> None:
     plan = example.plan(how)
     assert plan.nbytes == example.nbytes
-    assert plan.num_slices == len(example.moves)
-    assert list(zip(plan.src_tensors, plan.dst_tensors, strict=True)) == example.tensor_pairs
-    assert plan.num_descriptors == len(example.tensor_pairs) * len(plan.segments)
+    assert plan.part.num_slices == len(example.moves)
+    assert (
+        list(zip(plan.part.src_tensors, plan.part.dst_tensors, strict=True)) == example.tensor_pairs
+    )
+    assert plan.num_descriptors == len(example.tensor_pairs) * len(plan.part.segments)
 
 
 @given(transfers())
@@ -65,9 +67,9 @@ def test_coalescing_changes_segments_but_no_byte(example: Example) -> None:
     none, caller, in_order = (
         example.plan(how) for how in (Coalesce.NONE, Coalesce.CALLER_ORDER, Coalesce.SORTED)
     )
-    assert len(none.segments) == len(example.moves) == none.num_slices
-    assert len(caller.segments) <= len(none.segments)
-    assert len(in_order.segments) <= len(none.segments)
+    assert len(none.part.segments) == len(example.moves) == none.part.num_slices
+    assert len(caller.part.segments) <= len(none.part.segments)
+    assert len(in_order.part.segments) <= len(none.part.segments)
     assert example.plan(True) == in_order
     assert example.plan(False) == none
     verdicts = {none.diff(other).splitlines()[-1] for other in (caller, in_order)}
@@ -77,14 +79,14 @@ def test_coalescing_changes_segments_but_no_byte(example: Example) -> None:
 @given(transfers())
 def test_no_two_segments_are_left_that_could_merge_when_neighbours(example: Example) -> None:
     for how in (Coalesce.CALLER_ORDER, Coalesce.SORTED):
-        segments = list(example.plan(how).segments)
+        segments = list(example.plan(how).part.segments)
         for (src, dst, nbytes), (next_src, next_dst, _) in pairwise(segments):
             assert (src + nbytes, dst + nbytes) != (next_src, next_dst)
 
 
 @given(transfers())
 def test_sorted_segments_depend_on_what_is_copied_not_on_its_order(example: Example) -> None:
-    segments = list(example.plan(Coalesce.SORTED).segments)
+    segments = list(example.plan(Coalesce.SORTED).part.segments)
     assert segments == sorted(segments)
 
 
@@ -102,10 +104,10 @@ def test_json_gives_the_same_plan_back(example: Example, how: Coalesce) -> None:
 @given(transfers(), st.data())
 def test_pieces_by_layer_copy_what_the_whole_does(example: Example, data: st.DataObject) -> None:
     plan = example.plan()
-    layers = plan.src_layers
+    layers = plan.part.src_layers
     cut = data.draw(st.integers(layers.start, layers.stop))
     pieces = [
-        plan.for_layers(part)
+        plan.part.for_layers(part)
         for part in (range(layers.start, cut), range(cut, layers.stop))
         if len(part)
     ]
@@ -123,13 +125,13 @@ def test_pieces_by_layer_copy_what_the_whole_does(example: Example, data: st.Dat
 @given(transfers())
 def test_layers_name_every_tensor_pair_once(example: Example) -> None:
     plan = example.plan()
-    assert [pair for layer in plan.layers for pair in layer.tensors] == example.tensor_pairs
-    assert [layer.src_layer for layer in plan.layers] == list(plan.src_layers)
-    assert [layer.dst_layer for layer in plan.layers] == list(plan.dst_layers)
-    for layer in plan.layers:
+    assert [pair for layer in plan.part.layers for pair in layer.tensors] == example.tensor_pairs
+    assert [layer.src_layer for layer in plan.part.layers] == list(plan.part.src_layers)
+    assert [layer.dst_layer for layer in plan.part.layers] == list(plan.part.dst_layers)
+    for layer in plan.part.layers:
         for src, dst in layer.tensors:
-            assert src // plan.tensors_per_layer == layer.src_layer
-            assert dst // plan.tensors_per_layer == layer.dst_layer
+            assert src // plan.part.tensors_per_layer == layer.src_layer
+            assert dst // plan.part.tensors_per_layer == layer.dst_layer
 
 
 @given(transfers(), coalescings)
@@ -137,12 +139,12 @@ def test_descriptors_run_one_by_one_by_their_origin(example: Example, how: Coale
     plan = example.plan(how)
     src, dst = example.memory()
     expected = example.apply(src, dst)
-    segments = list(plan.segments)
+    segments = list(plan.part.segments)
     for index in range(plan.num_descriptors):
         origin = plan.origin(index)
         src_offset, dst_offset, nbytes = segments[index % len(segments)]
-        assert origin.src_tensor // plan.tensors_per_layer == origin.src_layer
-        assert origin.dst_tensor // plan.tensors_per_layer == origin.dst_layer
+        assert origin.src_tensor // plan.part.tensors_per_layer == origin.src_layer
+        assert origin.dst_tensor // plan.part.tensors_per_layer == origin.dst_layer
         # The rows are exactly those that hold the segment's bytes.
         for first, last, offset, stride in (
             (*origin.src_rows, src_offset, example.src.stride),
@@ -160,7 +162,7 @@ def test_descriptors_run_one_by_one_by_their_origin(example: Example, how: Coale
 
 @given(transfers(), coalescings)
 def test_columns_are_what_lowering_relies_on(example: Example, how: Coalesce) -> None:
-    segments = example.plan(how).segments
+    segments = example.plan(how).part.segments
     for column in (segments.src_offsets, segments.dst_offsets, segments.nbytes):
         assert column.dtype == np.dtype(np.uint64)
         assert column.dtype.isnative
@@ -177,7 +179,7 @@ def test_every_plan_can_be_read(example: Example, how: Coalesce) -> None:
     assert len(table) == 1 + plan.num_descriptors
     assert repr(plan).startswith(f"<Plan {plan.operation} {plan.kind} L")
     tree = plan.explain(limit=None)
-    (first, *_), *_ = pairs = plan.layer(0).tensors
+    (first, *_), *_ = pairs = plan.part.layer(0).tensors
     assert f"-- tensor {first} -> {pairs[0][1]} " in tree
     if len(pairs) > 2:  # the others together
         (src, dst), (src_end, dst_end) = pairs[1], pairs[-1]
@@ -185,5 +187,5 @@ def test_every_plan_can_be_read(example: Example, how: Coalesce) -> None:
     elif len(pairs) == 2:
         assert "-- tensor {} -> {}   same ".format(*pairs[1]) in tree
     # The other layers are like the first, and stand on one line.
-    assert ("`-- layer" in tree.splitlines()[-1]) is (len(plan.layers) > 1)
+    assert ("`-- layer" in tree.splitlines()[-1]) is (len(plan.part.layers) > 1)
     assert plan.diff(plan).splitlines()[-1] == "  verdict: identical"

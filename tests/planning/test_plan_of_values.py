@@ -18,7 +18,6 @@ from kvplan import (
     CacheDesc,
     CacheIndex,
     DataType,
-    GroupPlan,
     KvCacheExtParam,
     Plan,
     RemoteCache,
@@ -61,9 +60,9 @@ def test_a_mapping_is_planned_part_by_part(examples: list[Example]) -> None:
         for name, it in parts.items()
     }
     plan = kvplan.plan(given, local=local)
-    assert isinstance(plan, GroupPlan)
+    assert isinstance(plan, Plan)
     assert plan.local == local
-    assert dict(plan.groups) == {name: it.plan() for name, it in parts.items()}
+    assert dict(plan.by_part()) == {name: it.plan() for name, it in parts.items()}
     assert plan.nbytes == sum(it.nbytes for it in parts.values())
 
 
@@ -90,12 +89,12 @@ def test_a_gather_among_groups_is_named_by_both(heads: list[range], alone: bool)
         other = Transfer(Rows(DESC, [1]), Rows(DESC, [2]))
         plan = kvplan.plan({"index": other, "kv": gather}, local="dst")
         names = ["index", *(f"kv: source {number}" for number in range(3))]
-    assert isinstance(plan, GroupPlan)
-    assert [*plan.groups] == names
+    assert isinstance(plan, Plan)
+    assert [*plan.by_part()] == names
     assert plan.local == "dst"
     target = [np.zeros((ROWS, TOKENS, 4, 8), np.float16) for _ in range(4)]
     for number, of in enumerate(heads):
-        part = plan.groups[names[number - 3]]
+        part = plan.by_part()[names[number - 3]]
         held = [np.full((ROWS, TOKENS, len(of), 8), 1 + number, np.float16) for _ in range(4)]
         reference.execute(part, held, target)
     for tensor in target:
@@ -108,8 +107,8 @@ def test_a_gather_among_groups_is_named_by_both(heads: list[range], alone: bool)
 def test_rank_chooses_among_replicas(rank: int) -> None:
     replicas = [Rows(half(range(4)), [number]) for number in range(3)]
     plan = kvplan.plan(Transfer(replicas, Rows(half(range(4)), [3]), rank=rank))
-    assert isinstance(plan, GroupPlan)
-    assert [*plan.groups] == [f"source {rank}"]
+    assert isinstance(plan, Plan)
+    assert [*plan.by_part()] == [f"source {rank}"]
 
 
 LOCAL: dict[str, tuple[Any, Any, str, str]] = {
@@ -162,7 +161,7 @@ def test_a_gather_pulls() -> None:
     with refused("LLM_PARAM_INVALID", "dst=.*cache_id=7.* is remote; a gather writes a cache of"):
         kvplan.plan(Transfer(sources, Rows(there, [1])))
     pulled = kvplan.plan(Transfer([Rows(there, [0])], Rows(half(range(4)), [1])), local="dst")
-    assert [it.operation for it in pulled.groups.values()] == ["pull_blocks"]
+    assert [it.operation for it in pulled.by_part().values()] == ["pull_blocks"]
 
 
 TO_BLOCKS = Transfer(Rows(DESC, [0]), Rows(DESC, [1]))
@@ -211,7 +210,7 @@ def test_what_the_rows_do_not_have_is_refused(
     for local in LOCALS:
         with refused("LLM_PARAM_INVALID", error):
             kvplan.plan(wrong, local=local)
-    with refused("LLM_PARAM_INVALID", f"group a: {error}"):
+    with refused("LLM_PARAM_INVALID", f"part a: {error}"):
         kvplan.plan({"b": transfer, "a": wrong})
 
 
@@ -219,7 +218,7 @@ def test_what_the_rows_do_not_have_is_refused(
     ("given", "error"),
     [
         ({}, "transfer is empty; it must name at least one Transfer"),
-        ({"": TO_BLOCKS}, "the name '' must have 1 to"),
+        ({"": TO_BLOCKS}, "name '' must have 1 to"),
         ({"a" * 65: TO_BLOCKS}, "must have 1 to 64 printable characters"),
         ({"a": Transfer(Rows(THERE, [0]), Rows(DESC, [1])), "b": TO_BLOCKS}, "one direction"),
     ],

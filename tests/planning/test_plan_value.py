@@ -17,6 +17,7 @@ from hypothesis import given
 
 import kvplan
 from kvplan import (
+    Part,
     BlocksCacheKey,
     Cache,
     CacheDesc,
@@ -68,7 +69,7 @@ def test_the_fingerprint_is_the_same_in_another_process(hash_seed: str) -> None:
 
 
 def other_side(**change: Any) -> dict[str, Any]:
-    return {"src": dataclasses.replace(PLAN.src, **change)}
+    return {"src": dataclasses.replace(PLAN.part.src, **change)}
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -80,7 +81,7 @@ CHANGES: list[dict[str, Any]] = [
     {"tensors_per_layer": 4},
     {"num_slices": 4},
     {"coalesce": Coalesce.CALLER_ORDER},
-    {"dst": dataclasses.replace(PLAN.dst, count=17)},
+    {"dst": dataclasses.replace(PLAN.part.dst, count=17)},
     *(
         other_side(**change)
         for change in (
@@ -122,8 +123,8 @@ CHANGES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=repr)
 def test_any_change_makes_another_plan(change: dict[str, Any]) -> None:
-    assert list(PLAN.segments) == [(24, 42, 12), (54, 12, 6)]
-    other = dataclasses.replace(PLAN, **change)
+    assert list(PLAN.part.segments) == [(24, 42, 12), (54, 12, 6)]
+    other = Plan([dataclasses.replace(PLAN.part, **change)])
     assert other != PLAN
     assert other.fingerprint != PLAN.fingerprint
     assert len({PLAN, other}) == 2
@@ -131,7 +132,17 @@ def test_any_change_makes_another_plan(change: dict[str, Any]) -> None:
 
 def test_every_field_is_changed_above() -> None:
     changed = {name for change in CHANGES for name in change}
-    assert changed == {field.name for field in dataclasses.fields(Plan)} - {"tables"}
+    names = {field.name for field in dataclasses.fields(Part)}
+    assert changed == names - {"tables", "name", "source"}
+
+
+def test_another_label_makes_another_plan() -> None:
+    part = PLAN.part
+    labelled = [Plan([part.labelled(*it)]) for it in (("a",), ("b",), ("", 0), ("", 1), ("a", 0))]
+    plans = [PLAN, *labelled]
+    assert len(set(plans)) == len({it.fingerprint for it in plans}) == 6
+    assert all(a == b for a, b in zip(plans, map(copy.copy, plans), strict=True))
+    assert all(it.part == part for it in plans)
 
 
 def test_tables_say_which_tokens_but_copy_nothing() -> None:
@@ -144,8 +155,8 @@ def test_tables_say_which_tokens_but_copy_nothing() -> None:
         ),
         local="dst",
     )
-    assert other.tables is not None
-    assert other.tables.dst.tolist() == [2, 8, 7]
+    assert other.part.tables is not None
+    assert other.part.tables.dst.tolist() == [2, 8, 7]
     assert other == PLAN
     assert other.fingerprint == PLAN.fingerprint
     assert "identical" in PLAN.diff(other)
@@ -161,7 +172,8 @@ def test_plans_are_equal_exactly_if_their_fingerprints_are(a: Example, b: Exampl
                 assert hash(one) == hash(other)
                 # Not compared: names of caches, and the order of the request.
                 names = {"src": 0, "dst": 0, "tables": 0}
-                assert one.to_dict() | names == other.to_dict() | names
+                ((a_part,), (b_part,)) = one.to_dict()["parts"], other.to_dict()["parts"]
+                assert a_part | names == b_part | names
 
 
 def test_a_plan_is_equal_to_no_other_type() -> None:
@@ -175,7 +187,7 @@ def test_names_of_caches_do_not_matter() -> None:
     named = make(RemoteCache(BlocksCacheKey(1), DESC), Cache(DESC, 7))
     assert named == PLAN
     assert hash(named) == hash(PLAN)
-    assert Plan.from_dict(named.to_dict()).dst.name == "cache 7"
+    assert Plan.from_dict(named.to_dict()).part.dst.name == "cache 7"
 
 
 def test_a_plan_is_a_key() -> None:
@@ -200,19 +212,22 @@ def test_copies_are_equal_and_frozen(duplicate: Any, touched: bool) -> None:
     assert hash(other) == hash(original)
     assert other.explain() == original.explain()
     with pytest.raises(ValueError, match="read-only"):
-        other.segments.nbytes[0] = 1
+        other.part.segments.nbytes[0] = 1
     with pytest.raises(AttributeError):
-        other.segments.nbytes = other.segments.src_offsets
+        other.part.segments.nbytes = other.part.segments.src_offsets
     with pytest.raises(dataclasses.FrozenInstanceError):
-        other.kind = "C2C"
+        other.part.kind = "C2C"
+    with pytest.raises(AttributeError):
+        other.parts = ()
 
 
-@pytest.mark.parametrize("name", [*(field.name for field in dataclasses.fields(Plan)), "new"])
+@pytest.mark.parametrize("name", [*(field.name for field in dataclasses.fields(Part)), "new"])
 def test_nothing_can_be_assigned(name: str) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(make(), name, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        delattr(make(), name)
+    for value in (make(), make().part):
+        with pytest.raises(AttributeError):
+            setattr(value, name, 1)
+        with pytest.raises(AttributeError):
+            delattr(value, name)
 
 
 @pytest.mark.parametrize("how", Coalesce)
@@ -222,16 +237,18 @@ def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
         kvplan.plan(Transfer(Rows(DESC), Rows(DESC), nbytes=5, coalesce=how), local="dst"),
         single(how),
     )
-    assert list(slot.segments) == [(0, 0, 5)]
-    assert list(block.segments) == [(4 * DESC.stride, 7 * DESC.stride, DESC.stride)]
+    assert list(slot.part.segments) == [(0, 0, 5)]
+    assert list(block.part.segments) == [(4 * DESC.stride, 7 * DESC.stride, DESC.stride)]
     for plan in (slot, block, make(coalesce=how)):
-        again = dataclasses.replace(plan, segments=Segments(*columns_of(plan)))
-        assert again == plan
+        part = plan.part
+        again = dataclasses.replace(part, segments=Segments(*columns_of(plan)))
+        assert again == part
         computed = again.nbytes, again.nbytes_per_tensor  # what the planner knows without
-        assert computed == (plan.nbytes, plan.nbytes_per_tensor)
-        assert vars(again).keys() == vars(plan).keys() - {"by_rows"}  # of segments of its own
+        assert computed == (part.nbytes, part.nbytes_per_tensor)
+        own = {"name", "source"}  # which the planner leaves to the class
+        assert vars(again).keys() - own == vars(part).keys() - {"by_rows"}  # of its own segments
         assert not again.by_rows
-        for side in (plan.src, plan.dst):
+        for side in (part.src, part.dst):
             assert repr(side) == repr(dataclasses.replace(side))
             assert vars(dataclasses.replace(side)).items() <= vars(side).items()
 
@@ -241,19 +258,19 @@ def single(how: Coalesce) -> Plan:
 
 
 def columns_of(plan: Plan) -> list[Any]:
-    return [getattr(plan.segments, name) for name in Segments.columns()]
+    return [getattr(plan.part.segments, name) for name in Segments.columns()]
 
 
 @pytest.mark.parametrize("name", ["src_offsets", "dst_offsets", "nbytes"])
 @pytest.mark.parametrize("plan", [*(make(coalesce=how) for how in Coalesce), single(Coalesce.NONE)])
 def test_no_column_can_be_written(name: str, plan: Plan) -> None:
-    column = getattr(plan.segments, name)
+    column = getattr(plan.part.segments, name)
     with pytest.raises(ValueError, match="read-only"):
         column += np.uint64(1)
     with pytest.raises(ValueError, match="read-only"):
         column.sort()
     with pytest.raises(AttributeError, match="frozen"):
-        setattr(make().segments, name, column)
+        setattr(make().part.segments, name, column)
 
 
 class TestSegments:
@@ -303,7 +320,7 @@ class TestSegments:
                 Segments(*columns)
 
     def test_repr_is_one_line(self) -> None:
-        assert repr(PLAN.segments) == "<Segments 2: 18 bytes>"
+        assert repr(PLAN.part.segments) == "<Segments 2: 18 bytes>"
 
 
 def test_equal_sort_keys_are_ordered_too() -> None:
@@ -313,7 +330,7 @@ def test_equal_sort_keys_are_ordered_too() -> None:
     src = rng.integers(0, 64, 4096)
     desc = CacheDesc(1, (4096, 8), DataType.DT_INT8)
     plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
-    segments = list(plan.segments)
+    segments = list(plan.part.segments)
     assert segments == sorted(segments)
     shuffled = rng.permutation(4096)
     assert (
@@ -332,7 +349,7 @@ def test_block_indices_of_more_than_31_bits_are_sorted_as_they_are(edge: int, si
         src, dst = dst, src
     plan = kvplan.plan(Transfer(src, dst))
     pairs = sorted(zip(src.blocks, dst.blocks, strict=True))
-    assert list(plan.segments) == [(src, dst, 1) for src, dst in pairs]
+    assert list(plan.part.segments) == [(src, dst, 1) for src, dst in pairs]
 
 
 def size_of(plan: Plan) -> int:
@@ -350,11 +367,13 @@ def planned(num_layers: int, num_blocks: int) -> Plan:
 
 class TestGrowth:
     def test_a_segment_is_24_bytes(self) -> None:
-        few, many = (dataclasses.replace(planned(4, it), tables=None) for it in (1_000, 11_000))
+        few, many = (
+            Plan([dataclasses.replace(planned(4, it).part, tables=None)]) for it in (1_000, 11_000)
+        )
         assert size_of(many) - size_of(few) == pytest.approx(24 * 10_000, abs=64)
 
     def test_a_block_of_the_request_is_16_bytes(self) -> None:
-        few, many = (planned(4, it).tables for it in (1_000, 11_000))
+        few, many = (planned(4, it).part.tables for it in (1_000, 11_000))
         size = len(pickle.dumps(many)) - len(pickle.dumps(few))
         assert size == pytest.approx(16 * 10_000, abs=64)
 
@@ -390,4 +409,4 @@ class TestGrowth:
             "`-- layers 1..1431655764 -> 1..1431655764   desc [3000:4294967295000)   62.5 TiB   "
             "same blocks"
         )
-        assert plan.for_layers(range(5, 6)).num_descriptors == 3_000
+        assert plan.part.for_layers(range(5, 6)).num_descriptors == 3_000

@@ -29,6 +29,9 @@ DESC = CacheDesc(4, (8, 4), DataType.DT_INT8)
 DOCUMENT = kvplan.plan(
     Transfer(Rows(DESC, [4, 5, 1]), Rows(DESC, [1, 2, 6])), local="dst"
 ).to_dict()
+(PART,) = DOCUMENT["parts"]
+OLD = {"schema_version": 2} | {name: PART[name] for name in PART if name not in ("name", "source")}
+"""The same plan as version 2 had it."""
 
 
 def refusal(document: Any) -> str:
@@ -38,10 +41,10 @@ def refusal(document: Any) -> str:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """DOCUMENT with the value at a path such as "src.count" replaced."""
+    """DOCUMENT with the value at a path such as "src.count" of its part replaced."""
     document = copy.deepcopy(DOCUMENT)
     *parents, last = path.split(".")
-    at = document
+    at = document if last in DOCUMENT else document["parts"][0]
     for name in parents:
         at = at[name]
     at[last] = value
@@ -51,14 +54,16 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def opaque(**changes: Any) -> dict[str, Any]:
     """A side of DOCUMENT of which only rows are known."""
     unknown = dict.fromkeys(("data_type", "layout", "label", "shard"))
-    return DOCUMENT["src"] | unknown | {"shape": []} | changes
+    return PART["src"] | unknown | {"shape": []} | changes
 
 
 def test_the_document_itself_is_fine() -> None:
     assert json.loads(json.dumps(DOCUMENT)) == DOCUMENT
     assert Plan.from_dict(DOCUMENT).to_dict() == DOCUMENT
-    assert DOCUMENT == {
-        "schema_version": 2,
+    assert DOCUMENT == {"schema_version": 3, "parts": [PART]}
+    assert PART == {
+        "name": "",
+        "source": None,
         "operation": "pull_blocks",
         "kind": "B2B",
         "src": {
@@ -111,9 +116,19 @@ def test_the_document_itself_is_fine() -> None:
 
 
 WRONG: list[tuple[str, Any, list[str]]] = [
-    ("schema_version", 0, ["schema_version=0", "1 or 2"]),
-    ("schema_version", 3, ["schema_version=3", "1 or 2"]),
-    ("schema_version", 1, ["schema_version=1", "tables"]),
+    ("schema_version", 0, ["schema_version=0", "1 to 3"]),
+    ("schema_version", 4, ["schema_version=4", "1 to 3"]),
+    ("schema_version", 2, ["missing fields", "operation", "unknown", "parts"]),
+    ("parts", [], ["parts is empty"]),
+    ("parts", {"": PART}, ["a list of parts"]),
+    ("parts", [PART, PART], ["parts[1]", "label ''"]),
+    ("parts", [PART, {**PART, "name": "b", "operation": "push_blocks"}], ["a pull", "a push"]),
+    ("parts", [PART, {**PART, "name": "b", "kind": "C2B"}], ["parts[1]", "kind=C2B"]),
+    ("name", None, ["name=None"]),
+    ("name", "a\nb", ["1 to 64 printable"]),
+    ("name", "x" * 65, ["1 to 64 printable"]),
+    ("source", -1, ["source=-1"]),
+    ("source", "0", ["source='0'"]),
     ("schema_version", True, ["schema_version=True"]),
     ("schema_version", 1.0, ["schema_version=1.0"]),
     ("schema_version", "1", ["schema_version='1'"]),
@@ -203,9 +218,40 @@ def test_a_plan_without_segments_has_no_slices_of_each() -> None:
     )
 
 
-@pytest.mark.parametrize("name", DOCUMENT)
+@pytest.mark.parametrize("name", PART)
 def test_a_missing_field_is_named(name: str) -> None:
-    assert name in refusal({key: value for key, value in DOCUMENT.items() if key != name})
+    part = {key: value for key, value in PART.items() if key != name}
+    assert name in refusal(DOCUMENT | {"parts": [part]})
+
+
+def test_a_plan_of_version_2_is_read() -> None:
+    assert Plan.from_dict(OLD).to_dict() == DOCUMENT
+    assert "unknown" in refusal(OLD | {"name": ""})
+    assert "missing fields" in refusal({it: OLD[it] for it in OLD if it != "tables"})
+    assert "schema_version=1" in refusal(OLD | {"schema_version": 1})
+
+
+def test_groups_of_version_2_are_parts() -> None:
+    names = {"latent": ("latent", None), "source 1": ("", 1), "values: source 0": ("values", 0)}
+    plan = Plan.from_dict({"schema_version": 2, "groups": dict.fromkeys(names, OLD)})
+    assert [(it.name, it.source) for it in plan.parts] == [*names.values()]
+    assert [it.label for it in plan.parts] == [*names]
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({}, "parts is empty"),
+        ([OLD], "version 2 has schema_version and groups"),
+        ({"": OLD}, "1 to 64 printable"),
+        ({"a": OLD | {"schema_version": 1}}, "groups['a']: schema_version=1"),
+        ({"a": OLD | {"kind": "C2B"}}, "groups['a']: kind=C2B"),
+        ({"a": []}, "groups['a']=[]"),
+    ],
+)
+def test_wrong_groups_of_version_2(groups: Any, message: str) -> None:
+    assert message in refusal({"schema_version": 2, "groups": groups})
 
 
 @pytest.mark.parametrize("document", [None, [], "plan", 1, {}, [DOCUMENT], {1: 2}])
@@ -234,7 +280,7 @@ json_values = st.recursive(
     | st.text(max_size=4),
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from([*DOCUMENT, *DOCUMENT["src"]]), inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*DOCUMENT, *PART, *PART["src"]]), inner, max_size=4)
     ),
     max_leaves=8,
 )
@@ -260,9 +306,9 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
 ) -> None:
     document = json.loads(json.dumps(example.plan().to_dict()))
     for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(paths(document)))
+        path = data.draw(st.sampled_from(paths(document["parts"][0])))
         *parents, last = path.split(".")
-        at = document
+        at = document["parts"][0]
         for name in parents:
             at = at[name]
         numbers = st.integers(0, 40)
@@ -278,13 +324,13 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
     assert plan.to_dict() == document
     assert Plan.from_dict(plan.to_dict()) == plan
     assert plan.explain() != plan.explain("table")
-    assert plan.for_layers(plan.src_layers) == plan
-    assert str(plan.origin(plan.num_descriptors - 1)).startswith("layer ")
+    assert plan.part.for_layers(plan.part.src_layers) == plan.part
+    assert "layer " in str(plan.origin(plan.num_descriptors - 1))
     assert plan.diff(plan).endswith("identical")
-    for src, dst, nbytes in plan.segments:
+    for src, dst, nbytes in plan.part.segments:
         assert nbytes > 0
-        assert src + nbytes <= plan.src.tensor_nbytes
-        assert dst + nbytes <= plan.dst.tensor_nbytes
+        assert src + nbytes <= plan.part.src.tensor_nbytes
+        assert dst + nbytes <= plan.part.dst.tensor_nbytes
 
 
 def test_names_survive_and_ranges_too() -> None:
@@ -293,6 +339,6 @@ def test_names_survive_and_ranges_too() -> None:
         local="dst",
     )
     again = Plan.from_dict(plan.to_dict())
-    assert again.src_tensors == plan.src_tensors
-    assert again.coalesce is Coalesce.CALLER_ORDER
-    assert again.src.name == plan.src.name
+    assert again.part.src_tensors == plan.part.src_tensors
+    assert again.part.coalesce is Coalesce.CALLER_ORDER
+    assert again.part.src.name == plan.part.src.name

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMException, Plan, Rows, Transfer
 from kvplan.layout import Shard
-from tests.planning.test_schema import DOCUMENT, json_values, paths, refusal
+from tests.planning.test_schema import DOCUMENT, OLD, json_values, paths, refusal
 from tests.planning.test_unlike import planned, transfers
 
 FP16 = DataType.DT_FLOAT16
@@ -51,7 +51,7 @@ def changed(plan: Plan, path: str, value: Any) -> dict[str, Any]:
     """Its document with a value replaced; numbers in the path are positions of a list."""
     document = copy.deepcopy(written(plan))
     *parents, last = path.split(".")
-    at: Any = document
+    at: Any = document["parts"][0]
     for name in parents:
         at = at[int(name)] if isinstance(at, list) else at[name]
     at[int(last) if isinstance(at, list) else last] = value
@@ -60,15 +60,15 @@ def changed(plan: Plan, path: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plan", [RESHARD, LAYERS], ids=["repeats", "split"])
 def test_a_plan_comes_back_whole(plan: Plan) -> None:
-    assert bool(plan.segments.repeats) is (plan is RESHARD)
-    assert bool(plan.split) is (plan is LAYERS)
+    assert bool(plan.part.segments.repeats) is (plan is RESHARD)
+    assert bool(plan.part.split) is (plan is LAYERS)
     again = Plan.from_dict(written(plan))
     assert again == plan
     assert again.fingerprint == plan.fingerprint
     assert again.to_dict() == plan.to_dict()
     assert again.explain() == plan.explain()
-    assert again.src.shard == plan.src.shard
-    assert again.tables is not None
+    assert again.part.src.shard == plan.part.src.shard
+    assert again.part.tables is not None
     assert [str(again.origin(i)) for i in range(again.num_descriptors)] == [
         str(plan.origin(i)) for i in range(plan.num_descriptors)
     ]
@@ -84,7 +84,7 @@ def test_any_plan_comes_back_whole(transfer: Any, coalesce: bool) -> None:
 
 def version_1() -> dict[str, Any]:
     """DOCUMENT as kvplan wrote it before plans knew what they move."""
-    document = copy.deepcopy(DOCUMENT) | {"schema_version": 1}
+    document = copy.deepcopy(OLD) | {"schema_version": 1}
     for name in ("split", "reinterpret", "tables"):
         del document[name]
     del document["segments"]["repeats"]
@@ -96,20 +96,20 @@ def version_1() -> dict[str, Any]:
 
 def test_a_document_of_version_1_is_a_plan_of_opaque_rows() -> None:
     plan = Plan.from_dict(version_1())
-    for side in (plan.src, plan.dst):
+    for side in (plan.part.src, plan.part.dst):
         assert (side.data_type, side.shape, side.layout, side.label, side.shard) == (
             (None, (), None, None, None)
         )
-    assert plan.tables is None
-    assert (plan.split, plan.reinterpret) == ((), False)
+    assert plan.part.tables is None
+    assert (plan.part.split, plan.reinterpret) == ((), False)
     known = Plan.from_dict(DOCUMENT)
-    assert plan.segments == known.segments
+    assert plan.part.segments == known.part.segments
     assert plan != known
     assert plan.diff(known).splitlines()[-1] == (
         "  verdict: different caches - src.data_type: None -> DT_INT8"
     )
     assert plan.explain().splitlines()[1] == "  rows of 4 bytes, both sides"
-    assert plan.to_dict()["schema_version"] == 2
+    assert plan.to_dict()["schema_version"] == 3
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
@@ -166,8 +166,8 @@ HOSTILE: list[tuple[Plan, str, Any, list[str]]] = [
     (RESHARD, "tables.src.0", 2**63, ["tables.src", str(2**63)]),
     (RESHARD, "tables.dst.0", -1, ["tables.dst", "-1"]),
     (RESHARD, "tables.dst.0", None, ["tables.dst"]),
-    (RESHARD, "tables.src.0", RESHARD.src.count, ["tables.src", "out of range"]),
-    (RESHARD, "tables.dst.0", RESHARD.dst.count, ["tables.dst", "out of range"]),
+    (RESHARD, "tables.src.0", RESHARD.part.src.count, ["tables.src", "out of range"]),
+    (RESHARD, "tables.dst.0", RESHARD.part.dst.count, ["tables.dst", "out of range"]),
     (RESHARD, "tables.src_token", -1, ["tables.src_token=-1"]),
     (RESHARD, "tables.num_tokens", 0, ["tables.num_tokens=0"]),
     # The first layer of blocks of 3 KiB has 1 KiB of them: K, V, K, V, K, V of 256 bytes, twice.
@@ -222,8 +222,8 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
 ) -> None:
     document = written(planned(transfer, True))
     for _ in range(data.draw(st.integers(1, 3))):
-        *parents, last = data.draw(st.sampled_from(paths(document))).split(".")
-        at: Any = document
+        *parents, last = data.draw(st.sampled_from(paths(document["parts"][0]))).split(".")
+        at: Any = document["parts"][0]
         for name in parents:
             at = at[name]
         numbers = st.integers(0, 40)
@@ -244,16 +244,17 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
         return
     assert plan.to_dict() == document
     assert plan.explain() != plan.explain("table")
-    assert str(plan.origin(plan.num_descriptors - 1)).startswith("layer ")
+    assert "layer " in str(plan.origin(plan.num_descriptors - 1))
     assert plan.diff(plan).endswith("identical")
+    part = plan.parts[0]
     wholes: list[set[int]] = []
-    for pair in range(plan.num_tensor_pairs):
-        (_, src_start), (_, dst_start) = plan.pair(pair)
+    for pair in range(part.num_tensor_pairs):
+        (_, src_start), (_, dst_start) = part.pair(pair)
         bytes_written: list[int] = []
-        for src, dst, nbytes in plan.segments.expanded():
-            assert 0 < nbytes <= plan.src.tensor_nbytes - src_start - src
-            assert nbytes <= plan.dst.tensor_nbytes - dst_start - dst
+        for src, dst, nbytes in part.segments.expanded():
+            assert 0 < nbytes <= part.src.tensor_nbytes - src_start - src
+            assert nbytes <= part.dst.tensor_nbytes - dst_start - dst
             bytes_written += range(dst_start + dst, dst_start + dst + nbytes)
         assert len(set(bytes_written)) == len(bytes_written)
-        wholes.append({plan.pair(pair)[1][0] * 2**40 + it for it in bytes_written})
+        wholes.append({part.pair(pair)[1][0] * 2**40 + it for it in bytes_written})
     assert len(set().union(*wholes)) == sum(map(len, wholes))

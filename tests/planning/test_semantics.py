@@ -27,11 +27,11 @@ BLOCKS = CacheDesc(4, (8, 4), DataType.DT_INT8)
 
 
 def segments(plan: Plan) -> list[tuple[int, int, int]]:
-    return list(plan.segments)
+    return list(plan.part.segments)
 
 
 def tensor_pairs(plan: Plan) -> list[tuple[int, int]]:
-    return list(zip(plan.src_tensors, plan.dst_tensors, strict=True))
+    return list(zip(plan.part.src_tensors, plan.part.dst_tensors, strict=True))
 
 
 def layered(num_tensors: int, ext_param: KvCacheExtParam) -> Plan:
@@ -99,7 +99,7 @@ class TestSlotToBlocks:
     def test_chunks_merge_where_blocks_are_neighbours(self) -> None:
         plan = kvplan.plan(Transfer(Rows(SMALL), Rows(BLOCKS, [4, 5, 6])), local="dst")
         assert segments(plan) == [(0, 16, 10)]
-        assert (plan.num_slices, plan.nbytes) == (3, 40)
+        assert (plan.part.num_slices, plan.nbytes) == (3, 40)
 
 
 class TestBlocks:
@@ -201,22 +201,22 @@ class TestLayers:
     ) -> None:
         plan = layered(num_tensors, KvCacheExtParam())
         assert tensor_pairs(plan) == [(i, i) for i in range(num_tensors)]
-        assert [len(layer.tensors) for layer in plan.layers] == layers
+        assert [len(layer.tensors) for layer in plan.part.layers] == layers
 
     @pytest.mark.parametrize("num_tensors", [3, 5])
     def test_with_a_range_two_must_divide_the_tensors(self, num_tensors: int) -> None:
         for ranges in ((range(1), range(1)), (range(1), None), (None, (0, 0))):
             with pytest.raises(LLMException, match=rf"must divide the {num_tensors} tensors"):
                 layered(num_tensors, KvCacheExtParam(*ranges))
-        assert len(layered(num_tensors, KvCacheExtParam(None, None, 1)).layers) == num_tensors
-        assert len(layered(num_tensors, KvCacheExtParam(None, None, num_tensors)).layers) == 1
+        assert len(layered(num_tensors, KvCacheExtParam(None, None, 1)).part.layers) == num_tensors
+        assert len(layered(num_tensors, KvCacheExtParam(None, None, num_tensors)).part.layers) == 1
 
     @pytest.mark.parametrize("per_layer", [1, 2, 3, 6])
     def test_layer_l_is_the_tensors_from_l_times_t(self, per_layer: int) -> None:
         last = 6 // per_layer - 1
         plan = layered(6, KvCacheExtParam((last, last), (0, 0), per_layer))
-        assert list(plan.src_tensors) == list(range(last * per_layer, 6))
-        assert list(plan.dst_tensors) == list(range(per_layer))
+        assert list(plan.part.src_tensors) == list(range(last * per_layer, 6))
+        assert list(plan.part.dst_tensors) == list(range(per_layer))
 
     def test_the_example_of_the_reference(self) -> None:
         """PushKvCache: 4 tensors of (4, 16) int32, slot 3, layer 3 to 3, one tensor a layer."""
@@ -234,7 +234,7 @@ class TestLayers:
 
     def test_a_cut_plan_is_the_plan_of_the_cut(self) -> None:
         whole = layered(6, KvCacheExtParam(range(1, 3), range(2)))
-        assert whole.for_layers(range(2, 3)) == layered(6, KvCacheExtParam((2, 2), (1, 1)))
+        assert whole.part.for_layers(range(2, 3)) == layered(6, KvCacheExtParam((2, 2), (1, 1)))
 
 
 class TestRemoteKeys:
@@ -256,8 +256,8 @@ class TestRemoteKeys:
             ),
             local="src",
         )
-        assert named.src.name == "cache 7"
-        assert named.dst.name == "BlocksCacheKey(cluster_id=1, model_id=0)"
+        assert named.part.src.name == "cache 7"
+        assert named.part.dst.name == "BlocksCacheKey(cluster_id=1, model_id=0)"
         assert named == kvplan.plan(Transfer(Rows(BLOCKS, [0]), Rows(BLOCKS, [1])), local="src")
 
     @pytest.mark.parametrize(("cache_id", "name"), [(0, "cache 0"), (-1, "")])
@@ -265,7 +265,7 @@ class TestRemoteKeys:
         assert (
             kvplan.plan(
                 Transfer(Rows(Cache(BLOCKS, cache_id), [0]), Rows(Cache(BLOCKS, cache_id), [1]))
-            ).src.name
+            ).part.src.name
             == name
         )
 
@@ -319,4 +319,4 @@ def test_copies_know_no_layers_and_take_any_number_of_tensors():
         kvplan.plan(Transfer(Rows(host, [0]), Rows(device, [1]))),
     ):
         assert plan.nbytes == 3 * 8
-        assert plan.tensors_per_layer == 1
+        assert plan.part.tensors_per_layer == 1

@@ -20,7 +20,7 @@ def test_a_side_plans_like_its_description() -> None:
     assert kvplan.plan(Transfer(Rows(slots), Rows(blocks, [5])), local="dst") == kvplan.plan(
         Transfer(Rows(DESC), Rows(DESC, [5])), local="dst"
     )
-    assert kvplan.plan(Transfer(Rows(slots), Rows(slots)), local="dst").dst.name == "cache 3"
+    assert kvplan.plan(Transfer(Rows(slots), Rows(slots)), local="dst").part.dst.name == "cache 3"
 
 
 def test_a_side_is_read_as_what_it_is() -> None:

@@ -18,7 +18,6 @@ import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
-    GroupPlan,
     Interleaved,
     Plan,
     Rows,
@@ -225,15 +224,15 @@ WHOLE = desc(tokens=32)
 TOKEN_NBYTES = 2 * 2 * 8 * 2  # keys and values
 
 
-def gather(*sources: CacheDesc, blocks: list[int] | None = None, **fields: Any) -> GroupPlan:
+def gather(*sources: CacheDesc, blocks: list[int] | None = None, **fields: Any) -> Plan:
     rows = [Rows(it, [4, 5]) for it in sources]
     return kvplan.plan(Transfer(rows, Rows(WHOLE, blocks or [6, 7]), **fields), local="dst")
 
 
 def test_without_a_number_all_blocks_are_of_the_request() -> None:
-    plans = gather(FIRST, SECOND).groups
+    plans = gather(FIRST, SECOND).by_part()
     assert [it.nbytes for it in plans.values()] == [32 * TOKEN_NBYTES] * 2
-    assert plans == gather(FIRST, SECOND, num_tokens=64).groups
+    assert plans == gather(FIRST, SECOND, num_tokens=64).by_part()
     with refused("LLM_PARAM_INVALID", "src_blocks has 2 blocks of 16 tokens and dst_blocks has 1"):
         gather(FIRST, SECOND, blocks=[6])
 
@@ -241,7 +240,7 @@ def test_without_a_number_all_blocks_are_of_the_request() -> None:
 def test_a_rank_that_has_no_token_of_a_request_gives_nothing() -> None:
     rows = [Rows(FIRST, [4]), Rows(SECOND, [])]
     plan = kvplan.plan(Transfer(rows, Rows(WHOLE, [6]), num_tokens=9), local="dst")
-    assert [*plan.groups] == ["source 0"]
+    assert [*plan.by_part()] == ["source 0"]
     alone = kvplan.plan(Transfer(rows[1], Rows(WHOLE, [6]), num_tokens=9), local="dst")
     assert (alone.nbytes, alone.num_descriptors) == (0, 0)
 
@@ -249,12 +248,12 @@ def test_a_rank_that_has_no_token_of_a_request_gives_nothing() -> None:
 def test_a_destination_that_holds_no_token_of_a_request_gets_nothing() -> None:
     rows = [Rows(desc(), [4]), Rows(desc(), [5])]
     plan = kvplan.plan(Transfer(rows, Rows(SECOND, []), num_tokens=9, rank=1), local="dst")
-    assert ([*plan.groups], plan.nbytes) == (["source 1"], 0)
+    assert ([*plan.by_part()], plan.nbytes) == (["source 1"], 0)
 
 
 def test_replicas_of_a_rank_are_spread() -> None:
     sources = [FIRST, SECOND, FIRST, SECOND]
-    assert [[*gather(*sources, rank=rank).groups] for rank in range(3)] == [
+    assert [[*gather(*sources, rank=rank).by_part()] for rank in range(3)] == [
         ["source 0", "source 1"],
         ["source 2", "source 3"],
         ["source 0", "source 1"],
@@ -287,7 +286,7 @@ def test_sources_that_overlap_in_other_tokens_for_other_heads() -> None:
 def test_caches_of_one_rank_move_whole_blocks(held: Held) -> None:
     plan = kvplan.plan(Transfer(Rows(desc(held), [1, 2]), Rows(desc(held), [4, 5])), local="dst")
     assert plan.nbytes == 32 * TOKEN_NBYTES
-    assert len(plan.segments) == 1
+    assert len(plan.part.segments) == 1
 
 
 def test_only_whole_rows_of_one_rank_are_lowered_without_the_planner() -> None:

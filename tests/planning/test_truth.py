@@ -78,13 +78,13 @@ def test_unlike_blocks_are_bytes_for_who_asks_and_every_text_says_so(
     plan = kvplan.plan(
         Transfer(Rows(src, [3, 4]), Rows(dst, [5, 6]), reinterpret=True), local="dst"
     )
-    assert list(plan.segments) == [(3 * src.stride, 5 * dst.stride, 2 * dst.stride)]
+    assert list(plan.part.segments) == [(3 * src.stride, 5 * dst.stride, 2 * dst.stride)]
     assert plan.reinterpret
     assert "REINTERPRETED" in " ".join(plan.explain().splitlines()[1:4])
     assert Plan.from_dict(plan.to_dict()) == plan
     for alike in (src, dst):
         other = kvplan.plan(Transfer(Rows(alike, [3, 4]), Rows(alike, [5, 6])), local="dst")
-        assert list(other.segments) == list(plan.segments)
+        assert list(other.part.segments) == list(plan.part.segments)
         assert not other.reinterpret
         assert other != plan
         assert other.fingerprint != plan.fingerprint
@@ -109,7 +109,7 @@ def test_each_pair_of_equal_sizes_is_another_plan() -> None:
             cache(kv_tensor_format="NHD", shard=Shard(layers=range(2), num_layers=4)),
         )
     ]
-    assert {tuple(plan.segments) for plan in plans} == {((1536, 2560, 512),)}
+    assert {tuple(plan.part.segments) for plan in plans} == {((1536, 2560, 512),)}
     assert len({plan.fingerprint for plan in plans}) == len(plans)
     for i, one in enumerate(plans):
         for j, two in enumerate(plans):
@@ -151,7 +151,7 @@ def test_tensors_of_a_layer_follow_from_the_layout(
 ) -> None:
     desc = CacheDesc(tensors, shape, FP16, kv_tensor_format=axes)
     assert (
-        kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst").tensors_per_layer
+        kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst").part.tensors_per_layer
         == per_layer
     )
     if per_layer == 1:
@@ -166,7 +166,10 @@ def test_tensors_of_a_layer_follow_from_the_layout(
 
 def test_tensors_of_a_layer_follow_from_the_layers_of_a_shard() -> None:
     one = cache(kv_tensor_format="NHD", shard=Shard(layers=range(4), num_layers=4))
-    assert kvplan.plan(Transfer(Rows(one, [1]), Rows(one, [2])), local="dst").tensors_per_layer == 1
+    assert (
+        kvplan.plan(Transfer(Rows(one, [1]), Rows(one, [2])), local="dst").part.tensors_per_layer
+        == 1
+    )
 
 
 def test_a_number_that_is_given_must_divide_the_tensors_and_the_default_need_not() -> None:
@@ -183,7 +186,11 @@ def test_a_number_that_is_given_must_divide_the_tensors_and_the_default_need_not
         )
     one = KvCacheExtParam(tensor_num_per_layer=1)
     assert (
-        len(kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2]), layers=one), local="dst").layers)
+        len(
+            kvplan.plan(
+                Transfer(Rows(desc, [1]), Rows(desc, [2]), layers=one), local="dst"
+            ).part.layers
+        )
         == 5
     )
 
@@ -209,7 +216,7 @@ def test_a_last_layer_may_be_short_only_where_all_tensors_are_paired_as_bytes(
         with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=2 must divide the 5 tensors"):
             plan()
         return
-    assert [len(it.tensors) for it in plan().layers] == [2, 2, 1]
+    assert [len(it.tensors) for it in plan().part.layers] == [2, 2, 1]
 
 
 def test_layers_of_another_type_are_refused_where_rows_hold_several() -> None:

@@ -235,7 +235,9 @@ def test_defaults_are_those_of_the_reference() -> None:
     assert KvCacheExtParam().tensor_num_per_layer is None
     desc_of_two = CacheDesc(4, (8, 4), DataType.DT_INT8)
     assert (
-        kvplan.plan(Transfer(Rows(desc_of_two), Rows(desc_of_two)), local="dst").tensors_per_layer
+        kvplan.plan(
+            Transfer(Rows(desc_of_two), Rows(desc_of_two)), local="dst"
+        ).part.tensors_per_layer
         == 2
     )
     assert (desc().placement, desc().seq_len_dim_index) == (Placement.DEVICE, -1)

@@ -66,7 +66,7 @@ def assert_moves(plan, src, dst, *arguments):
         run(plan, source, found)
         for a, b in zip(wanted, found, strict=True):
             np.testing.assert_array_equal(a, b)
-    assert plan.nbytes == plan.num_tensor_pairs * plan.segments.expanded().nbytes.sum()
+    assert plan.nbytes == plan.num_tensor_pairs * plan.part.segments.expanded().nbytes.sum()
 
 
 def test_another_data_type_is_refused_of_tokens_too():
@@ -99,11 +99,11 @@ def test_every_element_arrives_where_its_axes_say(transfer, coalesce, local):
 def test_a_push_layer_by_layer_is_the_same_push(transfer, coalesce):
     src, dst = transfer[:2]
     plan = planned(transfer, coalesce, "src", by_layer=True)
-    assert len(plan.layers) == len(set(src.layers) & set(dst.layers))
+    assert len(plan.part.layers) == len(set(src.layers) & set(dst.layers))
     source, target = src.tensors(1), dst.tensors(2)
     wanted = expected(src, dst, source, target, *transfer[2:])
-    for layer in reversed(plan.src_layers):
-        reference.execute(plan.for_layers(range(layer, layer + 1)), source, target)
+    for layer in reversed(plan.part.src_layers):
+        reference.execute(plan.part.for_layers(range(layer, layer + 1)), source, target)
     for a, b in zip(wanted, target, strict=True):
         np.testing.assert_array_equal(a, b)
 

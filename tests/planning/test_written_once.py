@@ -121,7 +121,7 @@ def test_a_plan_of_a_million_tokens_comes_back_whole(
         ),
         local="dst",
     )
-    assert plan.segments.num_runs == num_tokens * 8
+    assert plan.part.segments.num_runs == num_tokens * 8
     again = Plan.from_dict(plan.to_dict())
     assert again == plan
     assert again.fingerprint == plan.fingerprint

@@ -11,7 +11,7 @@ from kvplan import LLMStatusCode
 from kvplan.recording.writer import Recorder
 
 if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
+    from kvplan import Plan
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Link:
 class Done:
     """An operation that has ended."""
 
-    plan: AnyPlan | None
+    plan: Plan | None
     name: str = "pull_blocks"
     tag: str = ""
     started: float = 0.0
@@ -39,7 +39,7 @@ def recorder(path: Path, **options: int) -> Recorder:
     return Recorder(path, 3, "MIX", **{"max_bytes": 64 << 20, "files": 2, **options})
 
 
-def record(it: Recorder, plan: AnyPlan | None, tag: str = "", error: str = "") -> None:
+def record(it: Recorder, plan: Plan | None, tag: str = "", error: str = "") -> None:
     """A transfer of 1 ms that has just ended."""
     status = LLMStatusCode.LLM_FAILED if error else LLMStatusCode.LLM_SUCCESS
     nbytes = 0 if plan is None or error else plan.nbytes

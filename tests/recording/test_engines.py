@@ -266,7 +266,7 @@ def test_what_eight_threads_do_is_recorded_once_each(tmp_path, engine):
     assert len(recording.transfers) == len(expected)
     for it in recording.transfers:
         thread, number = map(int, it.tag.split("."))
-        tables = it.plan.tables
+        tables = it.plan.part.tables
         assert (tables.src.tolist(), tables.dst.tolist()) == (
             [8 * thread + number % 7],
             [8 * thread + 7],

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, GroupPlan, HostMemory, Plan, Rows, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, HostMemory, Plan, Rows, Transfer
 from kvplan.execution.rows import RowRequests
 from kvplan.planning.kinds import plan_rows
 from kvplan.planning.side import side
@@ -19,9 +19,10 @@ from kvplan.recording import read
 from tests.planning import test_gather, test_unlike
 from tests.planning.transfers import transfers
 from tests.recording.operations import record, recorder
+from tests.support.plans import joined
 
 
-def assert_comes_back(*plans: Plan | GroupPlan) -> None:
+def assert_comes_back(*plans: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.kvrec")
         with recorder(path) as it:
@@ -45,7 +46,7 @@ def test_of_every_operation(example, coalesce):
 @given(test_unlike.transfers(), st.booleans())
 def test_between_unlike_caches(transfer, coalesce):
     plan = test_unlike.planned(transfer, coalesce)
-    assert_comes_back(plan, plan.for_layers(plan.src_layers[-1:]))
+    assert_comes_back(plan, plan.part.for_layers(plan.part.src_layers[-1:]))
 
 
 @given(test_gather.requests())
@@ -54,13 +55,13 @@ def test_of_a_gather_which_takes_some_heads_of_each(request):
     rows = [Rows(source.desc, table) for source, table in zip(sources, tables, strict=True)]
     transfer = Transfer(rows, Rows(dst.desc, dst_blocks), num_tokens=num_tokens, rank=rank)
     plan = kvplan.plan(transfer)
-    assert_comes_back(plan, *plan.groups.values())
+    assert_comes_back(plan, *plan.by_part().values())
 
 
 @given(transfers(), st.sampled_from(Coalesce))
 def test_of_groups(example, coalesce):
     plan = example.plan(coalesce)
-    assert_comes_back(GroupPlan({"latent": plan, "scales": plan}))
+    assert_comes_back(joined({"latent": plan, "scales": plan}))
 
 
 @pytest.mark.parametrize("coalesce", Coalesce)

@@ -22,7 +22,6 @@ from kvplan import (
     CacheDesc,
     Coalesce,
     DataType,
-    GroupPlan,
     LLMStatusCode,
     Rows,
     Transfer,
@@ -36,6 +35,7 @@ from kvplan.recording.timeline import MAX_TRANSFERS, page_of
 from tests.planning import test_unlike
 from tests.planning.transfers import transfers
 from tests.recording.operations import Done, record, recorder
+from tests.support.plans import joined
 
 DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
@@ -112,7 +112,7 @@ def test_a_plan_executed_again_is_the_same(example, coalesce):
     plan = example.plan(coalesce)
     assert not replay(plan, within=example.within).parted
     if not example.within:
-        assert str(replay(GroupPlan({"a": plan, "b": plan}))) == "the same"
+        assert str(replay(joined({"a": plan, "b": plan}))) == "the same"
 
 
 def test_a_difference_says_where_it_is():

@@ -27,7 +27,6 @@ import kvplan
 from kvplan import (
     CacheDesc,
     DataType,
-    GroupPlan,
     LLMException,
     LLMStatusCode,
     Plan,
@@ -40,6 +39,7 @@ from kvplan.recording import Transfer as Recorded
 from kvplan.recording.format import LENGTH, MAGIC, framed, row_in
 from tests.recording.operations import record, recorder
 from tests.support.held import Held
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
@@ -316,7 +316,7 @@ def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
     with recorder(path) as it:
         record(it, PLAN, "a")
         record(it, kvplan.plan(Transfer(Rows(DESC), Rows(DESC)), local="dst"), "b")
-        record(it, GroupPlan({"x": PLAN, "y": PLAN}), "c")
+        record(it, joined({"x": PLAN, "y": PLAN}), "c")
         it.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": 1, "blocks": (1, 2)})
     rows, data, at = [], path.read_bytes(), len(MAGIC)
     while found := row_in(data, at):

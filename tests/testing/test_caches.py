@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import DataType, LLMStatusCode, Plan, Rows, Transfer, load_plan
-from kvplan.planning.groups import plan_groups
 from kvplan.planning.plan import OBSERVERS
 from kvplan.testing import BlockTables, Budget, GoldenPlans, make_desc, observe_plans, run_reference
 from kvplan.testing.golden import write_plan
 from tests.planning.transfers import Example, transfers
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 
@@ -115,7 +115,7 @@ def test_any_plan_is_executed_on_filled_arrays(example: Example) -> None:
     for found, wanted in zip(moved.dst, example.apply(src, zeros), strict=True):
         assert found.reshape(-1).view(np.uint8).tobytes() == wanted.tobytes()
     assert all(it.all() for it in moved.src)  # no element is 0: what is 0 was not written
-    assert not moved.groups
+    assert not moved.parts
 
 
 def test_arrays_have_the_shape_of_the_cache() -> None:
@@ -128,7 +128,7 @@ def test_arrays_have_the_shape_of_the_cache() -> None:
 
 def test_groups_are_executed_together_and_seen_apart() -> None:
     latent, heads = make_desc("MLA"), make_desc()
-    plan = plan_groups(
+    plan = joined(
         {
             "latent": kvplan.plan(Transfer(Rows(latent, [1]), Rows(latent, [2])), local="dst"),
             "heads": kvplan.plan(Transfer(Rows(heads, [3]), Rows(heads, [4])), local="dst"),
@@ -136,8 +136,8 @@ def test_groups_are_executed_together_and_seen_apart() -> None:
     )
     moved = run_reference(plan)
     assert len(moved.dst) == 6
-    np.testing.assert_array_equal(moved.groups["heads"].dst[0][4], moved.src[2][3])
-    np.testing.assert_array_equal(moved.dst[1][2], moved.groups["latent"].src[1][1])
+    np.testing.assert_array_equal(moved.parts["heads"].dst[0][4], moved.src[2][3])
+    np.testing.assert_array_equal(moved.dst[1][2], moved.parts["latent"].src[1][1])
 
 
 def test_a_copy_inside_one_cache() -> None:
@@ -177,7 +177,7 @@ def test_any_plan_is_over_a_budget_of_nothing(limit: str) -> None:
 def test_a_written_plan_is_read_again(tmp_path_factory, example: Example) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.getbasetemp() / "plan.json"
     plan = example.plan()
-    groups = plan_groups({"b": plan, "a": plan})
+    groups = joined({"b": plan, "a": plan})
     for it in (plan, groups):
         write_plan(path, it)
         assert load_plan(path) == it
@@ -193,8 +193,8 @@ def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyp
     golden(plan)
     assert golden.written == [golden.path()]
     GoldenPlans(tmp_path / "plans", "mine")(plan)
-    with pytest.raises(AssertionError, match=r"- <Plan .*\n\+ <GroupPlan"):
-        GoldenPlans(tmp_path / "plans", "mine")(plan_groups({"a": plan}))
+    with pytest.raises(AssertionError, match=r"- <Plan .*\n\+ <Plan"):
+        GoldenPlans(tmp_path / "plans", "mine")(joined({"a": plan}))
 
 
 @pytest.mark.parametrize("names", [("a:b", "a;b"), ("x" * 300 + "1", "x" * 300 + "2")])

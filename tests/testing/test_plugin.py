@@ -65,7 +65,7 @@ def errors(output: str) -> list[str]:
 
 PLANS = """
     import kvplan
-    from kvplan import CacheDesc, DataType, GroupPlan, Rows, Transfer
+    from kvplan import CacheDesc, DataType, Rows, Transfer
 
     DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
 
@@ -124,7 +124,7 @@ def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> No
         + dedent(
             """
             def groups(*tables):
-                return GroupPlan({"a": plan([1, 2, 3]), "b": plan(*tables)})
+                return joined({"a": plan([1, 2, 3]), "b": plan(*tables)})
 
             def test_groups(): assert groups([4, 5, 9]) == groups([4, 5, 6])
             def test_kinds(): assert plan([4, 5, 9]) == groups([4, 5, 9])
@@ -135,10 +135,10 @@ def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> No
     )
     output = folder.run("-vv", code=1)
     said = [it.strip() for it in errors(output)]
-    assert "verdict: group b: different bytes - 16 destination bytes from another source" in said
-    assert "group a: identical" in said
+    assert "verdict: part b: different bytes - 16 destination bytes from another source" in said
+    assert "part a: identical" in said
     assert "At index 1 diff: 2 != 3" in output
-    for name, shown in (("test_kinds", "== <GroupPlan"), ("test_not", "!= <Plan")):
+    for name, shown in (("test_kinds", "== <Plan"), ("test_not", "!= <Plan")):
         section = output.partition(f"_ {name} _")[2].partition("\n____")[0]
         assert shown in section
         assert "verdict" not in section
@@ -255,7 +255,7 @@ def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
     output = folder.run(code=1)
     assert "3 of 3 plans over budget: 4 descriptors, max_descriptors=3" in output
     assert "pull_blocks  B2B   cache 1 of cluster 1 -> cache 1" in output
-    assert "'<GroupPlan pull_groups B2B one: 4 desc," in output
+    assert "'<Plan pull_groups B2B one: 4 desc," in output
 
 
 def test_block_tables_are_the_same_again_and_printed_on_failure(folder: Folder) -> None:
@@ -282,7 +282,7 @@ def test_block_tables_are_the_same_again_and_printed_on_failure(folder: Folder) 
 
 GOLDEN = """
     import kvplan
-    from kvplan import GroupPlan, Rows, Transfer
+    from kvplan import Rows, Transfer
 
     TABLE = [4, 5, 9]
 
@@ -290,7 +290,7 @@ GOLDEN = """
         desc = kvplan_desc()
         plan = kvplan.plan(Transfer(Rows(desc, TABLE), Rows(desc, [7, 8, 2])), local="dst")
         kvplan_golden(plan)
-        kvplan_golden(GroupPlan({"b": plan, "a": plan}), "as groups")
+        kvplan_golden(joined({"b": plan, "a": plan}), "as groups")
 """
 
 

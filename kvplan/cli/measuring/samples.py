@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.plan import Plan
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Sample:
     """
 
     move: Callable[[], float]
-    plan: AnyPlan | None = None
+    plan: Plan | None = None
     burst: int = 1
     seconds: list[float] = field(default_factory=list)
 

@@ -228,7 +228,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
         log.error("%s", about(name, error))
         return Destination(name, None, error.status_code)
     begun = Destination(name, task)
-    if nbytes and nbytes != (theirs := task.plan.dst.stride):
+    if nbytes and nbytes != (theirs := task.plan.part.dst.stride):
         reason = f"dst_block_memory_size={nbytes}; blocks there have {theirs} bytes"
         log.error("%s: %s", name, reason)
         begun.give_up(invalid(reason))
