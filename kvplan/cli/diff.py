@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import (
+    ExitCode,
+    html_option,
+    json_option,
+    plan_argument,
+    write_html,
+    write_json,
+)
 from kvplan.cli.paint import write_lines
-from kvplan.cli.plans import plan_argument
 from kvplan.inspection.diff import is_equivalent
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
@@ -22,16 +28,22 @@ SCHEMA_VERSION: Final = 1
 @click.command("diff", epilog="Example: kvplan diff expected.json found.json || echo differs")
 @plan_argument("old", "A.json")
 @plan_argument("new", "B.json")
+@html_option
 @json_option
-def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
+def command(old: AnyPlan, new: AnyPlan, html: str | None, *, as_json: bool) -> ExitCode:
     """Print how plan B differs from plan A, ending in a verdict.
 
     Exits with 0 if they are identical or equivalent (the same bytes go to the same places), with
     1 if not, with 2 if one of them is no plan. Names of caches are not compared. One of the two
     may be - for stdin.
     """
-    text = _text(old, new)
     same = _is_same(old, new)
+    if html is not None:
+        if as_json:
+            raise click.UsageError("--html and --json cannot be combined")
+        write_html(_html(old, new), html)
+        return ExitCode.OK if same else ExitCode.DIFFERENT
+    text = _text(old, new)
     if as_json:
         last = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
         write_json(
@@ -54,6 +66,14 @@ def _text(old: AnyPlan, new: AnyPlan) -> str:
     if isinstance(old, GroupPlan) and isinstance(new, GroupPlan):
         return old.diff(new)
     return f"- {old!r}\n+ {new!r}\nverdict: different - a plan of one cache, and one of groups"
+
+
+def _html(old: AnyPlan, new: AnyPlan) -> str:
+    if isinstance(old, Plan) and isinstance(new, Plan):
+        return old.to_html(diff=new)
+    if isinstance(old, GroupPlan) and isinstance(new, GroupPlan):
+        return old.to_html(diff=new)
+    raise click.UsageError("--html cannot draw a plan of one cache beside one of groups")
 
 
 def _is_same(old: AnyPlan, new: AnyPlan) -> bool:

@@ -15,7 +15,6 @@ from kvplan.inspection.contents import (
     to_text,
     tokens_moved,
 )
-from kvplan.inspection.copy_ways import copied_lines
 from kvplan.inspection.summary import summary
 from kvplan.inspection.table import table_lines
 from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
@@ -23,7 +22,6 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.inspection.cost import TransportCost
     from kvplan.planning.plan import Plan
     from kvplan.planning.side import Side
 
@@ -55,30 +53,23 @@ def explain_lines(
     plan: Plan,
     format: Format,  # noqa: A002
     limit: int | None,
-    cost: TransportCost | None = None,
     same_as: str = "",
-    *,
-    is_part: bool = False,
 ) -> Iterator[str]:
     """Return `plan` as lines of text; of each list at most `limit` rows (None: all).
 
-    With `cost` a line more: under the head of a tree, or as the last one of a table. With `same_as`
-    a tree does not list the segments: that names what has the same. How a GPU copies is not said of
-    a part, which does not go alone.
+    With `same_as`, a tree names the group that has the same segments and does not list them.
 
     Raises, before the first line:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
         raise invalid(f"limit={limit} must be None or >= 1")
-    moved = [] if cost is None else [cost.outline(plan)]
     match format:
         case "tree":
-            copied = [] if is_part else copied_lines(plan)
-            head = [*_header(plan), *(f"  {line}" for line in [*copied, *moved])]
-            return chain(chain.from_iterable(map(fit, head)), _tree(plan, limit, same_as))
+            head = chain.from_iterable(map(fit, _header(plan)))
+            return chain(head, _tree(plan, limit, same_as))
         case "table":
-            return chain(table_lines(plan, limit), moved)
+            return table_lines(plan, limit)
     raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
 
 

@@ -37,9 +37,7 @@ def explain_groups(
     for index, (plan, of) in enumerate(seen):
         like = next((names for it, names in seen[:index] if _same_rows(it, plan)), None)
         same_as = "" if like is None else f"group {like[0]}"
-        parts.append(
-            (_named(of), explain_lines(plan, format, limit, same_as=same_as, is_part=True))
-        )
+        parts.append((_named(of), explain_lines(plan, format, limit, same_as=same_as)))
 
     def lines() -> Iterator[str]:
         for named, text in parts:

@@ -17,7 +17,6 @@ from kvplan.validation import check_index, check_mapping, check_type, shown
 if TYPE_CHECKING:
     import os
 
-    from kvplan.inspection.cost import Estimate, TransportCost
 
 MAX_GROUP_NAME = 64
 """Characters of a group's name."""
@@ -111,49 +110,34 @@ class GroupPlan:
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = DEFAULT_LIMIT,
-        *,
-        transport: str | TransportCost | None = None,
     ) -> str:
         """Return the plan as text for people: a head, and each group as `Plan.explain` says it.
 
         Groups of equal plans are one, under all of their names; blocks that a group has like one
         before it are not listed again.
 
-        Arguments and errors as for `Plan.explain`; `transport`: how all groups would move over it.
+        Arguments and errors as for `Plan.explain`.
         """
-        return "\n".join(self.explain_lines(format, limit, transport=transport))
+        return "\n".join(self.explain_lines(format, limit))
 
     def explain_lines(
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = None,
-        *,
-        transport: str | TransportCost | None = None,
     ) -> Iterator[str]:
         """Return the lines of `explain` one by one, by default all of them.
 
         Arguments and errors as for `Plan.explain_lines`.
         """
         # As in Plan, not at the top: text for people.
-        from kvplan.inspection.copy_ways import copied_lines
-        from kvplan.inspection.cost import cost_of
         from kvplan.inspection.groups import explain_groups
 
         head = [
             f"{self.operation}  {self.kind}   {plural(len(self.groups), 'group')}   "
             f"plan {self.fingerprint[:6]}",
             f"  {plural(self.num_descriptors, 'descriptor')} | {nbytes_text(self.nbytes)}",
-            *(f"  {line}" for line in copied_lines(self)),
         ]
-        if transport is not None:
-            head.append(f"  {cost_of(transport).outline(self)}")
         return chain(head, explain_groups(self.groups, format, limit))
-
-    def estimate(self, transport: str | TransportCost) -> Estimate:
-        """Return how long the whole is expected to take; see `Plan.estimate`."""
-        from kvplan.inspection.cost import cost_of
-
-        return cost_of(transport).estimate(self)
 
     def diff(self, other: GroupPlan) -> str:
         """Return how `other` differs, group by group, as text that ends in a verdict.

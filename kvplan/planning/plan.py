@@ -33,7 +33,6 @@ from kvplan.validation import check_index, check_type
 if TYPE_CHECKING:
     import os
 
-    from kvplan.inspection.cost import Estimate, TransportCost
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import GroupPlan
     from kvplan.planning.tokens import BlockTables
@@ -337,8 +336,6 @@ class Plan:
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = DEFAULT_LIMIT,
-        *,
-        transport: str | TransportCost | None = None,
     ) -> str:
         """Return the plan as text for people: "tree" or "table"; offsets, no addresses.
 
@@ -348,19 +345,16 @@ class Plan:
         Args:
             limit: rows of each list; below 8 the first rows only, and how many more there are.
                 None: all of them; `explain_lines` has them without one large text.
-            transport: as for `estimate`: one line more, how the plan would move over it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
         """
-        return "\n".join(self.explain_lines(format, limit, transport=transport))
+        return "\n".join(self.explain_lines(format, limit))
 
     def explain_lines(
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = None,
-        *,
-        transport: str | TransportCost | None = None,
     ) -> Iterator[str]:
         """Return the lines of `explain` one by one, by default all of them.
 
@@ -369,28 +363,9 @@ class Plan:
         Arguments and errors as for `explain`; what is wrong is refused before the first line.
         """
         # Text for people is not loaded at the top: those who only transfer pay nothing for it.
-        from kvplan.inspection.cost import cost_of
         from kvplan.inspection.explain import explain_lines
 
-        cost = None if transport is None else cost_of(transport)
-        return explain_lines(self, format, limit, cost)
-
-    def estimate(self, transport: str | TransportCost) -> Estimate:
-        """Return how long the plan is expected to take, and what that time is spent on.
-
-        Args:
-            transport: a name ("local", "local-registered", "tcp", "ucx"), whose costs were
-                measured on a machine of 2 cores, or what `TransportCost.scale` or
-                `fit` made on yours.
-
-        Raises:
-            TypeError: neither a name nor costs.
-            LLMException: LLM_PARAM_INVALID: an unknown name; LLM_FEATURE_NOT_ENABLED: a transport
-                whose costs were not measured ("hccl", "acl").
-        """
-        from kvplan.inspection.cost import cost_of
-
-        return cost_of(transport).estimate(self)
+        return explain_lines(self, format, limit)
 
     def diff(self, other: Plan) -> str:
         """Return how `other` differs, as text that ends in a verdict.
