@@ -82,10 +82,10 @@ def _tune_host(*, dry_run: bool) -> Finding:
     from kvnative._tuning import builtin_tuning
     from kvplan.execution import calibration, tuning
 
-    found = calibration.tune(builtin_tuning(), background=False)
+    found = calibration.tune(builtin_tuning())
     for _ in range(_MAX_TRIES - 1):
         if not found.sure:
-            found = calibration.tune(builtin_tuning(), background=False)
+            found = calibration.tune(builtin_tuning())
     return found if dry_run or not found.sure else tuning.save_tuning(found)
 
 

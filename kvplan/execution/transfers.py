@@ -27,7 +27,6 @@ from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
 from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
-from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import (
     Addresses,
@@ -97,8 +96,6 @@ class Transfers:
         except (NativeError, MemoryError) as error:
             raise system_error("copying threads", error) from error
         self._wrap = wrap
-        # To be started by the first large transfer; None: what is tuned stays so.
-        self._calibration: Calibration | None = None
         host = host_backend(self._pool)
         self._begin(host if wrap is None else wrap(host))
 
@@ -122,7 +119,6 @@ class Transfers:
         """
         other = Transfers.__new__(type(self))
         other._pool, other._wrap = self._pool, self._wrap
-        other._calibration = self._calibration
         try:
             other._begin(self._executor.backend)
         except NativeError as error:
@@ -370,9 +366,6 @@ class Transfers:
         if descriptors is None:
             one_space = source.in_process and target.in_process
             descriptors = bind(plan, source, target, one_space=one_space)
-        if self._calibration is not None and descriptors.total_nbytes > LARGE_TRANSFER_NBYTES:
-            self._calibration.start()
-            self._calibration = None
         return getter or putter, descriptors, (source, target)
 
     def _wrapped_once(
@@ -437,11 +430,7 @@ def default_transfers(
 
 @cache
 def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | None) -> Transfers:
-    choice = choose(tuning)
-    made = Transfers(tuning=choice.tuning)
-    if choice.may_measure:
-        made._calibration = Calibration(made._pool)
-    return made
+    return Transfers(tuning=choose(tuning).tuning)
 
 
 def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:
