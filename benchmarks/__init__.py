@@ -5,5 +5,3 @@ import os
 # BLAS reads these when NumPy loads it. What computes takes one core, so that one is free to copy.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# Nothing is measured in the background of what is measured.
-os.environ.setdefault("KVPLAN_TUNING", "stored")

@@ -2,7 +2,7 @@
 
 One prefill and one decode engine of it are simulated, event by event, with all that their peers
 send them: the control thread of each, which serves one message at a time, and what the decode
-engine receives. Costs are those that were measured (`control_costs`, `kvplan.TRANSPORT_COSTS`).
+engine receives. Costs of messages are those that `control_costs` measured.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import kvplan
 from benchmarks.control_costs import ControlCosts
-from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, Rows, Shard, Transfer
 
 MEASURED: Final = ControlCosts(
     call_us=900,
@@ -37,6 +35,8 @@ MEASURED: Final = ControlCosts(
 """By benchmarks.control_costs, of 32 peers, on a VM of 2 cores."""
 PUBLISH_S: Final = 0.01
 """That an engine waits before it publishes, so that many changes are published as one."""
+BANDWIDTHS: Final = (2.5, 5.0, 10.0, 20.0)
+"""GB/s of a decode engine's transport."""
 ENDURABLE_S: Final = 0.05
 """That a message may wait for the control thread, 99 times of 100."""
 
@@ -73,14 +73,9 @@ class Cluster:
         """That a prefill engine has at a time."""
         return self.requests_per_s * self.held_s if self.per_request else 1
 
-    def transfer_s(self, transport: str) -> float:
-        """Of one prompt, with nothing else under way."""
-        blocks = self.tokens // self.block_tokens
-        shape = 2 * blocks, self.block_tokens * self.token_nbytes
-        desc = CacheDesc(self.layers, shape, DataType.DT_UINT8, shard=Shard(num_layers=self.layers))
-        table = range(0, 2 * blocks, 2)
-        plan = kvplan.plan(Transfer(Rows(desc, table), Rows(desc, table)), local="dst")
-        return plan.estimate(transport).ms / 1e3
+    def transfer_s(self, gigabytes_per_s: float) -> float:
+        """Return the seconds that one prompt takes at that bandwidth."""
+        return self.tokens * self.layers * self.token_nbytes / gigabytes_per_s / 1e9
 
 
 @dataclass(frozen=True)
@@ -266,14 +261,14 @@ def tables(cluster: Cluster, costs: ControlCosts, asked: argparse.Namespace) -> 
         )
         yield f"{requests:5g} prompts a second: {by_key:6} by key, {by_block:6} by block"
     yield "\nWhat moves the bytes of a decode engine"
-    for name, cost in TRANSPORT_COSTS.items():
-        if cost.lines:
-            transfer_s = cluster.transfer_s(name)
-            load = Simulation(cluster, costs, 50 * asked.seconds).received(transfer_s)
-            yield (
-                f"{name:18} {1e3 * transfer_s:7.1f} ms a prompt, at most {1 / transfer_s:.0f} a "
-                f"second: {load.busy:.0%} busy; 1 of 100 waits {1e3 * load.waits_s[1]:.0f} ms"
-            )
+    for gigabytes_per_s in BANDWIDTHS:
+        transfer_s = cluster.transfer_s(gigabytes_per_s)
+        load = Simulation(cluster, costs, 50 * asked.seconds).received(transfer_s)
+        yield (
+            f"{gigabytes_per_s:5g} GB/s {1e3 * transfer_s:7.1f} ms a prompt, at most "
+            f"{1 / transfer_s:.0f} a second: {load.busy:.0%} busy; 1 of 100 waits "
+            f"{1e3 * load.waits_s[1]:.0f} ms"
+        )
 
 
 def main() -> None:

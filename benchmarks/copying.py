@@ -15,9 +15,7 @@ from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
-from kvnative._tuning import builtin_tuning
 from kvplan import Rows, Transfer
-from kvplan.execution import calibration
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.transfers import Transfers, bind
 from kvplan.types import CacheDesc, DataType
@@ -244,23 +242,6 @@ def copy_head_runs(run: Run, name: str) -> Row:
     """Tokens first into heads first: 256 bytes of each head of each token."""
     src, dst = cache_of(16, "block token head dim"), cache_of(16, "block head token dim")
     return beside_loops(run, name, runs_of(run, src, dst, 2048), 31, 0.80, ["memcpy"])
-
-
-@TOPIC.row("tune_ms")
-def tune_machine(run: Run, name: str) -> Row:
-    """What a process spends on finding out how this machine copies best: budget 300 ms."""
-    found = [
-        calibration.tune(builtin_tuning(), background=False, crowded=lambda: False)
-        for _ in range(5)
-    ]
-    sure = [it for it in found if it.sure]
-    note = f"the slowest of {len(found)}, {len(sure)} of them sure"
-    if sure:
-        tuning = sure[-1].tuning
-        note += (
-            f": past the caches from {tuning.bypass_nbytes / MIB:g} MiB on by {tuning.bypassing}"
-        )
-    return Row(name, max(it.took_ms for it in found), "ms", 300, note=f"{note}; limit: the budget")
 
 
 def one_page() -> tuple[CacheDesc, NDArray[np.uint8], NDArray[np.uint8]]:

@@ -18,13 +18,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from benchmarks.cost_model import OPTIONS
 from benchmarks.fan_in_decode import Orders, Outcome, anonymous_kib
 from benchmarks.filled_peer import Filled, Shape, started
 from kvplan.control.auth import ClusterKey
 from tools.namespaces import Namespace, namespaces
 
 KIB: Final = 1 << 10
+OPTIONS: Final[dict[str, dict[str, str]]] = {
+    "local": {},
+    "local-registered": {},
+    "tcp": {"kvplan.transport": "tcp"},
+    "ucx": {"kvplan.transport": "ucx", "kvplan.ucx_settings": '{"UCX_TLS": "shm"}'},
+}
+"""Options of all engines, by the value of --transport."""
 FAIR: Final = 0.5
 """The least bytes of a peer, in units of the most of one, in the sustained part."""
 MAX_LINK_KIB: Final = 1024
@@ -38,7 +44,7 @@ class FanIn:
     Attributes:
         peers: how many prefill engines.
         shape: of the cache that each has, all of which is pulled at once.
-        transport: a name of `benchmarks.cost_model`.
+        transport: a key of OPTIONS.
         bursts, sustained_s: see `Orders`.
         hosts: in how many namespaces the peers are; 0: all on this host.
     """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvplan.device.cuda import CudaDevice
+    from kvplan.device.device import CopyDirection
     from kvplan.execution import TensorMemory
-    from kvplan.inspection.copy_ways import CopyDirection
     from kvplan.types import Cache
 
 TOPIC = Topic()

@@ -65,6 +65,7 @@ cdef class ThreadPool:
     """
 
     def __cinit__(self, threads: int | None = None, tuning=None):
+        cdef kvn_tuning native
         if tuning is None:
             tuning = builtin_tuning()
         if threads is None:
@@ -75,27 +76,14 @@ cdef class ThreadPool:
         if self.pool is NULL:
             raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}", errno)
         self.pid = getpid()
-        self.tune(tuning)
-
-    def tune(self, tuning):
-        """Copy so from now on; the number of threads stays.
-
-        Raises:
-            ValueError, TypeError: this processor cannot follow it, and why.
-            NativeError: in a forked child.
-        """
-        cdef kvn_tuning native
         fill_tuning(tuning, &native)
-        with cython.critical_section(self):
-            kvn_pool_tune(self.usable(), &native)
-            self._tuning = tuning
+        kvn_pool_tune(self.pool, &native)
+        self._tuning = tuning
 
     @property
     def tuning(self):
-        """What it was last given."""
-        with cython.critical_section(self):
-            tuning = self._tuning
-        return tuning
+        """The tuning that it copies with."""
+        return self._tuning
 
     cdef kvn_pool *usable(self) except NULL:
         if self.pid != getpid():

@@ -84,7 +84,7 @@ cdef extern from "host/measure.h" nogil:
         unsigned threads
     int kvn_measure(
         const kvn_candidate *candidates, unsigned count, const kvn_columns *batch, unsigned rounds,
-        bint background, int64_t deadline_ns, int64_t *ns, double *share)
+        int64_t deadline_ns, int64_t *ns, double *share)
 
 cdef extern from "host/host.h" nogil:
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)

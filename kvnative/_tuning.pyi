@@ -33,6 +33,5 @@ def measure_copies(
     descriptors: Descriptors,
     *,
     rounds: int,
-    background: bool,
     deadline_ns: int,
 ) -> tuple[list[list[int]], float]: ...

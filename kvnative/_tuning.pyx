@@ -95,14 +95,13 @@ cdef int fill_tuning(object given, kvn_tuning *tuning) except -1:
     return 0
 
 
-def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, bint background,
+def measure_copies(candidates, Descriptors descriptors not None, *, int rounds,
                    int64_t deadline_ns):
     """Time transfers of the descriptors with each tuning in turn, on threads of their own.
 
     Args:
         candidates: tunings.
         rounds: how many turns each has: of three copies in a row, of which the fastest counts.
-        background: at the lowest priority.
         deadline_ns: of CLOCK_MONOTONIC, after which no copy begins.
 
     Returns:
@@ -129,7 +128,7 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, 
             native[<unsigned>i].threads = tuning.threads
         columns = descriptors.hold_columns()
         with nogil:
-            done = kvn_measure(native, count, &columns, rounds, background, deadline_ns, ns, &share)
+            done = kvn_measure(native, count, &columns, rounds, deadline_ns, ns, &share)
             error = errno
             descriptors.release()
         if done < 0:

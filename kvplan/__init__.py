@@ -60,8 +60,6 @@ if TYPE_CHECKING:
         execute,
         submit,
     )
-    from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
-    from kvplan.inspection.measured_costs import MeasuredCosts, load_costs
     from kvplan.lease import BlockLease, LeaseEnd
     from kvplan.links import (
         ClusterInfo,
@@ -77,7 +75,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "TRANSPORT_COSTS",
     "AddressRanges",
     "BlockLease",
     "BlocksCacheKey",
@@ -92,9 +89,7 @@ __all__ = [
     "Completions",
     "ComputeEvent",
     "ComputeStream",
-    "CostLine",
     "DataType",
-    "Estimate",
     "GatherError",
     "GatherTask",
     "HostMemory",
@@ -114,14 +109,13 @@ __all__ = [
     "LinkStatus",
     "LlmDataDist",
     "LlmRole",
-    "MeasuredCosts",
     "MemoryReport",
     "Notification",
     "Notifications",
     "Options",
+    "Part",
     "PeerTensors",
     "Placement",
-    "Part",
     "Plan",
     "PlanEvent",
     "Planned",
@@ -136,9 +130,7 @@ __all__ = [
     "TransferOptions",
     "TransferTask",
     "Transfers",
-    "TransportCost",
     "execute",
-    "load_costs",
     "load_plan",
     "plan",
     "reference",
@@ -150,8 +142,6 @@ _LAZY = {
     for room, names in {
         "kvplan.execution": "ComputeEvent ComputeStream HostMemory LayerProgress LayerTask "
         "TransferTask Transfers execute submit",
-        "kvplan.inspection.cost": "TRANSPORT_COSTS CostLine Estimate TransportCost",
-        "kvplan.inspection.measured_costs": "MeasuredCosts load_costs",
         "kvplan.engine.completion": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.gather_task": "GatherError GatherTask LayerGatherTask",

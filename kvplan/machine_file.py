@@ -38,12 +38,6 @@ def cache_path(name: str) -> Path:
     return Path(home, ".cache", "kvplan", name)
 
 
-def this_machine() -> str:
-    """What costs are stored by: `AMD EPYC 7763, 2 cores`."""
-    cores = len(os.sched_getaffinity(0))
-    return f"{model_of(cpuinfo())}, {cores} core{'' if cores == 1 else 's'}"
-
-
 def cpuinfo() -> dict[str, str]:
     """What the kernel says of the first processor."""
     try:

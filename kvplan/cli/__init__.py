@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
-from click.shell_completion import CompletionItem, shell_complete
 
 import kvplan
-from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode
+from kvplan.cli.common import PROGRAM, ExitCode
 from kvplan.status import LLMException
 from kvplan.validation import printable
 
@@ -33,17 +32,13 @@ class Command(NamedTuple):
 COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
-    "html": Command("Draw a plan, or how two differ.", "kvplan.cli.html"),
-    "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
     "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
     "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
     "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
     "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.ping"),
-    "bench": Command("Measure this machine, in a short table.", "kvplan.cli.bench"),
-    "tune": Command("Measure what estimates of this machine need.", "kvplan.cli.tune"),
+    "tune": Command("Measure how this machine copies best.", "kvplan.cli.tune"),
     "keygen": Command("Make the key of a cluster.", "kvplan.cli.keygen"),
-    "completion": Command("Print a script for completion in a shell.", "kvplan.cli.completion"),
 }
 
 
@@ -64,14 +59,6 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, row.help) for name, row in COMMANDS.items()])
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        named = [
-            CompletionItem(name, help=row.help)
-            for name, row in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
-        return named + click.Command.shell_complete(self, ctx, incomplete)
 
 
 GROUP: Final = _Commands(
@@ -98,8 +85,6 @@ def _print_version(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: the process's) and return its exit code."""
-    if instruction := os.environ.get(COMPLETE_VARIABLE):
-        return shell_complete(GROUP, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
     if sys.stderr is None:  # closed by the shell: there is nothing to complain to
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stdout is None:

@@ -1,12 +1,12 @@
-"""What all commands share: exit codes, `--json`, and text that has colours on a terminal only."""
+"""Helpers of all commands: exit codes, arguments that are plans, JSON, tables, and colours."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kvplan.planning.plan import Plan
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 PROGRAM: Final = "kvplan"
-COMPLETE_VARIABLE: Final = "_KVPLAN_COMPLETE"
-"""Set by the completion script of a shell: the command then prints what could come next."""
+STDIN: Final = "-"
 
 _WIDTH: Final = 200
 """Columns that a table may take. A narrow terminal wraps its lines: cut numbers would be wrong."""
@@ -46,6 +47,40 @@ def json_option(function: _F) -> _F:
     """Give a command `--json`; its parameter is `as_json`."""
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
     return option(function)
+
+
+def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
+    """Give a command the plan of a file that `plan.save` wrote, or of stdin as `-`."""
+    return click.argument(name, metavar=metavar, type=click.Path(), callback=_read_plan)
+
+
+def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
+    from kvplan.planning.files import load_plan, read_plan  # not every command has plans
+
+    if path != STDIN:
+        return load_plan(path)
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed, and a plan was to come from there")
+    return read_plan(sys.stdin.buffer, "stdin")
+
+
+def html_option(function: _F) -> _F:
+    """Give a command `--html FILE`; its parameter is `html`."""
+    option = click.option(
+        "--html",
+        type=click.Path(),
+        metavar="FILE",
+        help="Draw a picture into this file instead; - is stdout.",
+    )
+    return option(function)
+
+
+def write_html(html: str, path: str) -> None:
+    """Write a document that replaces the file, or goes to stdout for `-`."""
+    if path == STDIN:
+        click.echo(html)
+    else:
+        Path(path).write_text(html, encoding="utf-8")
 
 
 def write_json(document: dict[str, Any]) -> None:
@@ -97,18 +132,3 @@ def write_table(out: Console, rows: Table) -> None:
         out.print(rows)
     lines = [line.rstrip() for line in printed.get().splitlines()]
     out.file.write("\n".join(lines) + "\n")
-
-
-@contextmanager
-def progress_shown(text: str) -> Iterator[Callable[[float], object]]:
-    """Show on stderr, if that is a terminal, how much is done: the function takes it, 0 to 1."""
-    if not sys.stderr.isatty():
-        yield lambda share: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(text, total=1.0)
-        yield lambda share: shown.update(task, completed=share)

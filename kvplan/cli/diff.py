@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import (
+    ExitCode,
+    html_option,
+    json_option,
+    plan_argument,
+    write_html,
+    write_json,
+)
 from kvplan.cli.paint import write_lines
-from kvplan.cli.plans import plan_argument
 from kvplan.inspection.diff import is_equivalent
 
 if TYPE_CHECKING:
@@ -20,16 +26,22 @@ SCHEMA_VERSION: Final = 1
 @click.command("diff", epilog="Example: kvplan diff expected.json found.json || echo differs")
 @plan_argument("old", "A.json")
 @plan_argument("new", "B.json")
+@html_option
 @json_option
-def command(old: Plan, new: Plan, *, as_json: bool) -> ExitCode:
+def command(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
     """Print how plan B differs from plan A, ending in a verdict.
 
     Exits with 0 if they are identical or equivalent (the same bytes go to the same places), with
     1 if not, with 2 if one of them is no plan. Names of caches are not compared. One of the two
     may be - for stdin.
     """
-    text = old.diff(new)
     same = is_equivalent(old, new)
+    if html is not None:
+        if as_json:
+            raise click.UsageError("--html and --json cannot be combined")
+        write_html(old.to_html(diff=new), html)
+        return ExitCode.OK if same else ExitCode.DIFFERENT
+    text = old.diff(new)
     if as_json:
         last = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
         write_json(

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
-from kvplan.cli.costs import builtin_option, costs_here
+from kvplan.cli.common import (
+    ExitCode,
+    html_option,
+    json_option,
+    plan_argument,
+    write_html,
+    write_json,
+)
 from kvplan.cli.paint import write_lines
-from kvplan.cli.plans import plan_argument, transport_option
 from kvplan.inspection.units import DEFAULT_LIMIT, Format
 
 if TYPE_CHECKING:
@@ -43,38 +48,32 @@ SCHEMA_VERSION: Final = 1
     help="Rows of each list before the rest is only counted.",
 )
 @click.option("--all", "everything", is_flag=True, help="All rows, however many there are.")
-@transport_option("transport", "Say how the plan would move over it, and how long that takes.")
-@builtin_option
+@html_option
 @json_option
 def command(
     plan: Plan,
     form: Format,
     limit: int,
-    transport: str | None,
+    html: str | None,
     *,
     everything: bool,
-    builtin: bool,
     as_json: bool,
 ) -> ExitCode:
     """Print what a plan copies, from which blocks to which, and how.
 
     PLAN.json is a file that plan.save(path) wrote, of one cache or of a group of caches; - is
-    stdin. Exits with 0, or with 2 if it is no plan.
+    stdin. The HTML of --html is one file that loads nothing else. Exits with 0, or with 2 if it is
+    not a plan.
     """
     rows = None if everything else limit
-    cost, over, source = None, None, None
-    if transport is not None:
-        costs = costs_here(builtin=builtin)
-        cost = costs.of(transport)
-        over, source = cost.outline(plan), costs.source(transport)
-    if as_json:
-        table = None if cost is None else cost.copies
-        copies = None if table is None else table.document(plan)
-        write_json(_document(plan, rows) | {"over": over, "source": source, "copies": copies})
-        return ExitCode.OK
-    write_lines(plan.explain_lines(form, rows, transport=cost))
-    if source is not None:
-        write_lines([f"{transport}: {source}"])
+    if html is not None:
+        if as_json:
+            raise click.UsageError("--html and --json cannot be combined")
+        write_html(plan.to_html(), html)
+    elif as_json:
+        write_json(_document(plan, rows))
+    else:
+        write_lines(plan.explain_lines(form, rows))
     return ExitCode.OK
 
 

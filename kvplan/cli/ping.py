@@ -6,10 +6,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvplan.cli.common import ExitCode, console, json_option, write_json
-from kvplan.inspection.cost import ms_text
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.validation import printable
 
@@ -45,7 +43,6 @@ _LISTED: Final = 16
     default="auto",
     show_default=True,
     metavar="NAME",
-    shell_complete=lambda _, __, incomplete: _transports(incomplete),
     help="As kvplan.transport.",
 )
 @click.option(
@@ -99,13 +96,6 @@ def command(
     else:
         _write(found)
     return ExitCode.TROUBLE if any(it.failed for it in found.caches) else ExitCode.OK
-
-
-def _transports(incomplete: str) -> list[CompletionItem]:
-    from kvplan.transport.choice import TRANSPORTS  # loads native modules: not for --help
-
-    names = ("auto", *TRANSPORTS)
-    return [CompletionItem(it) for it in names if it.startswith(incomplete)]
 
 
 def _document(found: Report) -> dict[str, object]:
@@ -186,4 +176,6 @@ def _spread(seconds: list[float]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return ms_text(1e3 * seconds)
+    ms = 1e3 * seconds
+    digits = 0 if ms >= 100 else 1 if ms >= 10 else 2 if ms >= 1 else 3
+    return f"{ms:.{digits}f} ms"

@@ -10,9 +10,8 @@ from zipfile import BadZipFile
 
 import click
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import ExitCode, json_option, plan_argument, write_json
 from kvplan.cli.paint import write_lines
-from kvplan.cli.plans import plan_argument
 from kvplan.validation import open_regular
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def locate(
             of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs need not compute alike.
         recordings: of the engine whose cache it is, and then of its peers: they say who wrote the
             first wrong block.
-        cache_id: of that cache; needed with `recordings`, which a plan of several parts cannot have.
+        cache_id: of that cache; needed with `recordings`; a plan of several parts can have none.
 
     Raises:
         ValueError: a number outside its C type.

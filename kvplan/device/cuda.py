@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, cast
 from kvnative._backend import NativeError
 from kvplan.device.cuda_sharing import CudaSharing
 from kvplan.device.device import Device, device_error, find_library
-from kvplan.inspection.copy_ways import CopyLimits, CopyTable
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
@@ -110,23 +109,13 @@ class CudaDevice(Device):
             )
         return (made,)
 
-    @property
-    def copies(self) -> CopyTable:
-        """Which way it copies what, now."""
-        from kvplan.device import cuda_copies
-
-        return cuda_copies.table_of(self)
-
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
         others = [it for it in range(library.device_count()) if it != self.id]
-        from kvnative._cuda import far_copy_tuning
+        from kvplan.device import cuda_copies
 
-        table = self.copies
-        copies: dict[str, str] = {name: table.words(it) for name, it in table.limits.items()}
-        copies["between_gpus"] = table.words(CopyLimits(*far_copy_tuning()))
         return {
             **super().describe(),
             "uuid": library.uuid(self.id),
@@ -134,6 +123,6 @@ class CudaDevice(Device):
             "capability": f"{major}.{minor}",
             "context": library.context,
             "driver": driver_version(),
-            "copies": copies,
+            "copies": cuda_copies.describe(self),
             "peer_access": [it for it in others if library.reaches(self.id, it)],
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -17,23 +17,16 @@ from kvnative._cuda import (
     CopyTuning,
     builtin_copy_tuning,
     copy_tuning,
+    far_copy_tuning,
     tune_copies,
 )
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
-from kvplan.inspection.copy_ways import (
-    FILE_VERSION,
-    NO_LIMIT,
-    CopyDirection,
-    CopyLimits,
-    CopyTable,
-    Way,
-    stored_table,
-    tables_path,
-)
-from kvplan.machine_file import read_machines, write_machines
+from kvplan.device.device import CopyDirection
+from kvplan.machine_file import cache_path, read_machines, unreadable, write_machines
 from kvplan.status import LLMException
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
@@ -42,9 +35,15 @@ if TYPE_CHECKING:
 SIZES: Final = tuple(4096 << (2 * step) for step in range(7))
 """Of a descriptor: 4 KiB to 16 MiB."""
 
+NO_LIMIT: Final = 2**63
+FILE_VERSION: Final = 2
+FILE_NAME: Final = "cuda.json"
+
+Way = Literal["kernel", "batch", "single"]
 Tunings = Mapping[CopyDirection, CopyTuning]
 Timer = Callable[[CopyDirection, Way, int], float]
 
+_MIB: Final = 1 << 20
 _SPAN_NBYTES: Final = 64 << 20
 _MAX_COUNT: Final = 4096
 _ROUNDS: Final = 5
@@ -71,8 +70,8 @@ class Found(NamedTuple):
 
     def words(self, device: Device) -> dict[CopyDirection, str]:
         """How bytes then go on that device."""
-        table = _table(device, self.tunings, "measured")
-        return {direction: table.words(it) for direction, it in table.limits.items()}
+        has_batches = _has_batches(device)
+        return {it: words(tuning, has_batches=has_batches) for it, tuning in self.tunings.items()}
 
 
 def scattered(dst: int, src: int, nbytes: int, span_nbytes: int) -> Descriptors:
@@ -230,11 +229,10 @@ def save(device: Device, tunings: Tunings) -> None:
         OSError: it cannot be written.
         LLMException: LLM_PARAM_INVALID: what is wrong with the file that is there.
     """
-    path = tables_path()
+    path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
     machines[key_of(device)] = {
         "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "has_batches": _has_batches(device),
         "tunings": {direction: tuning._asdict() for direction, tuning in tunings.items()},
     }
     write_machines(path, FILE_VERSION, machines)
@@ -247,13 +245,26 @@ def load(device: Device) -> Tunings | None:
         OSError: there is a file, and it cannot be read.
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
     """
-    path = tables_path()
+    path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
     key = key_of(device)
     if key not in machines:
         return None
-    limits = stored_table(path, machines, key).limits
-    return {direction: CopyTuning(*it) for direction, it in limits.items()}
+    try:
+        stored = check_type("tunings", check_type("machine", machines[key], dict)["tunings"], dict)
+        return {it: _stored_tuning(stored[it]) for it in COPY_DIRECTIONS}
+    except (TypeError, ValueError, KeyError) as error:
+        raise unreadable(path, f"machines[{shown(key)}]: {error}") from None
+
+
+def _stored_tuning(document: object) -> CopyTuning:
+    fields = check_type("tuning", document, dict)
+    values = [check_type(name, fields[name], int) for name in CopyTuning._fields]
+    for name, value in zip(CopyTuning._fields, values, strict=True):
+        limit = 2**31 - 1 if name == "blocks" else NO_LIMIT
+        if not 0 <= value <= limit:
+            raise ValueError(f"{name}={value} must be 0 to {limit}")
+    return CopyTuning(*values)
 
 
 def apply(device: Device, tunings: Tunings) -> None:
@@ -262,16 +273,32 @@ def apply(device: Device, tunings: Tunings) -> None:
         tune_copies(device.native, direction, tuning)
 
 
-def table_of(device: Device) -> CopyTable:
-    """How a device copies now."""
+def describe(device: Device) -> dict[str, str]:
+    """Describe in words how the device copies now: by direction, and between two GPUs."""
     tunings = {it: copy_tuning(device.native, it) for it in COPY_DIRECTIONS}
-    builtin = all(it == builtin_copy_tuning(direction) for direction, it in tunings.items())
-    return _table(device, tunings, "built in" if builtin else "measured")
+    has_batches = _has_batches(device)
+    return {
+        **{it: words(tuning, has_batches=has_batches) for it, tuning in tunings.items()},
+        "between_gpus": words(far_copy_tuning(), has_batches=has_batches),
+    }
 
 
-def _table(device: Device, tunings: Tunings, source: str) -> CopyTable:
-    limits = {direction: CopyLimits(*it) for direction, it in tunings.items()}
-    return CopyTable(limits, source, device.name, _has_batches(device))
+def words(tuning: CopyTuning, *, has_batches: bool) -> str:
+    """Describe a tuning: `one launch below 8 MiB, then a copy each`."""
+    kernel = tuning.kernel_below
+    batch = tuning.batch_below if has_batches else 0
+    parts = [
+        *([f"one launch{_limit(kernel)}"] if kernel else []),
+        *([f"a batch call{_limit(batch)}"] if batch > kernel else []),
+        *(["a copy each"] if max(kernel, batch) < NO_LIMIT else []),
+    ]
+    return ", then ".join(parts)
+
+
+def _limit(nbytes: int) -> str:
+    if nbytes >= NO_LIMIT:
+        return ""
+    return f" below {nbytes / _MIB:g} MiB" if nbytes >= _MIB else f" below {nbytes / 1024:g} KiB"
 
 
 def _has_batches(device: Device) -> bool:

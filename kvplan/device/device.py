@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from kvnative._executor import Gate
     from kvplan.device.sharing import Sharing
     from kvplan.execution.compute_events import ComputeEvent, ComputeStream
-    from kvplan.inspection.copy_ways import CopyDirection, CopyTable
+
+CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
 _L = TypeVar("_L")
 
@@ -114,11 +115,6 @@ class Device:
     @property
     def sharing(self) -> Sharing | None:
         """How processes of this host share its memory; None: they do not, as by default."""
-        return None
-
-    @property
-    def copies(self) -> CopyTable | None:
-        """Which way it copies what, now; None: there is but one."""
         return None
 
     @property

@@ -18,7 +18,6 @@ from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
-    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.transport.protocol import Transport
 
 
@@ -48,13 +47,10 @@ class CacheEntry:
     owned: bool
     metadata: Mapping[str, bytes] = field(repr=False)
     created: float
-    copies: CopyTable | None = field(default=None, repr=False)
     side: Side | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
-        if known is not None and self.copies is not None:
-            known = replace(known, copies=self.copies)
         object.__setattr__(self, "side", known)
 
 

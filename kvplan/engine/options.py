@@ -115,12 +115,10 @@ class Options:
         max_tensors: addresses that a registered cache may have.
         comm_port: of the rendezvous of `link`, across hosts.
         comm_dir: of the rendezvous of `link`, on one host; None: the user's runtime directory.
-        tuning: how copies are made on this machine: "auto", as was measured here before, else as is
-            built in until it is measured, in the background, after the first large transfer;
-            "stored": the same, but nothing is measured; "builtin"; or a JSON object with what
-            differs from what is built in, such as {"bypass_nbytes": 16777216}. None: as the
-            environment variable KVPLAN_TUNING says, or "auto". Engines that ask for the same share
-            their threads.
+        tuning: how copies are made on this machine: "auto", as `kvplan tune` has stored, else as
+            built in; "builtin"; or a JSON object with the fields that differ from the built-in
+            tuning, such as {"bypass_nbytes": 16777216}. None: the value of the environment variable
+            KVPLAN_TUNING, or "auto". Engines with equal values share their threads.
         unlike_caches: what is done about a transfer between caches whose data types, shapes or
             layouts cannot match: "refuse" it, or copy the bytes and "warn", once for each pair, as
             the official surface does.

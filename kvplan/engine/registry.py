@@ -469,7 +469,6 @@ class CacheRegistry:
                 owned=owned,
                 metadata=offered.metadata,
                 created=time.time(),
-                copies=None if self._device is None else self._device.copies,
             )
             check_publishable(entry)
             with self._mutex:

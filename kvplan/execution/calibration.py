@@ -1,39 +1,29 @@
-"""Measures which tuning suits this machine: a short comparison with what is built in.
+"""Compare copy tunings on this machine, for `kvplan tune`.
 
-What is built in stays unless something else is clearly better, so that noise changes nothing. The
+The built-in tuning stays unless another one is clearly better, so that noise changes nothing. The
 decisions are made here, from times that `measure` gives; `measured_here` takes them, on threads of
 their own and without the GIL.
 """
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from kvnative._host import Arena
 from kvnative._lower import Descriptors
 from kvnative._tuning import Tuning, measure_copies, usable_strategies
-from kvplan.execution.tuning import Finding, load_tuning, save_tuning, tuning_path
-from kvplan.status import LLMException
-from kvplan.system_limits import start_thread
-
-if TYPE_CHECKING:
-    from kvnative._executor import ThreadPool
+from kvplan.execution.tuning import Finding
 
 BUDGET_MS: Final = 300
 """What measuring takes at most, memory and threads included."""
-LARGE_TRANSFER_NBYTES: Final = 1 << 20
-"""A process that moves so much at once is worth measuring for."""
 
 _SPAN_NBYTES: Final = 32 << 20
 """On each side: more than caches of one processor hold, and few enough for any host."""
@@ -61,8 +51,6 @@ _STEADY: Final = 1.6
 Measure = Callable[[Sequence[Tuning], int, int, int], tuple[list[list[int]], float]]
 """Tunings, bytes of a transfer, rounds, and a deadline of the clock, in ns: ns of each in each
 round that is whole, and how much of the cores that it wanted it was given."""
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 class _Comparison:
@@ -200,7 +188,7 @@ def _mib(nbytes: int) -> str:
 
 
 @contextmanager
-def measured_here(*, background: bool) -> Iterator[Measure]:
+def measured_here() -> Iterator[Measure]:
     """What takes the times on this machine, with memory of its own.
 
     Raises:
@@ -222,7 +210,6 @@ def measured_here(*, background: bool) -> Iterator[Measure]:
                 tunings,
                 Descriptors.from_columns(dst[:some], src[:some], sizes),
                 rounds=rounds,
-                background=background,
                 deadline_ns=deadline_ns,
             )
 
@@ -241,15 +228,13 @@ def is_crowded() -> bool:
 def tune(
     builtin: Tuning,
     *,
-    background: bool = True,
     budget_ms: float = BUDGET_MS,
     crowded: Callable[[], bool] = is_crowded,
 ) -> Finding:
     """Measure this machine, unless it is crowded now.
 
     Args:
-        background: at the lowest priority, for a process that does something else.
-        crowded: whether others would disturb it.
+        crowded: returns True if other processes would disturb the measurement.
 
     Raises:
         OSError, MemoryError: the system has too little memory, or too few threads.
@@ -258,91 +243,8 @@ def tune(
     if crowded():
         reason = "more threads want to run than there are cores; all is as built in"
         return Finding(builtin, False, (reason,), (time.monotonic_ns() - began) / 1e6)
-    with measured_here(background=background) as measure:
+    with measured_here() as measure:
         # To give the memory back takes about half as long as to have it.
         left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
         found = calibrate(builtin, usable_strategies(), measure, budget_ms=left)
     return found._replace(took_ms=(time.monotonic_ns() - began) / 1e6)
-
-
-class Calibration:
-    """Measures once, in the background, for a pool that then copies as was found.
-
-    Only where the outcome can be stored: what each process would measure again is not measured. One
-    pool at a time, of this process and others: two would measure each other. On the processors that
-    the thread which made this may use, as the pool's threads do.
-    """
-
-    def __init__(self, pool: ThreadPool, find: Callable[[Tuning], Finding] = tune) -> None:
-        self._pool = pool
-        self._find = find
-        self._pid = os.getpid()
-        self._processors = os.sched_getaffinity(0)
-        self._once = threading.Lock()
-
-    def start(self) -> None:
-        """Begin, if nobody has; the calling thread goes on at once."""
-        if self._pid != os.getpid() or not self._once.acquire(blocking=False):
-            return
-        # A daemon: a process that ends does not wait for it, and it keeps nothing of others'.
-        try:
-            start_thread("kvplan-tuning", self._run)
-        except LLMException as error:  # the interpreter ends, or there are too many threads
-            _LOG.info("copies are not measured: %s", error)
-
-    def _run(self) -> None:
-        try:
-            os.sched_setaffinity(0, self._processors)  # of this thread, and of those it starts
-            with _only_one() as is_only:
-                if not is_only:
-                    _LOG.info("copies are not measured here: another process does it now")
-                    return
-                found = load_tuning()  # another process may have come first
-                if found is None:
-                    found = self._find(self._pool.tuning)
-                    if not found.sure:  # the next process tries again
-                        _LOG.info("copies stay as built in: %s", found.reasons[0])
-                        return
-                    save_tuning(found)
-            self._pool.tune(found.tuning)
-            _LOG.info("copies are tuned in %.0f ms: %s", found.took_ms, "; ".join(found.reasons))
-        except (OSError, MemoryError, LLMException) as error:
-            _LOG.info("copies stay as built in: %s", error)
-
-
-_MEASURING: Final = threading.Lock()
-"""In a child that is forked meanwhile it stays locked: that copies as is built in."""
-_PATIENCE_S: Final = 10.0
-
-
-@contextmanager
-def _only_one() -> Iterator[bool]:
-    """Whether nobody else measures: those of this process come later, other processes do not.
-
-    Raises:
-        OSError: nothing can be stored.
-    """
-    path = tuning_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not _MEASURING.acquire(timeout=_PATIENCE_S):
-        yield False
-        return
-    try:
-        # No link is followed, no FIFO waited for, and nothing is emptied, whoever has put it there.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)
-        try:
-            yield _is_locked(descriptor)
-        finally:
-            os.close(descriptor)
-    finally:
-        _MEASURING.release()
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether it is now, by this process, until the descriptor is closed."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

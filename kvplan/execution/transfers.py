@@ -26,7 +26,6 @@ from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
 from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
-from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import (
     Addresses,
@@ -46,7 +45,7 @@ from kvplan.planning.plan import Plan
 from kvplan.planning.segments import first_overlapped
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import system_error
-from kvplan.validation import check_type, shown
+from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from kvnative._executor import Gate
@@ -96,8 +95,6 @@ class Transfers:
         except (NativeError, MemoryError) as error:
             raise system_error("copying threads", error) from error
         self._wrap = wrap
-        # To be started by the first large transfer; None: what is tuned stays so.
-        self._calibration: Calibration | None = None
         host = host_backend(self._pool)
         self._begin(host if wrap is None else wrap(host))
 
@@ -121,7 +118,6 @@ class Transfers:
         """
         other = Transfers.__new__(type(self))
         other._pool, other._wrap = self._pool, self._wrap
-        other._calibration = self._calibration
         try:
             other._begin(self._executor.backend)
         except NativeError as error:
@@ -354,9 +350,6 @@ class Transfers:
         if descriptors is None:
             one_space = source.in_process and target.in_process
             descriptors = bind(plan, source, target, one_space=one_space)
-        if self._calibration is not None and descriptors.total_nbytes > LARGE_TRANSFER_NBYTES:
-            self._calibration.start()
-            self._calibration = None
         return getter or putter, descriptors, (source, target)
 
     def _wrapped_once(
@@ -421,11 +414,7 @@ def default_transfers(
 
 @cache
 def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | None) -> Transfers:
-    choice = choose(tuning)
-    made = Transfers(tuning=choice.tuning)
-    if choice.may_measure:
-        made._calibration = Calibration(made._pool)
-    return made
+    return Transfers(tuning=choose(tuning).tuning)
 
 
 def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:

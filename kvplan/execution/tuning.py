@@ -1,7 +1,7 @@
-"""Which tuning copies are made with: given, stored for this kind of machine, or built in.
+"""Choose the tuning of copies: given, stored for this kind of machine, or built in.
 
-`calibration.py` measures one; here it is chosen, stored and read again. What is stored is numbers
-and names of strategies: checked when it is read, and never more than a tuning.
+`kvplan tune` measures one (`calibration.py`) and stores it; nothing is measured unasked. The file
+holds numbers and names of strategies: they are checked when it is read, and are never executed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvplan.validation import check_type, shown
 
 FILE_VERSION: Final = 1
 ENVIRONMENT: Final = "KVPLAN_TUNING"
-_CHOICES: Final = ("auto", "stored", "builtin")
+_CHOICES: Final = ("auto", "builtin")
 
 
 class Finding(NamedTuple):
@@ -56,13 +56,11 @@ class Choice(NamedTuple):
     Attributes:
         tuning: what copies are made with.
         source: "built in", "measured", or the name of what gave it.
-        may_measure: nothing is stored, and the process may find it out while it works.
         note: why what is stored is not used; empty: it is, or there is none.
     """
 
     tuning: Tuning
     source: str
-    may_measure: bool = False
     note: str = ""
 
 
@@ -89,9 +87,9 @@ def choose(option: str | None = None) -> Choice:
     """Return the tuning that an engine's option, or else the environment, asks for.
 
     Args:
-        option: "auto": what is stored, else what is built in until it was measured; "stored": the
-            same, and nothing is measured; "builtin"; or a JSON object with some fields of a tuning
-            that differ from what is built in. None: as KVPLAN_TUNING says, or "auto".
+        option: "auto": the stored tuning, else the built-in one; "builtin"; or a JSON object with
+            some fields of a tuning that differ from the built-in one. None: the value of
+            KVPLAN_TUNING, or "auto".
 
     Raises:
         LLMException: LLM_PARAM_INVALID: what is wrong with it.
@@ -109,7 +107,7 @@ def choose(option: str | None = None) -> Choice:
     except (OSError, LLMException) as error:
         return Choice(builtin_tuning(), "built in", note=str(error))
     if found is None:
-        return Choice(builtin_tuning(), "built in", may_measure=text == "auto")
+        return Choice(builtin_tuning(), "built in")
     return Choice(found.tuning, "measured")
 
 

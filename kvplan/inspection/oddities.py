@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvplan.planning.part import Part
 
 TINY: Final = 2048
-"""Bytes of a descriptor below which it costs more than its bytes do, over "local" (`cost`)."""
+"""Descriptors of fewer bytes take longer than their bytes do."""
 
 
 def oddities(plan: Part) -> list[str]:
@@ -73,8 +73,7 @@ def _tiny(plan: Part) -> Iterator[str]:
     if 2 * tiny > segments.num_runs and plan.num_descriptors > 1:
         yield (
             f"Tiny runs: {plural(tiny * plan.num_tensor_pairs, 'descriptor')} of less than "
-            f"{nbytes_text(TINY)}, each of which costs more than its bytes do "
-            "(plan.estimate says how much)."
+            f"{nbytes_text(TINY)}, each of which costs more than its bytes do."
         )
 
 

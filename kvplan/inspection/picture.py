@@ -15,7 +15,7 @@ from kvplan.inspection.oddities import oddities
 from kvplan.inspection.units import nbytes_text, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvplan.inspection.bands import Numbers
     from kvplan.planning.part import Part

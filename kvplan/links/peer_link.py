@@ -27,7 +27,7 @@ from kvplan.links.peer_table import (
 from kvplan.links.values import LinkStatus, link_failed
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole, Placement
+from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
@@ -271,11 +271,7 @@ class PeerLink(LinkLifecycle):
         """`cache` as a side of a plan, with how it is reached."""
         known = self._sides.get(cache.cache_id)
         if known is None or known[0] is not cache:
-            link, copies = self.transport_link, None
-            if link is not None and cache.metadata:
-                on_device = cache.side.placement is Placement.DEVICE
-                copies = link.copies(cache.metadata, on_device=on_device)
-            side = replace(cache.side, way=self._described_way, copies=copies)
+            side = replace(cache.side, way=self._described_way)
             known = self._sides[cache.cache_id] = cache, side
         return known[1]
 

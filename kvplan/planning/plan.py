@@ -63,7 +63,7 @@ class Plan:
 
     @classmethod
     def made(cls, *parts: Part) -> Plan:
-        """Return a plan that has just been made of parts that need no check, for `OBSERVERS` too."""
+        """Return a new plan of parts that need no check, and show it to `OBSERVERS`."""
         plan = object.__new__(cls)
         vars(plan)["parts"] = parts
         if OBSERVERS:

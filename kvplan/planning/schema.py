@@ -206,7 +206,7 @@ def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
 
 
 _MEANING = ("data_type", "shape", "layout", "label", "shard")
-_SIDE_FIELDS = {it.name for it in fields(Side)} - {"way", "cache_id", "copies"}
+_SIDE_FIELDS = {it.name for it in fields(Side)} - {"way", "cache_id"}
 
 
 def _side_to_dict(side: Side) -> dict[str, Any]:

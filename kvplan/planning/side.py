@@ -26,7 +26,6 @@ from kvplan.validation import as_int, check_index, check_type
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.layout import CacheLayout, Shard
     from kvplan.planning.spread import Spread
     from kvplan.types import DataType
@@ -65,8 +64,6 @@ class Side:
     """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
     cache_id: int = field(default=-1, compare=False)
     """In the engine that has it, for recordings; -1: not known, as of a plan that is read back."""
-    copies: CopyTable | None = field(default=None, compare=False, repr=False)
-    """How the engine's GPU copies what is there, for texts; None: it does not, or is not known."""
 
     @cached_property
     def tensor_nbytes(self) -> int:
@@ -276,7 +273,6 @@ def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
         name=name,
         way="",
         cache_id=cache_id,
-        copies=None,
     )
     return found
 

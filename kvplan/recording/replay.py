@@ -16,11 +16,11 @@ from kvplan.debug import locate
 from kvplan.execution import HostMemory, execute
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning import reference
-from kvplan.planning.groups import AnyPlan, GroupPlan, Part
+from kvplan.planning.plan import PlacedPart as Part, Plan
 from kvplan.status import LLMException
 
 Tensors = list[NDArray[np.uint8]]
-Execute = Callable[[AnyPlan, HostMemory, HostMemory], None]
+Execute = Callable[[Plan, HostMemory, HostMemory], None]
 
 MAX_NBYTES: Final = 2 << 30
 """That a plan may move to be executed again: it takes four times as much."""
@@ -50,7 +50,7 @@ class Replayed:
         return self.parted or (f"skipped: {self.skipped}" if self.skipped else "the same")
 
 
-def replay(plan: AnyPlan | None, *, within: bool = False, native: Execute = execute) -> Replayed:
+def replay(plan: Plan | None, *, within: bool = False, native: Execute = execute) -> Replayed:
     """Execute a plan by the reference executor and by native code, and say where they part.
 
     The source is filled with bytes that depend on their place; the destination is zero.
@@ -66,8 +66,8 @@ def replay(plan: AnyPlan | None, *, within: bool = False, native: Execute = exec
         return Replayed(
             skipped=f"it moves {nbytes_text(plan.nbytes)}, more than {nbytes_text(MAX_NBYTES)}"
         )
-    parts = [*plan.parts()] if isinstance(plan, GroupPlan) else [Part("", plan, 0, 0, 0)]
-    tensors = sum(it.plan.src.num_tensors + it.plan.dst.num_tensors for it in parts)
+    parts = [*plan.placed()]
+    tensors = sum(it.part.src.num_tensors + it.part.dst.num_tensors for it in parts)
     if tensors > MAX_TENSORS:
         return Replayed(skipped=f"its caches have {tensors:,} tensors, more than {MAX_TENSORS:,}")
     try:
@@ -90,10 +90,10 @@ def _memory(parts: list[Part], *, within: bool) -> tuple[Tensors, Tensors]:
     src, dst = [], []
     for it in parts:
         read = [
-            np.zeros(it.plan.src.tensor_nbytes, np.uint8) for _ in range(it.plan.src.num_tensors)
+            np.zeros(it.part.src.tensor_nbytes, np.uint8) for _ in range(it.part.src.num_tensors)
         ]
         src += read
-        written = it.plan.dst
+        written = it.part.dst
         dst += (
             read
             if within
@@ -109,7 +109,7 @@ def _memory(parts: list[Part], *, within: bool) -> tuple[Tensors, Tensors]:
 
 def _runs(part: Part, name: str) -> Iterator[tuple[int, int, int]]:
     """What a plan reads or writes: tensor, first byte, number of bytes."""
-    plan = part.plan
+    plan = part.part
     runs = plan.segments.expanded()
     offsets = getattr(runs, f"{name}_offsets").tolist()
     sizes = runs.nbytes.tolist()
@@ -124,7 +124,7 @@ def _written(parts: list[Part]) -> list[list[tuple[int, int]]]:
     """What is written of each tensor of the destination: first byte, number of bytes."""
     written: list[list[tuple[int, int]]] = []
     for it in parts:
-        of_plan: list[list[tuple[int, int]]] = [[] for _ in range(it.plan.dst.num_tensors)]
+        of_plan: list[list[tuple[int, int]]] = [[] for _ in range(it.part.dst.num_tensors)]
         for tensor, start, nbytes in _runs(it, "dst"):
             of_plan[tensor].append((start, nbytes))
         written += of_plan

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
-    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.lease import BlockLease, LeaseWord
     from kvplan.transport.protocol import Registrable, Renewable
 
@@ -223,10 +222,6 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     def mapped(self) -> list[Arena]:
         """See `TransportLink.mapped`."""
         return []
-
-    def copies(self, metadata: bytes, *, on_device: bool) -> CopyTable | None:
-        """See `TransportLink.copies`."""
-        return None
 
     def memory(
         self,

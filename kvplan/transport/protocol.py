@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
-    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.lease import BlockLease
     from kvplan.status import LLMException
 
@@ -351,19 +350,6 @@ class TransportLink(Protocol):
 
     def mapped(self) -> list[Arena]:
         """Memory of the peer that is mapped here now."""
-
-    def copies(self, metadata: bytes, *, on_device: bool) -> CopyTable | None:
-        """How this side's device copies from and to memory of the peer's, for texts.
-
-        None: it does not, or has but one way, or that memory is not where its description says.
-
-        Args:
-            metadata: of that memory.
-            on_device: where its description says that it is.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: metadata that cannot be, or is another's.
-        """
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.

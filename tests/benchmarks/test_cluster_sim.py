@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.cluster_sim import MEASURED, Cluster, Job, Load, Simulation, most_linked, serve
-from kvplan import TRANSPORT_COSTS
 
 BY_BLOCK = Cluster(linked=100, per_request=False)
 BY_KEY = Cluster(linked=100, requests_per_s=2.0)
@@ -52,9 +51,5 @@ def test_the_most_peers_is_where_a_control_thread_gives_up() -> None:
     assert most_linked(BY_BLOCK, slow, seconds=2) == pytest.approx(most / 2, rel=0.05)
 
 
-def test_a_prompt_takes_what_its_plan_is_estimated_to() -> None:
-    cost = TRANSPORT_COSTS["local"]
-    nbytes = 61 * 2048 * 1152
-    line = cost.lines[-1]
-    expected_us = line.fixed_us + 61 * 32 * line.descriptor_us + nbytes / 2**20 * line.mib_us
-    assert 1e6 * BY_KEY.transfer_s("local") == pytest.approx(expected_us)
+def test_a_prompt_takes_its_bytes_over_the_bandwidth() -> None:
+    assert BY_KEY.transfer_s(2.0) == pytest.approx(61 * 2048 * 1152 / 2e9)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import kvplan
+from kvnative._tuning import Tuning
 from kvplan.control.auth import ClusterKey
-
-ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvplan", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+from tests.cli.running import command
 
 
 def test_keygen_makes_a_key_that_engines_take(tmp_path: Path) -> None:
@@ -43,6 +36,27 @@ def test_keygen_says_what_the_system_says(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "No such file or directory" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_tune_measures_and_stores_nothing_in_a_dry_run(tmp_path: Path) -> None:
+    done = command("tune", "--only", "host", "--dry-run", "--json", XDG_CACHE_HOME=str(tmp_path))
+    found = json.loads(done.stdout)
+    assert found["cuda"] is None
+    assert found["host"]["tuning"].keys() == Tuning.__annotations__.keys()
+    assert found["host"]["reasons"]
+    assert done.returncode == (0 if found["host"]["sure"] else 2)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tune_without_a_gpu_or_a_folder_says_so(tmp_path: Path) -> None:
+    none = {"KVPLAN_CUDA_LIBRARY": "", "XDG_CACHE_HOME": str(tmp_path)}
+    asked = command("tune", "--only", "cuda", **none)
+    assert asked.returncode == 2
+    assert "KVPLAN_CUDA_LIBRARY" in asked.stdout
+    (tmp_path / "file").write_text("")
+    refused = command("tune", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert refused.returncode == 2
+    assert str(tmp_path / "file") in refused.stderr
 
 
 def test_version_and_help() -> None:

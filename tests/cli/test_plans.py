@@ -1,4 +1,4 @@
-"""`kvplan explain`, `diff` and `estimate`, of plans in files."""
+"""`kvplan explain` and `diff`, of plans in files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan import TRANSPORT_COSTS, Plan, Rows, Transfer
+from kvplan import Plan, Rows, Transfer
 from kvplan.cli import main
-from kvplan.inspection.cost import ms_text
-from kvplan.inspection.measured_costs import save_costs
 from tests.cli.running import HEADS_FIRST, ROOT, TOKENS_FIRST, command, push, refused
 from tests.support.plans import joined
 
@@ -28,11 +26,6 @@ def plan(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
     PLAN.save(path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _costs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def groups(*names: str) -> Plan:
@@ -93,13 +86,19 @@ class TestExplain:
         given = json.dumps(PLAN.to_dict())
         assert command("explain", "-", stdin=given).stdout == PLAN.explain() + "\n"
 
-    def test_over_a_transport_says_which_costs_were_used(
-        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    def test_html_is_the_picture_of_the_plan(
+        self, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        _, out = printed(capsys, "explain", plan, "-t", "local")
-        assert TRANSPORT_COSTS["local"].outline(PLAN) in out
-        assert "local: kvplan's own, measured by benchmarks/cost_model.py" in out
-        assert "not known" in printed(capsys, "explain", plan, "-t", "hccl")[1]
+        assert printed(capsys, "explain", plan, "--html", tmp_path / "plan.html") == (0, "")
+        assert (tmp_path / "plan.html").read_text() == PLAN.to_html()
+        assert printed(capsys, "explain", plan, "--html", "-") == (0, PLAN.to_html() + "\n")
+        both = command("explain", plan, "--html", "-", "--json")
+        assert (both.returncode, both.stdout) == (2, "")
+        assert "cannot be combined" in both.stderr
+        missing = tmp_path / "missing/a.html"
+        assert refused("explain", plan, "--html", missing) == (
+            f"{missing}: No such file or directory"
+        )
 
 
 class TestDiff:
@@ -143,41 +142,18 @@ class TestDiff:
         codes = [printed(capsys, "diff", tmp_path / "a", tmp_path / it)[0] for it in "abc"]
         assert codes == [0, 1, 1]
 
-
-class TestEstimate:
-    def test_a_row_for_each_transport_that_has_costs(
-        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    def test_html_is_the_picture_of_both(
+        self, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        code, out = printed(capsys, "estimate", plan)
-        lines = out.splitlines()
-        assert (code, lines[0]) == (0, "push_blocks: 8 descriptors, 48 KiB")
-        names = [name for name, cost in TRANSPORT_COSTS.items() if cost.lines]
-        assert [line.split()[0] for line in lines[2:6]] == names
-        for name, line in zip(names, lines[2:6], strict=True):
-            assert line.split()[2] == ms_text(PLAN.estimate(name).ms).removesuffix(" ms")
-
-    def test_one_that_was_not_measured_is_refused(self, plan: Path) -> None:
-        assert "simulated libraries only" in refused("estimate", plan, "-t", "hccl")
-
-    def test_costs_of_this_machine_are_used_and_named(
-        self, plan: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        half = TRANSPORT_COSTS["tcp"].scale([(PLAN, PLAN.estimate("tcp").ms / 2)])
-        save_costs({"tcp": half})
-        here, shipped = (
-            document(capsys, "estimate", plan, "-t", "tcp", *more)["estimates"][0]
-            for more in ((), ("--builtin",))
-        )
-        assert here["ms"] == pytest.approx(shipped["ms"] / 2)
-        assert (here["measured_here"], shipped["measured_here"]) == (True, False)
-        assert here["source"].startswith("scaled by 0.5")
-        assert "scaled by 0.5" in printed(capsys, "explain", plan, "-t", "tcp")[1]
-        # No call of the library changes with what is stored.
-        assert PLAN.estimate("tcp").ms == pytest.approx(shipped["ms"])
-
-    def test_a_narrow_terminal_cuts_no_number(self, plan: Path) -> None:
-        wide, narrow = (command("estimate", plan, COLUMNS=it).stdout for it in ("200", "30"))
-        assert wide == narrow
+        other = push([7, 2, 8])
+        other.save(tmp_path / "other.json")
+        picture = tmp_path / "changed.html"
+        assert printed(capsys, "diff", plan, tmp_path / "other.json", "--html", picture) == (1, "")
+        assert picture.read_text() == PLAN.to_html(diff=other)
+        groups("full").save(tmp_path / "groups.json")
+        mixed = command("diff", plan, tmp_path / "groups.json", "--html", picture)
+        assert (mixed.returncode, mixed.stdout) == (2, "")
+        assert "beside one of groups" in mixed.stderr
 
 
 class TestRefusals:
@@ -215,22 +191,13 @@ class TestRefusals:
         large = tmp_path / "large.json"
         with large.open("wb") as file:
             file.truncate(300 << 20)  # takes no room on the disk
-        assert refused("estimate", large) == (
+        assert refused("explain", large) == (
             f"{large} has more than 128 MiB, which no plan has (LLM_PARAM_INVALID)"
         )
 
-    def test_costs_that_cannot_be_read(self, plan: Path, tmp_path: Path) -> None:
-        stored = tmp_path / "cache/kvplan/costs.json"
-        stored.parent.mkdir(parents=True)
-        stored.write_text("{}")
-        said = refused("estimate", plan)
-        assert str(stored) in said
-        assert "schema_version=None must be 1" in said
-        assert command("estimate", plan, "--builtin").returncode == 0
-
     @pytest.mark.parametrize(
         "line",
-        ["explain {}", "diff {0} {0}", "html {}", "trace {}", "replay {plan} {0} {0}"],
+        ["explain {}", "diff {0} {0}", "trace {}", "replay {plan} {0} {0}"],
         ids=lambda line: line.split()[0],
     )
     def test_a_fifo_is_not_waited_for(self, line: str, plan: Path, tmp_path: Path) -> None:
@@ -291,7 +258,7 @@ class TestOutput:
         assert "\x1b[" not in command("explain", plan).stdout
         assert "\x1b[" in on_a_terminal("explain", str(plan))
         assert "\x1b[" not in on_a_terminal("explain", str(plan), NO_COLOR="1")
-        assert "\x1b[" not in on_a_terminal("estimate", str(plan), TERM="dumb")
+        assert "\x1b[" not in on_a_terminal("explain", str(plan), TERM="dumb")
 
     def test_colours_change_no_letter(self, plan: Path) -> None:
         coloured = on_a_terminal("explain", str(plan), COLUMNS="20")

@@ -21,8 +21,8 @@ from kvnative._cuda import Device as NativeDevice
 from kvplan import LLMException
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
-from kvplan.device.cuda_copies import SIZES, calibrate, time_copies
-from kvplan.inspection.copy_ways import NO_LIMIT, CopyDirection, Way
+from kvplan.device.cuda_copies import NO_LIMIT, SIZES, Way, calibrate, time_copies
+from kvplan.device.device import CopyDirection
 from tests.ascend.acl_cases import DIRECTIONS
 from tests.ascend.simulator import Log
 from tests.cuda_sim.simulator import CudaControls

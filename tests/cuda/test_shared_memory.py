@@ -16,8 +16,8 @@ from kvnative._cuda import CopyTuning, tune_copies
 from kvnative._executor import KVN_UNMAPPED, Executor, ThreadPool
 from kvnative._lower import lower
 from kvplan import LLMException, LLMStatusCode, Placement, Rows, Transfer, Transfers
+from kvplan.device.device import CopyDirection
 from kvplan.execution import HostMemory
-from kvplan.inspection.copy_ways import CopyDirection
 from kvplan.transport.local import LocalTransport
 from tests.ascend.simulator import Log
 from tests.cuda.side import (

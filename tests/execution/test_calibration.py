@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
-from kvnative._executor import ThreadPool
 from kvnative._tuning import Tuning, builtin_tuning, usable_strategies
 from kvplan.execution import calibration
-from kvplan.execution.calibration import BUDGET_MS, Calibration, calibrate
-from kvplan.execution.tuning import Finding, choose, load_tuning, save_tuning, tuning_path
+from kvplan.execution.calibration import BUDGET_MS, calibrate
+from kvplan.execution.tuning import Finding
 
 MIB = 1 << 20
 STRATEGIES = ("memcpy", "movsb", "nt-sse2", "nt-avx2", "nt-avx512")
@@ -149,7 +143,7 @@ def test_without_strategies_past_the_caches() -> None:
 
 
 def test_this_machine_can_be_measured() -> None:
-    found = calibration.tune(builtin_tuning(), background=False, crowded=lambda: False)
+    found = calibration.tune(builtin_tuning(), crowded=lambda: False)
     assert found.tuning.cached in usable_strategies()
     assert found.reasons
 
@@ -159,193 +153,3 @@ def test_a_crowded_machine_is_not_measured() -> None:
     found = calibration.tune(builtin_tuning(), crowded=lambda: True)
     assert (found.tuning, found.sure) == (builtin_tuning(), False)
     assert found.reasons == ("more threads want to run than there are cores; all is as built in",)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "kvplan"
-
-
-BACKGROUND = """
-import sys, threading
-import numpy as np
-import kvplan
-from kvplan.execution import default_transfers
-desc = kvplan.CacheDesc(1, (4, 1 << 20), kvplan.DataType.DT_UINT8)
-src, dst = (np.zeros((4, 1 << 20), np.uint8) for _ in range(2))
-src[:] = 7
-blocks = range(int(sys.argv[1]))
-def move(blocks):
-    rows = kvplan.Rows(desc, blocks)
-    kvplan.execute(kvplan.plan(kvplan.Transfer(rows, rows), local="dst"), [src], [dst])
-move(blocks)
-assert (dst[: len(blocks)] == 7).all()
-measuring = [it for it in threading.enumerate() if it.name == "kvplan-tuning"]
-if sys.argv[2] == "wait":
-    for it in measuring:
-        it.join()
-    print(default_transfers()._pool.tuning == kvplan.execution.tuning.choose("stored").tuning)
-elif sys.argv[2] == "fork":
-    import os
-    for _ in range(20):
-        if (child := os.fork()) == 0:
-            move([3])
-            os._exit(0 if (dst[3] == 7).all() else 1)
-        assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-def background(blocks: int, then: str, **environment: str) -> str:
-    """A process that moves so many MiB, and what it says."""
-    done = subprocess.run(
-        # Python 3.12 and later warn of a fork beside threads, which is what is tried here.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BACKGROUND, str(blocks), then],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "KVPLAN_TUNING": "auto", **environment},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
-def test_a_process_measures_after_its_first_large_transfer_and_stores_it(cache: Path) -> None:
-    begun = cache / "tuning.lock"
-    assert background(1, "wait") == "True\n"  # 1 MiB is not more than 1 MiB
-    assert not cache.exists()
-    assert background(2, "wait") == "True\n"
-    found = load_tuning()  # None: others used the machine, and the next process tries again
-    begun.unlink()
-    assert background(2, "wait") == "True\n"
-    assert begun.exists() == (found is None)
-
-
-def test_what_is_not_sure_is_not_stored(cache: Path) -> None:
-    busy = Machine(usual(4 * MIB), share=0.5).tuned()
-    sure = Machine(usual(4 * MIB)).tuned(BUILTIN._replace(threads=2, bypassing="memcpy"))
-    sure = sure._replace(tuning=sure.tuning._replace(cached="memcpy", bypassing="memcpy"))
-    pool = ThreadPool()
-    Calibration(pool, lambda _: busy)._run()
-    assert (pool.tuning, load_tuning()) == (builtin_tuning(), None)
-    Calibration(pool, lambda _: sure)._run()
-    stored = load_tuning()
-    assert stored is not None
-    assert pool.tuning == stored.tuning == sure.tuning
-    assert stored.reasons == sure.reasons
-
-
-@pytest.mark.parametrize("tuning", ["stored", "builtin", '{"threads": 1}'])
-def test_no_process_measures_that_was_told_so(cache: Path, tuning: str) -> None:
-    assert background(2, "wait", KVPLAN_TUNING=tuning).count("\n") == 1
-    assert not cache.exists()
-
-
-# Not with sanitizers, by its name: in a child of several threads they know no new ones.
-@pytest.mark.parametrize("then", ["exit", pytest.param("fork", id="forked")])
-def test_a_process_that_ends_or_forks_meanwhile(cache: Path, then: str) -> None:
-    for _ in range(3):
-        assert background(2, then) == ""
-
-
-def test_one_process_measures_at_a_time(cache: Path) -> None:
-    before = choose("auto").tuning
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys\nfrom kvplan.execution.calibration import _only_one\n"
-            "with _only_one() as only: print(only, flush=True); sys.stdin.read()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "True\n"
-    pool = ThreadPool(tuning=before)
-    Calibration(pool)._run()
-    assert not tuning_path().exists()
-    holder.communicate("")
-    save_tuning(Finding(before._replace(bypass_nbytes=5 * MIB), True, ("made up",), 1.0))
-    Calibration(pool)._run()
-    assert pool.tuning.bypass_nbytes == 5 * MIB
-
-
-def sure(builtin: Tuning) -> Finding:
-    return Finding(builtin._replace(bypass_nbytes=7 * MIB), True, ("made up",), 1.0)
-
-
-def wait_until_measured() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "kvplan-tuning":
-            thread.join()
-
-
-def test_one_pool_of_a_process_measures_and_the_others_use_it(cache: Path) -> None:
-    begun, go_on, found = threading.Event(), threading.Event(), []
-
-    def find(builtin: Tuning) -> Finding:
-        found.append(builtin)
-        begun.set()
-        assert go_on.wait(60)
-        return sure(builtin)
-
-    pools = [ThreadPool(), ThreadPool()]
-    Calibration(pools[0], find).start()
-    assert begun.wait(60)
-    Calibration(pools[1], find).start()
-    go_on.set()
-    wait_until_measured()
-    assert len(found) == 1
-    assert [it.tuning.bypass_nbytes for it in pools] == [7 * MIB] * 2
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
-def test_it_measures_where_the_threads_of_its_pool_run(cache: Path) -> None:
-    """Else what fewer threads do would be stored for all of the processors."""
-    own, seen = os.sched_getaffinity(0), []
-
-    def find(builtin: Tuning) -> Finding:
-        seen.append(os.sched_getaffinity(0))
-        return sure(builtin)
-
-    one = {min(own)}
-    os.sched_setaffinity(0, one)
-    try:
-        of_a_node = Calibration(ThreadPool(), find)
-    finally:
-        os.sched_setaffinity(0, own)
-    of_a_node.start()
-    wait_until_measured()
-    assert seen == [one]
-    assert load_tuning() is None
-    os.sched_setaffinity(0, one)
-    try:
-        assert load_tuning() is not None
-    finally:
-        os.sched_setaffinity(0, own)
-
-
-@pytest.mark.parametrize("what", ["symlink", "fifo", "dangling"])
-def test_what_is_no_lock_file_is_neither_followed_nor_waited_for(cache: Path, what: str) -> None:
-    cache.mkdir()
-    precious, lock = cache / "precious", cache / "tuning.lock"
-    if what == "fifo":
-        os.mkfifo(lock)
-    else:
-        lock.symlink_to(precious)
-    if what == "symlink":
-        precious.write_text("of somebody")
-    pool = ThreadPool()
-    Calibration(pool, sure).start()
-    wait_until_measured()
-    assert (what == "fifo") == (pool.tuning != builtin_tuning())
-    assert precious.exists() == (what == "symlink")
-    assert what != "symlink" or precious.read_text() == "of somebody"
-
-
-def test_nothing_is_measured_that_cannot_be_stored(tmp_path: Path) -> None:
-    (tmp_path / "kvplan/tuning.lock").mkdir(parents=True)
-    assert background(2, "wait", XDG_CACHE_HOME=str(tmp_path)) == "True\n"
-    assert [it.name for it in (tmp_path / "kvplan").iterdir()] == ["tuning.lock"]

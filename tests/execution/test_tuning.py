@@ -6,13 +6,16 @@ import json
 import math
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import kvplan
 from kvnative._tuning import STRATEGIES, builtin_tuning, usable_strategies
-from kvplan import LLMException, Options
+from kvplan import CacheDesc, DataType, LLMException, Options, Rows, Transfer
 from kvplan.execution import default_transfers
 from kvplan.execution.tuning import (
     Finding,
@@ -39,13 +42,12 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_stored_comes_back_and_is_used() -> None:
     assert load_tuning() is None
-    assert choose() == (builtin_tuning(), "built in", True, "")
+    assert choose() == (builtin_tuning(), "built in", "")
     stored = save_tuning(MINE)
     assert stored._replace(measured="") == MINE
     assert load_tuning() == stored
-    assert choose() == (MINE.tuning, "measured", False, "")
-    assert choose("stored") == choose()
-    assert choose("builtin") == (builtin_tuning(), "built in", False, "")
+    assert choose() == (MINE.tuning, "measured", "")
+    assert choose("builtin") == (builtin_tuning(), "built in", "")
 
 
 def test_the_environment_says_what_no_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,21 +58,23 @@ def test_the_environment_says_what_no_option_says(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("KVPLAN_TUNING", "")
     assert choose().tuning == MINE.tuning
     monkeypatch.setenv("KVPLAN_TUNING", "fast")
-    with pytest.raises(LLMException, match="KVPLAN_TUNING='fast' must be auto, stored, builtin or"):
+    with pytest.raises(LLMException, match="KVPLAN_TUNING='fast' must be auto, builtin or"):
         choose()
 
 
-def test_nothing_is_measured_unless_asked() -> None:
-    assert choose("auto").may_measure
-    assert not choose("stored").may_measure
-    assert not choose("builtin").may_measure
-    assert not choose('{"threads": 1}').may_measure
+def test_large_transfers_measure_nothing(path: Path) -> None:
+    before = threading.active_count()
+    src, dst = np.ones((2, 4, 1 << 20), np.uint8)
+    rows = Rows(CacheDesc(1, src.shape, DataType.DT_UINT8), range(4))
+    default_transfers("auto").execute(kvplan.plan(Transfer(rows, rows), local="dst"), [src], [dst])
+    assert threading.active_count() == before
+    assert not path.parent.exists()
 
 
 def test_a_tuning_that_is_given() -> None:
     given = choose('{"threads": 3, "bypass_nbytes": 1000000, "cached": "memcpy"}')
     expected = builtin_tuning()._replace(threads=3, bypass_nbytes=1_000_000, cached="memcpy")
-    assert given == (expected, "kvplan.tuning", False, "")
+    assert given == (expected, "kvplan.tuning", "")
     assert default_transfers('{"threads": 3}').threads == 3
     assert default_transfers('{"threads": 3}') is default_transfers('{"threads": 3}')
 
@@ -84,7 +88,7 @@ def test_a_tuning_that_is_given() -> None:
         ('{"speed": 1}', "'speed' must be one of threads, cached"),
         ('{"cached": "fast"}', "'fast': expected one of 'memcpy'"),
         (json.dumps({"bypassing": LACKING}), f"'{LACKING}' needs"),
-        ("[1]", "must be auto, stored, builtin or a JSON object"),
+        ("[1]", "must be auto, builtin or a JSON object"),
         ('{"a":' * 100_000, TOO_DEEP),
     ],
 )
@@ -114,7 +118,7 @@ def test_a_file_that_is_something_else_is_not_used_and_not_touched(
     path.parent.mkdir()
     path.write_text(text, encoding="latin-1")
     found = choose()
-    assert (found.tuning, found.may_measure) == (builtin_tuning(), False)
+    assert found.tuning == builtin_tuning()
     assert expected in found.note
     assert "remove it, and `kvplan tune` makes another" in found.note
     with pytest.raises(LLMException, match="remove it"):
@@ -147,7 +151,7 @@ def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, An
     document["machines"][this_processor()].update(change)
     path.write_text(json.dumps(document))
     found = choose()
-    assert (found.tuning, found.may_measure) == (builtin_tuning(), False)
+    assert found.tuning == builtin_tuning()
     assert f"machines['{this_processor()}']" in found.note
     save_tuning(MINE)  # only this machine's is wrong, and it is replaced
     assert choose().tuning == MINE.tuning
@@ -195,5 +199,5 @@ def test_a_file_of_another_user(path: Path) -> None:
 def test_no_place_for_a_file(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     path.parent.write_text("a file where the folder would be")
     found = choose()
-    assert (found.tuning, found.may_measure) == (builtin_tuning(), False)
+    assert found.tuning == builtin_tuning()
     assert "Not a directory" in found.note

@@ -178,8 +178,9 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
     """Runs of rows whose places in the block table are in another order."""
     plan = kvplan.plan(Transfer(Rows(FP16, src), Rows(FP16, dst), coalesce=coalesce), local="dst")
     drawn = bands_of(plan)
-    runs = {(rows[1][0], rows[1][1]): [*plan.part.segments][i] for i in range(len(plan.part.segments))
-            for rows in [plan.part.rows(i)]}  # fmt: skip
+    part = plan.part
+    runs = {(rows[1][0], rows[1][1]): [*part.segments][i] for i in range(len(part.segments))
+            for rows in [part.rows(i)]}  # fmt: skip
     for band in range(len(drawn.bands.state)):
         key = int(drawn.bands.dst_first[band]), int(drawn.bands.dst_last[band])
         _, offset, nbytes = runs[key]

@@ -192,9 +192,7 @@ def test_lines_come_one_by_one() -> None:
     for form in ("tree", "table"):
         lines = [*small.explain_lines(form)]  # type: ignore[arg-type]
         assert "\n".join(lines) == small.explain(form, limit=None)  # type: ignore[arg-type]
-    assert "\n".join(small.explain_lines("table", 16, transport="local")) == small.explain(
-        "table", transport="local"
-    )
+    assert "\n".join(small.explain_lines("table", 16)) == small.explain("table")
 
 
 @pytest.mark.parametrize("plan", [LARGE, joined({"a": LARGE})], ids=["plan", "groups"])
@@ -236,7 +234,6 @@ def test_long_names_and_large_numbers_are_wrapped() -> None:
     )
     groups = {"g" * 64: plan, "h" * 64: plan}
     for text in (
-        plan.explain(transport="local"),
         plan.for_layers(range(64)).explain("table"),
         plan.diff(other),
         joined(groups).explain(),

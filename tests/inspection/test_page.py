@@ -152,8 +152,8 @@ def test_what_is_odd_is_said_in_words() -> None:
     ) == [
         "Transposing: the axes lie in another order at the two ends, so that each block is moved "
         "in 32 runs of 256 B.",
-        "Tiny runs: 320 descriptors of less than 2 KiB, each of which costs more than its bytes do "
-        "(plan.estimate says how much).",
+        "Tiny runs: 320 descriptors of less than 2 KiB, each of which costs more than its bytes "
+        "do.",
     ]
     half = CacheDesc(4, (64, 16, 4, 128), FP16, kv_tensor_format="NHD",
                      shard=Shard(heads=range(2, 6), num_heads=8))  # fmt: skip

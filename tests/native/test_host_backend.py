@@ -1,7 +1,5 @@
 """The host backend against NumPy: every strategy, inline and on the pool."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,25 +101,6 @@ def test_every_tuning_moves_what_numpy_moves(tuning: Tuning, sizes: list[int]) -
     case.assert_moved()
 
 
-def test_a_pool_may_be_tuned_while_it_copies() -> None:
-    """The bytes are right whichever tuning, or parts of which two, each piece is copied with."""
-    pool = ThreadPool(2)
-    tunings = [
-        builtin_tuning()._replace(cached=one, bypassing=other, bypass_nbytes=nbytes)
-        for one, other in itertools.pairwise((*usable_strategies(), "memcpy"))
-        for nbytes in (0, 1 << 62)
-    ]
-    executor = Executor(host_backend(pool))
-    cases = [scatter([100_000] * 60, seed) for seed in range(20)]
-    tasks = []
-    for number, case in enumerate(cases):
-        pool.tune(tunings[number % len(tunings)])
-        tasks.append(executor.submit(case.descriptors))
-    for case, task in zip(cases, tasks, strict=True):
-        assert task.wait().status == KVN_OK
-        case.assert_moved()
-
-
 def test_what_the_processor_lacks_is_refused() -> None:
     lacking = [it for it in STRATEGIES if it not in usable_strategies()]
     assert lacking, "no processor has the strategies of another one"
@@ -129,8 +108,7 @@ def test_what_the_processor_lacks_is_refused() -> None:
         with pytest.raises(ValueError, match=rf"strategy = '{name}' needs .*; here there are 'mem"):
             host_backend(POOL, name)
         with pytest.raises(ValueError, match=f"'{name}' needs"):
-            POOL.tune(builtin_tuning()._replace(bypassing=name))
-    assert POOL.tuning.bypassing in usable_strategies()
+            ThreadPool(tuning=builtin_tuning()._replace(bypassing=name))
 
 
 @pytest.mark.parametrize(
@@ -154,17 +132,15 @@ def test_a_tuning_is_checked(field: str, value: object, expected: str) -> None:
 def test_measuring_copies_and_ends_with_the_time() -> None:
     case = scatter([100_000] * 30)
     tunings = [builtin_tuning()._replace(threads=2), builtin_tuning()._replace(threads=1)]
-    rounds, share = measure_copies(
-        tunings, case.descriptors, rounds=3, background=False, deadline_ns=2**63 - 1
-    )
+    rounds, share = measure_copies(tunings, case.descriptors, rounds=3, deadline_ns=2**63 - 1)
     case.assert_moved()
     assert [len(it) for it in rounds] == [2, 2, 2]
     assert all(ns > 0 for it in rounds for ns in it)
     assert share > 0
-    late, _ = measure_copies(tunings, case.descriptors, rounds=3, background=True, deadline_ns=0)
+    late, _ = measure_copies(tunings, case.descriptors, rounds=3, deadline_ns=0)
     assert late == []
     with pytest.raises(ValueError, match="rounds = 0: expected 1 to 64, 1 to 1000"):
-        measure_copies(tunings, case.descriptors, rounds=0, background=False, deadline_ns=0)
+        measure_copies(tunings, case.descriptors, rounds=0, deadline_ns=0)
 
 
 def test_many_tiny_descriptors() -> None:

@@ -17,13 +17,13 @@ from hypothesis import given
 
 import kvplan
 from kvplan import (
-    Part,
     BlocksCacheKey,
     Cache,
     CacheDesc,
     Coalesce,
     DataType,
     KvCacheExtParam,
+    Part,
     Placement,
     Plan,
     RemoteCache,

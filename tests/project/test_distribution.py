@@ -1,6 +1,5 @@
 """The sdist and the wheel: complete, and working where nothing else of the project is."""
 
-import json
 import shutil
 import tarfile
 import zipfile
@@ -96,13 +95,3 @@ def test_a_backend_can_be_written_against_the_installed_headers(
     strict = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     includes = f"-I{include.strip()}"
     run(["gcc", *strict, "-Wno-missing-field-initializers", includes, "-c", source], cwd=tmp_path)
-
-
-def test_the_command_of_the_clean_installation_measures_this_machine(
-    python: Path, tmp_path: Path
-) -> None:
-    """With two processes, and nothing of the tree."""
-    rows = json.loads(
-        run([python.with_name("kvplan"), "bench", "--seconds", "0", "--json"], cwd=tmp_path)
-    )["rows"]
-    assert [it["why_not"] for it in rows] == [""] * 7

@@ -35,8 +35,6 @@ NEVER = {
 """What a protocol of Python wants, or what nobody is told of."""
 
 NEVER_THERE = {
-    # It estimates only with what was measured.
-    "kvplan.inspection.cost.TransportCost.outline": {"LLMException"},
     # No number of tensors is given that could be wrong.
     "kvplan.planning.side.Side.usual_tensors_per_layer": {"LLMException"},
     # What peers say of their caches was checked when it came.

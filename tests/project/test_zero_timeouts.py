@@ -48,7 +48,6 @@ FOR_EVER_MS = 600_000
 DEADLINE_S = 20.0  # only a call that takes 0 for something else reaches it
 
 EXEMPT = {
-    "kvplan.Estimate",  # what was estimated
     "kvplan.execute",  # `Transfers.execute` of transfers that no test can hold up
     "kvplan.serving.PullResult",  # what was measured
     "kvplan.llm_datadist.LayerSynchronizer.synchronize_layer",  # a program's own

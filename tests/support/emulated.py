@@ -108,7 +108,6 @@ LACKS = (
         "qemu 7.2 ends the child in an assertion of its own (cpu == current_cpu).",
         (
             "tests/native/test_executor_processes.py::test_a_forked_child_makes_its_own",
-            "tests/execution/test_calibration.py::test_a_process_that_ends_or_forks*forked*",
             "tests/transport/tcp/test_linking.py::test_a_forked_child_leaves_all_to_its_parent",
         ),
     ),

@@ -30,7 +30,7 @@ from kvplan import (
 )
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
-from kvplan.inspection.copy_ways import NO_LIMIT, Way
+from kvplan.device.cuda_copies import NO_LIMIT, Way
 from tools.cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
 
 TIMEOUT_MS = 60_000
@@ -112,9 +112,8 @@ def try_tuning(notes: Notes) -> None:
     """Which way is best on this GPU is measured; the tries and figures after this copy so."""
     with the_device() as device:
         spans = {"span_nbytes": 1 << 16} if notes.quick else {}
-        table = device.copies
-        for direction, limits in table.limits.items():
-            notes.add(f"{direction}: before", "says", table.words(limits))
+        for direction, words in cuda_copies.describe(device).items():
+            notes.add(f"{direction}: before", "says", words)
         began = time.monotonic()
         times: list[str] = []
 

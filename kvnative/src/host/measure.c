@@ -3,14 +3,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
-#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/clock.h"
 #include "host/host.h"
 
-#define LOWEST_PRIORITY 19
 #define IN_A_ROW 3
 
 typedef struct mover {
@@ -26,7 +24,6 @@ typedef struct measurement {
     int64_t *ns;
     int64_t wanted_ns; /* of processors, had each thread had one */
     int64_t given_ns;
-    bool background;
     int done; /* rounds; -1: `error` */
     int error;
 } measurement;
@@ -100,15 +97,13 @@ static int measure_rounds(measurement *self, const mover *movers)
     return (int)round;
 }
 
-/* On a thread made for this: who has lowered its priority may not raise it again. */
+/* Runs on a thread of its own, whose processor time counts no other work. */
 static void *measure_main(void *argument)
 {
     measurement *self = argument;
     mover *movers = calloc(self->count, sizeof *movers);
     bool opened = movers != NULL;
 
-    if (self->background) /* 0: this thread, and those that it starts; lowering is always allowed */
-        setpriority(PRIO_PROCESS, 0, LOWEST_PRIORITY);
     for (unsigned i = 0; opened && i < self->count; i++)
         opened = open_mover(&movers[i], &self->candidates[i]);
     if (opened) {
@@ -124,7 +119,7 @@ static void *measure_main(void *argument)
 }
 
 int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
-                unsigned rounds, bool background, int64_t deadline_ns, int64_t *ns, double *share)
+                unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share)
 {
     kvn_columns whole = *batch;
     measurement self = {
@@ -134,7 +129,6 @@ int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_colum
         .batch = &whole,
         .deadline_ns = deadline_ns,
         .ns = ns,
-        .background = background,
         .done = -1,
     };
     pthread_t thread;

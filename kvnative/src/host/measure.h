@@ -14,11 +14,10 @@ typedef struct kvn_candidate {
 
 /* Copies the batch in `rounds` with each of `count` candidates in turn; ns[round * count + i] is what
  * candidate i took in a round: the fastest of three copies in a row, so that it has found the caches
- * as it leaves them itself, and not as another candidate did. Works on threads of its own, if
- * `background` at the lowest priority. Ends early once CLOCK_MONOTONIC is past `deadline_ns`.
- * Returns how many rounds are whole; -1 with errno set: no threads, or no memory. `share` is how
+ * as it leaves them itself, and not as another candidate did. Works on threads of its own. Ends early
+ * once CLOCK_MONOTONIC is past `deadline_ns`. Returns how many rounds are whole; -1 with errno set: no threads, or no memory. `share` is how
  * much of the cores that it wanted it was given: far below 1, others have them. */
 int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
-                unsigned rounds, bool background, int64_t deadline_ns, int64_t *ns, double *share);
+                unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share);
 
 #endif

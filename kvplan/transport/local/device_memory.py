@@ -15,10 +15,9 @@ from kvplan.transport.local.memory import LocalPeerMemory, words_of
 if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvnative._process import Peer
-    from kvplan.device.device import Device
+    from kvplan.device.device import CopyDirection, Device
     from kvplan.device.sharing import AllocationRef, Mapped, Sharing
     from kvplan.execution.memory import Direction, TensorMemory
-    from kvplan.inspection.copy_ways import CopyDirection
     from kvplan.transport.local.link import LocalLink
     from kvplan.transport.local.metadata import Range
 

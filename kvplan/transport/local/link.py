@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvplan.device.device import Device
     from kvplan.device.sharing import AllocationRef, Exported, Mapped, Sharing
-    from kvplan.inspection.copy_ways import CopyTable
     from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
@@ -261,14 +260,6 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             self.check()
             raise self._refusal(error, "has registered memory, which cannot be reached") from error
         self._can_reach_registered = True
-
-    def copies(self, metadata: bytes, *, on_device: bool) -> CopyTable | None:
-        """See `TransportLink.copies`."""
-        if self.device is None or (table := self.device.copies) is None:
-            return None
-        newer, _ = self._read(metadata)
-        is_there = any(it.allocation is not None for it in newer.ranges)
-        return table if is_there is on_device else None
 
     def _writer_there(self) -> Writer:
         """What announces to the peer what this process writes to its memory."""
