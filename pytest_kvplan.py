@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
     """Show how two plans differ where a test asserts that they are equal."""
     # Where nothing of kvplan was imported there is no plan.
-    if op != "==" or "kvplan.planning.groups" not in sys.modules:
+    if op != "==" or "kvplan.planning.plan" not in sys.modules:
         return None
     from kvplan.testing import difference
 

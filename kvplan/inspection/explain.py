@@ -112,7 +112,7 @@ def _explain_part(
 
 def labels_text(labels: list[str]) -> str:
     """`part latent`, or `parts 0, 1, 2`."""
-    return f"part{'s' if len(labels) > 1 else ''} {', '.join(labels)}"
+    return f"part{'s' if len(labels) > 1 else ''} {', '.join(it or '(unnamed)' for it in labels)}"
 
 
 def _is_same(a: Part, b: Part) -> bool:

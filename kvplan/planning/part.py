@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -20,7 +20,6 @@ from kvplan.inspection.contents import (
     kv_of,
     local_layers,
     model_layers,
-    model_note,
     spans_text,
     to_text,
     tokens_of,
@@ -28,8 +27,7 @@ from kvplan.inspection.contents import (
 from kvplan.inspection.units import span
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
-from kvplan.status import invalid
-from kvplan.validation import check_index, check_type
+from kvplan.validation import check_index
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
@@ -275,23 +273,6 @@ class Part:
         )
         src, dst = (range(int(it.min()), int(it.max()) + 1) for it in located)
         return src, dst
-
-    def for_layers(self, layers: range) -> Part:
-        """Return the part that copies only the source layers in `layers` (step 1).
-
-        Raises:
-            TypeError: `layers` is no range.
-            LLMException: LLM_PARAM_INVALID if a layer is not one of `src_layers`.
-        """
-        check_type("layers", layers, range)
-        own = self.src_layers
-        if layers.step != 1 or not layers or layers.start < own.start or layers.stop > own.stop:
-            raise invalid(
-                f"layers={layers} must be a non-empty part, of step 1, of {own}{model_note(self)}"
-            )
-        t = self.tensors_per_layer
-        part = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
-        return replace(self, src_tensors=self.src_tensors[part], dst_tensors=self.dst_tensors[part])
 
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from; computed, not stored.

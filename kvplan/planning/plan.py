@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from kvplan.inspection.contents import model_note
 from kvplan.inspection.units import DEFAULT_LIMIT, Format, nbytes_text
 from kvplan.planning.part import Origin, Part
 from kvplan.status import invalid
@@ -111,6 +113,26 @@ class Plan:
     def by_part(self) -> dict[str, Plan]:
         """Return each part as a plan of its own, without a name, by its label."""
         return {part.label: Plan((part.labelled(""),)) for part in self.parts}
+
+    def for_layers(self, layers: range) -> Plan:
+        """Return the plan that copies only the source layers in `layers` (step 1).
+
+        Raises:
+            TypeError: `layers` is no range.
+            LLMException: LLM_PARAM_INVALID: several parts, or a layer that is not one of the
+                `src_layers` of the part.
+        """
+        check_type("layers", layers, range)
+        part = self.part
+        own = part.src_layers
+        if layers.step != 1 or not layers or layers.start < own.start or layers.stop > own.stop:
+            raise invalid(
+                f"layers={layers} must be a non-empty part, of step 1, of {own}{model_note(part)}"
+            )
+        t = part.tensors_per_layer
+        some = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
+        src_tensors, dst_tensors = part.src_tensors[some], part.dst_tensors[some]
+        return Plan((replace(part, src_tensors=src_tensors, dst_tensors=dst_tensors),))
 
     def placed(self) -> Iterator[PlacedPart]:
         """Each part, in order, with where its descriptors and tensors begin."""

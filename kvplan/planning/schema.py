@@ -64,7 +64,9 @@ def from_dict(document: dict[str, Any]) -> Plan:
         raise invalid(f"document is not a plan: document={shown(document)} must be dict")
     version = document.get("schema_version")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise invalid(f"schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}")
+        raise invalid(
+            f"document is not a plan: schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}"
+        )
     if version == SCHEMA_VERSION:
         places = {f"parts[{i}]": it for i, it in enumerate(_list_of(document, "parts"))}
     elif version == 2 and "groups" in document:

@@ -16,7 +16,8 @@ from kvplan.debug import locate
 from kvplan.execution import HostMemory, execute
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning import reference
-from kvplan.planning.plan import PlacedPart as Part, Plan
+from kvplan.planning.plan import PlacedPart as Part
+from kvplan.planning.plan import Plan
 from kvplan.status import LLMException
 
 Tensors = list[NDArray[np.uint8]]

@@ -52,7 +52,7 @@ def expected(plan: Plan, src: list[np.ndarray], layers: set[int]) -> list[np.nda
     """What the reference leaves of `filled(2)` when these source layers have moved."""
     dst = filled(2)
     for layer in layers:
-        reference.execute(plan.part.for_layers(range(layer, layer + 1)), src, dst)
+        reference.execute(plan.for_layers(range(layer, layer + 1)), src, dst)
     return dst
 
 

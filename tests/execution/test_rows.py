@@ -314,7 +314,7 @@ def test_its_plan_is_a_plan_like_others() -> None:
     assert pickle.loads(pickle.dumps(plan_of_rows())) == made
     assert plan_of_rows().num_descriptors == made.num_descriptors
     assert repr(plan_of_rows()) == repr(made)
-    assert plan_of_rows().part.for_layers(range(1)) == made.part.for_layers(range(1))
+    assert plan_of_rows().for_layers(range(1)) == made.for_layers(range(1))
     with pytest.raises(AttributeError, match="no attribute 'segment'"):
         plan_of_rows().segment  # type: ignore[attr-defined]  # noqa: B018
 

@@ -169,7 +169,7 @@ def test_the_slider_goes_through_the_layers(page: Page) -> None:
 
 def layers_of(plan: Plan) -> list[Plan]:
     return [
-        plan.part.for_layers(plan.part.src_layers[it : it + 1])
+        plan.for_layers(plan.part.src_layers[it : it + 1])
         for it in range(len(plan.part.src_layers))
     ]
 
@@ -198,8 +198,8 @@ def test_a_page_says_of_each_band_what_its_origins_say(page: Page, name: str) ->
             page.one("#layer").send_keys(Keys.ARROW_RIGHT)
         labels = page.labels()
         said = {it.partition(".")[0]: it for it in labels}
-        assert len(said) == len(labels) == layer.segments.num_runs
-        for run in range(layer.segments.num_runs):
+        assert len(said) == len(labels) == layer.part.segments.num_runs
+        for run in range(layer.part.segments.num_runs):
             origin = layer.origin(run)
             ends = [
                 f"{row}{'s' if rows[0] < rows[1] else ''} {span(rows).replace('-', '–')}"

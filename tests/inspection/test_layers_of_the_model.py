@@ -186,7 +186,7 @@ def test_diff_of_two_stages() -> None:
 
 
 def test_diff_of_other_layers_of_a_stage() -> None:
-    old, new = SECOND.part.for_layers(range(8)), SECOND.part.for_layers(range(8, 16))
+    old, new = SECOND.for_layers(range(8)), SECOND.for_layers(range(8, 16))
     assert old.diff(new).splitlines()[-1] == (
         "  verdict: different bytes - other layers of the model: 16..23 before, and 24..31 now"
     )
@@ -203,7 +203,7 @@ def test_a_wrong_stage_that_is_reinterpreted_shows_both_numbers() -> None:
 def test_layers_that_are_not_of_the_plan_are_refused_with_both_numbers(layers: range) -> None:
     message = r"of range\(0, 16\) \(16\.\.31 of the model\)"
     with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
-        SECOND.part.for_layers(layers)
+        SECOND.for_layers(layers)
 
 
 def test_a_stage_that_comes_back_from_a_document_says_the_same() -> None:

@@ -197,7 +197,7 @@ def test_lines_come_one_by_one() -> None:
 
 @pytest.mark.parametrize("plan", [LARGE, joined({"a": LARGE})], ids=["plan", "groups"])
 def test_a_table_of_all_is_never_in_memory(plan: Plan) -> None:
-    few = LARGE.part.for_layers(range(2))
+    few = LARGE.for_layers(range(2))
     tracemalloc.start()
     try:
         characters = sum(map(len, few.explain_lines("table")))

@@ -52,11 +52,9 @@ def test_a_plan_of_groups_counts_all_of_them() -> None:
 
 
 def test_an_origin_names_its_group() -> None:
-    assert str(PLAN.origin(0)).startswith(
-        "part latent: layer 0>0 tensor 0>0 block 1-2>0-1 tokens 0..31"
-    )
-    assert str(PLAN.origin(7)).startswith("part latent: layer 3>3 tensor 3>3 block 5>2")
-    assert str(PLAN.origin(8)).startswith("part indexer: layer 0>0 tensor 0>0 block 4>7")
+    assert str(PLAN.origin(0)).startswith("latent: layer 0>0 tensor 0>0 block 1-2>0-1 tokens 0..31")
+    assert str(PLAN.origin(7)).startswith("latent: layer 3>3 tensor 3>3 block 5>2")
+    assert str(PLAN.origin(8)).startswith("indexer: layer 0>0 tensor 0>0 block 4>7")
     assert PLAN.origin(13).part == "state"
     with refused(INVALID, "descriptor=14"):
         PLAN.origin(14)
@@ -144,9 +142,9 @@ def test_other_types_are_refused() -> None:
 
 
 def test_of_several_parts_there_is_no_only_one() -> None:
-    with refused(INVALID, "has 3 parts: ['latent', 'indexer', 'state']; take one of plan.parts"):
+    with refused(INVALID, r"has 3 parts: \['latent', 'indexer', 'state'\]; take one of plan.parts"):
         _ = PLAN.part
-    with refused(INVALID, "parts[1] has the label 'latent', as one before it"):
+    with refused(INVALID, r"parts\[1\] has the label 'latent', as one before it"):
         Plan([PLAN.parts[0], PLAN.parts[0]])
 
 

@@ -409,4 +409,4 @@ class TestGrowth:
             "`-- layers 1..1431655764 -> 1..1431655764   desc [3000:4294967295000)   62.5 TiB   "
             "same blocks"
         )
-        assert plan.part.for_layers(range(5, 6)).num_descriptors == 3_000
+        assert plan.for_layers(range(5, 6)).num_descriptors == 3_000

@@ -57,9 +57,9 @@ def test_a_read_only_destination_is_found_before_anything_is_written() -> None:
 
 
 def test_a_tensor_that_the_plan_does_not_write_may_be_read_only() -> None:
-    one_layer = kvplan.plan(
-        Transfer(Rows(DESC, [3]), Rows(DESC, [1])), local="dst"
-    ).part.for_layers(range(1))
+    one_layer = kvplan.plan(Transfer(Rows(DESC, [3]), Rows(DESC, [1])), local="dst").for_layers(
+        range(1)
+    )
     assert one_layer.num_tensor_pairs == 2
     single = CacheDesc(1, (4, 8), DataType.DT_FLOAT16)
     reference.execute(

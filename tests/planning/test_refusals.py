@@ -330,7 +330,7 @@ TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: copy_blocks([0], [True]), "dst_blocks must hold int, not bool"),
     (lambda: copy_blocks([0], [[1]]), "dst_blocks"),
     (lambda: copy_blocks([0], [None]), "dst_blocks"),
-    (lambda: slots("dst").part.for_layers((0, 1)), "layers=(0, 1)"),  # type: ignore[attr-defined]
+    (lambda: slots("dst").for_layers((0, 1)), "layers=(0, 1)"),  # type: ignore[attr-defined]
     (lambda: slots("dst").origin("0"), "descriptor='0'"),  # type: ignore[attr-defined]
     (lambda: slots("dst").diff("0"), "other='0'"),  # type: ignore[attr-defined]
     (lambda: remote("key", BLOCKS), "key='key'"),
@@ -356,7 +356,7 @@ def test_there_is_no_such_descriptor(index: int) -> None:
 )
 def test_for_layers_gives_only_layers_of_the_plan(part: range) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, r"layers=range\(.*range\(0, 2\)"):
-        kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst").part.for_layers(part)
+        kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst").for_layers(part)
 
 
 def test_a_long_value_does_not_fill_the_message() -> None:

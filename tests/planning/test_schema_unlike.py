@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMException, Plan, Rows, Transfer
 from kvplan.layout import Shard
-from tests.planning.test_schema import DOCUMENT, OLD, json_values, paths, refusal
+from tests.planning.test_schema import DOCUMENT, OLD, PART, json_values, paths, refusal
 from tests.planning.test_unlike import planned, transfers
 
 FP16 = DataType.DT_FLOAT16
@@ -192,27 +192,30 @@ def test_a_hostile_document_is_refused(plan: Plan, path: str, value: Any, parts:
 
 def test_layers_that_would_need_tensors_that_are_not_there() -> None:
     """Three views a layer, of a tensor whose three layers are a view each."""
-    document = written(LAYERS) | {"tensors_per_layer": 3}
-    document |= {"src_tensors": [0, 3], "dst_tensors": [0, 3]}
+    document = written(LAYERS)
+    document["parts"][0] |= {"tensors_per_layer": 3}
+    document["parts"][0] |= {"src_tensors": [0, 3], "dst_tensors": [0, 3]}
     assert "tensors_per_layer=3 of 3 views" in refusal(document)
 
 
 def test_more_runs_than_a_document_may_have() -> None:
     """A few bytes that say 2**62 runs, of which not one would be out of bounds."""
-    side = DOCUMENT["src"] | {
+    side = PART["src"] | {
         "data_type": None,
         "shape": [],
         "count": 1,
         "stride": 2**62,
     }
-    document = copy.deepcopy(DOCUMENT) | {"src": side, "dst": side, "num_slices": 2**62}
+    document = copy.deepcopy(DOCUMENT)
+    (part,) = document["parts"]
+    part |= {"src": side, "dst": side, "num_slices": 2**62}
     columns = {"src_offsets": [0], "dst_offsets": [0], "nbytes": [1]}
     for repeats in (
         [[[2**62], 1, 1]],
         [[[2**31], 2**31, 2**31], [[2**31], 1, 1]],
         [[[2**63], 0, 0], [[2], 0, 0]],
     ):
-        document["segments"] = columns | {"repeats": repeats}
+        part["segments"] = columns | {"repeats": repeats}
         assert "runs are more than" in refusal(document)
 
 

@@ -234,7 +234,7 @@ class TestLayers:
 
     def test_a_cut_plan_is_the_plan_of_the_cut(self) -> None:
         whole = layered(6, KvCacheExtParam(range(1, 3), range(2)))
-        assert whole.part.for_layers(range(2, 3)) == layered(6, KvCacheExtParam((2, 2), (1, 1)))
+        assert whole.for_layers(range(2, 3)) == layered(6, KvCacheExtParam((2, 2), (1, 1)))
 
 
 class TestRemoteKeys:

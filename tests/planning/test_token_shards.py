@@ -180,7 +180,7 @@ def test_a_gather_takes_each_token_once(request: Any) -> None:
     transfer = Transfer(
         rows, Rows(dst.desc, dst_blocks, first_token=dst_token), num_tokens=num_tokens, rank=rank
     )
-    plans = plan_gather(transfer, [it.desc for it in sources], dst.desc)
+    parts = plan_gather(transfer, [it.desc for it in sources], dst.desc)
     all_layers, all_heads = range(dst.model.layers), range(dst.model.heads)
     whole = Cache(
         dst.model, ("block", "token", "head", "dim"), 1, num_tokens, all_layers, all_heads
@@ -192,16 +192,17 @@ def test_a_gather_takes_each_token_once(request: Any) -> None:
     ones, zeros = [np.ones_like(it) for it in request_of], [np.zeros_like(it) for it in target]
     touched = moved(whole, dst, ones, zeros, every, there)
     writes = [np.zeros(it.nbytes, int) for it in target]
-    for source, table, first, plan in zip(sources, tables, firsts, plans, strict=True):
-        if plan is None:
+    for source, table, first, part in zip(sources, tables, firsts, parts, strict=True):
+        if part is None:
             continue
+        plan = Plan([part])
         here = places(source, table, first, num_tokens)
         held = moved(whole, source, request_of, source.tensors(4), every, here)
         reference.execute(plan, held, target)
         assert Plan.from_dict(plan.to_dict()) == plan
         for pair in range(plan.num_tensor_pairs):
-            tensor, start = plan.pair(pair)[1]
-            for _, offset, nbytes in plan.segments.expanded():
+            tensor, start = part.pair(pair)[1]
+            for _, offset, nbytes in part.segments.expanded():
                 writes[tensor][start + offset : start + offset + nbytes] += 1
     for a, b in zip(wanted, target, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -326,14 +327,14 @@ def test_texts_and_plan_files(held: Held, text: str) -> None:
     assert text in plan.explain()
     document = plan.to_dict()
     assert Plan.from_dict(document) == plan
-    document["src"]["shard"]["tokens"] = {"rank": 0, "ranks": 2}
+    document["parts"][0]["src"]["shard"]["tokens"] = {"rank": 0, "ranks": 2}
     with refused("LLM_PARAM_INVALID", r"missing fields \['size'\]"):
         Plan.from_dict(document)
 
 
 def test_a_shard_of_all_tokens_is_written_as_before() -> None:
     plan = kvplan.plan(Transfer(Rows(desc(), [1]), Rows(desc(), [4])), local="dst")
-    assert "tokens" not in plan.to_dict()["src"]["shard"]
+    assert "tokens" not in plan.to_dict()["parts"][0]["src"]["shard"]
     assert Shard(tokens=Interleaved(0, 1, 16)) == Shard()
 
 

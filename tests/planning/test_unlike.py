@@ -103,7 +103,7 @@ def test_a_push_layer_by_layer_is_the_same_push(transfer, coalesce):
     source, target = src.tensors(1), dst.tensors(2)
     wanted = expected(src, dst, source, target, *transfer[2:])
     for layer in reversed(plan.part.src_layers):
-        reference.execute(plan.part.for_layers(range(layer, layer + 1)), source, target)
+        reference.execute(plan.for_layers(range(layer, layer + 1)), source, target)
     for a, b in zip(wanted, target, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, Rows, Transfer
+from kvplan import CacheDesc, DataType, LLMStatusCode, Part, Plan, Rows, Transfer
 from kvplan.planning.invariants import MAX_COMPARED, check_invariants
 from kvplan.planning.segments import Segments
 from tests.support.refusals import refused
 
 INT8, FP16 = DataType.DT_INT8, DataType.DT_FLOAT16
 SPACE = CacheDesc(1, (1, 600), INT8)
-OPAQUE = kvplan.plan(Transfer(Rows(SPACE, [0]), Rows(SPACE, [0])), local="dst")
+OPAQUE = kvplan.plan(Transfer(Rows(SPACE, [0]), Rows(SPACE, [0])), local="dst").part
 
 
-def holding(segments: Segments) -> Plan:
+def holding(segments: Segments) -> Part:
     return replace(OPAQUE, segments=segments, num_slices=segments.num_runs)
 
 
@@ -132,7 +132,7 @@ def test_more_runs_than_can_be_compared_are_refused_where_they_reach_into_each_o
     space = CacheDesc(1, (1, 4 * half), INT8)
     apart = Segments([0, 0], [0, 2 * half], [1, 1], [([half, half], 1, 2)])
     woven = Segments([0, 0], [0, 3], [1, 1], [([half, half], 1, 2)])
-    one = kvplan.plan(Transfer(Rows(space, [0]), Rows(space, [0])), local="dst")
+    one = kvplan.plan(Transfer(Rows(space, [0]), Rows(space, [0])), local="dst").part
     check_invariants(replace(one, segments=apart, num_slices=2 * half))
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "reach into each other are more than"):
         check_invariants(replace(one, segments=woven, num_slices=2 * half))

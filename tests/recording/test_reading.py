@@ -88,23 +88,23 @@ def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
 def test_who_wrote_knows_each_byte_of_a_row(transfer):
     """Against what the plan writes of an array of zeros, byte for byte."""
     plan = test_unlike.planned(transfer, True)
-    dst = plan.dst
+    dst = plan.part.dst
     written = np.zeros((dst.num_tensors, dst.tensor_nbytes), bool)
     for index in range(plan.num_tensor_pairs):
-        _, (tensor, base) = plan.pair(index)
-        for run in range(plan.segments.num_runs):
-            _, offset, nbytes = plan.run_at(run)
+        _, (tensor, base) = plan.part.pair(index)
+        for run in range(plan.part.segments.num_runs):
+            _, offset, nbytes = plan.part.run_at(run)
             written[tensor, base + offset : base + offset + nbytes] = True
     rows = dst.rows
     of_row = defaultdict(list)
     for tensor, byte in np.ndindex(written.shape):
         of_row[rows(byte, 1)[0]].append(written[tensor, byte])
     for row in range(dst.count):
-        found = rows_written(plan, row)
+        found = rows_written(plan.part, row)
         assert (found is not None) == any(of_row[row])
         if found is not None:
             assert found[1] == (not all(of_row[row]))
-            assert set(found[0]) <= set(range(plan.src.count))
+            assert set(found[0]) <= set(range(plan.part.src.count))
 
 
 @given(transfers(), st.sampled_from(Coalesce))

@@ -29,6 +29,7 @@ from kvplan import (
     DataType,
     LLMException,
     LLMStatusCode,
+    Part,
     Plan,
     Rows,
     Transfer,
@@ -110,8 +111,8 @@ def test_what_is_known_of_sides_is_bounded(tmp_path):
     assert len(read(tmp_path / "a.kvrec").transfers) == MAX_KNOWN + 10
 
 
-class Interrupted(Plan):
-    """A plan in whose recording others come between its template and its row."""
+class Interrupted(Part):
+    """A part in whose recording others come between its template and its row."""
 
     meanwhile: ClassVar[list[Callable[[], None]]] = []
 
@@ -137,9 +138,9 @@ def test_a_row_that_comes_late_has_its_template_in_a_file_that_rotated(tmp_path)
                 record(it, OTHER)
                 it.flush()
 
-        late = Interrupted(**{of.name: getattr(PLAN, of.name) for of in fields(PLAN) if of.init})
+        late = Interrupted(**{of.name: getattr(PLAN.part, of.name) for of in fields(Part)})
         late.meanwhile.append(others_forget_its_template_and_begin_a_file)
-        record(it, late, "late")
+        record(it, Plan.made(late), "late")
         it.flush()
         shutil.copy(path, alone)
     (row,) = [row for row in read(alone).transfers if row.tag == "late"]

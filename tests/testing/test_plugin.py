@@ -65,7 +65,7 @@ def errors(output: str) -> list[str]:
 
 PLANS = """
     import kvplan
-    from kvplan import CacheDesc, DataType, Rows, Transfer
+    from kvplan import CacheDesc, DataType, Plan, Rows, Transfer
 
     DESC = CacheDesc(4, (16, 4), DataType.DT_INT8)
 
@@ -124,7 +124,8 @@ def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> No
         + dedent(
             """
             def groups(*tables):
-                return joined({"a": plan([1, 2, 3]), "b": plan(*tables)})
+                named = {"a": plan([1, 2, 3]), "b": plan(*tables)}
+                return Plan([it.part.labelled(name) for name, it in named.items()])
 
             def test_groups(): assert groups([4, 5, 9]) == groups([4, 5, 6])
             def test_kinds(): assert plan([4, 5, 9]) == groups([4, 5, 9])
@@ -138,10 +139,10 @@ def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> No
     assert "verdict: part b: different bytes - 16 destination bytes from another source" in said
     assert "part a: identical" in said
     assert "At index 1 diff: 2 != 3" in output
-    for name, shown in (("test_kinds", "== <Plan"), ("test_not", "!= <Plan")):
-        section = output.partition(f"_ {name} _")[2].partition("\n____")[0]
-        assert shown in section
-        assert "verdict" not in section
+    assert "verdict: part (unnamed) only in the old plan; parts a, b only in the new plan" in said
+    section = output.partition("_ test_not _")[2].partition("\n____")[0]
+    assert "!= <Plan" in section
+    assert "verdict" not in section
 
 
 def test_assert_equivalent_points_at_the_line_of_the_test(folder: Folder) -> None:
@@ -253,7 +254,7 @@ def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
         """
     )
     output = folder.run(code=1)
-    assert "3 of 3 plans over budget: 4 descriptors, max_descriptors=3" in output
+    assert "2 of 2 plans over budget: 4 descriptors, max_descriptors=3" in output
     assert "pull_blocks  B2B   cache 1 of cluster 1 -> cache 1" in output
     assert "'<Plan pull_groups B2B one: 4 desc," in output
 
@@ -282,7 +283,7 @@ def test_block_tables_are_the_same_again_and_printed_on_failure(folder: Folder) 
 
 GOLDEN = """
     import kvplan
-    from kvplan import Rows, Transfer
+    from kvplan import Plan, Rows, Transfer
 
     TABLE = [4, 5, 9]
 
@@ -290,7 +291,8 @@ GOLDEN = """
         desc = kvplan_desc()
         plan = kvplan.plan(Transfer(Rows(desc, TABLE), Rows(desc, [7, 8, 2])), local="dst")
         kvplan_golden(plan)
-        kvplan_golden(joined({"b": plan, "a": plan}), "as groups")
+        parts = [plan.part.labelled(name) for name in "ba"]
+        kvplan_golden(Plan(parts), "as parts")
 """
 
 
@@ -306,7 +308,7 @@ def test_a_golden_plan_is_written_compared_and_written_again(folder: Folder) -> 
 
     assert folder.run("--kvplan-update").splitlines()[-3:-1] == [
         f"kvplan: wrote {path}",
-        f"kvplan: wrote {path.parent / 'test_it-as-groups.json'}",
+        f"kvplan: wrote {path.parent / 'test_it-as-parts.json'}",
     ]
     assert "wrote" not in folder.run()
     assert "wrote" not in folder.run("--kvplan-update")  # nothing differs
