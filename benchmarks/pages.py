@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.filled_peer import Filled, Peer, Shape, check_blocks, started
 from benchmarks.table import Row, Run, Topic, timed
+from kvnative._host import page_use
 from kvplan import BlocksCacheKey, Cache, ClusterInfo, LlmDataDist, LlmRole
 
 TOPIC = Topic()
@@ -63,8 +64,8 @@ def seconds_until_mapped(peer: Peer) -> float:
     with linked(peer, SHAPE, {}) as (datadist, _):
         start = time.perf_counter()
         while time.perf_counter() < start + 60:
-            report = datadist.memory_report()
-            if report.peers and (use := report.peers[0].use) and use.mapped in (None, SHAPE.nbytes):
+            arenas = [arena for _, arena in datadist._running().links.mapped()]
+            if arenas and page_use(arenas[0].address, SHAPE.nbytes)[1] in (None, SHAPE.nbytes):
                 break
             time.sleep(0.02)
         return time.perf_counter() - start

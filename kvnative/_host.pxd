@@ -51,9 +51,6 @@ cdef extern from "host/arena.h" nogil:
 
 
 cdef extern from "host/pages.h" nogil:
-    enum:
-        KVN_MAX_SAMPLED
-
     ctypedef enum kvn_walk_kind:
         KVN_WALK_MAP
         KVN_WALK_COLLAPSE
@@ -82,7 +79,6 @@ cdef extern from "host/pages.h" nogil:
     int kvn_pages_look(
         uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure
     )
-    int kvn_pages_nodes(uint64_t address, uint64_t nbytes, int *nodes)
 
 
 cdef extern from "host/generations.h" nogil:

@@ -15,7 +15,6 @@ __all__ = [
     "Pin",
     "check_memory",
     "check_ranges",
-    "page_nodes",
     "page_use",
 ]
 
@@ -91,7 +90,6 @@ class PageWalk:
     def is_complete(self) -> bool: ...
 
 def page_use(address: int, nbytes: int) -> tuple[int, int | None, int | None]: ...
-def page_nodes(address: int, nbytes: int) -> list[int]: ...
 
 @final
 class Pin:

@@ -21,7 +21,6 @@ __all__ = [
     "Pin",
     "check_memory",
     "check_ranges",
-    "page_nodes",
     "page_use",
 ]
 
@@ -354,16 +353,6 @@ def page_use(address, nbytes):
     if not found.has_mapped:
         return found.present, None, None
     return found.present, found.mapped, found.huge
-
-
-def page_nodes(address, nbytes):
-    """The NUMA node of up to 64 pages, evenly chosen, as far as they are mapped here."""
-    cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
-    cdef int nodes[KVN_MAX_SAMPLED]
-    cdef int count
-    with nogil:
-        count = kvn_pages_nodes(start, size, nodes)
-    return [nodes[i] for i in range(count)]
 
 
 @cython.final

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.gather_task import GatherError, GatherTask, LayerGatherTask
     from kvplan.engine.layer_event import LayerEvent
-    from kvplan.engine.memory_report import MemoryReport
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
     from kvplan.engine.options import Options
@@ -109,7 +108,6 @@ __all__ = [
     "LinkStatus",
     "LlmDataDist",
     "LlmRole",
-    "MemoryReport",
     "Notification",
     "Notifications",
     "Options",
@@ -149,7 +147,6 @@ _LAZY = {
         "kvplan.lease": "BlockLease LeaseEnd",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
-        "kvplan.engine.memory_report": "MemoryReport",
         "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.pools": "PoolConfig",

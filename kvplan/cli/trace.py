@@ -1,4 +1,4 @@
-"""`kvplan trace`: what was recorded, as a list, a timeline or a trace; who wrote a block."""
+"""`kvplan trace`: list recordings, find who wrote a block, and export to Perfetto."""
 
 from __future__ import annotations
 
@@ -84,15 +84,11 @@ class _Filter(NamedTuple):
     type=(click.IntRange(min=0), click.Path(path_type=Path)),
     help="Write its plan to a file.",
 )
-@click.option("--replay", "replayed", is_flag=True, help="Execute the plans again, in two ways.")
 @click.option(
     "--perfetto",
     metavar="OUT.json",
     type=click.Path(path_type=Path),
     help="Write a trace for ui.perfetto.dev and chrome://tracing.",
-)
-@click.option(
-    "--html", metavar="OUT.html", type=click.Path(path_type=Path), help="Write a page to look at."
 )
 @json_option
 def command(
@@ -107,29 +103,19 @@ def command(
     following: bool,
     explained: int | None,
     saved: tuple[int, Path] | None,
-    replayed: bool,
     perfetto: Path | None,
-    html: Path | None,
     as_json: bool,
 ) -> ExitCode:
     """List the transfers that FILEs have, which engines recorded (see docs/how-to/recording.md).
 
     A FILE may still be written; its older files (FILE.1 and so on) are read with it. A folder
-    stands for all recordings in it, such as those of KVPLAN_RECORD. Exits with 0; with 1 if
-    --replay has found a difference; with 2 if a FILE cannot be read.
+    stands for all recordings in it, such as those of KVPLAN_RECORD. Exits with 0, or with 2 if a
+    FILE cannot be read.
     """
     files = tuple(_recordings_of(files))
     chosen = _Filter(tag, cluster, operation, failed, since)
     if following:
-        if (
-            len(files) > 1
-            or block
-            or replayed
-            or perfetto
-            or html
-            or saved
-            or explained is not None
-        ):
+        if len(files) > 1 or block or perfetto or saved or explained is not None:
             raise click.UsageError("--follow takes one FILE, and lists it")
         if operation is not None:
             _check_operation(operation, [])
@@ -143,10 +129,8 @@ def command(
     if block is not None:
         return _block(recordings, block, as_json=as_json)
     found = [(it, chosen.of(it.rows, it.header.started)) for it in recordings]
-    if replayed:
-        return _replay(found, as_json=as_json)
-    if perfetto is not None or html is not None:
-        return _export(found, perfetto, html)
+    if perfetto is not None:
+        return _export(found, perfetto)
     if as_json:
         write_json(
             {
@@ -375,59 +359,13 @@ def _transfer(recording: Recording, number: int) -> Transfer:
     return found
 
 
-def _replay(found: _Found, *, as_json: bool) -> ExitCode:
-    from kvplan.recording.replay import Replayed, replay  # native code: for this alone
+def _export(found: _Found, perfetto: Path) -> ExitCode:
+    from kvplan.recording.perfetto import trace_of
 
-    parted, skipped, count = 0, 0, 0
-    known: dict[tuple[str, bool], Replayed] = {}
-    documents = []
-    for recording, rows in found:
-        for it in _transfers(rows):
-            plan = it.plan
-            if plan is None and not it.error:
-                continue  # it had nothing to move, such as a notification
-            key = ("" if plan is None else plan.fingerprint, it.within)
-            outcome = known.get(key)
-            if outcome is None:  # plans that are equal do the same
-                outcome = known[key] = replay(plan, within=it.within)
-            count += 1
-            parted += bool(outcome.parted)
-            skipped += bool(outcome.skipped)
-            if as_json:
-                documents.append(
-                    {"path": str(recording.path), "number": it.number, **vars(outcome)}
-                )
-            elif outcome.parted or outcome.skipped:
-                first, *more = str(outcome).splitlines()
-                _say(f"{recording.path} #{it.number} {it.operation}: {first}", *more)
-    if as_json:
-        write_json({"schema_version": SCHEMA_VERSION, "transfers": documents})
-    else:
-        _say(
-            f"{plural(count, 'transfer')} executed again: {count - parted - skipped:,} the same by "
-            f"the reference and by native code, {parted:,} not, {skipped:,} skipped"
-        )
-    return ExitCode.DIFFERENT if parted else ExitCode.OK
-
-
-def _transfers(rows: list[AnyRecord]) -> Iterator[Transfer]:
-    return (it for it in rows if isinstance(it, Transfer))
-
-
-def _export(found: _Found, perfetto: Path | None, html: Path | None) -> ExitCode:
-    if perfetto is not None:
-        from kvplan.recording.perfetto import trace_of
-
-        document = trace_of(found)
-        perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        count = plural(len(document["traceEvents"]), "event")
-        _say(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
-    if html is not None:
-        from kvplan.recording.timeline import page_of
-
-        page = page_of(found)
-        html.write_text(page, encoding="utf-8")
-        _say(f"{html}: {nbytes_text(len(page.encode()))}; open it in a browser")
+    document = trace_of(found)
+    perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    count = plural(len(document["traceEvents"]), "event")
+    _say(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
     return ExitCode.OK
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import block_checksum, read_tensors, tensor_arrays, write_tensors
-from kvplan.engine.memory_report import MemoryReport, report_memory
 from kvplan.engine.runner import OperationRunner
 from kvplan.execution.memory import check_lent, using
 from kvplan.lease import BlockLease
@@ -336,18 +335,6 @@ class CacheOperations(OperationRunner):
             )
             for it, has_id in self._running().registry.entries()
         ]
-
-    def memory_report(self) -> MemoryReport:
-        """Look at the pages of every cache, and of peers' memory that is mapped here.
-
-        How much of it is in memory, how much this process uses without a fault, and by what pages;
-        and on which NUMA nodes. `print` it for a table. It reads page tables, no byte of a cache,
-        and takes up to 30 ms for each GiB, 60 ms in all: of more, even parts are looked at.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
-        """
-        return report_memory(self._running())
 
     def peer_caches(self, cluster_id: int) -> list[PeerCacheStatus]:
         """Return every cache that a peer offers now, in the order of ids: the peer is asked.

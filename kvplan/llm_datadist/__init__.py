@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvplan.llm_datadist.installation import installed as installed
     from kvplan.llm_datadist.installation import uninstall as uninstall
     from kvplan.llm_datadist.status import LLMException, LLMStatusCode, Status
-    from kvplan.llm_datadist.v1 import KvCacheManager, Tensor, TensorDesc
     from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
     from kvplan.llm_datadist.v2.llm_datadist import (
         permit_several_engines as permit_several_engines,
@@ -66,13 +65,10 @@ __all__ = [  # noqa: RUF022 the order of the official package
     "TransferWithCacheKeyConfig",
     "Memtype",
     "MemInfo",
-    "TensorDesc",
-    "Tensor",
-    "KvCacheManager",
 ]
 
-v2_list = __all__[:-3]
-"""The names that version 1 of the official package does not need."""
+v2_list = __all__
+"""The same, as the official package has it."""
 
 # What reads it is in the official library; programs may read what importing it leaves behind.
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
@@ -82,14 +78,13 @@ _ROOMS = {
     "data_type": "DataType",
     "installation": "in_use install installed uninstall",
     "status": "LLMException LLMStatusCode Status",
-    "v1": "KvCacheManager Tensor TensorDesc",
     "v2.llm_datadist": "LLMDataDist permit_several_engines",
     "v2.llm_types": "BlocksCacheKey Cache CacheDesc CacheKey CacheKeyByIdAndIndex CacheTask "
     "KvCache LayerSynchronizer MemInfo Memtype Placement RegisterMemStatus TransferConfig "
     "TransferWithCacheKeyConfig",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
-_MODULES = {*_ROOMS, "llm_datadist_wrapper", "metadef_wrapper", "utils", "v2"}
+_MODULES = {*_ROOMS, "utils", "v2"}
 
 
 def __getattr__(name: str) -> Any:

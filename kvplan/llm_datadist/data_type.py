@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from kvplan.llm_datadist import metadef_wrapper
 from kvplan.status import LLMException
 from kvplan.types import DataType as EngineDataType
 from kvplan.validation import INT64_MAX
@@ -20,20 +19,20 @@ _STRING_BITS = 128  # the header of a string: where it is, and how long
 class DataType(Enum):
     """The type of an element."""
 
-    DT_FLOAT = metadef_wrapper.DT_FLOAT
-    DT_FLOAT16 = metadef_wrapper.DT_FLOAT16
-    DT_BF16 = metadef_wrapper.DT_BF16
-    DT_INT8 = metadef_wrapper.DT_INT8
-    DT_INT16 = metadef_wrapper.DT_INT16
-    DT_UINT16 = metadef_wrapper.DT_UINT16
-    DT_UINT8 = metadef_wrapper.DT_UINT8
-    DT_INT32 = metadef_wrapper.DT_INT32
-    DT_INT64 = metadef_wrapper.DT_INT64
-    DT_UINT32 = metadef_wrapper.DT_UINT32
-    DT_UINT64 = metadef_wrapper.DT_UINT64
-    DT_BOOL = metadef_wrapper.DT_BOOL
-    DT_DOUBLE = metadef_wrapper.DT_DOUBLE
-    DT_STRING = metadef_wrapper.DT_STRING
+    DT_FLOAT = int(EngineDataType.DT_FLOAT)
+    DT_FLOAT16 = int(EngineDataType.DT_FLOAT16)
+    DT_BF16 = int(EngineDataType.DT_BF16)
+    DT_INT8 = int(EngineDataType.DT_INT8)
+    DT_INT16 = int(EngineDataType.DT_INT16)
+    DT_UINT16 = int(EngineDataType.DT_UINT16)
+    DT_UINT8 = int(EngineDataType.DT_UINT8)
+    DT_INT32 = int(EngineDataType.DT_INT32)
+    DT_INT64 = int(EngineDataType.DT_INT64)
+    DT_UINT32 = int(EngineDataType.DT_UINT32)
+    DT_UINT64 = int(EngineDataType.DT_UINT64)
+    DT_BOOL = int(EngineDataType.DT_BOOL)
+    DT_DOUBLE = int(EngineDataType.DT_DOUBLE)
+    DT_STRING = int(EngineDataType.DT_STRING)
 
 
 python_dtype_2_dwrapper_dtype = {it: it.value for it in DataType}

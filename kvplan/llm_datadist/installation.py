@@ -1,4 +1,4 @@
-"""Makes `import llm_datadist`, and every path below it, mean this package; it can be undone.
+"""Make `import llm_datadist`, and every path below it, mean this package; it can be undone.
 
 A finder, first on `sys.meta_path`, answers for `llm_datadist` and `llm_datadist_v1` with the
 modules of `kvplan.llm_datadist` themselves, not with copies: a class is one class by either name,
@@ -26,33 +26,20 @@ STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
 """What `python -m kvplan.run` puts into PYTHONPATH: modules of these names that lead to us."""
 
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
-"""The names that a program imports, and the packages that it gets."""
+"""The names that a program imports, and the modules that it gets; that of version 1 refuses."""
 
 SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
 """Environment variable: "1" lets a process have several engines; the launcher sets it."""
-
-# The older package has copies of these modules; here both are one.
-_V1_ELSEWHERE: Final = {
-    "config": "v2.config",
-    "configs": "configs",
-    "data_type": "data_type",
-    "llm_datadist": "v2.llm_datadist",
-    "llm_types": "v2.llm_types",
-    "llm_utils": "v2.llm_utils",
-    "llm_wrapper": "llm_datadist_wrapper",
-    "status": "status",
-    "utils": "utils",
-    "wrapper": "llm_datadist_wrapper",
-}
 
 _logger = logging.getLogger("kvplan")
 
 
 def install(*, quiet: bool = False) -> None:
-    """Make `import llm_datadist`, its submodules and `llm_datadist_v1` mean this package.
+    """Make `import llm_datadist` and its submodules mean this package.
 
-    From here on, in this process and in what it forks; a second time: nothing. An official package
-    that could be imported as well is not touched, and a warning on the logger `kvplan` names it.
+    An import of `llm_datadist_v1` is refused. From here on, in this process and in what it forks; a
+    second time: nothing. An official package that could be imported as well is not touched, and a
+    warning on the logger `kvplan` names it.
 
     Args:
         quiet: leave the warning out.
@@ -163,10 +150,6 @@ def real_name(alias: str) -> str | None:
     root, _, rest = alias.partition(".")
     if root not in ROOTS:
         return None
-    if root == "llm_datadist_v1":
-        first, dot, deeper = rest.partition(".")
-        if first in _V1_ELSEWHERE:
-            return f"{OURS}.{_V1_ELSEWHERE[first]}{dot}{deeper}"
     return f"{ROOTS[root]}.{rest}" if rest else ROOTS[root]
 
 

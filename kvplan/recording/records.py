@@ -87,11 +87,6 @@ class Transfer:
         verb = self.operation.partition("_")[0]
         return "pull" if verb == "gather" else verb
 
-    @property
-    def within(self) -> bool:
-        """Whether it copied inside of one cache."""
-        return self.peer is None and all(src == dst >= 0 for src, dst in self.caches)
-
     @cached_property
     def plan(self) -> Plan | None:
         """The plan that was executed, equal to it; None: it failed before there was one.

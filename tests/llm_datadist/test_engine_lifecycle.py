@@ -317,6 +317,13 @@ def test_with_a_cache_manager_there_is_no_other(datadist: LLMDataDist) -> None:
         datadist.check_link_status(1)
 
 
+def test_without_a_cache_manager_version_1_is_missing(new: LLMDataDist) -> None:
+    with pytest.raises(ModuleNotFoundError, match="llm_datadist"):
+        new.init({})
+    assert LLMDataDist.llm_engine_instance is None
+    new.init(options())
+
+
 def test_switch_role(make_datadist: MakeDataDist) -> None:
     datadist = make_datadist(**REMOTE)
     engine = datadist._llm_datadist

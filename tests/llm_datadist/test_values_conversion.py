@@ -23,11 +23,11 @@ from kvplan.llm_datadist import (
 )
 from kvplan.llm_datadist.conversion import cache_of, cluster_of, desc_of, key_of
 from kvplan.llm_datadist.data_type import (
+    calc_tensor_size,
     dtype_to_np_dtype,
     get_python_dtype_from_wrapper_dtype,
     np_dtype_to_dtype,
 )
-from kvplan.llm_datadist.llm_datadist_wrapper import calc_tensor_size, dict_to_vector
 from kvplan.llm_datadist.v2 import llm_utils
 from tests.support.refusals import refused
 
@@ -163,18 +163,6 @@ def test_a_number_of_no_type_is_refused() -> None:
 )
 def test_the_size_of_a_tensor(shape: list[int], data_type: int, nbytes: int) -> None:
     assert calc_tensor_size(shape, data_type) == nbytes
-
-
-def test_values_cross_as_tuples() -> None:
-    none = 2**64 - 1
-    desc = CacheDesc(2, [4, 8], DataType.DT_FLOAT16, seq_len_dim_index=1)
-    assert llm_utils.pack_cache_desc(desc) == (2, 1, 1, [4, 8], 1, False)
-    assert llm_utils.pack_cache_key(CacheKey(1, 2, 3)) == (1, -1, 0, 2, none, 3, False)
-    by_id = CacheKeyByIdAndIndex(1, 2, 3)
-    assert llm_utils.pack_cache_key_by_id(by_id) == (1, 2, 3, none, none, 0, False)
-    blocks = BlocksCacheKey(1, 3)
-    assert llm_utils.pack_block_cache_key(blocks) == (1, -1, 0, none, none, 3, True)
-    assert dict_to_vector({1: 2, 3: 4}) == [(1, 2), (3, 4)]
 
 
 def test_a_description_is_cloned_with_a_shape_of_its_own() -> None:

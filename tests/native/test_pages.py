@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._host import Arena, PageWalk, page_nodes, page_use
-from tests.support.smaps import smaps_of
+from kvnative._host import Arena, PageWalk, page_use
+from tests.support.smaps import nodes_of, smaps_of
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
@@ -246,13 +246,6 @@ class TestLooking:
         with pytest.raises(ValueError, match="is not mapped all through"):
             page_use(address, nbytes)
 
-    def test_nodes_are_of_pages_that_are_mapped(self) -> None:
-        arena = Arena(CHUNK)
-        assert page_nodes(arena.address, CHUNK) == []
-        np.frombuffer(arena, np.uint8)[:] = 1
-        nodes = page_nodes(arena.address, CHUNK)
-        assert nodes == [] or len(nodes) == 64, "the kernel has no NUMA, or says it of each"
-
 
 class TestNode:
     def test_memory_of_node_0(self) -> None:
@@ -260,7 +253,7 @@ class TestNode:
             arena = Arena(CHUNK, prefault=True, node=0)
         except OSError as error:
             pytest.skip(str(error))  # a kernel without NUMA, or a sandbox
-        assert set(page_nodes(arena.address, CHUNK)) <= {0}
+        assert nodes_of(arena.address) <= {0}
 
     @pytest.mark.parametrize(("node", "why"), [(1023, "no such node"), (1024, r"in \[0, 1024\)")])
     def test_others_are_refused(self, node: int, why: str) -> None:

@@ -74,10 +74,10 @@ def test_the_clean_installation_runs_programs_of_llm_datadist(python: Path, tmp_
         "import subprocess, sys\n"
         f"for flags in ([], ['-P']): subprocess.run([sys.executable, *flags, '-c', {child!r}])\n"
         "from llm_datadist import *\n"
-        "print(Tensor.__module__, LLMDataDist(LLMRole.PROMPT, 1).cluster_id)\n"
+        "print(CacheDesc.__module__, LLMDataDist(LLMRole.PROMPT, 1).cluster_id)\n"
     )
     said = run([python, "-W", "error", "-m", "kvplan.run", program], cwd=tmp_path).splitlines()
-    assert said[2:] == ["kvplan.llm_datadist.v1.tensor 1"]
+    assert said[2:] == ["kvplan.llm_datadist.v2.caches 1"]
     assert len(said) == 3
     assert all(Path(it).is_relative_to(python.parents[1]) for it in said[:2])
 

@@ -1,41 +1,29 @@
-"""What is asked of recordings: queries, traces, pages, and plans that are executed again."""
+"""Queries of recordings, and traces made of them."""
 
 from __future__ import annotations
 
-import html
 import json
-import re
-import shutil
-import subprocess
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import kvplan
 from kvplan import (
     Cache,
     CacheDesc,
-    Coalesce,
     DataType,
     LLMStatusCode,
     Rows,
     Transfer,
-    Transfers,
 )
 from kvplan.recording import read, select
 from kvplan.recording.perfetto import trace_of
 from kvplan.recording.queries import rows_written
-from kvplan.recording.replay import MAX_TENSORS, replay
-from kvplan.recording.timeline import MAX_TRANSFERS, page_of
 from tests.planning import test_unlike
-from tests.planning.transfers import transfers
 from tests.recording.operations import Done, record, recorder
-from tests.support.plans import joined
 
 DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
@@ -107,58 +95,6 @@ def test_who_wrote_knows_each_byte_of_a_row(transfer):
             assert set(found[0]) <= set(range(plan.part.src.count))
 
 
-@given(transfers(), st.sampled_from(Coalesce))
-def test_a_plan_executed_again_is_the_same(example, coalesce):
-    plan = example.plan(coalesce)
-    assert not replay(plan, within=example.within).parted
-    if not example.within:
-        assert str(replay(joined({"a": plan, "b": plan}))) == "the same"
-
-
-def test_a_difference_says_where_it_is():
-    """Native code that puts a byte wrong, and one that writes where nothing should be written."""
-
-    def spoiling(at: int):
-        def execute(plan, src, dst):
-            with Transfers() as native:
-                native.execute(plan, src, dst)
-            memory = dst._owner[1]
-            memory[at] += 1
-
-        return execute
-
-    stride = DESC.stride
-    wrong = replay(PLAN, native=spoiling(5 * stride + 3))
-    assert re.search("layer 0.*block 5", str(wrong), re.DOTALL), wrong.parted
-    stray = replay(PLAN, native=spoiling(30 * stride))
-    assert stray.parted
-
-    def failing(plan, src, dst):
-        with Transfers() as native:
-            native.execute(plan, src, dst, timeout_ms=-1)
-
-    with pytest.raises(ValueError, match="timeout_ms"):
-        replay(PLAN, native=failing)
-
-
-def test_what_cannot_be_executed_again_says_why():
-    assert replay(None).skipped == "it failed before there was a plan"
-    large = CacheDesc(64, (4096, 1 << 20), DataType.DT_FLOAT)
-    plan = kvplan.plan(Transfer(Rows(large, range(64)), Rows(large, range(64))), local="dst")
-    assert "GiB" in replay(plan).skipped
-    one = kvplan.plan(
-        Transfer(Rows(large, [4095]), Rows(large, [4094])), local="dst"
-    )  # of 16 GiB a tensor
-    assert str(replay(one)) == "the same" or "not enough memory" in replay(one).skipped
-
-
-def test_caches_of_countless_tensors_are_not_made():
-    """A few bytes of a file that says so must not take the machine's memory."""
-    desc = CacheDesc(MAX_TENSORS, (2, 1), DataType.DT_INT8)
-    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1])), local="dst")
-    assert replay(plan).skipped == "its caches have 131,072 tensors, more than 65,536"
-
-
 def test_a_trace_keeps_the_rules_of_its_format(recording):
     trace = json.loads(json.dumps(trace_of([(recording, recording.rows)])))
     assert trace["displayTimeUnit"] in ("ms", "ns")
@@ -221,49 +157,3 @@ def test_transfers_that_overlap_have_tracks_beside_each_other(tmp_path):
     tracks = [it["args"]["name"] for it in events if it["name"] == "thread_name"]
     assert tracks[1] == "cluster 7: pull_blocks"
     assert tracks[2] == "cluster 7: pull_blocks (2)"
-
-
-def test_a_page_needs_nothing_else_and_cannot_be_left(recording):
-    page = page_of([(recording, recording.rows), (recording, recording.rows[:3])])
-    assert not re.search(r"""(src|href)\s*=\s*["']|https?://|@import|url\(""", page)
-    assert page.count("</script>") == 2
-    assert "<b>" not in page
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
-    found = json.loads(data)
-    assert len(found["transfers"]) == 33
-    assert [it["id"] for it in found["transfers"]] == [*range(33)]
-    assert found["plans"] == [PLAN.explain()]
-    assert sum(it["failed"] for it in found["transfers"]) == 3
-
-
-def test_of_more_transfers_than_a_page_has_room_for_the_newest_are_shown(recording):
-    first, *_ = recording.transfers
-    many = [
-        replace(first, number=it, time=first.time + it, parts=()) for it in range(MAX_TRANSFERS + 3)
-    ]
-    page = page_of([(recording, many)])
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
-    found = json.loads(data)
-    assert [it["number"] for it in found["transfers"]] == [*range(3, MAX_TRANSFERS + 3)]
-    assert "20,003 transfers, of which the last 20,000 are shown" in found["subtitle"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
-def test_a_page_shows_its_transfers_in_a_browser(recording, tmp_path):
-    page = tmp_path / "page.html"
-    page.write_text(page_of([(recording, recording.rows)]))
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--dump-dom",
-        f"--user-data-dir={tmp_path}/u",
-    ]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
-    body = done.stdout.split('<tbody id="rows">')[1].split("</tbody>")[0]
-    assert body.count("<tr ") == 30
-    assert body.count('class="failed"') == 3
-    chosen = html.unescape(done.stdout.split('id="detail"')[1])  # the first that failed
-    assert "#7 pull_blocks" in chosen
-    assert PLAN.explain().splitlines()[2] in chosen

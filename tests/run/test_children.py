@@ -114,7 +114,7 @@ def test_a_shell_in_between(folder: Folder) -> None:
 @pytest.mark.slow
 def test_an_official_package_is_not_used_by_children(where: str, folder: Folder) -> None:
     official = folder.official(where)
-    folder.write("child.py", "import llm_datadist.v2 as it, llm_datadist_v1; print(it.__name__)")
+    folder.write("child.py", "import llm_datadist.v2 as it; print(it.__name__)")
     folder.write(
         "program.py",
         """

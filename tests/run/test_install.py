@@ -24,7 +24,7 @@ def test_importing_kvplan_shadows_nothing(folder: Folder) -> None:
     said = run(
         folder,
         """
-        import kvplan, kvplan.llm_datadist, kvplan.llm_datadist.v1, kvplan.llm_datadist.v2
+        import kvplan, kvplan.llm_datadist, kvplan.llm_datadist.v2
         import llm_datadist, llm_datadist.v2, llm_datadist_v1
         print(llm_datadist.WHO, llm_datadist.v2.WHO, llm_datadist_v1.WHO, sep=", ")
         print(kvplan.llm_datadist.in_use())
@@ -68,7 +68,7 @@ def test_after_install_every_path_is_the_same_module(folder: Folder) -> None:
         ours.install()
         ours.install()  # a second time: nothing
         names = [it.name for it in pkgutil.walk_packages(ours.__path__, "llm_datadist.")]
-        for name in [*names, "llm_datadist", "llm_datadist.v1", "llm_datadist.v2"]:
+        for name in {*names, "llm_datadist", "llm_datadist.v2"} - {"llm_datadist.v1"}:
             module = importlib.import_module(name)
             assert module is sys.modules["kvplan." + name], name
             assert module.__spec__.name == module.__name__ == "kvplan." + name
@@ -92,9 +92,7 @@ def test_classes_are_the_same_by_every_name(folder: Folder) -> None:
         ours.install()
         from llm_datadist import CacheKey
         from llm_datadist.v2.llm_types import CacheKey as by_path
-        from llm_datadist_v1 import CacheKey as older
-        from llm_datadist_v1.llm_types import CacheKey as older_by_path
-        assert CacheKey is by_path is by_kvplan is older is older_by_path is ours.CacheKey
+        assert CacheKey is by_path is by_kvplan is ours.CacheKey
         pickled = pickle.dumps(CacheKey(1, 2))
         ours.uninstall()
         key = pickle.loads(pickled)
@@ -102,6 +100,25 @@ def test_classes_are_the_same_by_every_name(folder: Folder) -> None:
         """,
     )
     assert said == "True True\n"
+
+
+def test_version_1_is_refused_under_every_name(folder: Folder) -> None:
+    said = run(
+        folder,
+        """
+        from importlib import import_module
+        from kvplan import llm_datadist as ours
+        ours.install(quiet=True)
+        for name in ("kvplan.llm_datadist.v1", "llm_datadist.v1", "llm_datadist_v1",
+                     "llm_datadist_v1.llm_types"):
+            try:
+                import_module(name)
+            except ImportError as error:
+                print("llm.EnableCacheManager" in str(error))
+        """,
+        official=True,
+    )
+    assert said == "True\n" * 4
 
 
 def test_what_the_official_package_has_pickled_is_read(folder: Folder) -> None:
@@ -213,7 +230,7 @@ def test_under_the_launcher_it_is_installed_when_it_is_imported(folder: Folder) 
         import kvplan.llm_datadist as ours
         for _ in range(2):
             print(ours.installed(), ours.in_use())
-            import llm_datadist_v1
+            import llm_datadist
             ours.install()
         """
     said = f"llm_datadist is kvplan's, {OURS}\n"
@@ -227,12 +244,11 @@ def test_threads_that_import_it_at_once(folder: Folder) -> None:
         from concurrent.futures import ThreadPoolExecutor
         from importlib import import_module
         sys.setswitchinterval(1e-5)
-        names = ["llm_datadist", "llm_datadist_v1"]
-        names += [f"{it}.configs" for it in names]
+        names = ["llm_datadist", "llm_datadist.configs", "llm_datadist.status"]
         with ThreadPoolExecutor(16) as pool:
             modules = list(pool.map(import_module, names * 8))
         import kvplan.llm_datadist as it
-        assert modules == [it, it.v1, it.configs, it.configs] * 8
+        assert modules == [it, it.configs, it.status] * 8
         print({it.__spec__.name for it in modules} == {it.__name__ for it in modules})
         """
     )

@@ -157,14 +157,14 @@ def test_what_is_interrupted_is_the_program(folder: Folder) -> None:
 def test_llm_datadist_is_kvplans(folder: Folder) -> None:
     said = folder.run(
         """
-        import llm_datadist, llm_datadist_v1, kvplan.llm_datadist
+        import llm_datadist, kvplan.llm_datadist
         import llm_datadist.v2.llm_types as t
         from llm_datadist import CacheDesc, LLMDataDist
-        print(llm_datadist is kvplan.llm_datadist, llm_datadist_v1 is kvplan.llm_datadist.v1)
+        print(llm_datadist is kvplan.llm_datadist)
         print(t is kvplan.llm_datadist.v2.llm_types, CacheDesc is t.CacheDesc, LLMDataDist.__name__)
         """
     )
-    assert said == "True True\nTrue True LLMDataDist\n"
+    assert said == "True\nTrue True LLMDataDist\n"
 
 
 def test_a_program_in_another_folder_finds_a_kvplan_that_runs_from_its_tree(folder: Folder) -> None:

@@ -39,7 +39,7 @@ LACKS = (
             "tests/native/test_pages.py::TestHugetlb::test_where_none_are_reserved*",
             "tests/transport/test_populating.py::*",
             "tests/transport/test_memory_limit.py::*test_prefault_takes_every_page_at_once*",
-            "tests/datadist/test_memory_report.py::*",
+            "tests/datadist/test_populated.py::*",
         ),
     ),
     Lack(

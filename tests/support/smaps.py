@@ -18,3 +18,10 @@ def num_mappings(inode: int) -> int:
     """How many mappings of this process are of the file with that inode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
+
+
+def nodes_of(address: int) -> set[int]:
+    """Return the NUMA nodes that pages of the mapping at `address` come from."""
+    text = Path("/proc/self/numa_maps").read_text()
+    entry = re.search(rf"^{address:08x} .*$", text, re.MULTILINE)
+    return set() if entry is None else {int(it) for it in re.findall(r" N(\d+)=", entry[0])}

@@ -229,24 +229,6 @@ int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_fai
     return KVN_OK;
 }
 
-int kvn_pages_nodes(uint64_t address, uint64_t nbytes, int *nodes)
-{
-    void *pages[KVN_MAX_SAMPLED];
-    int statuses[KVN_MAX_SAMPLED], found = 0;
-    const uint64_t size = page_nbytes(), count = num_pages(nbytes);
-    const uint64_t sampled = count < KVN_MAX_SAMPLED ? count : KVN_MAX_SAMPLED;
-
-    for (uint64_t i = 0; i < sampled; i++)
-        pages[i] = (void *)(uintptr_t)((address + count * i / sampled * size) / size * size);
-    if (sampled == 0 || syscall(SYS_move_pages, 0, sampled, pages, NULL, statuses, 0) != 0)
-        return 0;
-    for (uint64_t i = 0; i < sampled; i++) {
-        if (statuses[i] >= 0) /* else an errno: not mapped here */
-            nodes[found++] = statuses[i];
-    }
-    return found;
-}
-
 /* ---- where, and how large ---- */
 
 int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_failure *failure)

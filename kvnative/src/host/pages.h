@@ -68,11 +68,6 @@ typedef struct kvn_page_use {
  * them. KVN_UNMAPPED: not mapped all through. Takes up to 30 ms for each GiB. */
 int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure);
 
-#define KVN_MAX_SAMPLED 64
-/* The NUMA nodes of pages, evenly chosen among those that are mapped here: fills `nodes`, at most
- * KVN_MAX_SAMPLED, and returns how many; 0 where the kernel does not say. */
-int kvn_pages_nodes(uint64_t address, uint64_t nbytes, int *nodes);
-
 /* Pages of shared memory mapped at `address` come from NUMA node `node` from here on, whoever touches
  * them first; from others where that has none left. KVN_INVALID: no such node. */
 int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_failure *failure);

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.links import ClusterInfo, LinkResults, LinkState
+from kvplan.links import ClusterInfo, LinkResults
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.conversion import cluster_of
 from kvplan.llm_datadist.utils import log
@@ -112,20 +112,6 @@ def about(who: str, error: LLMException) -> str:
     """Return the text of an error, with `who` it is about in front unless the text names it."""
     text = str(error)
     return text if re.search(rf"\b{re.escape(who)}\b", text) else f"{who}: {text}"
-
-
-def check_linked(engine: LlmDataDist, cluster_id: int) -> None:
-    """Refuse a cluster with which nothing can be moved now: no link, or one that is not LINKED."""
-    link = next((it for it in engine.links() if it.cluster_id == cluster_id), None)
-    if link is None:
-        raise LLMException(
-            f"cluster {cluster_id} is not linked", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-        )
-    if link.state is not LinkState.LINKED:
-        raise LLMException(
-            f"the link with cluster {cluster_id} is {link.state.name}",
-            status_code=LLMStatusCode.LLM_LINK_FAILED,
-        )
 
 
 def _linkable(engine: LlmDataDist, cluster: LLMClusterInfo) -> ClusterInfo:

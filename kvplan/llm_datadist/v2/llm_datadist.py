@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
-from typing import TYPE_CHECKING, ClassVar, Final
+from importlib import import_module
+from typing import ClassVar, Final, Never
 
 from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
@@ -26,7 +26,6 @@ from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from kvplan.llm_datadist.v2.engine_options import (
     BACKEND,
     CACHE_MANAGER,
-    LISTEN,
     LOCAL_COMM_RES,
     check_listen,
     completed,
@@ -36,9 +35,6 @@ from kvplan.llm_datadist.v2.engine_options import (
 from kvplan.llm_datadist.v2.link_codes import Clusters, Codes, OwnLinks, check_clusters
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
-
-if TYPE_CHECKING:
-    from kvplan.llm_datadist.v1.kv_cache_manager import KvCacheManager
 
 __all__ = ["LLMDataDist"]
 
@@ -143,9 +139,7 @@ class LLMDataDist:
         self._is_initialized = False
         self._llm_datadist: LlmDataDist | None = None
         self._engine_options: dict[str, str] = {}
-        self._enable_cache_mgr = False
         self._cache_manager: CacheManager | None = None
-        self._kv_cache_manager: KvCacheManager | None = None
         self._own_links: OwnLinks | None = None  # None: one end links
 
     @property
@@ -159,26 +153,21 @@ class LLMDataDist:
 
         Raises:
             RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID: without llm.EnableCacheManager there is
-                `kv_cache_manager` instead.
         """
         self._running()
-        self._check_mode("cache_manager", cache_manager=True)
         assert self._cache_manager is not None
         return self._cache_manager
 
     @property
-    def kv_cache_manager(self) -> KvCacheManager:
-        """The caches of this engine, as version 1 of the original has them.
+    def kv_cache_manager(self) -> Never:
+        """The manager of version 1, which kvplan does not have: use `cache_manager`.
 
         Raises:
             RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID: with llm.EnableCacheManager there is `cache_manager`.
+            LLMException: LLM_PARAM_INVALID.
         """
         self._running()
-        self._check_mode("kv_cache_manager", cache_manager=False)
-        assert self._kv_cache_manager is not None
-        return self._kv_cache_manager
+        raise invalid(f"there is no kv_cache_manager with {CACHE_MANAGER}; use cache_manager")
 
     def init(self, options: dict[str, str]) -> None:
         """Begin to take calls; no effect if it is initialized.
@@ -187,6 +176,7 @@ class LLMDataDist:
             options: as `LLMConfig.generate_options` returns them; `kvplan.` options work too.
 
         Raises:
+            ModuleNotFoundError: without llm.EnableCacheManager, which asks for version 1.
             TypeError: options of another type, or a value that is not a text.
             LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
                 LLM_PARAM_INVALID: an impossible option; LLM_OUT_OF_MEMORY: no memory for a
@@ -198,16 +188,11 @@ class LLMDataDist:
             ENGINES.check_free(LLMDataDist.llm_engine_instance)
             check_isinstance("options", options, dict)
             own = completed(options, self._role_to_str(self._role))
+            if own.get(CACHE_MANAGER) != "1":
+                import_module("kvplan.llm_datadist.v1")  # which raises
             engine = LlmDataDist(self._cluster_id, LlmRole(self._role))
-            self._enable_cache_mgr = own.get(CACHE_MANAGER) == "1"
-            if self._enable_cache_mgr:
-                engine.initialize(engine_options(own))
-                self._cache_manager = CacheManager(engine, own)
-            else:
-                from kvplan.llm_datadist.v1.kv_cache_manager import KvCacheManager
-
-                engine.initialize(engine_options(own))
-                self._kv_cache_manager = KvCacheManager(engine, self._role, own)
+            engine.initialize(engine_options(own))
+            self._cache_manager = CacheManager(engine, own)
             self._engine_options = own
             self._own_links = OwnLinks() if BACKEND in own else None
             self._llm_datadist = engine
@@ -232,9 +217,8 @@ class LLMDataDist:
         """Change the role, and where this engine listens; only while no cluster is linked.
 
         Args:
-            role: the new one, or (with llm.EnableCacheManager) the same.
+            role: the new one, or the same.
             switch_options: with llm.listenIpInfo: listen there from now on; without: no longer.
-                Without llm.EnableCacheManager PROMPT needs it.
 
         Raises:
             TypeError: an argument of another type.
@@ -246,11 +230,6 @@ class LLMDataDist:
         check_isinstance("role", role, LLMRole, allow_none=False)
         check_isinstance("switch_options", switch_options, dict)
         options = switch_options or {}
-        if not self._enable_cache_mgr:
-            if role == self._role:
-                raise invalid(f"role={role} is the role already")
-            if role == LLMRole.PROMPT and not LISTENING & options.keys():
-                raise invalid(f"role={role} needs {LISTEN}")
         for key, text in options.items():
             check_isinstance(f"switch_options[{key!r}]", text, str, allow_none=False)
             if not is_known(key):
@@ -259,8 +238,6 @@ class LLMDataDist:
         for address in listen.values():
             check_listen(address)
         engine.set_role(LlmRole(role), listen)
-        if self._kv_cache_manager is not None:
-            self._kv_cache_manager._switch_role(role)
         log.info("cluster %s: %s -> %s", self._cluster_id, self._role.name, role.name)
         self._role = role
 
@@ -343,10 +320,8 @@ class LLMDataDist:
             LLMException: LLM_PARAM_INVALID: timeout, or no local address.
         """
         engine = self._running()
-        unneeded = not self._enable_cache_mgr or self._engine_options.get(LOCAL_COMM_RES)
+        unneeded = self._engine_options.get(LOCAL_COMM_RES)
         check_clusters(clusters, timeout, "" if unneeded else LOCAL_COMM_RES)
-        if not self._enable_cache_mgr:
-            engine = self._distinct_from(clusters)
         return link_codes.link(engine, clusters, int(timeout), self._own_links)
 
     def unlink_clusters(
@@ -375,19 +350,18 @@ class LLMDataDist:
             engine, clusters, int(timeout), force=bool(force), own=self._own_links
         )
 
-    def check_link_status(self, remote_cluster_id: int) -> None:
-        """Return if the cluster is linked; only without llm.EnableCacheManager.
+    def check_link_status(self, remote_cluster_id: int) -> Never:
+        """Refuse: the call belongs to version 1, which kvplan does not have.
 
         Raises:
-            TypeError, ValueError: remote_cluster_id is not a uint64.
             RuntimeError: not initialized.
-            LLMException: LLM_NOT_YET_LINK: no link; LLM_LINK_FAILED: it is broken;
-                LLM_PARAM_INVALID: with llm.EnableCacheManager.
+            LLMException: LLM_PARAM_INVALID.
         """
-        engine = self._running()
-        self._check_mode("check_link_status", cache_manager=False)
-        check_uint64("remote_cluster_id", remote_cluster_id)
-        link_codes.check_linked(engine, int(remote_cluster_id))
+        self._running()
+        raise invalid(
+            f"there is no check_link_status with {CACHE_MANAGER}; link_clusters returns the status "
+            f"of cluster {remote_cluster_id}"
+        )
 
     def _running(self) -> LlmDataDist:
         if not self._is_initialized:
@@ -395,41 +369,14 @@ class LLMDataDist:
         assert self._llm_datadist is not None
         return self._llm_datadist
 
-    def _distinct_from(self, clusters: Clusters) -> LlmDataDist:
-        """Return the engine, under another id if it is to link with a cluster of its own id.
-
-        In version 1 a decoder may have its prompt's: whom it links with never asks for it. Only
-        while it neither listens nor has a cache or link; otherwise linking refuses.
-        """
-        engine = self._running()
-        if (
-            all(it.remote_cluster_id != engine.cluster_id for it in clusters)
-            or engine.listen_address is not None
-            or engine.caches()
-            or engine.links()
-        ):
-            return engine
-        other = LlmDataDist(secrets.randbits(64), engine.role)
-        other.initialize(engine_options(self._engine_options))
-        engine.finalize()
-        assert self._kv_cache_manager is not None
-        self._llm_datadist = self._kv_cache_manager._engine = other
-        return other
-
     def _running_by_name(self, name: str) -> LlmDataDist:
         engine = self._running()
-        self._check_mode(name, cache_manager=True)
         if self._own_links is not None:
             raise LLMException(
                 f"with {BACKEND} use link_clusters: {name} is not available",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         return engine
-
-    def _check_mode(self, name: str, *, cache_manager: bool) -> None:
-        if self._enable_cache_mgr is not cache_manager:
-            word = "without" if cache_manager else "with"
-            raise invalid(f"there is no {name} {word} {CACHE_MANAGER}")
 
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:

@@ -1,4 +1,4 @@
-"""Small functions over values, and their conversion to the tuples of the original's C++ part."""
+"""Small functions over the official values."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from collections.abc import Sequence
 from kvplan.llm_datadist import data_type as data_types
 from kvplan.llm_datadist.data_type import DataType
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
-from kvplan.llm_datadist.v2.llm_types import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    MemInfo,
-)
+from kvplan.llm_datadist.v2.llm_types import CacheDesc
 from kvplan.status import invalid
 from kvplan.types import NO_ID
 from kvplan.validation import shown
 
 _MAX_PORT = 2**16 - 1
-
-PackedKey = tuple[int, int, int, int, int, int, bool]
-"""Cluster, cache id (-1: none), slot, request, prefix, model, whether it is paged."""
 
 
 def is_invalid_id(req_id_or_prefix_id: int) -> bool:
@@ -57,42 +48,6 @@ def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
     if nbytes < 0:
         raise invalid(f"shape={shown(shape)} of {data_type} has no size")
     return nbytes
-
-
-def pack_cache_desc(
-    cache_desc: CacheDesc,
-) -> tuple[int, int, int, list[int] | tuple[int, ...], int, bool]:
-    """Number of tensors, data type, dimension of the sequence, shape, placement, whether paged."""
-    return (
-        cache_desc.num_tensors,
-        cache_desc.data_type.value,
-        cache_desc.seq_len_dim_index,
-        cache_desc.shape,
-        cache_desc.placement.value,
-        cache_desc._is_blocks,
-    )
-
-
-def pack_cache_key(cache_key: CacheKey) -> PackedKey:
-    """The key of a request or prefix."""
-    key = cache_key
-    return key.cluster_id, -1, 0, key.req_id, key.prefix_id, key.model_id, False
-
-
-def pack_cache_key_by_id(cache_key: CacheKeyByIdAndIndex) -> PackedKey:
-    """The key of a slot."""
-    key = cache_key
-    return key.cluster_id, key.cache_id, key.batch_index, NO_ID, NO_ID, 0, False
-
-
-def pack_block_cache_key(cache_key: BlocksCacheKey) -> PackedKey:
-    """The key of a paged cache."""
-    return cache_key.cluster_id, -1, 0, NO_ID, NO_ID, cache_key.model_id, True
-
-
-def pack_mem_info(mem_info: MemInfo) -> tuple[int, int, int]:
-    """Type, address, bytes."""
-    return mem_info.mem_type.value, mem_info.addr, mem_info.size
 
 
 def layer_range_to_tensor_indices(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from unittest.mock import patch
 
 from kvplan.llm_datadist import LLMConfig
 from tests.llm_datadist.validation.environments import CACHE_MANAGER, REMOTE, Fresh
@@ -25,11 +23,6 @@ def config(**properties: object) -> dict[str, str]:
 
 def pool(**settings: int) -> dict[str, str]:
     return {"llm.MemPoolConfig": json.dumps(settings)}
-
-
-def without_version_1(fresh: Fresh) -> None:
-    with patch.dict(sys.modules, {"kvplan.llm_datadist.v1.kv_cache_manager": None}):
-        fresh.datadist.init({})
 
 
 def row(
@@ -54,7 +47,7 @@ ROWS = [
     Row(
         "init nothing (v1 mode, no v1 pkg)",
         Raised(ModuleNotFoundError),
-        without_version_1,
+        lambda fresh: fresh.datadist.init({}),
         "fresh",
     ),
     row("init local_comm_res=''", REMOTE_MODE, config(local_comm_res="")),

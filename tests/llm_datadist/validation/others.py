@@ -28,8 +28,15 @@ from tests.llm_datadist.validation.environments import (
 )
 from tests.llm_datadist.validation.init_rows import config, managed
 from tests.llm_datadist.validation.other_transfers import TRANSFERS
-from tests.llm_datadist.validation.other_version_1 import VERSION_1
-from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row, observe
+from tests.llm_datadist.validation.row import (
+    INVALID,
+    TYPE,
+    Accepted,
+    Difference,
+    Raised,
+    Row,
+    observe,
+)
 
 SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
@@ -79,9 +86,8 @@ def true_as_option() -> str:
     return config(link_retry_count=True)["llm.LinkRetryCount"]
 
 
-def version_1(fresh: Fresh) -> str:
+def version_1(fresh: Fresh) -> None:
     fresh.datadist.init({})
-    return type(fresh.datadist.kv_cache_manager).__name__
 
 
 def finalized_manager(fresh: Fresh) -> list[str]:
@@ -190,9 +196,8 @@ OTHERS = [
     ),
     Difference(
         "without llm.EnableCacheManager another package is needed, llm_datadist_v1",
-        "it is part of kvplan, on top of the same engine",
-        (Row("init without options", Accepted("KvCacheManager"), version_1, "fresh"),),
+        "kvplan does not have it: ModuleNotFoundError, also where it is installed",
+        (Row("init without options", Raised(ModuleNotFoundError), version_1, "fresh"),),
     ),
     *TRANSFERS,
-    *VERSION_1,
 ]

@@ -1,0 +1,8 @@
+"""Version 1 of the official package, which kvplan does not have: importing this module says so."""
+
+raise ModuleNotFoundError(
+    "kvplan has no version 1 of llm_datadist (KvCacheManager, Tensor, TensorDesc); "
+    'set llm.EnableCacheManager="1" (LLMConfig.enable_cache_manager = True), and use '
+    "LLMDataDist.cache_manager of llm_datadist",
+    name=__name__,
+)
