@@ -33,7 +33,6 @@ class Command(NamedTuple):
 COMMANDS: Final = {
     "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
     "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
-    "html": Command("Draw a plan, or how two differ.", "kvplan.cli.html"),
     "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
     "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
     "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.paint import write_lines
-from kvplan.cli.plans import plan_argument
+from kvplan.cli.plans import picture_option, plan_argument
 from kvplan.inspection.diff import is_equivalent
+from kvplan.inspection.page import to_html
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
 
@@ -22,8 +24,9 @@ SCHEMA_VERSION: Final = 1
 @click.command("diff", epilog="Example: kvplan diff expected.json found.json || echo differs")
 @plan_argument("old", "A.json")
 @plan_argument("new", "B.json")
+@picture_option("html", "Write it as a page, too: this text above pictures of both plans.")
 @json_option
-def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
+def command(old: AnyPlan, new: AnyPlan, *, html: Path | None, as_json: bool) -> ExitCode:
     """Print how plan B differs from plan A, ending in a verdict.
 
     Exits with 0 if they are identical or equivalent (the same bytes go to the same places), with
@@ -31,6 +34,8 @@ def command(old: AnyPlan, new: AnyPlan, *, as_json: bool) -> ExitCode:
     may be - for stdin.
     """
     text = _text(old, new)
+    if html is not None:
+        to_html(old, html, other=new, difference=text)
     same = _is_same(old, new)
     if as_json:
         last = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
@@ -10,7 +11,7 @@ import click
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.costs import builtin_option, costs_here
 from kvplan.cli.paint import write_lines
-from kvplan.cli.plans import plan_argument, transport_option
+from kvplan.cli.plans import picture_option, plan_argument, transport_option
 from kvplan.inspection.units import DEFAULT_LIMIT, Format
 from kvplan.planning.groups import GroupPlan
 
@@ -46,6 +47,8 @@ SCHEMA_VERSION: Final = 1
 @click.option("--all", "everything", is_flag=True, help="All rows, however many there are.")
 @transport_option("transport", "Say how the plan would move over it, and how long that takes.")
 @builtin_option
+@picture_option("html", "Draw it as a page that loads nothing else, and print no text.")
+@picture_option("svg", "Draw it as SVG, and print no text.")
 @json_option
 def command(
     plan: AnyPlan,
@@ -55,6 +58,8 @@ def command(
     *,
     everything: bool,
     builtin: bool,
+    html: Path | None,
+    svg: Path | None,
     as_json: bool,
 ) -> ExitCode:
     """Print what a plan copies, from which blocks to which, and how.
@@ -62,6 +67,10 @@ def command(
     PLAN.json is a file that plan.save(path) wrote, of one cache or of a group of caches; - is
     stdin. Exits with 0, or with 2 if it is no plan.
     """
+    if html is not None:
+        plan.to_html(html)
+    if svg is not None:
+        plan.to_svg(svg)
     rows = None if everything else limit
     cost, over, source = None, None, None
     if transport is not None:
@@ -73,7 +82,8 @@ def command(
         copies = None if table is None else table.document(plan)
         write_json(_document(plan, rows) | {"over": over, "source": source, "copies": copies})
         return ExitCode.OK
-    write_lines(plan.explain_lines(form, rows, transport=cost))
+    if html is None and svg is None:
+        write_lines(plan.explain_lines(form, rows, transport=cost))
     if source is not None:
         write_lines([f"{transport}: {source}"])
     return ExitCode.OK

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 STDIN: Final = "-"
-_PATH: Final = "kvplan.path."
 
 
 def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
@@ -46,9 +45,10 @@ def plan_option(option: str, name: str, text: str) -> Callable[[_F], _F]:
     )
 
 
-def path_of(name: str) -> str:
-    """What was given for a plan, which the command is given instead."""
-    return str(click.get_current_context().meta[f"{_PATH}{name}"])
+def picture_option(kind: str, text: str) -> Callable[[_F], _F]:
+    """Give a command `--html` or `--svg`, a file to write, as the parameter of that name."""
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option(f"--{kind}", kind, metavar="FILE", type=path, help=text)
 
 
 def transport_option(name: str, text: str, *, multiple: bool = False) -> Callable[[_F], _F]:
@@ -57,11 +57,10 @@ def transport_option(name: str, text: str, *, multiple: bool = False) -> Callabl
     return click.option("-t", "--transport", name, type=choice, multiple=multiple, help=text)
 
 
-def _read(context: click.Context, parameter: click.Parameter, value: str | None) -> AnyPlan | None:
+def _read(context: click.Context, _: click.Parameter, value: str | None) -> AnyPlan | None:
     # The shell completes the line: no file is read for that.
     if value is None or context.resilient_parsing:
         return None
-    context.meta[f"{_PATH}{parameter.name}"] = value
     if value != STDIN:
         return load_plan(value)
     if sys.stdin is None:

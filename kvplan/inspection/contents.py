@@ -24,7 +24,7 @@ class RequestOrder:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._by_row: NDArray[np.int64] | None = None
-        if plan.tables is not None and plan.local != "both":
+        if plan.tables is not None:
             self._by_row = np.argsort(plan.tables.dst)
             self._rows = plan.tables.dst[self._by_row]
 
@@ -36,18 +36,26 @@ class RequestOrder:
         plan = self.plan
         if plan.dst.layout is not None and "token" in plan.dst.layout.axes:
             return spans_text("token", self.tokens(first, last))
-        if plan.tables is None or len(plan.tables.dst) == 1:
+        if plan.tables is None or len(plan.tables.dst) == 1 or plan.local == "both":
             return ""
-        return spans_text("position", spans_of(self._found(first, last)))
+        return spans_text("position", spans_of(self._entries_of(first, last)))
 
     def tokens(self, first: int, last: int) -> list[Span]:
         """As `tokens_of`."""
-        return _tokens(self.plan, self._found(first, last), first, last)
+        if self.plan.local == "both":
+            return []
+        return _tokens(self.plan, self._entries_of(first, last), first, last)
 
-    def _found(self, first: int, last: int) -> NDArray[np.int64]:
+    def _entries_of(self, first: int, last: int) -> NDArray[np.int64]:
+        return self.entries(_row(self.plan.dst, first), _row(self.plan.dst, last))
+
+    def entries(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the entries of the block table for dst rows `low` to `high`, in their order.
+
+        Empty: a row is not of the request.
+        """
         if self._by_row is None:
             return np.empty(0, np.int64)
-        low, high = _row(self.plan.dst, first), _row(self.plan.dst, last)
         part = slice(*np.searchsorted(self._rows, [low, high + 1]))
         found = self._by_row[part]
         return found if len(found) == high - low + 1 else found[:0]

@@ -17,7 +17,7 @@ from kvplan.inspection.contents import (
     spans_text,
     tokens_of,
 )
-from kvplan.inspection.summary import blocks_of
+from kvplan.inspection.table import blocks_of
 from kvplan.inspection.units import fit, nbytes_text, place, plural, shown_rows
 
 if TYPE_CHECKING:

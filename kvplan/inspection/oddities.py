@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
 
 TINY: Final = 2048
-"""Bytes of a descriptor below which it costs more than its bytes do, over "local" (`cost`)."""
+"""Bytes of a descriptor below which its fixed cost exceeds that of its bytes, over "local"."""
 
 
 def oddities(plan: Plan) -> list[str]:
@@ -73,8 +73,7 @@ def _tiny(plan: Plan) -> Iterator[str]:
     if 2 * tiny > segments.num_runs and plan.num_descriptors > 1:
         yield (
             f"Tiny runs: {plural(tiny * plan.num_tensor_pairs, 'descriptor')} of less than "
-            f"{nbytes_text(TINY)}, each of which costs more than its bytes do "
-            "(plan.estimate says how much)."
+            f"{nbytes_text(TINY)}, each of which costs more than its bytes do."
         )
 
 

@@ -196,9 +196,8 @@ class GroupPlan:
         """
         from kvplan.inspection.page import to_html
 
-        if diff is not None:
-            check_type("diff", diff, GroupPlan)
-        return to_html(self, path, other=diff, notes=notes)
+        text = "" if diff is None else self.diff(check_type("diff", diff, GroupPlan))
+        return to_html(self, path, other=diff, difference=text, notes=notes)
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return a picture for documents, the groups below one another; see `Plan.to_svg`.
