@@ -122,8 +122,8 @@ class Difference:
             yield f"  it holds {first.holds}"
         if first.as_planned:
             yield (
-                "  the source holds the same there: it was copied as planned, so the source, or the "
-                "plan, was wrong"
+                "  the source holds the same there: it was copied as planned, so the source, or "
+                "the plan, was wrong"
             )
         elif first.as_planned is not None:
             yield (
