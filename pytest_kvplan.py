@@ -113,7 +113,7 @@ def pytest_runtest_makereport(
 def _own_modules(failure: pytest.ExceptionInfo[BaseException]) -> list[dict[str, Any]]:
     """Return the modules of kvplan in a traceback, if one of them refused something.
 
-    An exception that no `raise` of kvplan has raised may be an error of kvplan, and keeps its frames.
+    An exception without a `raise` of kvplan may be an error of kvplan, and keeps its frames.
     """
     modules = [it.frame.f_globals for it in failure.traceback]
     own = [it for it in modules if it.get("__name__", "").partition(".")[0] == "kvplan"]

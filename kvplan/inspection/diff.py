@@ -297,7 +297,7 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
     ]
     if len(changed) == 1:
         name = changed[0]
-        return _changed_table(name, getattr(old, name), getattr(new, name))
+        return changed_table(name, getattr(old, name), getattr(new, name))
     if np.array_equal(old.src, new.dst) and np.array_equal(old.dst, new.src):
         return "src_blocks and dst_blocks are exchanged"
     sizes = [len(it.src) for it in (old, new)]
@@ -312,8 +312,8 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
     return ""
 
 
-def _changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """What was done to one of the tables, where the other is as before."""
+def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
+    """Return what was done to one block table, if that is recognized; it begins with its name."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)
