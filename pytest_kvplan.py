@@ -93,14 +93,33 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
-    """Print the block tables of a test that has failed."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, None]:
+    """Show the line of the test at which kvplan refused something, and the test's block tables."""
+    hidden = _own_modules(call.excinfo) if call.excinfo is not None else []
+    for module in hidden:
+        module["__tracebackhide__"] = True
     outcome = yield
+    for module in hidden:
+        module.pop("__tracebackhide__", None)
     report = outcome.get_result()
     if report.failed and _tables in item.stash and item.stash[_tables].made:
         seed = item.config.getoption("--kvplan-seed")
         text = "\n".join([f"--kvplan-seed={seed}", *item.stash[_tables].made])
         report.sections.append(("kvplan_block_tables", text))
+
+
+def _own_modules(failure: pytest.ExceptionInfo[BaseException]) -> list[dict[str, Any]]:
+    """Return the modules of kvplan in a traceback, if one of them refused something.
+
+    An exception without a `raise` of kvplan may be an error of kvplan, and keeps its frames.
+    """
+    modules = [it.frame.f_globals for it in failure.traceback]
+    own = [it for it in modules if it.get("__name__", "").partition(".")[0] == "kvplan"]
+    if not own or modules[-1] is not own[-1]:
+        return []
+    return own if str(failure.traceback[-1].statement).lstrip().startswith("raise ") else []
 
 
 def _budget(mark: pytest.Mark) -> Budget:
@@ -186,7 +205,7 @@ def kvplan_plans(request: pytest.FixtureRequest) -> Iterator[list[AnyPlan]]:
 def kvplan_golden(request: pytest.FixtureRequest) -> Iterator[GoldenPlans]:
     """Compare a plan with what it was: `kvplan_golden(plan)`, `kvplan_golden(plan, "prefill")`.
 
-    With `plans/<test file>/<test>-<name>.json` beside the test file, which `--kvplan-update`
+    With `plans/<test file>/<test>+<name>.json` beside the test file, which `--kvplan-update`
     writes.
     """
     from kvplan.testing import GoldenPlans
@@ -194,7 +213,7 @@ def kvplan_golden(request: pytest.FixtureRequest) -> Iterator[GoldenPlans]:
     path = request.node.path
     golden = GoldenPlans(
         path.parent / "plans" / path.stem,
-        request.node.nodeid.partition("::")[2].replace("::", "-"),
+        request.node.nodeid.partition("::")[2].replace("::", "."),
         request.config.getoption("--kvplan-update"),
         f"pytest --kvplan-update '{request.node.nodeid}'",
     )

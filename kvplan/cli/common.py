@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import click
 
@@ -64,23 +64,22 @@ def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
     return read_plan(sys.stdin.buffer, "stdin")
 
 
-def html_option(function: _F) -> _F:
-    """Give a command `--html FILE`; its parameter is `html`."""
-    option = click.option(
-        "--html",
+def picture_option(name: Literal["html", "svg"]) -> Callable[[_F], _F]:
+    """Give a command `--html FILE` or `--svg FILE`; its parameter has the same name."""
+    return click.option(
+        f"--{name}",
         type=click.Path(),
         metavar="FILE",
-        help="Draw a picture into this file instead; - is stdout.",
+        help=f"Draw a picture as {name.upper()} into this file instead; - is stdout.",
     )
-    return option(function)
 
 
-def write_html(html: str, path: str) -> None:
+def write_text(text: str, path: str) -> None:
     """Write a document that replaces the file, or goes to stdout for `-`."""
     if path == STDIN:
-        click.echo(html)
+        click.echo(text)
     else:
-        Path(path).write_text(html, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def write_json(document: dict[str, Any]) -> None:

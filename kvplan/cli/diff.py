@@ -8,11 +8,11 @@ import click
 
 from kvplan.cli.common import (
     ExitCode,
-    html_option,
     json_option,
+    picture_option,
     plan_argument,
-    write_html,
     write_json,
+    write_text,
 )
 from kvplan.cli.paint import write_lines
 from kvplan.inspection.diff import is_equivalent
@@ -26,7 +26,7 @@ SCHEMA_VERSION: Final = 1
 @click.command("diff", epilog="Example: kvplan diff expected.json found.json || echo differs")
 @plan_argument("old", "A.json")
 @plan_argument("new", "B.json")
-@html_option
+@picture_option("html")
 @json_option
 def command(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
     """Print how plan B differs from plan A, ending in a verdict.
@@ -39,7 +39,7 @@ def command(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCod
     if html is not None:
         if as_json:
             raise click.UsageError("--html and --json cannot be combined")
-        write_html(old.to_html(diff=new), html)
+        write_text(old.to_html(diff=new), html)
         return ExitCode.OK if same else ExitCode.DIFFERENT
     text = old.diff(new)
     if as_json:

@@ -9,11 +9,11 @@ import click
 
 from kvplan.cli.common import (
     ExitCode,
-    html_option,
     json_option,
+    picture_option,
     plan_argument,
-    write_html,
     write_json,
+    write_text,
 )
 from kvplan.cli.paint import write_lines
 from kvplan.inspection.units import DEFAULT_LIMIT, Format
@@ -48,13 +48,15 @@ SCHEMA_VERSION: Final = 1
     help="Rows of each list before the rest is only counted.",
 )
 @click.option("--all", "everything", is_flag=True, help="All rows, however many there are.")
-@html_option
+@picture_option("html")
+@picture_option("svg")
 @json_option
 def command(
     plan: Plan,
     form: Format,
     limit: int,
     html: str | None,
+    svg: str | None,
     *,
     everything: bool,
     as_json: bool,
@@ -65,11 +67,13 @@ def command(
     stdin. The HTML of --html is one file that loads nothing else. Exits with 0, or with 2 if it is
     not a plan.
     """
+    if [html is not None, svg is not None, as_json].count(True) > 1:
+        raise click.UsageError("only one of --html, --svg and --json can be given")
     rows = None if everything else limit
     if html is not None:
-        if as_json:
-            raise click.UsageError("--html and --json cannot be combined")
-        write_html(plan.to_html(), html)
+        write_text(plan.to_html(), html)
+    elif svg is not None:
+        write_text(plan.to_svg(), svg)
     elif as_json:
         write_json(_document(plan, rows))
     else:

@@ -15,12 +15,13 @@ from typing import Any, Final, NamedTuple
 import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
-from kvplan.inspection.units import nbytes_text, plural
-from kvplan.planning.files import save
+from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
+from kvplan.inspection.contents import local_layers
+from kvplan.inspection.units import nbytes_text, plural, span
 from kvplan.recording.queries import OPERATIONS, Write, select, who_wrote
 from kvplan.recording.reader import follow, read
 from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
-from kvplan.status import LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 
 SCHEMA_VERSION: Final = 1
@@ -78,6 +79,13 @@ class _Filter(NamedTuple):
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with what is written.")
 @click.option("--plan", "explained", metavar="N", type=click.IntRange(min=0), help="Explain it.")
 @click.option(
+    "--expect",
+    "expected",
+    metavar="SIDE:TABLE",
+    callback=Expected.read,
+    help="With --plan: compare its block table, such as dst:7,8,2 or src:4..5,9; 1 if it differs.",
+)
+@click.option(
     "--save-plan",
     "saved",
     metavar="N OUT.json",
@@ -102,6 +110,7 @@ def command(
     block: str | None,
     following: bool,
     explained: int | None,
+    expected: Expected | None,
     saved: tuple[int, Path] | None,
     perfetto: Path | None,
     as_json: bool,
@@ -124,8 +133,10 @@ def command(
     recordings = [read(path) for path in files]
     if operation is not None:
         _check_operation(operation, recordings)
+    if expected is not None and explained is None:
+        raise click.UsageError("--expect needs --plan N")
     if explained is not None or saved is not None:
-        return _one_plan(recordings, explained, saved, as_json=as_json)
+        return _one_plan(recordings, explained, saved, expected, as_json=as_json)
     if block is not None:
         return _block(recordings, block, as_json=as_json)
     found = [(it, chosen.of(it.rows, it.header.started)) for it in recordings]
@@ -188,7 +199,7 @@ def _say(*lines: str) -> None:
 
 def _list(recording: Recording, rows: list[AnyRecord]) -> None:
     _say(_title(recording), _HEAD)
-    _say(*map(_line, rows))
+    _say(*map(_Lines().of, rows))
     left = len(recording.rows) - len(rows)
     ended = "" if recording.complete else "; it was cut off, or is still written"
     missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
@@ -205,16 +216,17 @@ def _follow(path: Path, chosen: _Filter, *, as_json: bool) -> None:
         time.sleep(_AGAIN_S)
         return True
 
+    lines = _Lines()
     if not as_json:
         _say(_HEAD)
     for it in follow(path, idle):
         for row in chosen.of([it], began):
-            _say(json.dumps(_document(row)) if as_json else _line(row))
+            _say(json.dumps(_document(row)) if as_json else lines.of(row))
 
 
 _HEAD: Final = (
-    f"{'#':>6}  {'time':<15} {'operation':<15} {'peer':>6}  {'tag':<24} {'blocks':>6} {'bytes':>9} "
-    f"{'ms':>9}  outcome"
+    f"{'#':>6}  {'time':<15} {'operation':<15} {'peer':>6}  {'tag':<24} {'layers':<9} "
+    f"{'blocks':>6} {'bytes':>9} {'ms':>9}  outcome"
 )
 
 
@@ -227,7 +239,36 @@ def _title(recording: Recording) -> str:
     )
 
 
-def _line(it: AnyRecord) -> str:
+class _Lines:
+    """Rows of one recording as lines. Transfers of one template have the same layers."""
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[int, ...], str] = {}
+
+    def of(self, record: AnyRecord) -> str:
+        """The line of a row."""
+        if not isinstance(record, Transfer):
+            return _line(record, "")
+        key = tuple(part.template for part in record.parts)
+        if key not in self._layers:
+            self._layers[key] = _layers(record)
+        return _line(record, self._layers[key])
+
+
+def _layers(transfer: Transfer) -> str:
+    """`0-31`, or `0-1>4-5` where layers go to others; of several parts each that differs."""
+    try:
+        parts = () if transfer.plan is None else transfer.plan.parts
+    except LLMException:
+        return "damaged"
+    said = []
+    for part in parts:
+        src, dst = (span(local_layers(part, side)) for side in ("src", "dst"))
+        said.append(src if src == dst else f"{src}>{dst}")
+    return ",".join(dict.fromkeys(said))
+
+
+def _line(it: AnyRecord, layers: str) -> str:
     begin = f"{it.number:>6}  {_clock(it.time):<15}"
     if isinstance(it, Dropped):
         what = "a file of the recording" if it.count is None else plural(it.count, "row")
@@ -249,8 +290,8 @@ def _line(it: AnyRecord) -> str:
     blocks = str(it.blocks or "")
     nbytes = nbytes_text(it.nbytes)
     return (
-        f"{begin} {it.operation:<15} {peer:>6}  {it.tag:<24} {blocks:>6} {nbytes:>9} {ms:>9}  "
-        f"{outcome}"
+        f"{begin} {it.operation:<15} {peer:>6}  {it.tag:<24} {layers:<9} {blocks:>6} {nbytes:>9} "
+        f"{ms:>9}  {outcome}"
     )
 
 
@@ -327,6 +368,7 @@ def _one_plan(
     recordings: list[Recording],
     explained: int | None,
     saved: tuple[int, Path] | None,
+    expected: Expected | None,
     *,
     as_json: bool,
 ) -> ExitCode:
@@ -335,28 +377,21 @@ def _one_plan(
     (recording,) = recordings
     if saved is not None:
         number, path = saved
-        plan = _transfer(recording, number).plan
-        if plan is None:
-            raise invalid(f"transfer {number} failed before there was a plan")
-        save(plan, path)
-        _say(f"{path}: {plan!r}")
-    if explained is not None:
-        transfer = _transfer(recording, explained)
-        plan = transfer.plan
-        if as_json:
-            document = None if plan is None else plan.to_dict()
-            write_json({"schema_version": SCHEMA_VERSION, "plan": document} | _document(transfer))
-        else:
-            text = "no plan: it failed before there was one" if plan is None else plan.explain()
-            _say(_HEAD, _line(transfer), *text.splitlines())
-    return ExitCode.OK
-
-
-def _transfer(recording: Recording, number: int) -> Transfer:
-    found = recording.rows[number] if number < len(recording) else None
-    if not isinstance(found, Transfer):
-        raise invalid(f"{recording.path}: row {number} is no transfer; there are {len(recording)}")
-    return found
+        _say(save_plan(transfer_at(recording, number), path))
+    if explained is None:
+        return ExitCode.OK
+    transfer = transfer_at(recording, explained)
+    wrong = "" if expected is None else expected.difference(transfer)
+    if as_json:
+        plan = None if transfer.plan is None else transfer.plan.to_dict()
+        tables = {"block_tables": block_tables(transfer), "unexpected": wrong}
+        document = {"schema_version": SCHEMA_VERSION, "plan": plan} | tables
+        write_json(document | _document(transfer))
+    else:
+        _say(_HEAD, _Lines().of(transfer), *plan_lines(transfer))
+        if expected is not None:
+            _say(wrong or f"{expected.side}_blocks is as expected")
+    return ExitCode.DIFFERENT if wrong else ExitCode.OK
 
 
 def _export(found: _Found, perfetto: Path) -> ExitCode:

@@ -119,9 +119,15 @@ class Difference:
         if first.holds:
             yield f"  it holds {first.holds}"
         if first.as_planned:
-            yield "  the source holds the same there: it was copied as planned"
+            yield (
+                "  the source holds the same there: it was copied as planned, so the source, or "
+                "the plan, was wrong"
+            )
         elif first.as_planned is not None:
-            yield "  the source holds something else there: not this plan, or not then, wrote it"
+            yield (
+                "  the source holds something else there, so another transfer wrote it, or the "
+                "source has changed since"
+            )
         if first.writes is not None:
             yield from _writes_lines(first.writes)
 
@@ -144,9 +150,11 @@ class Located:
 
     Attributes:
         differences: of each part of the plan, in order.
+        is_replay: True: the expected contents are those that the plan makes of the source.
     """
 
     differences: tuple[Difference, ...]
+    is_replay: bool = False
 
     def __bool__(self) -> bool:
         return any(it.first is not None for it in self.differences)
@@ -160,6 +168,11 @@ class Located:
         """What it says, for people."""
         for it in self.differences:
             yield from it.lines()
+        if self.is_replay and not self:
+            yield (
+                "  everything was copied as planned: if the cache is wrong, the source, or the "
+                "plan, was wrong"
+            )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -113,7 +113,8 @@ def replay(
     read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")
     expected = [it.copy() for it in found]
     reference.execute(plan, read, expected)
-    return locate(expected, found, plan, source=read, recordings=recordings, cache_id=cache_id)
+    located = locate(expected, found, plan, source=read, recordings=recordings, cache_id=cache_id)
+    return replace(located, is_replay=True)
 
 
 def _placed(plan: object) -> list[PlacedPart]:

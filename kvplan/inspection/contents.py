@@ -24,7 +24,7 @@ class RequestOrder:
     def __init__(self, part: Part) -> None:
         self.part = part
         self._by_row: NDArray[np.int64] | None = None
-        if part.tables is not None and part.local != "both":
+        if part.tables is not None:
             self._by_row = np.argsort(part.tables.dst)
             self._rows = part.tables.dst[self._by_row]
 
@@ -36,18 +36,26 @@ class RequestOrder:
         part = self.part
         if part.dst.layout is not None and "token" in part.dst.layout.axes:
             return spans_text("token", self.tokens(first, last))
-        if part.tables is None or len(part.tables.dst) == 1:
+        if part.tables is None or len(part.tables.dst) == 1 or part.local == "both":
             return ""
-        return spans_text("position", spans_of(self._found(first, last)))
+        return spans_text("position", spans_of(self._entries_of(first, last)))
 
     def tokens(self, first: int, last: int) -> list[Span]:
         """As `tokens_of`."""
-        return _tokens(self.part, self._found(first, last), first, last)
+        if self.part.local == "both":
+            return []
+        return _tokens(self.part, self._entries_of(first, last), first, last)
 
-    def _found(self, first: int, last: int) -> NDArray[np.int64]:
+    def _entries_of(self, first: int, last: int) -> NDArray[np.int64]:
+        return self.entries(_row(self.part.dst, first), _row(self.part.dst, last))
+
+    def entries(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the entries of the block table for dst rows `low` to `high`, in their order.
+
+        Empty: a row is not of the request.
+        """
         if self._by_row is None:
             return np.empty(0, np.int64)
-        low, high = _row(self.part.dst, first), _row(self.part.dst, last)
         piece = slice(*np.searchsorted(self._rows, [low, high + 1]))
         found = self._by_row[piece]
         return found if len(found) == high - low + 1 else found[:0]

@@ -18,7 +18,7 @@ from kvplan.inspection.contents import (
     tokens_of,
 )
 from kvplan.inspection.explain import labels_text
-from kvplan.inspection.summary import blocks_of
+from kvplan.inspection.table import blocks_of
 from kvplan.inspection.units import fit, nbytes_text, place, plural, shown_rows
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def diff(old: Part, new: Part) -> str:
         if old.split == new.split:
             lines += _other_tensors(old.num_tensor_pairs, new.num_tensor_pairs)
     said = verdict(old, new)
-    if said.startswith(OTHER_BYTES) and (cause := table_change(old, new)):
-        lines.append(f"  cause    {cause}")
+    if said.startswith(OTHER_BYTES) and (mistake := cause(old, new)):
+        lines.append(f"  cause    {mistake}")
     lines.append(f"  verdict: {said}")
     return "\n".join(it for line in lines for it in fit(line))
 
@@ -272,7 +272,8 @@ def verdict(old: Part, new: Part) -> str:
         # Pairs of parts of tensors against other ones: by what all of them come to.
         counts = _compare_runs(*(_runs_of_all(it) for it in (old, new)))
     elif (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
-        return f"{OTHER_BYTES} - {_other_layers(old, new)}"
+        layers = [[local_layers(it, side) for side in ("src", "dst")] for it in (old, new)]
+        return f"{OTHER_BYTES} - other {'tensors' if layers[0] == layers[1] else 'layers'}"
     else:
         counts = [count * old.num_tensor_pairs for count in _compare_bytes(old, new)]
     if not any(counts):
@@ -292,25 +293,30 @@ def verdict(old: Part, new: Part) -> str:
     return f"{OTHER_BYTES} - bytes at dst: {said}"
 
 
-def _other_layers(old: Part, new: Part) -> str:
-    """Whether the same layers are written from others, by one number further."""
-    (before, _), (after, _) = (local_layers(it, "src") for it in (old, new))
-    if (
-        old.dst_tensors == new.dst_tensors
-        and old.tensors_per_layer == new.tensors_per_layer
-        and before != after
-    ):
+def cause(old: Part, new: Part) -> str:
+    """Return the likely mistake behind different bytes, in words; empty if none is recognized."""
+    return "; ".join(filter(None, [_layer_change(old, new), _table_change(old, new)]))
+
+
+def _layer_change(old: Part, new: Part) -> str:
+    """How the layers are paired otherwise: shifted, or other ones."""
+    (old_src, old_dst), (new_src, new_dst) = (
+        (local_layers(it, "src"), local_layers(it, "dst")) for it in (old, new)
+    )
+    if (old_src, old_dst) == (new_src, new_dst):
+        return ""
+    before, after = old_src[0] - old_dst[0], new_src[0] - new_dst[0]
+    common = max(old_dst[0], new_dst[0])
+    if before != after and common <= min(old_dst[1], new_dst[1]):
         return (
-            f"layers shifted by {after - before:+d}: layer {local_layers(old, 'dst')[0]} at dst "
-            f"came from layer {before}, and comes from {after}"
+            f"layers are shifted by {after - before:+d}: layer {common} at dst came from layer "
+            f"{common + before}, and comes from layer {common + after}"
         )
-    layers = [model_text(it) for it in (old, new)]
-    if all(layers) and layers[0] != layers[1]:
-        return f"other layers of the model: {layers[0]} before, and {layers[1]} now"
-    return "other tensors"
+    said = [layers_text(it, slice(None)) for it in (old, new)]
+    return f"{said[0]} before, and {said[1]} now"
 
 
-def table_change(old: Part, new: Part) -> str:
+def _table_change(old: Part, new: Part) -> str:
     """What was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""
@@ -331,7 +337,7 @@ def _number(given: int | None) -> str:
 
 
 def _changed_tables(old: BlockTables, new: BlockTables) -> str:
-    """As `table_change`, of the rows."""
+    """As `_table_change`, of the rows."""
     changed = [
         name
         for name in ("src", "dst")
@@ -339,7 +345,9 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
     ]
     if len(changed) == 1:
         name = changed[0]
-        return _changed_table(name, getattr(old, name), getattr(new, name))
+        return changed_table(name, getattr(old, name), getattr(new, name))
+    if np.array_equal(old.src, new.dst) and np.array_equal(old.dst, new.src):
+        return "src_blocks and dst_blocks are exchanged"
     sizes = [len(it.src) for it in (old, new)]
     if len(changed) == 2 and sizes[0] != sizes[1]:
         least = min(sizes)
@@ -352,8 +360,8 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
     return ""
 
 
-def _changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """What was done to one of the tables, where the other is as before."""
+def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
+    """Return what was done to one block table, if that is recognized; it begins with its name."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)

@@ -17,8 +17,7 @@ from kvplan.inspection.contents import (
     to_text,
     tokens_moved,
 )
-from kvplan.inspection.summary import summary
-from kvplan.inspection.table import table_lines
+from kvplan.inspection.table import summary, table_lines
 from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown

@@ -1,4 +1,7 @@
-"""A picture of a plan as SVG, for documents: no script, readable on white and on black."""
+"""A picture of a plan as SVG: rows of both sides, and a band for each run between them.
+
+Each band has a title, which a browser shows where the pointer rests. Readable on white and black.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,46 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvplan.inspection.contents import to_text
-from kvplan.inspection.picture import Picture, PictureSide, pictures, tint
+import numpy as np
+
+from kvplan.inspection.bands import Bands
+from kvplan.inspection.contents import kv_of, layers_text, to_text, tokens_moved
+from kvplan.inspection.oddities import oddities
+from kvplan.inspection.units import fit, nbytes_text, plural
+from kvplan.types import Placement
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
+    from kvplan.inspection.bands import Places
+    from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
+    from kvplan.planning.side import Side
 
 WIDTH: Final = 960
 MARGIN: Final = 24
 TRACK: Final = 28
 SPAN: Final = 150
-ROW: Final = 88
-"""Pixels of a block, where there is room, and of what is between the tracks."""
+MAX_ROW: Final = 88  # width of a row, where there is room
 
-MOST: Final = 512
-"""Bands that are drawn as wide as they are; more are lines."""
+MAX_RIBBONS: Final = 512
+"""Bands that are drawn as wide as they are. If there are more, neighbours are lines of one mark."""
 
-MOST_NOTES: Final = 4
+MAX_MARKS: Final = 160
+MAX_LINES: Final = 4096
+"""Lines in all; of more bands, every second, third, ... is drawn."""
+
+MAX_NOTES: Final = 4
+MAX_TENSORS: Final = 4  # of a layer; the others are counted
+
+RAMP: Final = (
+    (59, 76, 192), (35, 116, 184), (14, 130, 126), (58, 126, 52), (160, 106, 0), (190, 66, 18),
+)  # fmt: skip
+"""Colours of the order in the request, first to last. White text is readable on each of them."""
+
+_VERBS: Final = {"pull": "Pulls", "push": "Pushes", "copy": "Copies", "swap": "Swaps"}
+_LABELS: Final = {"entry": "entry of the block table", "token": "tokens of the request"}
 
 # Every colour is of the picture's own ground, which a viewer's theme chooses, not the page's.
 _STYLE: Final = """
@@ -35,32 +58,47 @@ _STYLE: Final = """
 .ink{fill:#1b1d20}.soft{fill:#5f636b}.odd{fill:#8a5300}
 .tick{stroke:#fff;stroke-opacity:.75;fill:none}.line{fill:none;stroke-opacity:.3}
 .ribbon{fill-opacity:.4;stroke-opacity:.8;stroke-width:.8}
+.band{outline:none}.band:hover .ribbon,.band:focus .ribbon{fill-opacity:.85}
+.band:hover .line,.band:focus .line{stroke-opacity:1;stroke-width:1.6}
+svg:has(.band:hover) .band:not(:hover),svg:has(.band:focus) .band:not(:hover,:focus){opacity:.2}
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 .head{font-size:16px;font-weight:600}.bold{font-weight:600}
 .end{fill:#fff;font-weight:600;font-size:11px;paint-order:stroke;stroke-width:4px}
+.end,.tick{pointer-events:none}
 @media (prefers-color-scheme:dark){
 .ground{fill:#191c1f;stroke:#2d3136}.bed{fill:#262a2e;stroke:#33383d}
 .ink{fill:#eceef0}.soft{fill:#a3a9b0}.odd{fill:#f0bb62}
 .tick{stroke:#191c1f}.ribbon{fill-opacity:.55}}
 """
 
+Place = tuple[float, float]
+"""Left and right edge."""
+
 
 def to_svg(plan: Plan, path: str | os.PathLike[str] | None = None) -> str:
-    """Return a plan, or the groups of one below one another, as SVG; write it to `path`."""
+    """Return a plan, its parts below one another, as SVG; write it to `path`."""
+    text = picture(plan, plan.parts)
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+def picture(plan: Plan, parts: Sequence[Part]) -> str:
+    """Return the SVG of some parts of a plan."""
     lines: list[str] = []
     y: float = MARGIN
     title = f"{plan.operation} · {plan.kind} · plan {plan.fingerprint[:6]}"
-    for picture in pictures(plan):
-        drawing = _Drawing(picture, y)
-        drawing.draw(title if not picture.name else f"{title} · group {picture.name}")
+    for part in parts:
+        drawing = _Drawing(part, y)
+        drawing.draw(f"{title} · part {part.label}" if part.label else title)
         lines += drawing.lines
         y = drawing.y + MARGIN
-    height = round(y)
-    text = "\n".join(
+    height, name = round(y), _clean(repr(plan))
+    return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" role="img" aria-label="{_clean(repr(plan))}">',
-            f"<title>{_clean(repr(plan))}</title>",
+            f'width="{WIDTH}" height="{height}" role="group" aria-label="{name}">',
+            f"<title>{name}</title>",
             f"<style>{_STYLE}</style>",
             f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" '
             'rx="10"/>',
@@ -68,121 +106,177 @@ def to_svg(plan: Plan, path: str | os.PathLike[str] | None = None) -> str:
             "</svg>\n",
         ]
     )
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text
+
+
+def layer_texts(part: Part) -> list[str]:
+    """Return what the bands are of in each layer: `layer 4 → 0: tensors 8 → 0 K, 9 → 1 V`."""
+    per_layer = part.tensors_per_layer
+    named = "kv" in part.split or per_layer == 2
+    places = []
+    for side, views in ((part.src, part.src_tensors), (part.dst, part.dst_tensors)):
+        located = side.locate(views, part.split, per_layer)[0].tolist() if part.split else [*views]
+        places.append(located)
+    texts = []
+    for layer in range(len(part.src_layers)):
+        piece = slice(layer * per_layer, (layer + 1) * per_layer)
+        views = part.dst_tensors[piece]
+        pairs = [
+            f"{src} → {dst} {kv_of(part, view, 0, 0) if named else ''}".rstrip()
+            for src, dst, view in zip(*(it[piece] for it in places), views, strict=True)
+        ]
+        hidden = len(pairs) - MAX_TENSORS
+        pairs[MAX_TENSORS:] = [f"and {hidden} more"] if hidden > 0 else []
+        word = "tensor" if len(views) == 1 else "tensors"
+        name = layers_text(part, slice(layer, layer + 1)).replace("->", "→")
+        texts.append(f"{name}: {word} {', '.join(pairs)}")
+    return texts
+
+
+def summary_text(part: Part) -> str:
+    """Return one sentence: `Pulls 3 blocks of a peer into 3 blocks, in 2 layers: 384 KiB ...`."""
+    tables, tokens = part.tables, tokens_moved(part)
+    owners = ["" if part.local in (name, "both") else " of a peer" for name in ("src", "dst")]
+    count = part.num_slices if part.kind == "B2B" else 1
+    written = 1 if part.kind == "C2C" else part.num_slices
+    if tables is not None:
+        count = len(np.unique(tables.src)) if part.local == "both" else len(tables.src)
+        written = len(tables.dst)
+    rows = f"{plural(count, part.src.row)}{owners[0]} into {plural(written, part.dst.row)}"
+    if tokens is not None:
+        rows = f"{plural(tokens, 'token')}, {rows}"
+    layers = len(part.dst_layers) * (1 if "layer" in part.split else part.dst.extent("layer"))
+    return (
+        f"{_VERBS[part.operation.partition('_')[0]]} {rows}{owners[1]}, in "
+        f"{plural(layers, 'layer')}: {nbytes_text(part.nbytes)} in "
+        f"{plural(part.num_descriptors, 'descriptor')}."
+    )
 
 
 class _Axis:
-    """Where the rows of a side are: those that are used, in order, with gaps between."""
+    """The places of a side's rows: those that are used, in order, with gaps between."""
 
-    def __init__(self, spans: Sequence[tuple[int, int]], parts: int) -> None:
+    def __init__(self, side: Places, parts: int, drawn: slice) -> None:
         extents: list[list[int]] = []
-        for low, high in sorted(spans):
+        pairs = zip(side.first[drawn].tolist(), side.last[drawn].tolist(), strict=True)
+        for low, high in sorted(pairs):
             if extents and low <= extents[-1][1] + 1:
                 extents[-1][1] = max(extents[-1][1], high)
             else:
                 extents.append([low, high])
         gaps = len(extents) - 1
         rows = sum(high - low + 1 for low, high in extents)
-        used = min(WIDTH - 2 * MARGIN, max(rows * ROW + gaps * 16, 300))
-        self.gap = min(16.0, 0.35 * used / gaps) if gaps else 0.0
+        used = min(WIDTH - 2 * MARGIN, max(rows * MAX_ROW + gaps * 16, 300))
+        self.gap = min(16.0, 0.35 * used / gaps) if gaps > 0 else 0.0
         self.size = (used - self.gap * gaps) / max(rows, 1)
-        self.parts = parts
         self.extents: list[tuple[int, int, float]] = []
         x = (WIDTH - used) / 2
         for low, high in extents:
             self.extents.append((low, high, x))
             x += (high - low + 1) * self.size + self.gap
         self._lows = [low for low, _, _ in self.extents]
+        columns = (it[drawn].tolist() for it in side)
+        self.places = _side_by_side(
+            [
+                (self.at(first, begin / parts), self.at(last, end / parts))
+                for first, last, begin, end in zip(*columns, strict=True)
+            ]
+        )
 
-    def at(self, row: int, part: int = 0) -> float:
-        """The left edge of a row, or of a part of it."""
+    def at(self, row: int, piece: float = 0) -> float:
+        """The left edge of a row, or a place in it."""
         low, _, x = self.extents[bisect_right(self._lows, row) - 1]
-        return x + (row - low + part / self.parts) * self.size
-
-
-Place = tuple[float, float]
+        return x + (row - low + piece) * self.size
 
 
 class _Drawing:
-    """One picture, from `y` on down."""
+    """One picture, from `y` on down. `draw` leaves its end in `y`."""
 
-    def __init__(self, picture: Picture, y: float) -> None:
-        self.picture, self.y = picture, y
+    def __init__(self, part: Part, y: float) -> None:
+        self.part, self.y = part, y
         self.lines: list[str] = []
-        bands = picture.drawn.bands
-        self.count = len(bands.state)
-        self.order = bands.entry_first if picture.order == "entry" else bands.token_first
-        self.places = []
-        self.axes: list[_Axis] = []
-        for name, parts in zip(("src", "dst"), picture.drawn.parts, strict=True):
-            first, last, begin, end = (
-                getattr(bands, f"{name}_{it}").tolist() for it in ("first", "last", "from", "to")
-            )
-            if picture.drawn.at is not None:
-                first = last = picture.drawn.at[len(self.axes)].tolist()
-            axis = _Axis([*zip(first, last, strict=True)], parts)
-            self.axes.append(axis)
-            self.places.append(
-                _side_by_side(
-                    [
-                        (axis.at(a, c), axis.at(b, d))
-                        for a, b, c, d in zip(first, last, begin, end, strict=True)
-                    ]
-                )
-            )
+        self.bands = Bands(part)
+        self.step = -(-len(self.bands) // MAX_LINES) or 1
+        self.axes = [
+            _Axis(side, parts, slice(None, None, self.step))
+            for side, parts in zip((self.bands.src, self.bands.dst), self.bands.parts, strict=True)
+        ]
 
     def draw(self, title: str) -> None:
-        """Everything, of which `lines` and `y` are kept."""
-        picture = self.picture
+        """Draw everything."""
+        part = self.part
         self._text(MARGIN, 6, title, "soft")
-        self._text(MARGIN, 28, picture.summary, "ink head")
+        self._text(MARGIN, 28, summary_text(part), "ink head")
         self.y += 42
-        for side in picture.sides:
-            self._side(side)
+        self._side("Source", part.src, part.dst, part.local in ("src", "both"))
+        self._side("Destination", part.dst, part.src, part.local in ("dst", "both"))
         self.y += 12
         self._tracks()
-        place = {"entry": "entry of the block table", "token": "tokens of the request"}
-        self._text(
-            MARGIN, 6, f"colour and number in a box: {place.get(picture.order, 'order')}", "soft"
-        )
-        layers = len(picture.layers)
-        alike = f", the same in all {layers}" if layers > 1 else ""
-        self._text(WIDTH - MARGIN, 6, f"{picture.layers[0][0]}{alike}", "soft", "end")
+        label = _LABELS.get(self.bands.labelled_by, "order")
+        has_boxes = len(self.bands) <= MAX_RIBBONS
+        legend = f"and number in a box: {label}" if has_boxes else "from blue to red: the request"
+        self._text(MARGIN, 6, f"colour {legend}", "soft")
+        if part.src_layers:
+            count = len(part.src_layers)
+            alike = f", the same in all {count}" if count > 1 else ""
+            layer = layers_text(part, slice(1)).replace("->", "→")
+            self._text(WIDTH - MARGIN, 6, f"{layer}{alike}", "soft", "end")
         self.y += 10
-        for note in _shortened(picture.notes):
+        for note in self._notes():
             self.y += 18
             self._text(MARGIN, 6, note, "odd")
         self.y += 12
 
-    def _side(self, side: PictureSide) -> None:
-        version = side.versions[-1]
-        axes = ", ".join(f"{name} {length}".strip() for name, length, _ in version.axes)
+    def _notes(self) -> Iterator[str]:
+        """What is odd, in lines: SVG does not break them."""
+        if self.step > 1:
+            yield f"Only one of {self.step} runs is drawn: there are {len(self.bands):,}."
+        found = oddities(self.part)
+        for note in found[:MAX_NOTES]:
+            yield from fit(note, 140)
+        if (hidden := len(found) - MAX_NOTES) > 0:
+            yield f"… and {hidden} more"
+
+    def _side(self, title: str, side: Side, other: Side, is_own: bool) -> None:
+        """One line: data type, axes, shard, and where the tensors are."""
+        owner = "of this process" if is_own else "of a peer"
+        facts = [str(side.shard) if side.shard is not None else "", side.label or ""]
+        facts.append(plural(side.num_tensors, "tensor"))
+        # DEVICE is the default of descriptions: without an accelerator it may mean host memory.
+        if {side.placement, other.placement} != {Placement.DEVICE}:
+            facts.append(f"on {side.placement.name.lower()}")
+        facts.append(f"over {side.way}" if side.way else "")
         name = f" {side.name}" if side.name else ""
-        said = " · ".join([f"{version.data_type} ({axes})", *version.facts])
-        text = f'<tspan class="bold">{side.title}</tspan> {_clean(f"{side.owner}{name}: {said}")}'
-        self.lines.append(f'<text class="soft" x="{MARGIN}" y="{_n(self.y + 8)}">{text}</text>')
+        kind = f"rows of {side.stride} bytes" if side.data_type is None else side.data_type.name
+        axes = ", ".join(
+            f'<tspan class="odd">≠ {_clean(text)}</tspan>' if is_odd else _clean(text)
+            for text, is_odd in _axes(side, other)
+        )
+        if side.data_type != other.data_type:
+            kind = f'<tspan class="odd">≠ {kind}</tspan>'
+        more = "".join(f" · {_clean(it)}" for it in facts if it)
+        self.lines.append(
+            f'<text class="soft" x="{MARGIN}" y="{_n(self.y + 8)}"><tspan class="bold">{title}'
+            f"</tspan> {_clean(f'{owner}{name}')}: {kind} ({axes}){more}</text>"
+        )
         self.y += 18
 
     def _tracks(self) -> None:
-        src, dst = self.picture.sides
         self.y += 16
-        self._text(MARGIN, 0, f"Source {src.row}s", "ink bold")
+        self._text(MARGIN, 0, f"Source {self.part.src.row}s", "ink bold")
         self.y += 20
-        self._numbers(0, 0)
+        self._numbers(self.axes[0])
         top = self.y + 8
         bottom = top + TRACK + SPAN
         for axis, y in zip(self.axes, (top, bottom), strict=True):
             self._bed(axis, y)
-        if self.count <= MOST:
+        if len(self.bands) <= MAX_RIBBONS:
             self._ribbons(top, bottom)
         else:
             self._many_lines(top, bottom)
         self.y = bottom + TRACK + 16
-        self._numbers(1, 0)
+        self._numbers(self.axes[1])
         self.y += 18
-        self._text(MARGIN, 0, f"Destination {dst.row}s", "ink bold")
+        self._text(MARGIN, 0, f"Destination {self.part.dst.row}s", "ink bold")
         self.y += 16
 
     def _bed(self, axis: _Axis, y: float) -> None:
@@ -198,17 +292,18 @@ class _Drawing:
     def _ribbons(self, top: float, bottom: float) -> None:
         texts = []
         edge, middle = top + TRACK, (top + TRACK + bottom) / 2
-        for index in range(self.count):
-            (a, b), (c, d) = (_at_least(it[index], 2) for it in self.places)
+        for index in range(len(self.bands)):
+            (a, b), (c, d) = (_at_least(axis.places[index], 2) for axis in self.axes)
             paint = self._paint(index)
-            self.lines.append(
+            self._mark(
+                range(index, index + 1),
                 f'<path class="ribbon" fill="{paint}" stroke="{paint}" d="M{_n(a)} {_n(edge)}'
                 f"C{_n(a)} {_n(middle)} {_n(c)} {_n(middle)} {_n(c)} {_n(bottom)}H{_n(d)}"
                 f'C{_n(d)} {_n(middle)} {_n(b)} {_n(middle)} {_n(b)} {_n(edge)}Z"/>'
                 f'<path fill="{paint}" d="M{_n(a)} {_n(top)}H{_n(b)}V{_n(edge)}H{_n(a)}Z'
-                f'M{_n(c)} {_n(bottom)}H{_n(d)}V{_n(bottom + TRACK)}H{_n(c)}Z"/>'
+                f'M{_n(c)} {_n(bottom)}H{_n(d)}V{_n(bottom + TRACK)}H{_n(c)}Z"/>',
             )
-            label = self._label(index)
+            label = self.bands.label(index)
             for (left, right), y in (((a, b), top), ((c, d), bottom)):
                 if label and right - left > len(label) * 6.6 + 6:
                     texts.append(
@@ -226,53 +321,50 @@ class _Drawing:
         self.lines += texts
 
     def _many_lines(self, top: float, bottom: float) -> None:
-        """A line for each band, and those of neighbours in the request in one path."""
-        size = -(-self.count // 160)
+        """A line for each band; those of neighbours in the request are one mark."""
+        size = -(-len(self.bands) // MAX_MARKS)
         edge, middle = top + TRACK, (top + TRACK + bottom) / 2
-        for start in range(0, self.count, size):
+        width = max(0.5, min(axis.size for axis in self.axes))
+        src, dst = (axis.places for axis in self.axes)
+        for start in range(0, len(self.bands), size):
+            stop = min(start + size, len(self.bands))
             path, boxes = [], []
-            for index in range(start, min(start + size, self.count)):
-                (a, b), (c, d) = (it[index] for it in self.places)
-                x, to = _n((a + b) / 2), _n((c + d) / 2)
+            for index in range(-(-start // self.step), -(-stop // self.step)):
+                x, to = (_n(sum(side[index]) / 2) for side in (src, dst))
                 path.append(f"M{x} {_n(edge)}C{x} {_n(middle)} {to} {_n(middle)} {to} {_n(bottom)}")
                 boxes.append(f"M{x} {_n(top)}v{TRACK}M{to} {_n(bottom)}v{TRACK}")
-            paint = self._paint(min(start + size // 2, self.count - 1))
-            width = max(0.5, min(axis.size for axis in self.axes))
-            self.lines.append(
+            paint = self._paint((start + stop) // 2)
+            self._mark(
+                range(start, stop),
                 f'<path class="line" stroke="{paint}" stroke-width="0.6" d="{"".join(path)}"/>'
-                f'<path stroke="{paint}" stroke-width="{_n(width)}" d="{"".join(boxes)}"/>'
+                f'<path stroke="{paint}" stroke-width="{_n(width)}" d="{"".join(boxes)}"/>',
             )
 
+    def _mark(self, bands: range, drawn: str) -> None:
+        title = _clean(self.bands.text(bands))
+        self.lines.append(f'<g class="band"><title>{title}</title>{drawn}</g>')
+
     def _paint(self, index: int) -> str:
-        at = int(self.order[index]) if self.picture.order else index
-        return "#{:02x}{:02x}{:02x}".format(*tint(at / max(self._last(), 1)))
+        """The colour of a band, by its place in the request."""
+        at = index / max(len(self.bands) - 1, 1) * (len(RAMP) - 1)
+        low = min(int(at), len(RAMP) - 2)
+        ends = zip(RAMP[low], RAMP[low + 1], strict=True)
+        return "#{:02x}{:02x}{:02x}".format(*(round(a + (b - a) * (at - low)) for a, b in ends))
 
-    def _last(self) -> int:
-        return int(self.order.max()) if self.picture.order == "token" else self.picture.length - 1
-
-    def _label(self, index: int) -> str:
-        picture = self.picture
-        if not picture.order:
-            return str(index) if self.count > 1 else ""
-        texts = picture.drawn.entries if picture.order == "entry" else picture.drawn.tokens
-        last = getattr(picture.drawn.bands, f"{picture.order}_last")
-        said = to_text(int(self.order[index]), int(last[index])).replace("..", "–")
-        return texts.get(index, said)
-
-    def _numbers(self, which: int, below: float) -> None:
+    def _numbers(self, axis: _Axis) -> None:
         """Numbers of rows, or of runs of rows where they are narrow, as far as they have room."""
-        axis, free = self.axes[which], 0.0
+        free = 0.0
         for low, high, x in axis.extents:
             each = axis.size >= 30
             for row in range(low, high + 1) if each else (low,):
                 text = str(row) if each else to_text(low, high).replace("..", "–")
-                end = axis.at(row) if each else x
+                left = axis.at(row) if each else x
                 width = axis.size if each else (high - low + 1) * axis.size
                 half = len(text) * 3.6 + 3
-                middle = min(max(end + width / 2, MARGIN + half), WIDTH - MARGIN - half)
+                middle = min(max(left + width / 2, MARGIN + half), WIDTH - MARGIN - half)
                 if middle - half >= free:
                     free = middle + half
-                    self._text(middle, below, text, "soft", "middle")
+                    self._text(middle, 0, text, "soft", "middle")
 
     def _text(self, x: float, y: float, text: str, style: str, anchor: str = "") -> None:
         anchored = f' text-anchor="{anchor}"' if anchor else ""
@@ -282,10 +374,33 @@ class _Drawing:
         )
 
 
+def _axes(side: Side, other: Side) -> Iterator[tuple[str, bool]]:
+    """Each axis of a side as text, and True if the other side has no such axis in that place."""
+    if side.layout is None:
+        yield from ((f"{length}", False) for length in side.shape)
+        return
+    own, theirs = _lengths(side), _lengths(other)
+    shared = [[name for name in names if name in own and name in theirs] for names in (own, theirs)]
+    for (name, length), said in zip(own.items(), side.layout.axes, strict=True):
+        is_alike = not theirs or (
+            name in theirs
+            and shared[0].index(name) == shared[1].index(name)
+            and (name == "row" or length == theirs[name])
+        )
+        yield f"{said} {length}", not is_alike
+
+
+def _lengths(side: Side) -> dict[str, int]:
+    """Lengths of the axes by name, outermost first; blocks and slots are both rows."""
+    if side.layout is None:
+        return {}
+    names = ["row" if name in ("block", "slot") else name for name in side.layout.axes]
+    return dict(zip(names, side.shape, strict=True))
+
+
 def _side_by_side(places: list[Place]) -> list[Place]:
-    """Bands from, or to, the very same place stand side by side in it."""
-    counts = Counter(places)
-    seen: Counter[Place] = Counter()
+    """Return places in which bands from, or to, the very same place stand side by side."""
+    counts, seen = Counter(places), Counter[Place]()
     found = []
     for place in places:
         (low, high), number = place, seen[place]
@@ -300,18 +415,10 @@ def _at_least(place: Place, width: float) -> Place:
     return place[0] - more, place[1] + more
 
 
-def _shortened(notes: Sequence[str]) -> Iterator[str]:
-    """The first notes, each on a line: SVG does not break them."""
-    for note in notes[:MOST_NOTES]:
-        yield note if len(note) <= 140 else f"{note[:139].rstrip()}…"
-    if (hidden := len(notes) - MOST_NOTES) > 0:
-        yield f"… and {hidden} more"
-
-
 def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
 def _clean(text: str) -> str:
-    """Escaped, and without what XML does not allow."""
+    """Escape text, without what XML does not allow."""
     return escape("".join(it if it.isprintable() else "�" for it in text))

@@ -268,8 +268,8 @@ class Plan:
 
         Args:
             path: a file to write it to; None: it is only returned.
-            diff: draws what changes from this plan to that one, as `diff` says it in text.
-            notes: sentences of yours, shown with those of what is odd.
+            diff: another plan; the document then has the text of `diff`, and both pictures.
+            notes: sentences of yours, shown above the picture.
 
         Raises:
             TypeError: `diff` is no Plan.
@@ -277,9 +277,8 @@ class Plan:
         """
         from kvplan.inspection.page import to_html
 
-        if diff is not None:
-            check_type("diff", diff, Plan)
-        return to_html(self, path, other=diff, notes=notes)
+        text = "" if diff is None else self.diff(check_type("diff", diff, Plan))
+        return to_html(self, path, other=diff, difference=text, notes=notes)
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return a picture of the plan for documents, its parts below one another: SVG, no script.

@@ -8,6 +8,7 @@ and names (`M`). Times are microseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any, Final
 
 from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
@@ -85,20 +86,37 @@ def _slice(it: Transfer, pid: int, tid: int, origin: float) -> dict[str, Any]:
     } | ({"cname": "terrible"} if it.failed else {})
 
 
+class _Tracks:
+    """The tracks of one peer and operation; each transfer goes into the first that is free."""
+
+    def __init__(self) -> None:
+        self.lanes: list[list[Transfer]] = []
+        self._free: list[int] = []  # heap of track numbers
+        self._busy: list[tuple[float, int]] = []  # heap of ends, each with its track
+
+    def add(self, transfer: Transfer) -> None:
+        """Add a transfer that begins no earlier than those before."""
+        while self._busy and self._busy[0][0] <= transfer.time:
+            heappush(self._free, heappop(self._busy)[1])
+        if self._free:
+            number = heappop(self._free)
+            self.lanes[number].append(transfer)
+        else:
+            number = len(self.lanes)
+            self.lanes.append([transfer])
+        heappush(self._busy, (transfer.time + transfer.seconds, number))
+
+
 def lanes(transfers: Iterable[Transfer]) -> list[tuple[str, list[Transfer]]]:
     """Tracks: of one peer and operation each, in which no two transfers overlap."""
-    tracks: dict[tuple[int, str], list[list[Transfer]]] = {}
-    for it in sorted(transfers, key=lambda it: it.time):
-        of_kind = tracks.setdefault((-1 if it.peer is None else it.peer, it.operation), [])
-        free = next((lane for lane in of_kind if lane[-1].time + lane[-1].seconds <= it.time), None)
-        if free is None:
-            of_kind.append([it])
-        else:
-            free.append(it)
+    tracks: dict[tuple[int, str], _Tracks] = {}
+    for transfer in sorted(transfers, key=lambda transfer: transfer.time):
+        peer = -1 if transfer.peer is None else transfer.peer
+        tracks.setdefault((peer, transfer.operation), _Tracks()).add(transfer)
     named = []
     for (peer, operation), of_kind in sorted(tracks.items()):
         where = "this process" if peer < 0 else f"cluster {peer}"
-        for number, lane in enumerate(of_kind, 1):
+        for number, lane in enumerate(of_kind.lanes, 1):
             named.append((f"{where}: {operation}" + (f" ({number})" if number > 1 else ""), lane))
     return named
 

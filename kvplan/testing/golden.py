@@ -40,16 +40,20 @@ class GoldenPlans:
     _used: dict[str, Plan] = field(default_factory=dict, repr=False)
 
     def path(self, name: str = "") -> Path:
-        """The file of the golden plan of a name; each character that files better not have is `-`.
+        """Return the file of the golden plan of a name; each test and name has a file of its own.
 
-        Parameters may differ in such characters alone, or be long: a checksum tells them apart.
+        `test_it[NHD]` and "prefill" have `test_it-NHD+prefill.json`. Other characters than letters,
+        digits, `_`, `.` and `-` become `-`; a checksum then keeps such names apart.
         """
-        given = "-".join(filter(None, (self.test.removesuffix("]"), name)))
-        said = re.sub(r"[^\w.]", "-", given)
-        if len(said.encode()) > MAX_NAME or re.search(r"[^\w. /\[-]|\[.*\[", given):
-            short = said.encode()[:MAX_NAME].decode(errors="ignore")
-            said = f"{short}-{crc32(f'{self.test} {name}'.encode()):08x}"
-        return self.folder / f"{said}.json"
+        plain = re.fullmatch(r"([\w.]+)(?:\[([\w.-]+)\])?", self.test)
+        said = "-".join(filter(None, plain.groups())) if plain else self.test.removesuffix("]")
+        said = f"{said}+{name}" if name else said
+        allowed = re.sub(r"[^\w.+-]", "-", said)
+        if not (plain and re.fullmatch(r"[\w.-]*", name)) or len(said.encode()) > MAX_NAME:
+            short = allowed.encode()[:MAX_NAME].decode(errors="ignore")
+            checksum = crc32(f"{self.test}\n{name}".encode())
+            allowed = f"{short}-{checksum:08x}"
+        return self.folder / f"{allowed}.json"
 
     def __call__(self, plan: Plan, name: str = "") -> None:
         """Fail unless `plan` equals the golden one of this name; its segments, its options.

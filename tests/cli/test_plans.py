@@ -64,6 +64,16 @@ class TestExplain:
         everything = PLAN.explain("table", None) + "\n"
         assert printed(capsys, "explain", plan, "-f", "table", "--all") == (0, everything)
 
+    def test_draws_it_in_a_file(self, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        html, svg = plan.with_name("a.html"), plan.with_name("a.svg")
+        assert printed(capsys, "explain", plan, "--html", html, "--svg", svg) == (0, "")
+        assert html.read_text() == PLAN.to_html()
+        assert svg.read_text() == PLAN.to_svg()
+        missing = plan.with_name("missing") / "a.html"
+        assert refused("explain", plan, "--html", missing) == (
+            f"{missing}: No such file or directory"
+        )
+
     def test_of_groups(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         both = groups("full", "window")
         both.save(tmp_path / "groups.json")
@@ -126,6 +136,9 @@ class TestDiff:
         got, out = printed(capsys, "diff", plan, tmp_path / "other.json")
         assert got == code
         assert out.splitlines()[-1].strip().startswith(f"verdict: {verdict}")
+        page = tmp_path / "changed.html"
+        assert printed(capsys, "diff", plan, tmp_path / "other.json", "--html", page) == (code, out)
+        assert page.read_text().count("<svg ") == 2
         found = document(capsys, "diff", plan, tmp_path / "other.json")
         assert (found["same"], found["identical"]) == (code == 0, verdict == "identical")
         assert found["verdict"].startswith(verdict)

@@ -82,7 +82,12 @@ def test_the_cell_that_was_made_wrong_is_found(transfer: Any, data: st.DataObjec
     again = replay(plan, source, found)
     assert again.first is not None
     assert (again.first.row, again.first.tokens) == (first.row, first.tokens)
-    assert not replay(plan, source, right)
+    as_planned = replay(plan, source, right)
+    assert not as_planned
+    assert str(as_planned).splitlines()[1:] == [
+        "  everything was copied as planned: if the cache is wrong, the source, or the plan, "
+        "was wrong"
+    ]
 
 
 @given(transfers(), st.booleans())
@@ -119,7 +124,8 @@ def test_a_wrong_block_id_is_explained() -> None:
             "src_blocks[2] and src_blocks[3]",
             "  block 12 is in the block table more than once",
             "  it holds what is expected of tokens 48..63, in block 20",
-            "  the source holds the same there: it was copied as planned",
+            "  the source holds the same there: it was copied as planned, so the source, or the "
+            "plan, was wrong",
         ]
     )
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, KvCacheExtParam, Plan, Rows, Transfer
 from tests.planning.transfers import Example, transfers
+
+Ranges = tuple[tuple[int, int], tuple[int, int]]
+"""Of layers at src and at dst."""
 
 SLOTS, BLOCKS, MORE_BLOCKS = (
     CacheDesc(4, shape, DataType.DT_INT8) for shape in ((3, 10), (16, 4), (17, 4))
@@ -115,9 +119,55 @@ def test_other_layers() -> None:
   option   src_tensors: range(0, 4) -> range(0, 2)
   option   dst_tensors: range(0, 4) -> range(2, 4)
   desc     8 -> 4      bytes 48 B -> 24 B
-  verdict: different bytes - other tensors
+  cause    layers are shifted by -1: layer 1 at dst came from layer 1, and comes from layer 0
+  verdict: different bytes - other layers
 """,
     )
+
+
+LAYERS = CacheDesc(8, (16, 4), DataType.DT_INT8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            ((0, 1), (0, 1)),
+            ((1, 3), (0, 2)),
+            "layers are shifted by +1: layer 0 at dst came from layer 0, and comes from layer 1",
+        ),
+        (
+            ((0, 3), (0, 3)),
+            ((0, 0), (2, 2)),
+            "layers are shifted by -2: layer 2 at dst came from layer 2, and comes from layer 0",
+        ),
+        (
+            ((0, 1), (0, 1)),
+            ((0, 0), (3, 3)),
+            "layers 0..1 -> 0..1 before, and layer 0 -> 3 now",
+        ),
+        (
+            ((0, 3), (0, 3)),
+            ((1, 2), (1, 2)),
+            "layers 0..3 -> 0..3 before, and layers 1..2 -> 1..2 now",
+        ),
+    ],
+)
+def test_ranges_of_other_layers_are_a_cause(old: Ranges, new: Ranges, said: str) -> None:
+    plans = [
+        kvplan.plan(
+            Transfer(Rows(LAYERS, [4]), Rows(LAYERS, [7]), layers=KvCacheExtParam(*it)),
+            local="dst",
+        )
+        for it in (old, new)
+    ]
+    *_, found, verdict = plans[0].diff(plans[1]).splitlines()
+    assert (found, verdict) == (f"  cause    {said}", "  verdict: different bytes - other layers")
+
+
+def test_exchanged_tables_are_a_cause() -> None:
+    said = PLAN.diff(blocks([7, 8, 2], [4, 5, 9]))
+    assert "  cause    src_blocks and dst_blocks are exchanged\n" in said
 
 
 def test_a_larger_cache() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -11,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Shard, Transfer
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    Placement,
+    Plan,
+    Rows,
+    Shard,
+    Transfer,
+)
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers
@@ -74,8 +84,8 @@ def test_every_band_is_drawn(example: Example, coalesce: Coalesce) -> None:
     plan = example.plan(coalesce)
     root = well_formed(plan.to_svg())
     ribbons = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "ribbon"]
-    assert len(ribbons) <= plan.part.segments.num_runs
-    rows = {row for it in range(plan.part.segments.num_runs) for row in [plan.origin(it).dst_rows]}
+    assert len(ribbons) <= plan.segments.num_runs
+    rows = {row for it in range(plan.segments.num_runs) for row in [plan.origin(it).dst_rows]}
     assert len(ribbons) >= len(rows)
 
 
@@ -97,6 +107,37 @@ def test_thousands_of_bands_are_lines() -> None:
     colours = [it.get("stroke") for it in lines]
     assert (colours[0], colours[-1]) == ("#3b4dc0", "#be4212")  # near the ends of the scale
     assert len(text) < 500_000
+
+
+def test_of_very_many_bands_some_are_drawn() -> None:
+    rng = np.random.default_rng(1)
+    desc = CacheDesc(2, (1 << 16, 1, 1, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+    src, dst = (rng.permutation(1 << 16)[:20_000] for _ in range(2))
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
+    text = plan.to_svg()
+    root = well_formed(text)
+    lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]
+    drawn = sum(it.get("d", "").count("M") for it in lines)
+    assert drawn == -(-plan.segments.num_runs // 5) <= 4096
+    assert f"Only one of 5 runs is drawn: there are {plan.segments.num_runs:,}." in text
+    titles = [it[0].text or "" for it in root.iter(f"{SPACE}g")]
+    assert sum(int(it.split()[0]) for it in titles) == plan.segments.num_runs
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "said"),
+    [
+        (Placement.DEVICE, Placement.DEVICE, []),  # the default, also of caches in host memory
+        (Placement.HOST, Placement.HOST, ["on host", "on host"]),
+        (Placement.DEVICE, Placement.HOST, ["on device", "on host"]),
+    ],
+)
+def test_a_placement_is_named_where_it_says_something(
+    src: Placement, dst: Placement, said: list[str]
+) -> None:
+    a, b = (CacheDesc(2, (4, 8), DataType.DT_FLOAT16, it) for it in (src, dst))
+    text = kvplan.plan(Transfer(Rows(a, [1]), Rows(b, [2]))).to_svg()
+    assert re.findall(r"on (?:host|device)", text) == said
 
 
 @pytest.mark.parametrize("name", ["</svg><script>", "a & \"b\" 'c'", "日本"])

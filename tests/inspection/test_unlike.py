@@ -375,8 +375,9 @@ def test_shifted_layers() -> None:
         """
   option   src_tensors: range(0, 2) -> range(2, 4)
   desc     8 = 8      bytes 32 KiB = 32 KiB
-  verdict: different bytes - layers shifted by +1: layer 0 at dst came from layer 0, and comes from 1
-""",  # noqa: E501
+  cause    layers are shifted by +1: layer 0 at dst came from layer 0, and comes from layer 1
+  verdict: different bytes - other layers
+""",
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.installation import ROOT, one, run
 
-PAGE = {f"kvplan/inspection/page.{kind}" for kind in ("html", "css", "js")}
+PAGE = {f"kvplan/inspection/page.{kind}" for kind in ("html", "js")}
 
 pytestmark = pytest.mark.slow  # builds the wheel
 

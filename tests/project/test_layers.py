@@ -21,7 +21,7 @@ def python(code: str) -> str:
 def test_importing_kvplan_loads_neither_the_native_layer_nor_sockets() -> None:
     loaded = python("import sys, kvplan; print(*sys.modules)").split()
     assert not {"kvnative", "kvplan.engine", "zmq", "asyncio"} & set(loaded)
-    assert "kvplan.inspection.picture" not in loaded
+    assert "kvplan.inspection.svg" not in loaded
 
 
 def test_neither_kvplan_nor_an_engine_loads_what_only_the_command_needs() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import kvplan
 from kvplan import (
@@ -20,7 +22,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.recording import read, select
-from kvplan.recording.perfetto import trace_of
+from kvplan.recording.perfetto import lanes, trace_of
 from kvplan.recording.queries import rows_written
 from tests.planning import test_unlike
 from tests.recording.operations import Done, record, recorder
@@ -157,3 +159,43 @@ def test_transfers_that_overlap_have_tracks_beside_each_other(tmp_path):
     tracks = [it["args"]["name"] for it in events if it["name"] == "thread_name"]
     assert tracks[1] == "cluster 7: pull_blocks"
     assert tracks[2] == "cluster 7: pull_blocks (2)"
+
+
+class Counted(float):
+    """A time that counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other):
+        Counted.compared += 1
+        return float(self) < float(other)
+
+    __le__ = __lt__
+
+    def __add__(self, other):
+        return Counted(float(self) + float(other))
+
+
+def test_overlapping_transfers_are_shared_out_in_few_steps(recording):
+    count = 4000
+    first = recording.transfers[0]
+    Counted.compared = 0
+    found = lanes(replace(first, time=Counted(start), seconds=count) for start in range(count))
+    assert [len(lane) for _, lane in found] == [1] * count
+    assert Counted.compared < 40 * count  # each with each: 2,000 * count
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=30))
+def test_a_transfer_goes_into_the_first_track_that_is_free(times):
+    class Timed:
+        peer, operation = 7, "pull_blocks"
+
+        def __init__(self, time, seconds):
+            self.time, self.seconds = time, seconds
+
+    made = [Timed(*values) for values in times]
+    wanted: list[list[Timed]] = []
+    for timed in sorted(made, key=lambda timed: timed.time):
+        free = [lane for lane in wanted if lane[-1].time + lane[-1].seconds <= timed.time]
+        (free[0] if free else wanted.append([]) or wanted[-1]).append(timed)
+    assert [lane for _, lane in lanes(made)] == wanted

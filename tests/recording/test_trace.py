@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvplan
 from kvplan import (
     CacheDesc,
     CacheIndex,
@@ -25,10 +26,13 @@ from kvplan import (
 from kvplan.cli import main
 from kvplan.recording import read
 from kvplan.recording.queries import OPERATIONS
+from tests.recording.operations import record, recorder
 from tests.recording.test_reading import assert_is_a_trace
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+WHOLE = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(DESC, [2])), local="dst")
 PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 ROOT = Path(__file__).parents[2]
 
@@ -66,13 +70,12 @@ def test_lists_one_line_a_transfer(recorded, capsys):
     text = run(capsys, recorded[0])
     head, titles, *rows, count = text.splitlines()
     assert "cluster 1 (PROMPT), process" in head
-    assert titles.split() == ["#", "time", "operation", "peer", "tag", "blocks", "bytes", "ms",
-                              "outcome"]  # fmt: skip
+    assert titles.split() == ["#", "time", "operation", "peer", "tag", "layers", "blocks", "bytes",
+                              "ms", "outcome"]  # fmt: skip
     pushes = [it for it in rows if " push_blocks " in it]
     assert len(pushes) == 3
     words = pushes[0].split()
-    assert words[2:9] == ["push_blocks", "2", "request", "7", "3", "6", "KiB"] or words[2:5] == [
-        "push_blocks", "2", "request"]  # fmt: skip
+    assert words[2:8] == ["push_blocks", "2", "request", "7", "0-1", "3"]
     assert pushes[0].endswith("done")
     assert "LLM_PARAM_INVALID: dst_blocks[0]=64 is out of range" in pushes[2]
     assert count == f"{len(rows)} rows"
@@ -123,7 +126,7 @@ def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
     transfer = read(recorded[0]).transfers[1]
     assert transfer.tag == "request 8"
     text = run(capsys, recorded[0], "--plan", transfer.number)
-    assert text.endswith(f"{transfer.plan.explain()}\n")
+    assert text.endswith(f"{transfer.plan.explain()}\nsrc_blocks: 8, 9\ndst_blocks: 44, 43\n")
     out = tmp_path / "plan.json"
     run(capsys, recorded[0], "--save-plan", transfer.number, out)
     assert load_plan(out) == transfer.plan
@@ -177,6 +180,47 @@ def test_a_cancelled_transfer_is_no_failure(capsys, caplog, tmp_path):
     assert "\n0 of " in run(capsys, path, "--failed")
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("dst:44,43", ""),
+        ("src:8..9", ""),
+        (
+            "dst:44,45",
+            "1 of 2 entries of dst_blocks differ, from dst_blocks[1] on: it is 43, expected is 45",
+        ),
+        (
+            "dst:43,44",
+            "2 of 2 entries of dst_blocks differ, from dst_blocks[0] on: it is 44, expected is 43; "
+            "dst_blocks[0] and dst_blocks[1] are swapped (43 and 44)",
+        ),
+        ("src:8..10", "src_blocks has 2 entries; expected are 3"),
+    ],
+)
+def test_a_block_table_is_compared(recorded, capsys, table, said):
+    number = read(recorded[0]).transfers[1].number
+    asked = (recorded[0], "--plan", number, "--expect", table)
+    text = run(capsys, *asked, code=bool(said))
+    name = f"{table[:3]}_blocks"
+    assert text.splitlines()[-1] == (said or f"{name} is as expected")
+    found = json.loads(run(capsys, *asked, "--json", code=bool(said)))
+    assert found["unexpected"] == said
+    assert found["block_tables"] == [{"part": "", "src": [8, 9], "dst": [44, 43]}]
+
+
+def test_layers_are_listed(capsys, tmp_path):
+    plan = kvplan.plan(
+        Transfer(Rows(DESC, [1]), Rows(DESC, [2]), layers=KvCacheExtParam((0, 0), (1, 1))),
+        local="dst",
+    )
+    with recorder(tmp_path / "a.kvrec") as it:
+        record(it, plan)
+        record(it, joined({"a": plan, "b": plan.for_layers(range(1)), "c": WHOLE}))
+        record(it, None, error="no link")
+    rows = run(capsys, tmp_path / "a.kvrec").splitlines()[2:5]
+    assert [row.split()[4] for row in rows] == ["0>1", "0>1,0-1", "0"]
+
+
 def test_exports(recorded, capsys, tmp_path):
     trace = tmp_path / "out.json"
     run(capsys, *recorded[:2], "--perfetto", trace)
@@ -192,6 +236,11 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "{1}", "--plan", "1"], "take one FILE"),
         (["{0}", "--plan", "999"], "row 999 is no transfer"),
         (["{0}", "--plan", "0"], "row 0 is no transfer"),
+        (["{0}", "--expect", "dst:1"], "--expect needs --plan N"),
+        (["{0}", "--plan", "1", "--expect", "dst:"], "write SIDE:TABLE, such as dst:7,8,2"),
+        (["{0}", "--plan", "1", "--expect", "dst:1,"], "write SIDE:TABLE"),
+        (["{0}", "--plan", "1", "--expect", "dst:5..3"], "write SIDE:TABLE"),
+        (["{0}", "--plan", "1", "--expect", "dst:0..99999999"], "at most 1,048,576 entries"),
         (["{0}", "--block", "x"], "it is CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
         (["{0}", "--operation", "pull_blcks"], "near it: pull_blocks"),

@@ -193,13 +193,13 @@ def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyp
     golden(plan)
     assert golden.written == [golden.path()]
     GoldenPlans(tmp_path / "plans", "mine")(plan)
-    with pytest.raises(
-        AssertionError, match=r"only in the old plan; part a only in the new"
-    ):
+    with pytest.raises(AssertionError, match=r"only in the old plan; part a only in the new"):
         GoldenPlans(tmp_path / "plans", "mine")(joined({"a": plan}))
 
 
-@pytest.mark.parametrize("names", [("a:b", "a;b"), ("x" * 300 + "1", "x" * 300 + "2")])
+@pytest.mark.parametrize(
+    "names", [("a:b", "a;b"), ("a b", "a-b"), ("a/b", "a-b"), ("x" * 300 + "1", "x" * 300 + "2")]
+)
 def test_names_that_no_file_can_have_get_a_file_each(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
@@ -213,3 +213,10 @@ def test_names_that_no_file_can_have_get_a_file_each(
     for name, plan in zip(names, plans, strict=True):
         again(plan, name)
     assert len({*golden.written, *(GoldenPlans(tmp_path, it).path() for it in names)}) == 4
+
+
+def test_parameters_and_names_are_kept_apart(tmp_path: Path) -> None:
+    given = [("t", "a"), ("t[a]", ""), ("t[a]", "b"), ("t[a-b]", ""), ("t[a b]", ""), ("t-a", "")]
+    paths = [GoldenPlans(tmp_path, test).path(name).name for test, name in given]
+    assert paths[:4] == ["t+a.json", "t-a.json", "t-a+b.json", "t-a-b.json"]
+    assert len({*paths}) == len(given)

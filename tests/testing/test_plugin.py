@@ -327,6 +327,57 @@ def test_a_golden_plan_is_written_compared_and_written_again(folder: Folder) -> 
     assert f"{path} is no plan: it is not JSON: Expecting" in folder.run(code=1)
 
 
+REFUSED = """
+    import kvplan
+    from kvplan import Rows, Transfer
+
+    def test_rows(kvplan_desc):
+        desc = kvplan_desc(blocks=8)
+        kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [99])), local="dst")
+
+    def test_type(kvplan_desc):
+        kvplan.plan(Transfer(Rows(kvplan_desc(), ["x"]), Rows(kvplan_desc(), [9])), local="dst")
+
+    def test_layout(kvplan_desc):
+        kvplan_desc("nonsense")
+
+    def test_tables(kvplan_block_tables):
+        kvplan_block_tables(4, 9)
+
+    def test_reference(kvplan_reference, kvplan_desc):
+        desc = kvplan_desc(blocks=8)
+        plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [3])), local="dst")
+        kvplan_reference(plan, src=[1])
+"""
+
+
+def test_a_refusal_is_shown_at_the_line_of_the_test(folder: Folder) -> None:
+    folder.write(REFUSED)
+    said = folder.run(code=1)
+    assert "E       kvplan.status.LLMException: dst_blocks[0]=99 is out of range [0, 8)" in said
+    assert "E       TypeError: src_blocks must hold integers, not <U1" in said
+    assert {*re.findall(r"^(\S+\.py):\d+: ", said, re.MULTILINE)} == {"test_it.py"}
+    assert "kvplan/planning/planner.py" in folder.run("--full-trace", code=1)
+
+
+def test_an_error_that_kvplan_did_not_raise_itself_keeps_its_frames(folder: Folder) -> None:
+    folder.write(
+        """
+        from kvplan.testing import make_desc
+
+        class Broken(str):
+            def split(self):
+                return 1 // 0
+
+        def test_it():
+            make_desc(Broken("a"))
+        """
+    )
+    said = folder.run(code=1)
+    assert "ZeroDivisionError" in said
+    assert "kvplan/testing/caches.py" in said
+
+
 def test_names_of_golden_files(folder: Folder) -> None:
     folder.write(
         """
@@ -339,7 +390,7 @@ def test_names_of_golden_files(folder: Folder) -> None:
             def test_it(self, layout, kvplan_desc, kvplan_golden):
                 desc = kvplan_desc(layout)
                 transfer = Transfer(Rows(desc, [1]), Rows(desc, [2]))
-                kvplan_golden(kvplan.plan(transfer, local="dst"), "a/b")
+                kvplan_golden(kvplan.plan(transfer, local="dst"), "a-b")
 
         def test_twice(kvplan_desc, kvplan_golden):
             desc = kvplan_desc()
@@ -359,8 +410,8 @@ def test_names_of_golden_files(folder: Folder) -> None:
     folder.run("--kvplan-update")
     files = sorted(it.name for it in (folder.path / "sub/plans/test_names").iterdir())
     assert files == [
-        "TestClass-test_it-NHD-a-b.json",
-        "TestClass-test_it-block-head-token-dim-a-b.json",
+        "TestClass.test_it-NHD+a-b.json",
+        "TestClass.test_it-block-head-token-dim+a-b-94f19a7c.json",
         "test_twice.json",
     ]
     folder.run()
