@@ -11,7 +11,8 @@ import numpy as np
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.host_memory import new_arena
-from kvplan.transport.ranges import Range, RangeTable, sized_tensors
+from kvplan.transport.metadata import PeerMetadata, Range
+from kvplan.transport.ranges import RangeTable, sized_tensors
 from kvplan.transport.registrations import transport_closed
 
 if TYPE_CHECKING:
@@ -148,38 +149,6 @@ class BaseTransport(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class PeerMetadata(ABC):
-    """What a process publishes to its peers, as far as links of all transports use it.
-
-    `str()` of it names the peer, for messages: "process 12 of node3".
-
-    Attributes:
-        ranges: registered memory that it names.
-    """
-
-    __slots__ = ()
-    ranges: tuple[Any, ...]
-
-    @property
-    @abstractmethod
-    def owner(self) -> str:
-        """Whose it is, so that no other transport has the same: "instance 0a1b..."."""
-
-    @abstractmethod
-    def is_of_owner(self, other: Self) -> bool:
-        """Whether `other` is of the same transport."""
-
-    @classmethod
-    @abstractmethod
-    def from_bytes(cls, blob: bytes) -> Self:
-        """Check and read what a peer has written.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID, naming the field, its value and the allowed range.
-            TypeError: `blob` is not bytes.
-        """
 
 
 _Range = TypeVar("_Range", bound=Range)

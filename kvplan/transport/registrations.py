@@ -14,8 +14,8 @@ from kvnative._signals import Condition, Mutex
 from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
+from kvplan.transport.metadata import Range
 from kvplan.transport.protocol import kind_of
-from kvplan.transport.ranges import Range
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:

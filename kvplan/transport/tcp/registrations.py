@@ -11,8 +11,8 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.host_memory import host_range, released_if_refused
+from kvplan.transport.metadata import Range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.ranges import Range
 from kvplan.transport.registrations import (
     MAX_LEASES,
     Registration,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from kvnative._backend import NativeError
 from kvnative._host import GenerationTable
@@ -224,4 +226,4 @@ def _name(region: UcxRegion) -> tuple[int, int]:
 
 
 def _ref(number: int, region: UcxRegion) -> RegionRef:
-    return RegionRef(number, region.address, region.nbytes, region.rkey)
+    return RegionRef(region.address, region.nbytes, number, region.rkey)
