@@ -75,6 +75,16 @@ class Range(Extent, frozen=True):
         """Whether to use this range before other ranges that hold the same tensor."""
         return False
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether peers announce their use of the memory, for which the owner waits."""
+        return self.writable
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether a peer reaches the memory by means that its owner cannot take away."""
+        return True
+
     def __str__(self) -> str:
         return f"{self.address:#x}+{self.nbytes}{'' if self.writable else ' (read-only)'}"
 
@@ -185,3 +195,8 @@ def _explain(error: Exception, kind: type[Any], data: Document, decode: Callable
     if place == "schema":
         expected = f"this kvplan reads {kind.__struct_config__.tag!r}"
     return f"{found or place or 'document'}; {expected}"
+
+
+def tag_of(instance: str) -> int:
+    """Return the number by which writers announce writes to the memory of a transport."""
+    return int(instance[:8], 16)

@@ -83,7 +83,7 @@ class Range(metadata.Range, frozen=True):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether peers map the memory. Its owner cannot take a mapping away from a peer."""
+        """See `Range.is_mapped`: an owner cannot take a mapping away from a peer."""
         return self.arena is not None or self.allocation is not None
 
     @property
@@ -93,7 +93,7 @@ class Range(metadata.Range, frozen=True):
 
     @property
     def is_announced(self) -> bool:
-        """Whether peers announce any use of the memory, for which the owner waits."""
+        """See `Range.is_announced`."""
         return self.writable or self.announces_reads
 
     def __str__(self) -> str:

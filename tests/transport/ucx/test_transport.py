@@ -281,7 +281,7 @@ class TestWriters:
             registration = self.begin(transport, writer, np.frombuffer(memory, np.uint8))
             writer.stop()
             transport.deregister(registration)
-            assert "were writing to this process's memory" in caplog.text
+            assert "was writing to this process's memory" in caplog.text
             with pytest.raises(BufferError):
                 memory.append(1)
             writer.resume()
