@@ -7,35 +7,48 @@ of its own, and copies to and from it as if it were that device's memory.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 from weakref import WeakValueDictionary
+
+import msgspec
+from msgspec import Meta
+
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationRef:
+class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An allocation of a device as its owner publishes it.
 
     Attributes:
-        device: UUID of the device: 32 hexadecimal digits, which no other device has.
-        address, nbytes: of the allocation, in the owner.
-        number: of its export; no other of that process has had it.
-        fd: the owner's descriptor of it, which peers take; -1: they map it by `handle`.
-        handle: hexadecimal digits; empty where there is a descriptor.
-        is_pool: its parts come and go.
+        device: UUID of the device: 32 hexadecimal digits.
+        address, nbytes: The allocation, in the owner.
+        number: The number of the export, unique in the owner.
+        fd: The owner's descriptor of it, which peers duplicate; -1: they map it by `handle`.
+        handle: 128 hexadecimal digits; empty if there is a descriptor.
+        is_pool: Whether its parts come and go.
     """
 
-    device: str
-    address: int
-    nbytes: int
-    number: int
-    fd: int
-    handle: str
+    device: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    address: Annotated[int, Meta(ge=1)]
+    nbytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    number: Annotated[int, Meta(ge=0)]
+    fd: Annotated[int, Meta(ge=-1, lt=2**31)]
+    handle: Annotated[str, Meta(pattern=r"^([0-9a-f]{128})?\Z")]
     is_pool: bool
+
+    def __post_init__(self) -> None:
+        if self.address + self.nbytes > 2**64:
+            raise ValueError(
+                f"address {self.address} + nbytes {self.nbytes} ends past 2**64; the sum must be "
+                "in [2, 2**64]"
+            )
+        if bool(self.handle) is (self.fd >= 0):
+            must_be = "empty, as there is a descriptor" if self.handle else "128 hexadecimal digits"
+            raise ValueError(f"handle is {shown(self.handle)}; it must be {must_be}")
 
     @property
     def is_kept_by_peers(self) -> bool:

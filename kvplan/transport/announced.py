@@ -1,37 +1,49 @@
-"""Waiting for peers that have announced what they write, in a table of theirs that is read."""
+"""Peers that announce their writes in a table of theirs, which the owner of the memory reads.
+
+Nothing here may know how the table is read: that is the transport's part.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from kvplan.inspection.units import plural
-from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.registrations import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from kvplan.transport.host_memory import Releasable
+from kvplan.transport.lease_expiry import LeaseExpiry
+from kvplan.transport.metadata import Range
+from kvplan.transport.registrations import (
+    PATIENCE_S,
+    Generations,
+    LateWriters,
+    Registrations,
+    still_written,
+)
 
 Tickets = frozenset[tuple[int, int]]
-"""What a peer writes here at one time: of each transfer a place of its table, and a number."""
+"""The transfers that a peer writes here at one time: a place in its table and a number for each."""
 
 _NAP_S: Final = 100e-6
-_STALLED_S: Final = 0.02  # for a peer that did not get on when it was last waited for
+_STALLED_S: Final = 0.02  # for peers that made no progress in the last wait
 
 _Peer = TypeVar("_Peer")
+_Range = TypeVar("_Range", bound=Range)
+_Holder = TypeVar("_Holder", bound=Releasable | None)
 
 
 class Writer(Generic[_Peer]):
-    """A peer that may be writing to this process's memory since before something ended."""
+    """A peer that may have been writing to this process's memory when something ended."""
 
     def __init__(self, peer: _Peer, read: Callable[[_Peer], Tickets | None]) -> None:
         self.peer = peer
-        self.tickets: Tickets | None = None  # that it had then, and has; None: not seen
+        self.tickets: Tickets | None = None  # that stand since then; None: never read
         self._read = read
 
     def is_writing(self) -> bool:
-        """Whether one of the transfers that it had announced has not ended; or that is unknown."""
+        """Return whether a transfer that was announced then has not ended, or may not have."""
         if (standing := self._read(self.peer)) is None:
             return True
         self.tickets = standing if self.tickets is None else self.tickets & standing
@@ -39,53 +51,97 @@ class Writer(Generic[_Peer]):
 
 
 class Writers(Generic[_Peer]):
-    """Those of one transport; may be used from several threads.
+    """The writers of one transport. Any thread may wait for them.
 
     Args:
-        read: the tickets of a peer now; None: they cannot be known.
+        read: Returns the tickets of a peer now; None: they cannot be read.
     """
 
     def __init__(self, read: Callable[[_Peer], Tickets | None]) -> None:
         self._read = read
-        # What peers did not end in the last wait, for which the next one is shorter.
+        # Tickets that peers did not end in the last wait, which makes the next one shorter.
         self._stalled: WeakKeyDictionary[_Peer, Tickets | None] = WeakKeyDictionary()
 
-    def wait(self, peers: Iterable[_Peer]) -> list[Writer[_Peer]]:
-        """Wait for those of `peers` that write now; return those that did not end it in time."""
-        writers = [Writer(it, self._read) for it in peers]
+    def wait(self, peers: Iterable[_Peer]) -> LateWriters | None:
+        """Wait for the peers that write now; return those that do not end it in time."""
+        writers = [Writer(peer, self._read) for peer in peers]
         began = time.monotonic()
-        while late := [it for it in writers if it.is_writing()]:
+        while late := [writer for writer in writers if writer.is_writing()]:
             patience = _STALLED_S if all(map(self._has_stalled, late)) else PATIENCE_S
             if time.monotonic() > began + patience:
                 break
             time.sleep(_NAP_S)
             writers = late
-        for it in late:
-            self._stalled[it.peer] = it.tickets
-        return late
+        for writer in late:
+            self._stalled[writer.peer] = writer.tickets
+        if not late:
+            return None
+        return LateWriters(
+            plural(len(late), "peer"), lambda: any(writer.is_writing() for writer in late)
+        )
 
-    def check(self, peers: Iterable[_Peer]) -> None:
-        """As `wait`, of leases.
-
-        Raises:
-            LLMException: LLM_TIMEOUT: there are such.
-        """
-        if late := self.wait(peers):
-            raise LLMException(
-                f"{plural(len(late), 'peer')} had begun to write to this process's memory and did "
-                f"not end that within {PATIENCE_S:g} s (stopped, or cut off?): use the blocks "
-                "again when they have, or their links have ended",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
-            )
-
-    def _has_stalled(self, it: Writer[_Peer]) -> bool:
-        """Whether it is where it was at the end of the last wait."""
-        before = self._stalled.get(it.peer, frozenset())
-        if before is None or it.tickets is None:
-            return before is it.tickets
-        return it.tickets <= before
+    def _has_stalled(self, writer: Writer[_Peer]) -> bool:
+        """Return whether the peer made no progress since the end of the last wait."""
+        before = self._stalled.get(writer.peer, frozenset())
+        if before is None or writer.tickets is None:
+            return before is writer.tickets
+        return writer.tickets <= before
 
 
-def tag_of(instance: str) -> int:
-    """By which a process knows what is written to its memory."""
-    return int(instance[:8], 16)
+class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Holder, _Peer]):
+    """Registrations whose peers read the generation table, and announce what they write.
+
+    A thread ends leases at their deadlines, since peers do not know the clock of this process.
+
+    Args:
+        thread: The name of that thread.
+        read: As for `Writers`.
+        linked: Returns the peers that may write now.
+    """
+
+    def __init__(
+        self,
+        range_type: type[_Range],
+        generations: Generations,
+        max_slots: int,
+        *,
+        thread: str,
+        read: Callable[[_Peer], Tickets | None],
+        linked: Callable[[], Iterable[_Peer]],
+    ) -> None:
+        super().__init__(range_type, generations, max_slots)
+        self._writers = Writers(read)
+        self._linked = linked
+        self._expiry = LeaseExpiry(self._end_lease, thread)
+
+    def begin_lease(self, deadline_ns: int) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        slot, generation = super().begin_lease(0)
+        if deadline_ns:
+            try:
+                self._expiry.add(slot, generation, deadline_ns)
+            except BaseException:  # no thread is left, or an interrupt came
+                self.end_leases([(slot, generation)])
+                raise
+        return slot, generation
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+        self._expiry.renew(slot, generation, deadline_ns)
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`: the tickets of each linked peer are read."""
+        for slot, generation in leases:
+            self._expiry.forget(slot, generation)
+            self._end_lease(slot, generation)
+        if (late := self._writers.wait(self._linked())) is not None:
+            raise still_written(late)
+
+    def close(self) -> None:
+        """See `Registrations.close`."""
+        self._expiry.close()
+        super().close()
+
+    def _end_lease(self, slot: int, generation: int) -> None:
+        with self.mutex, suppress(ValueError):  # it has ended before
+            self._slots.release(slot, generation)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.host_memory import new_arena
-from kvplan.transport.ranges import Range, RangeTable, sized_tensors
-from kvplan.transport.registrations import transport_closed
+from kvplan.transport.metadata import PeerMetadata, Range
+from kvplan.transport.ranges import RangeTable, sized_tensors
+from kvplan.transport.registrations import Registration, Registrations, transport_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.lease import BlockLease, LeaseWord
+    from kvplan.transport import protocol
     from kvplan.transport.protocol import Registrable, Renewable
 
     Column = NDArray[np.uint64]
@@ -51,11 +53,15 @@ def check_process(pid: int, what: str) -> None:
         )
 
 
-class BaseTransport(ABC):
-    """A `Transport` as far as it is the same for all; the methods of the protocol are theirs."""
+_Registration = TypeVar("_Registration", bound=Registration[Any, Any])
+
+
+class BaseTransport(ABC, Generic[_Registration]):
+    """A `Transport` as far as it is the same for all. Subclasses set `_registrations`."""
 
     name: ClassVar[str]
     maps_host = False
+    _registrations: Registrations[Any, Any]
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -64,56 +70,58 @@ class BaseTransport(ABC):
     def allocate(
         self, nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False
     ) -> Arena:
-        """New zeroed memory of the host; peers reach what of it is registered.
+        """Return new zeroed host memory, parts of which can be registered.
 
-        It goes with its last user here and in the peers.
+        The memory is freed with its last user here and in the peers.
 
         Args:
-            nbytes: its size.
-            prefault: have every page on return; otherwise pages come at first use, and where there
-                are none left then, that ends the process which needs one.
-            allow_overcommit: let it be larger than all memory and swap there is.
+            nbytes: The size in bytes.
+            prefault: Allocate every page now. Otherwise pages are allocated at their first use, and
+                a process that finds no free page then is killed.
+            allow_overcommit: Permit more than all memory and swap.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY: there is not
-                as much; LLM_FAILED: no file descriptor is left, say.
+            LLMException: LLM_PARAM_INVALID: a size that is not possible; LLM_OUT_OF_MEMORY: not
+                enough memory; LLM_FAILED: for example, no file descriptor is left.
         """
         self._check_open()
         return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
 
-    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:  # noqa: B027
-        """See `Transport.preregister_pool`. Nothing to do: links reach parts at any time."""
+    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
+        """See `Transport.preregister_pool`."""
+        self._check_open()
+        self._registrations.preregister_pool(memory, keep)
+
+    def register(
+        self, memory: Registrable, *, writable: bool = True, keep: object = None
+    ) -> _Registration:
+        """See `Transport.register`."""
+        self._check_open()
+        made = self._registrations.add(memory, writable=writable, keep=keep)
+        return cast(_Registration, made)
+
+    def deregister(self, registration: protocol.Registration) -> None:
+        """See `Transport.deregister`."""
+        self._check_open()
+        self._registrations.end(registration)
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`; refused here.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED.
-        """
-        raise no_leases(self.name)
+        """See `Transport.begin_lease`."""
+        self._check_open()
+        return self._registrations.begin_lease(deadline_ns)
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`; refused here.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED.
-        """
-        raise no_leases(self.name)
+        """See `Transport.renew_lease`."""
+        self._check_open()
+        self._registrations.renew_lease(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED.
-        """
-        raise no_leases(self.name)
+        """See `Transport.end_leases`."""
+        self._check_open()
+        self._registrations.end_leases(leases)
 
     def refusal(self, metadata: bytes) -> str | None:
-        """Why the process of `metadata` cannot be reached from here; None: it may be.
-
-        Raises:
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
-        """
+        """See `Transport.refusal`."""
         self._check_open()
         try:
             self._check_reachable(metadata)
@@ -122,7 +130,7 @@ class BaseTransport(ABC):
         return None
 
     def shortfall(self, metadata: bytes) -> str | None:
-        """See `Transport.shortfall`; here there is none that is known beforehand."""
+        """See `Transport.shortfall`: none is known before a transfer."""
         return None
 
     def num_streams(self, metadata: bytes) -> int:
@@ -148,37 +156,9 @@ class BaseTransport(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-
-class PeerMetadata(ABC):
-    """What a process publishes to its peers, as far as links of all transports use it.
-
-    `str()` of it names the peer, for messages: "process 12 of node3".
-
-    Attributes:
-        ranges: registered memory that it names.
-    """
-
-    __slots__ = ()
-    ranges: tuple[Any, ...]
-
-    @property
-    @abstractmethod
-    def owner(self) -> str:
-        """Whose it is, so that no other transport has the same: "instance 0a1b..."."""
-
-    @abstractmethod
-    def is_of_owner(self, other: Self) -> bool:
-        """Whether `other` is of the same transport."""
-
-    @classmethod
-    @abstractmethod
-    def from_bytes(cls, blob: bytes) -> Self:
-        """Check and read what a peer has written.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID, naming the field, its value and the allowed range.
-            TypeError: `blob` is not bytes.
-        """
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._registrations)} registrations"
+        return f"<{type(self).__name__} of process {self._pid}: {state}>"
 
 
 _Range = TypeVar("_Range", bound=Range)

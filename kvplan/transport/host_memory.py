@@ -1,9 +1,10 @@
-"""Memory of the host: new arenas, and what is to be registered: where it is, and what holds it."""
+"""Host memory: new arenas, and the location and holder of memory that is about to be registered."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,10 +14,14 @@ from kvplan.system_limits import memory_limit, system_error
 from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvplan.transport.protocol import Registrable
-    from kvplan.transport.registrations import Releasable
+
+
+class Releasable(Protocol):
+    """Memory that is held in place."""
+
+    def release(self) -> None:
+        """Let go of the memory. Idempotent."""
 
 
 def new_arena(
@@ -27,19 +32,11 @@ def new_arena(
     pages: str = "auto",
     numa_node: int | None = None,
 ) -> Arena:
-    """New zeroed memory.
+    """Return new zeroed memory.
 
-    Args:
-        nbytes: its size.
-        prefault: have all pages now; otherwise each comes at its first use.
-        allow_overcommit: let it be larger than all memory and swap there is.
-        pages: "auto": huge ones where `prefault` makes them; "small"; or "hugetlb": those that the
-            administrator has reserved, all of which are taken now, in whole ones.
-        numa_node: that its pages come from; None: as the system does.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a size that cannot be, or no such node; LLM_OUT_OF_MEMORY:
-            there is not as much, or a limit of the system; LLM_FAILED.
+    `prefault` allocates all pages now, instead of each at its first use. `allow_overcommit` permits
+    more than all memory and swap. `pages` is "auto" (huge pages if prefaulted), "small", or
+    "hugetlb": pages that the administrator has reserved. `numa_node` None: the system chooses.
     """
     limit = None if allow_overcommit else memory_limit()
     if limit is not None and nbytes > limit.nbytes:
@@ -58,7 +55,7 @@ def new_arena(
 
 
 def arena_of(memory: object) -> Arena | None:
-    """The arena of this process that `memory` views: itself, a memoryview, or arrays over one."""
+    """Return the arena of this process that `memory` is, or is a view of."""
     while isinstance(memory, np.ndarray | memoryview):
         memory = memory.base if isinstance(memory, np.ndarray) else memory.obj
     return memory if isinstance(memory, Arena) and memory.fd >= 0 else None
@@ -68,10 +65,8 @@ class HostRange(NamedTuple):
     """Memory [address, address + nbytes) of this process.
 
     Attributes:
-        address: of the first byte.
-        nbytes: its size in bytes.
-        pin: keeps it where it is; None: the caller does.
-        arena: that it is a part of; None: of none.
+        pin: Keeps the memory in place; None: the caller does.
+        arena: The arena that the memory is a part of, if any.
     """
 
     address: int
@@ -82,7 +77,7 @@ class HostRange(NamedTuple):
 
 @contextmanager
 def released_if_refused(pin: Releasable | None) -> Iterator[None]:
-    """Release the pin if an exception passes: whoever keeps that shall not keep the memory too."""
+    """Release the pin if an exception passes: its traceback must not keep the memory alive."""
     try:
         yield
     except BaseException:
@@ -92,16 +87,10 @@ def released_if_refused(pin: Releasable | None) -> Iterator[None]:
 
 
 def host_range(memory: Registrable, *, writable: bool) -> HostRange:
-    """Look at what is to be registered: a contiguous buffer, or (address, nbytes).
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or not
-            contiguous; LLM_OUT_OF_MEMORY: no descriptor is left; LLM_FAILED: /proc cannot be read.
-        TypeError: neither of these, or memory of a device.
-    """
+    """Locate and hold memory to be registered: a contiguous buffer, or (address, nbytes)."""
     pin = arena = None
     if isinstance(memory, DeviceRange):
-        raise TypeError("memory is of a device; this transport reaches host memory alone")
+        raise TypeError("memory is of a device; this transport reaches only host memory")
     if isinstance(memory, tuple):
         if len(memory) != 2:
             raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
@@ -120,9 +109,9 @@ def host_range(memory: Registrable, *, writable: bool) -> HostRange:
             check_memory(address, nbytes, writable)
     except ValueError as error:
         raise invalid(f"memory: {error}") from error
-    except OSError as error:  # /proc is not there, or no descriptor is left to read it
+    except OSError as error:  # /proc is not mounted, or no descriptor is left to read it
         raise system_error("memory", error) from error
-    # as_strided makes arrays that reach beyond what they are over.
+    # as_strided makes arrays that extend beyond their base.
     if arena is not None and not arena.address <= address <= arena.address + arena.nbytes - nbytes:
         arena = None
     return HostRange(address, nbytes, pin, arena)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.metadata import Range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,32 +18,6 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 _SHOWN_RANGES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Registered memory [address, address + nbytes) of a process.
-
-    Attributes:
-        address, nbytes: of the memory, in that process.
-        slot, generation: of the registration, by which its owner, or a word of the owner's
-            generation table, says whether it is still registered.
-        writable: whether peers may write to it.
-    """
-
-    address: int
-    nbytes: int
-    slot: int
-    generation: int
-    writable: bool
-
-    @property
-    def is_preferred(self) -> bool:
-        """Whether it is taken before other ranges that hold the same tensor."""
-        return False
-
-    def __str__(self) -> str:
-        return f"{self.address:#x}+{self.nbytes}{'' if self.writable else ' (read-only)'}"
 
 
 _Range = TypeVar("_Range", bound=Range)

@@ -1,277 +1,422 @@
-"""Memory that peers may reach, as its owner holds it: the same for each transport."""
+"""Registered memory as its owner holds it, the same for each transport.
+
+What a transport adds are hooks of `Registrations`. Nothing here may know a particular transport.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvnative._signals import Condition, Mutex
 from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
+from kvplan.transport import protocol
+from kvplan.transport.host_memory import Releasable, released_if_refused
+from kvplan.transport.metadata import Range
 from kvplan.transport.protocol import kind_of
-from kvplan.transport.ranges import Range
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from kvplan.transport import protocol
+    from kvplan.transport.protocol import Registrable
 
 PATIENCE_S: Final = 1.0
-"""For a peer that writes and does not get on, before what it writes to is kept."""
+"""Seconds to wait for a peer that writes, before the memory that it writes to is quarantined."""
 
-MAX_LEASES: Final = 1 << 17
-"""Of one transport at once, besides its registrations."""
+MAX_LEASES: Final = 1 << 17  # per transport, besides its registrations
 
-_START_BITS: Final = 48  # of the random number that generations begin at
-_LOOK_S: Final = 0.05  # between two looks whether it does
+_START_BITS: Final = 48  # of the random number at which generations begin
+_POLL_S: Final = 0.05  # of the quarantine
 
 _LOG = Log("kvplan")
 _LIMITED_LOG = LimitedLog(_LOG)  # of a loop
 
 _Range_co = TypeVar("_Range_co", bound=Range, covariant=True)
+_Range = TypeVar("_Range", bound=Range)
+_Holder_co = TypeVar("_Holder_co", bound=Releasable | None, covariant=True)
+_Holder = TypeVar("_Holder", bound=Releasable | None)
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration(Generic[_Range_co]):
-    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`.
+class Registration(Generic[_Range_co, _Holder_co]):
+    """Memory [address, address + nbytes) that peers may reach until it is deregistered.
 
     Attributes:
-        range: as peers name it.
-        pin: keeps the memory where it is; None: the caller does.
-        keep: what else must not go before.
+        range: The memory as peers name it.
+        holder: Keeps the memory in place; None: the caller does.
+        keep: An object that must not be freed before peers can no longer write to the memory.
     """
 
     range: _Range_co
-    pin: Releasable | None
+    holder: _Holder_co
     keep: object
 
     @property
     def address(self) -> int:
-        """Of the first byte, in this process."""
+        """The address of the first byte, in this process."""
         return self.range.address
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return self.range.nbytes
 
     @property
     def writable(self) -> bool:
-        """Whether peers may write to it."""
+        """Whether peers may write to the memory."""
         return self.range.writable
 
     def release(self) -> None:
-        """Let go of the memory: no peer writes to it any more. Idempotent."""
-        if self.pin is not None:
-            self.pin.release()
+        """Let go of the memory, which no peer writes to any more. Idempotent."""
+        if self.holder is not None:
+            self.holder.release()
 
     def __repr__(self) -> str:
         return f"<Registration of {self.range}>"
 
 
-_Registration = TypeVar("_Registration", bound=Registration[Range])
+class Found(NamedTuple, Generic[_Holder]):
+    """Memory that is about to be registered.
 
-
-class RegistrationTable(Generic[_Registration]):
-    """The registrations of one transport, by slot; may be used from several threads.
-
-    Args:
-        kind: of registration that it holds.
-        transport: whose they are, for messages: "a local transport".
+    Attributes:
+        address, nbytes: The memory, in this process.
+        holder: Keeps the memory in place; None: the caller does.
+        details: The fields that the transport adds to `Range`.
     """
 
-    def __init__(self, kind: type[_Registration], transport: str) -> None:
-        self._kind = kind
-        self._transport = transport
+    address: int
+    nbytes: int
+    holder: _Holder
+    details: tuple[Any, ...] = ()
+
+
+class Generations(Protocol):
+    """The slots of a transport, and the generation of each slot that is in use."""
+
+    def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
+        """Return a slot and its generation, for a registration or a lease.
+
+        Raises:
+            MemoryError: All slots are in use.
+        """
+
+    def release(self, slot: int, generation: int) -> None:
+        """End a registration or lease.
+
+        Raises:
+            ValueError: It is not the one that the slot has now.
+        """
+
+
+class LateWriters(NamedTuple):
+    """Peers that did not stop writing to memory of this process in time.
+
+    Attributes:
+        names: Of the peers, for messages: "process 12", "2 peers".
+        are_writing: Returns whether any of them may still write.
+    """
+
+    names: str
+    are_writing: Callable[[], bool]
+
+
+class Registrations(ABC, Generic[_Range, _Holder]):
+    """The registrations and leases of one transport. Any thread may call its methods.
+
+    Args:
+        range_type: Of the ranges that the transport publishes.
+        generations: Of registrations and leases.
+        max_slots: The largest number of registrations that a transport can be made for.
+    """
+
+    transport: ClassVar[str]  # for messages: "a local transport"
+
+    def __init__(self, range_type: type[_Range], generations: Generations, max_slots: int) -> None:
+        self._range_type = range_type
+        self._slots = generations
+        self._max_slots = max_slots
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
         self.mutex = Mutex()
-        self._by_slot: dict[int, _Registration] = {}
+        self._by_slot: dict[int, Registration[_Range, _Holder]] = {}
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._by_slot)
+
+    def add(
+        self, memory: Registrable, *, writable: bool, keep: object = None
+    ) -> Registration[_Range, _Holder]:
+        """Let peers reach `memory`."""
+        found = self._find(memory, writable=writable)
+        with self.mutex:
+            with released_if_refused(found.holder):
+                self.check_open()
+                try:
+                    slot, generation = self._slots.take()
+                except MemoryError as error:
+                    raise self._full(
+                        f"{error}: deregister memory, or make the transport with more "
+                        f"max_registrations ({self._max_slots} at most)"
+                    ) from error
+                known = self._range_type(
+                    found.address, found.nbytes, slot, generation, writable, *found.details
+                )
+                made = Registration(known, found.holder, keep)
+            # Before it is served: an interrupt in between must not leave memory that is not held.
+            self._by_slot[slot] = made
+            self._serve(made)
+        return made
+
+    def end(self, registration: protocol.Registration) -> None:
+        """Deregister: no peer begins to reach the memory any more. Idempotent.
+
+        If a peer that writes does not stop in time, the memory is quarantined.
+        """
+        ended = self.own(registration)
+        self._withdraw(ended)
+        self._release([ended])
+
+    def own(self, registration: protocol.Registration) -> Registration[_Range, _Holder]:
+        """Return `registration`; raise TypeError if such a transport did not make it."""
+        if (
+            not isinstance(registration, Registration)
+            or type(registration.range) is not self._range_type
+        ):
+            raise TypeError(
+                f"registration is a {type(registration).__name__}; it must be a Registration that "
+                f"`register` of {self.transport} has returned"
+            )
+        return registration
+
+    def holds(self, registration: Registration[_Range, _Holder]) -> bool:
+        """Return whether the registration still stands."""
+        return self._by_slot.get(registration.range.slot) is registration
+
+    def select(
+        self, registrations: Iterable[protocol.Registration] | None = None
+    ) -> tuple[Registration[_Range, _Holder], ...]:
+        """Return `registrations`, or all of them; refuse any that does not stand here."""
+        given = None if registrations is None else tuple(map(self.own, registrations))
+        with self.mutex:
+            if given is None:
+                return tuple(self._by_slot.values())
+            for registration in given:
+                if not self.holds(registration):
+                    raise invalid(f"{registration!r} is not registered here, or no longer")
+        return given
+
+    def preregister_pool(self, memory: Registrable, keep: object) -> None:
+        """See `Transport.preregister_pool`."""
+
+    def begin_lease(self, deadline_ns: int) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        with self.mutex:
+            self.check_open()
+            try:
+                return self._slots.take(True, deadline_ns=deadline_ns)
+            except MemoryError as error:
+                raise self._full("all leases are taken: release one before") from error
+
+    @abstractmethod
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+
+    @abstractmethod
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`."""
 
     def check_open(self) -> None:
         """Raise LLMException after `close`."""
         if self._closed:
             raise transport_closed()
 
-    def add(self, it: _Registration) -> None:
-        """Hold it, whose slot nothing else holds.
-
-        Raises:
-            LLMException: LLM_FAILED: the table is closed.
-        """
-        with self.mutex:
-            self.check_open()
-            self._by_slot[it.range.slot] = it
-
-    def own(self, registration: protocol.Registration) -> _Registration:
-        """`registration`, if it is one of such a transport.
-
-        Raises:
-            TypeError: it is something else.
-        """
-        if not isinstance(registration, self._kind):
-            raise TypeError(
-                f"registration is a {type(registration).__name__}; it must be a Registration that "
-                f"`register` of {self._transport} has returned"
-            )
-        return registration
-
-    def holds(self, it: _Registration) -> bool:
-        """Whether it is registered here."""
-        return self._by_slot.get(it.range.slot) is it
-
-    def remove(self, it: _Registration) -> bool:
-        """Forget it; returns whether it was held."""
-        with self.mutex:
-            held = self.holds(it)
-            if held:
-                del self._by_slot[it.range.slot]
-            return held
-
-    def select(
-        self, registrations: Iterable[protocol.Registration] | None = None
-    ) -> tuple[_Registration, ...]:
-        """`registrations`, if they are held; None: all that are.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
-            TypeError: one of them is no `Registration`.
-        """
-        given = None if registrations is None else tuple(self.own(it) for it in registrations)
-        with self.mutex:
-            if given is None:
-                return tuple(self._by_slot.values())
-            for it in given:
-                if not self.holds(it):
-                    raise invalid(f"{it!r} is not registered here, or no longer")
-        return given
-
-    def close(self) -> tuple[_Registration, ...]:
-        """Forget all, and take no more; returns those that were held, which the caller ends."""
+    def close(self) -> None:
+        """Deregister everything, and refuse new memory."""
         with self.mutex:
             self._closed = True
-            ended, self._by_slot = tuple(self._by_slot.values()), {}
-        return ended
+            ended = self.select()
+            for registration in ended:
+                self._withdraw(registration)
+        self._release(ended)
+
+    @abstractmethod
+    def _find(self, memory: Registrable, *, writable: bool) -> Found[_Holder]:
+        """Look at memory that is about to be registered, and hold it."""
+
+    def _serve(self, registration: Registration[_Range, _Holder]) -> None:
+        """Let peers reach memory that was registered; called with the mutex."""
+
+    def _withdraw(self, registration: Registration[_Range, _Holder]) -> None:
+        """Keep peers from beginning to reach the memory. Idempotent."""
+        with self.mutex:
+            if self._forget(registration):
+                self._slots.release(registration.range.slot, registration.range.generation)
+
+    def _forget(self, registration: Registration[_Range, _Holder]) -> bool:
+        """Remove the registration; return whether it was there. Called with the mutex."""
+        is_held = self.holds(registration)
+        if is_held:
+            del self._by_slot[registration.range.slot]
+        return is_held
+
+    def _wait_for_writers(self) -> LateWriters | None:
+        """Wait for peers that write now; return those that do not stop within `PATIENCE_S`."""
+        return None
+
+    def _release(self, ended: Sequence[Registration[_Range, _Holder]]) -> None:
+        """Let go of memory that was withdrawn, or quarantine it while a peer writes to it."""
+        announced = [it for it in ended if it.range.is_announced]
+        late = self._wait_for_writers() if announced else None
+        for registration in ended:
+            if (
+                late is None
+                or not registration.range.is_announced
+                or not registration.range.is_mapped
+            ):
+                registration.release()
+            else:
+                self._warn(registration.range, late)
+                QUARANTINE.add(late.are_writing, registration)
+
+    def _warn(self, memory: _Range, late: LateWriters) -> None:
+        _LOG.warning(
+            "%s is deregistered, but %s was writing to this process's memory and did not stop "
+            "within %g s (is it stopped, or cut off?): the memory is not used again before it "
+            "stops, or its link ends",
+            memory,
+            late.names,
+            PATIENCE_S,
+        )
+
+    def _full(self, message: str) -> LLMException:
+        return LLMException(message, status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)
 
 
-class Slots:
-    """Numbers of registrations that are free, and the generation of each that is taken.
-
-    Not for several threads at once.
-
-    Args:
-        count: registrations that there can be at once.
-        most: what `count` may be.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: `count` is not in [1, most].
-        TypeError: `count` is no int.
-    """
-
-    def __init__(self, count: int, most: int) -> None:
-        check_slots(count, most)
-        self.count = count
-        self._most = most
-        self._free: list[int] = []
-        self._unused = iter(range(count))  # those that were never taken
-        self._generation = secrets.randbits(_START_BITS)  # a word of one process is none of another
-
-    def take(self) -> tuple[int, int]:
-        """A slot, and a generation that no other registration has had.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: all are taken.
-        """
-        if (slot := self._free.pop() if self._free else next(self._unused, None)) is None:
-            raise slots_taken(f"all {self.count} registrations are taken", self._most)
-        self._generation += 1
-        return slot, self._generation
-
-    def release(self, slot: int) -> None:
-        """Nothing has it any more."""
-        self._free.append(slot)
-
-
-def check_slots(count: int, most: int) -> None:
-    """Refuse a number of registrations that a transport cannot have at once."""
-    if not 1 <= check_type("max_registrations", count, int) <= most:
-        raise invalid(f"max_registrations={count} is out of range [1, {most}]")
-
-
-def slots_taken(what: object, most: int) -> LLMException:
-    """No room for another registration: LLM_OUT_OF_MEMORY."""
+def still_written(late: LateWriters) -> LLMException:
+    """Return the error of a lease whose blocks a peer may still write: LLM_TIMEOUT."""
     return LLMException(
-        f"{what}: deregister memory, or make the transport with more max_registrations ({most} at "
-        "most)",
-        status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
-    )
-
-
-def leases_taken(most: int) -> LLMException:
-    """No room for another lease: LLM_OUT_OF_MEMORY."""
-    return LLMException(
-        f"all {most} leases are taken: release one before",
-        status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+        f"{late.names} had begun to write to this process's memory and did not stop within "
+        f"{PATIENCE_S:g} s (is it stopped, or cut off, or does its GPU copy that much?): use the "
+        "blocks again when it has stopped, or its link has ended",
+        status_code=LLMStatusCode.LLM_TIMEOUT,
     )
 
 
 def transport_closed() -> LLMException:
-    """The transport was closed: LLM_FAILED."""
+    """Return the error of a transport that was closed: LLM_FAILED."""
     return LLMException("the transport is closed")
 
 
-class Releasable(Protocol):
-    """Memory that is held."""
+def check_max_registrations(count: int, most: int) -> None:
+    """Refuse a number of registrations that a transport cannot have at the same time."""
+    if not 1 <= check_type("max_registrations", count, int) <= most:
+        raise invalid(f"max_registrations={count} is out of range [1, {most}]")
 
-    def release(self) -> None:
-        """Let go of the memory."""
+
+class _FreeSlots:
+    def __init__(self, first: int, count: int, what: str) -> None:
+        self._released: list[int] = []
+        self._unused = iter(range(first, first + count))
+        self._full = f"all {count} {what} are taken"
+
+    def take(self) -> int:
+        slot = self._released.pop() if self._released else next(self._unused, None)
+        if slot is None:
+            raise MemoryError(self._full)
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._released.append(slot)
+
+
+class Slots:
+    """`Generations` in memory of this process only. Callers hold a lock of their own.
+
+    Slots of leases follow those of registrations.
+
+    Args:
+        count: Registrations at the same time.
+        most: The upper limit of `count`.
+        num_leases: Leases at the same time.
+    """
+
+    def __init__(self, count: int, most: int, num_leases: int) -> None:
+        check_max_registrations(count, most)
+        self.num_slots = count + num_leases
+        self._count = count
+        self._registrations = _FreeSlots(0, count, "registrations")
+        self._leases = _FreeSlots(count, num_leases, "leases")
+        self._taken: dict[int, int] = {}  # generations by slot
+        # Random, since a generation of one process must not be taken for another's.
+        self._generation = secrets.randbits(_START_BITS)
+
+    def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
+        """See `Generations.take`; the deadline is the caller's concern."""
+        slot = (self._leases if is_lease else self._registrations).take()
+        self._generation += 1
+        self._taken[slot] = self._generation
+        return slot, self._generation
+
+    def release(self, slot: int, generation: int) -> None:
+        """See `Generations.release`."""
+        if not self.holds(slot, generation):
+            raise ValueError(f"slot {slot} does not have generation {generation} any more")
+        del self._taken[slot]
+        (self._registrations if slot < self._count else self._leases).release(slot)
+
+    def holds(self, slot: int, generation: int) -> bool:
+        """Return whether the slot has that generation now."""
+        return self._taken.get(slot) == generation
+
+    def leases(self) -> list[tuple[int, int]]:
+        """Return slot and generation of each lease that has not ended."""
+        return [(slot, it) for slot, it in self._taken.items() if slot >= self._count]
 
 
 class Quarantine:
-    """Memory that is deregistered, but that a peer may still write to: held until it cannot.
+    """Deregistered memory that a peer may still write to, held until it cannot.
 
-    By a thread, which is begun with the first. One for the process: it outlives the transports.
+    A thread, started with the first memory, polls the peers. There is one quarantine per process,
+    since it outlives the transports.
     """
 
     def __init__(self) -> None:
         self.begin()
-        # In a forked child the thread is not there, and the lock may be held for ever.
+        # In a forked child the thread does not exist, and the lock may be held forever.
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """Hold nothing."""
+        """Drop everything."""
         self._changed = Condition()
         self._held: list[tuple[Callable[[], bool], Releasable]] = []
         self._thread: threading.Thread | None = None
 
     def add(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Hold `memory` as long as `is_written()`, which the thread asks; then release it."""
+        """Hold `memory` as long as `is_written()`, which the thread calls; then release it."""
         with self._changed:
             self._held.append((is_written, memory))
             if self._thread is None:
-                with suppress(LLMException):  # no more threads: it is held for ever
+                with suppress(LLMException):  # without a thread the memory is held forever
                     self._thread = start_thread("kvplan-quarantine", self._run)
 
     def _run(self) -> None:
         with self._changed:
             while self._held:
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
                 for entry in list(self._held):
                     self._look(*entry)
             self._thread = None
 
     def _look(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Release `memory` unless a peer may still write to it, as is assumed on an error."""
+        """Release `memory` unless a peer may still write to it, which an error leaves open."""
         try:
             if is_written():
                 return
@@ -287,22 +432,22 @@ QUARANTINE: Final = Quarantine()
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What peers may reach of a cache, over all transports of this process.
+    """A cache as peers may reach it over the transports of this process.
 
     Attributes:
-        metadata: what a peer needs to reach it, by the name of the transport; empty where that
-            does not reach such memory.
-        registrations: each with its transport.
+        metadata: What a peer needs to reach the cache, by the name of the transport; empty if the
+            transport does not reach such memory.
+        registrations: Each with its transport.
     """
 
     metadata: Mapping[str, bytes]
     registrations: tuple[tuple[protocol.Transport, protocol.Registration], ...]
 
     def deregister(self) -> None:
-        """End the registrations. A second time is fine, and waits for what the first waits for."""
+        """End the registrations. A second call waits for the same peers as the first."""
         with ExitStack() as all_of_them:
-            for transport, it in self.registrations:
-                all_of_them.callback(transport.deregister, it)
+            for transport, registration in self.registrations:
+                all_of_them.callback(transport.deregister, registration)
 
 
 def offer(
@@ -311,13 +456,10 @@ def offer(
     writable: bool,
     keep: object = None,
 ) -> Offer:
-    """Let peers reach `ranges`, and keep `keep` until none can write to them any more.
+    """Let peers reach `ranges`, and hold `keep` until none can write to them any more.
 
-    No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
-    not reach such memory learn of the cache, with empty metadata.
-
-    Raises:
-        LLMException: the transport's, that cannot offer them.
+    Without ranges nothing is offered. Peers that use a transport which does not reach such memory
+    learn of the cache, with empty metadata.
     """
     metadata = {}
     made: list[tuple[protocol.Transport, protocol.Registration]] = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan import LLMStatusCode
-from kvplan.transport.hccl.addresses import DeviceAddress, table_of, why_not
-from kvplan.transport.wire import Document
+from kvplan.transport.hccl.addresses import DeviceAddress, read_local_comm_res, table_of, why_not
 from tests.support.refusals import refused
 
 A2 = {
@@ -55,7 +55,7 @@ def addresses(draw: st.DrawFn) -> DeviceAddress:
 
 def refusal(text: str) -> str:
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
-        DeviceAddress.of_local_comm_res(text)
+        read_local_comm_res(text)
     return str(caught.value)
 
 
@@ -108,20 +108,19 @@ def test_ranks_follow_the_order_of_texts_and_the_lower_version_wins(
 
 @given(addresses())
 def test_an_address_is_read_as_it_was_written(it: DeviceAddress) -> None:
-    blob = json.loads(json.dumps(it.to_dict()))
-    assert DeviceAddress.of_fields(Document("test", 1000), "device", blob) == it
+    assert msgspec.json.decode(msgspec.json.encode(it), type=DeviceAddress) == it
 
 
 def test_the_users_resources_are_read() -> None:
-    a2 = DeviceAddress.of_local_comm_res(json.dumps(A2))
+    a2 = read_local_comm_res(json.dumps(A2))
     assert a2 == DeviceAddress("1.0", "10.0.0.1", "3", "192.168.1.3")
-    a3 = DeviceAddress.of_local_comm_res(json.dumps(A3))
+    a3 = read_local_comm_res(json.dumps(A3))
     assert a3 == DeviceAddress("1.2", "10.0.0.2", "1", "192.168.1.9", None, "65537", "0")
 
 
 def test_the_table_of_a_pair_as_hccl_reads_it() -> None:
-    here = DeviceAddress.of_local_comm_res(json.dumps(A2))
-    there = DeviceAddress.of_local_comm_res(json.dumps(A3))
+    here = read_local_comm_res(json.dumps(A2))
+    there = read_local_comm_res(json.dumps(A3))
     assert json.loads(table_of(there, here).text) == {
         "version": "1.0",
         "server_count": "2",
@@ -153,18 +152,23 @@ def test_two_devices_of_one_host_are_one_server() -> None:
 @pytest.mark.parametrize(
     ("document", "path", "value", "said"),
     [
-        (A2, "version", "2.0", "version is '2.0'; it must be one of 1.0, 1.2"),
-        (A2, "version", None, "version is None"),
-        (A2, "status", "initializing", "status is 'initializing'; it must be \"completed\""),
-        (A2, "server_list", [], "server_list is a list of 0; it must be a list of exactly 1"),
+        (A2, "version", "2.0", r"version is '2.0'; expected `str` matching regex '^1\\.[02]"),
+        (A2, "version", None, "missing required field `version`"),
+        (
+            A2,
+            "status",
+            "initializing",
+            "status is 'initializing'; expected `str` matching",
+        ),
+        (A2, "server_list", [], "server_list is []; expected `array` of length 1"),
         (A2, "server_list.0.server_id", "", "server_list[0].server_id is ''"),
         (A2, "server_list.0.device", {}, "server_list[0].device is {}"),
         (A2, "server_list.0.device.0.device_id", 3, "server_list[0].device[0].device_id is 3"),
         (A2, "server_list.0.device.0.device_id", "03", "device[0].device_id is '03'"),
-        (A2, "server_list.0.device.0.device_ip", "1.2.3", "device[0].device_ip is '1.2.3'"),
-        (A2, "server_list.0.device.0.device_port", "0", "device[0].device_port is '0'"),
-        (A2, "server_list.0.device.0.rank_id", "0", "it must be an object with just the fields"),
-        (A2, "server_count", "1", "it must be an object with just the fields"),
+        (A2, "server_list.0.device.0.device_ip", "1.2.3", "device[0]: device_ip is '1.2.3'"),
+        (A2, "server_list.0.device.0.device_port", "0", "device[0]: device_port is '0'"),
+        (A2, "server_list.0.device.0.rank_id", "0", "unknown field `rank_id`"),
+        (A2, "server_count", "1", "unknown field `server_count`"),
         (A3, "super_pod_list", None, "super_pod_list"),
         (A3, "super_pod_list.0.server_list.0.server_id", "x", "it must be '10.0.0.2'"),
         (A3, "server_list.0.device.0.super_device_id", None, "super_device_id"),
@@ -179,8 +183,8 @@ def test_what_the_user_got_wrong_is_named(
     assert said in message
 
 
-def test_what_is_no_json_is_refused() -> None:
-    assert "is no JSON" in refusal("{")
+def test_what_is_not_json_is_refused() -> None:
+    assert "cannot be decoded" in refusal("{")
 
 
 def test_one_device_cannot_be_both_ends() -> None:

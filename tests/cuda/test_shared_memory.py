@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -580,10 +580,10 @@ class TestRegistering:
     def test_a_peer_that_says_it_has_more(self, side: Side, other: Other, whose: Whose) -> None:
         """A copy beyond what is there would be the end of this process's context."""
         there = other.call("offer", whose, 1)
-        document = json.loads(other.call("metadata"))
-        document["allocations"][0]["nbytes"] = 2 * GRANULE
+        document = msgspec.msgpack.decode(other.call("metadata"))
+        document["ranges"][0]["allocation"]["nbytes"] = 2 * GRANULE
         document["ranges"][0]["nbytes"] = 2 * GRANULE
-        with side.transport.connect(json.dumps(document).encode()) as link:
+        with side.transport.connect(msgspec.msgpack.encode(document)) as link:
             with pytest.raises(LLMException) as caught:
                 link.memory([there], 2 * GRANULE)
             assert caught.value.status_code in (

@@ -93,8 +93,8 @@ def of_messages(encoded: bytes) -> Any:
     return msgspec.msgpack.decode(encoded)
 
 
-def of_json(metadata: Any) -> Any:
-    return msgspec.json.decode(metadata.to_bytes())
+def of_metadata(metadata: Any) -> Any:
+    return of_messages(metadata.to_bytes())
 
 
 def read_control(frame: bytes) -> None:
@@ -214,14 +214,13 @@ DECODERS = {
         ).to_dict(),
         text=True,
     ),
-    "local": Decoder(LocalMetadata.from_bytes, of_json(LOCAL), text=True),
+    "local": Decoder(LocalMetadata.from_bytes, of_metadata(LOCAL)),
     "tcp": Decoder(
         TcpMetadata.from_bytes,
-        of_json(TcpMetadata("0" * 32, "host", 12, 1, False, ())),
-        text=True,
+        of_metadata(TcpMetadata("0" * 32, "host", 12, 1, False, ())),
     ),
-    "ucx": Decoder(UcxMetadata.from_bytes, of_json(UCX), text=True),
-    "hccl": Decoder(HcclMetadata.from_bytes, of_json(HCCL), text=True),
+    "ucx": Decoder(UcxMetadata.from_bytes, of_metadata(UCX)),
+    "hccl": Decoder(HcclMetadata.from_bytes, of_metadata(HCCL)),
     "hixl": Decoder(hixl._message, ["name", "text"], wrap=lambda data: b"N\x02\x00" + data),
     "rank-table": Decoder(
         lambda data: locate(data.decode(errors="replace"), {0}),

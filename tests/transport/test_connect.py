@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -64,11 +64,11 @@ def owners(*prefixes: list[str]) -> Iterator[list[Owner]]:
 
 def altered(metadata: bytes, **changes: Any) -> bytes:
     """Metadata with fields like identity__pid replaced."""
-    document = json.loads(metadata)
+    document = msgspec.msgpack.decode(metadata)
     for path, value in changes.items():
         section, _, name = path.partition("__")
         document[section][name] = value
-    return json.dumps(document).encode()
+    return msgspec.msgpack.encode(document)
 
 
 def refusal(transport: LocalTransport, metadata: bytes) -> str:
@@ -113,7 +113,7 @@ class TestIdentity:
     def test_a_reused_pid(self, owner: Owner, transport: LocalTransport) -> None:
         """As if the peer had ended and its pid gone to this, later process."""
         metadata = owner.metadata()
-        started = json.loads(metadata)["identity"]["start_time"]
+        started = msgspec.msgpack.decode(metadata)["identity"]["start_time"]
         message = refusal(transport, altered(metadata, identity__start_time=started - 100))
         assert f"started at {started} ticks" in message
         assert f"the peer at {started - 100}" in message
@@ -134,13 +134,13 @@ class TestIdentity:
         self, owner: Owner, transport: LocalTransport, field: str
     ) -> None:
         metadata = owner.metadata()
-        other = json.loads(metadata)["board"][field] + 100
-        message = refusal(transport, altered(metadata, **{f"board__{field}": other}))
+        other = msgspec.msgpack.decode(metadata)["generations"][field] + 100
+        message = refusal(transport, altered(metadata, **{f"generations__{field}": other}))
         assert re.search("closed its transport|inode differs|size differs", message)
 
     @pytest.mark.parametrize(
         "changes",
-        [{"identity__start_time": 1}, {"board__inode": 1}, {"board__num_slots": 1}],
+        [{"identity__start_time": 1}, {"generations__inode": 1}, {"generations__num_slots": 1}],
         ids=["another process", "another table", "another size"],
     )
     def test_a_refused_link_leaves_nothing_open(
@@ -170,7 +170,7 @@ class TestArenas:
     @pytest.fixture
     def metadata(self, owner: Owner) -> dict[str, Any]:
         owner.run("memory = transport.register(transport.allocate(8192))")
-        return dict(json.loads(owner.metadata()))
+        return dict(msgspec.msgpack.decode(owner.metadata()))
 
     def test_unsealed(
         self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
@@ -182,7 +182,7 @@ class TestArenas:
             result = [fd, os.fstat(fd).st_ino]
         """)
         metadata["ranges"][0]["arena"] |= {"fd": fd, "inode": inode}
-        error = self.memory(transport, json.dumps(metadata).encode())
+        error = self.memory(transport, msgspec.msgpack.encode(metadata))
         assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
         assert "not sealed" in str(error)
 
@@ -192,7 +192,7 @@ class TestArenas:
     ) -> None:
         metadata["ranges"][0]["nbytes"] = 4096
         metadata["ranges"][0]["arena"]["nbytes"] = nbytes
-        error = self.memory(transport, json.dumps(metadata).encode())
+        error = self.memory(transport, msgspec.msgpack.encode(metadata))
         assert "size differs" in str(error)
 
     def test_of_two_sizes(self, transport: LocalTransport, metadata: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ class TestArenas:
         whole = metadata["ranges"][0]
         larger = {"nbytes": 1 << 40}
         metadata["ranges"].append({**whole, **larger, "arena": {**whole["arena"], **larger}})
-        with transport.connect(json.dumps(metadata).encode()) as link:
+        with transport.connect(msgspec.msgpack.encode(metadata)) as link:
             base = link.metadata.ranges[0].address
             link.memory([base], 8192)
             with pytest.raises(LLMException, match="size differs"):
@@ -210,7 +210,7 @@ class TestArenas:
         self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
     ) -> None:
         owner.run("transport.deregister(memory)")
-        error = self.memory(transport, json.dumps(metadata).encode())
+        error = self.memory(transport, msgspec.msgpack.encode(metadata))
         assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
@@ -228,7 +228,7 @@ class TestRefusal:
         assert transport.refusal(metadata) == f"peer {owner.pid} cannot be reached: {reason}"
 
     def test_of_what_is_no_metadata(self, transport: LocalTransport) -> None:
-        assert "is no JSON" in str(transport.refusal(b"nothing"))
+        assert "expected `object`" in str(transport.refusal(b"nothing"))
 
 
 @needs_root
@@ -347,7 +347,7 @@ def test_yama_is_named(
     monkeypatch: pytest.MonkeyPatch, owner: Owner, scope: int, remedy: str
 ) -> None:
     monkeypatch.setattr(identity, "_ptrace_scope", lambda: scope)
-    peer = identity.Identity(**json.loads(owner.metadata())["identity"])
+    peer = identity.Identity(**msgspec.msgpack.decode(owner.metadata())["identity"])
     advice = identity.advice(peer)
     assert f"kernel.yama.ptrace_scope is {scope}" in advice
     assert remedy in advice
@@ -379,7 +379,7 @@ class TestRegister:
     ) -> None:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             transport.register(memory())
-        assert json.loads(transport.metadata())["ranges"] == []
+        assert msgspec.msgpack.decode(transport.metadata())["ranges"] == []
 
     def test_read_only_memory_only_as_such(self, transport: LocalTransport) -> None:
         registration = transport.register(b"constant", writable=False)

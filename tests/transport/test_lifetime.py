@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import select
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -439,9 +439,9 @@ class TestThisSide:
         self, owner: Owner, transport: LocalTransport
     ) -> None:
         owner.run(ARENA)
-        metadata = json.loads(owner.metadata())
-        metadata["board"]["inode"] += 1
-        caught = json.dumps(metadata).encode()
+        metadata = msgspec.msgpack.decode(owner.metadata())
+        metadata["generations"]["inode"] += 1
+        caught = msgspec.msgpack.encode(metadata)
         before = Held.now()
         for _ in range(100):
             with pytest.raises(LLMException):

@@ -284,7 +284,7 @@ def test_there_is_one_of_a_process_whoever_asks_first() -> None:
 
 def test_arenas_are_listed_while_others_come_and_go() -> None:
     arenas = [Arena(4096) for _ in range(64)]
-    ranges = [Range(it.address, it.nbytes, 0, 0, True, offer(it)) for it in arenas]
+    ranges = [Range(it.address, it.nbytes, 0, 0, True, offer(it), None) for it in arenas]
     peer = PeerArenas(os.getpid(), populate="off")
     stop = threading.Event()
 

@@ -19,6 +19,7 @@ ranges = st.builds(
     generation=st.just(1),
     writable=st.booleans(),
     arena=st.sampled_from([None, ARENA]),
+    allocation=st.none(),
 )
 tensors = st.tuples(st.integers(0, 45), st.integers(1, 6))
 
@@ -48,7 +49,7 @@ def test_every_tensor_gets_a_range_that_holds_it(
 
 
 def test_a_range_that_ends_with_the_address_space() -> None:
-    last = Range(2**64 - 10, 10, slot=0, generation=1, writable=True, arena=None)
+    last = Range(2**64 - 10, 10, slot=0, generation=1, writable=True, arena=None, allocation=None)
     table = RangeTable("peer 1", [last])
     used, _ = table.locate(
         np.array([2**64 - 1], np.uint64), np.array([1], np.uint64), writable=False

@@ -14,6 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import msgspec
+
 from kvnative._backend import NativeError
 from kvnative.ascend_files import HOME_VARIABLES, homes
 from kvplan.cli.info import trial
@@ -126,7 +128,7 @@ def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, obj
     try:
         found |= device.describe()
         found["max_batch"] = None if device.product is None else device.product.max_batch
-        found["address"] = device_address(device, "").to_dict()
+        found["address"] = msgspec.structs.asdict(device_address(device, ""))
     except (LLMException, NativeError) as error:
         found["why_not" if len(found) == 1 else "no_address"] = _reason(error)
     finally:

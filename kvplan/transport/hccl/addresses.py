@@ -1,6 +1,6 @@
-"""Where a device is found by the others: its address, and the rank table of two devices.
+"""Addresses of Ascend devices, and the rank table of two devices.
 
-Both ends compute that alike, byte for byte. It is not the one that a user gives `link()`
+Both ends compute the same table, byte for byte. It is not the rank table that a user gives `link()`
 (`kvplan.links.rank_table`).
 """
 
@@ -8,96 +8,142 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
 
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.hccn import device_ip_of, is_address
-from kvplan.transport.wire import Document
+from kvplan.transport.metadata import Record, read
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvplan.device.ascend import AscendDevice, Product
 
-VERSIONS: Final = ("1.0", "1.2")
-"""Of rank tables: of A2, and of A3, which knows super pods."""
-
-_GIVEN: Final = Document("local_comm_res (llm.LocalCommRes)", 1 << 20)
-_MAX_NAME: Final = 64
+_OPTION: Final = "local_comm_res (llm.LocalCommRes)"
 _ROCE: Final = "HCCL_INTRA_ROCE_ENABLE"
-_SUPER: Final = ("super_device_id", "super_pod_id")
-_REQUIRED: Final = ("server_id", "device_id")
 _SUPER_DEVICE_ID: Final = 403  # of aclrtGetDeviceInfo
 _SUPER_POD_ID: Final = 405
 
+# Of rank tables: A2 uses 1.0; A3, which has super pods, uses 1.2.
+Version = Annotated[str, Meta(pattern=r"^1\.[02]\Z")]
+# One spelling for each number, since ranks follow from it as text.
+Digits = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
+AsciiName = Annotated[str, Meta(pattern=r"^[ -~]{1,64}\Z")]
 
-@dataclass(frozen=True, slots=True)
-class DeviceAddress:
-    """A device, as a rank table says it.
+
+class DeviceAddress(Record, frozen=True):
+    """A device as a rank table names it.
 
     Attributes:
-        version: of the rank table that this is enough for.
-        server_id: names its host, among all hosts.
-        device_id: its physical number there, in digits.
-        device_ip: of its network port; None: not known, which will do inside one host.
-        device_port: to listen at, in digits; None: HCCL's own choice.
-        super_device_id, super_pod_id: of its super pod; None in version 1.0.
+        version: The newest rank table that can name the device.
+        server_id: The host, unique among all hosts.
+        device_id: The physical number on the host.
+        device_ip: The address of the network port; None: not known, which suffices on one host.
+        device_port: The port to listen at; None: HCCL chooses.
+        super_device_id, super_pod_id: The place in a super pod; None in version 1.0.
     """
 
-    version: str
-    server_id: str
-    device_id: str
+    version: Version
+    server_id: AsciiName
+    device_id: Digits
     device_ip: str | None = None
-    device_port: str | None = None
-    super_device_id: str | None = None
-    super_pod_id: str | None = None
+    device_port: Digits | None = None
+    super_device_id: Digits | None = None
+    super_pod_id: AsciiName | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """As `of_fields` reads it."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        _check_device(self)
+        for name in ("super_device_id", "super_pod_id"):
+            if (getattr(self, name) is not None) is not (self.version == "1.2"):
+                has = "needs it" if self.version == "1.2" else "has no such field"
+                raise ValueError(f"{name}: version {self.version} {has}")
 
-    @classmethod
-    def of_fields(cls, document: Document, path: str, value: object) -> DeviceAddress:
-        """Check and read what `to_dict` has made.
 
-        Raises:
-            LLMException: LLM_PARAM_INVALID, naming the field.
-        """
-        fields = document.fields(path, value, cls.__slots__)
-        version = check_version(document, f"{path}.version", fields["version"])
-        read = {name: it for name, it in fields.items() if name != "version"}
-        given = {name: it for name, it in read.items() if it is not None or name in _REQUIRED}
-        return cls(version, **_checked(document, path, given, version))
+class _Device(Record, frozen=True):
+    device_id: Digits
+    device_ip: str | None = None
+    device_port: Digits | None = None
+    super_device_id: Digits | None = None
 
-    @classmethod
-    def of_local_comm_res(cls, text: str) -> DeviceAddress:
-        """Read the option `llm.LocalCommRes`: a rank table of this device alone, without ranks.
+    def __post_init__(self) -> None:
+        _check_device(self)
 
-        Raises:
-            LLMException: LLM_PARAM_INVALID, naming the field, its value and what it must be.
-        """
-        table = _GIVEN.read(text)
-        version = table.get("version") if isinstance(table, dict) else None
-        check_version(_GIVEN, "version", version)
-        pods = {"super_pod_list"} if version == "1.2" else set()
-        table = _GIVEN.fields("", table, {"version", "server_list", *pods}, {"status"})
-        if table.get("status", "completed") != "completed":
-            raise _GIVEN.bad(f'status is {table["status"]!r}; it must be "completed"')
-        server, server_path = _only(table["server_list"], "server_list")
-        server = _GIVEN.fields(server_path, server, {"server_id", "device"}, {"host_ip"})
-        device, path = _only(server["device"], f"{server_path}.device")
-        needed = {"device_id", "super_device_id"} if pods else {"device_id"}
-        given = _GIVEN.fields(path, device, needed, {"device_ip", "device_port"})
-        checked = _checked(_GIVEN, path, given, version, pod=False)
-        checked["server_id"] = _name(_GIVEN, f"{server_path}.server_id", server["server_id"])
-        if pods:
-            checked["super_pod_id"] = _pod_of(table["super_pod_list"], checked["server_id"])
-        return cls(str(version), **checked)
+
+class _Server(Record, frozen=True):
+    server_id: AsciiName
+    device: tuple[_Device]
+    host_ip: Any = None
+
+
+class _PodServer(Record, frozen=True):
+    server_id: AsciiName
+
+
+class _Pod(Record, frozen=True):
+    super_pod_id: AsciiName
+    server_list: tuple[_PodServer]
+
+
+class _LocalCommRes(Record, frozen=True):
+    """The option `llm.LocalCommRes`: a rank table of only this device, without ranks."""
+
+    version: Version
+    server_list: tuple[_Server]
+    super_pod_list: tuple[_Pod] | None = None
+    status: Annotated[str, Meta(pattern=r"^completed\Z")] = "completed"
+
+    def __post_init__(self) -> None:
+        if (self.super_pod_list is not None) is not (self.version == "1.2"):
+            has = "needs it" if self.version == "1.2" else "has no such field"
+            raise ValueError(f"super_pod_list: version {self.version} {has}")
+        if self.super_pod_list is not None:
+            named, server_id = self.super_pod_list[0].server_list[0], self.server_list[0].server_id
+            if named.server_id != server_id:
+                raise ValueError(
+                    f"super_pod_list[0].server_list[0].server_id is {named.server_id!r}; it must "
+                    f"be {server_id!r}"
+                )
+
+
+def read_local_comm_res(text: str) -> DeviceAddress:
+    """Read the option `llm.LocalCommRes`; refuse what it must not contain."""
+    table = read(_LocalCommRes, text, _OPTION, msgspec.json.decode)
+    server, pods = table.server_list[0], table.super_pod_list
+    device = server.device[0]
+    try:
+        return DeviceAddress(
+            table.version,
+            server.server_id,
+            device.device_id,
+            device.device_ip,
+            device.device_port,
+            device.super_device_id,
+            None if pods is None else pods[0].super_pod_id,
+        )
+    except ValueError as error:
+        raise invalid(f"{_OPTION}: server_list[0].device[0]: {error}") from None
+
+
+def _check_device(device: DeviceAddress | _Device) -> None:
+    for name, low, high in (
+        ("device_id", 0, 2**31 - 1),
+        ("device_port", 1, 65535),
+        ("super_device_id", 0, 2**32 - 1),
+    ):
+        value = getattr(device, name)
+        if value is not None and not low <= int(value) <= high:
+            raise ValueError(f'{name} is {value!r}; it must be in ["{low}", "{high}"], as text')
+    if device.device_ip is not None and not is_address(device.device_ip):
+        raise ValueError(f"device_ip is {shown(device.device_ip)}; it must be an IP address")
 
 
 def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
@@ -111,7 +157,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
             LLM_FEATURE_NOT_ENABLED: what the system does not say.
     """
     if local_comm_res:
-        given = DeviceAddress.of_local_comm_res(local_comm_res)
+        given = read_local_comm_res(local_comm_res)
         if given.version == "1.2" and device.product is A2:
             raise invalid(
                 "local_comm_res (llm.LocalCommRes): version is '1.2'; devices of "
@@ -146,76 +192,6 @@ def _unknown(field: str, why: str) -> LLMException:
     return LLMException(
         f"{field} of this device is not known: {why}; give llm.LocalCommRes",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
-
-
-def check_version(document: Document, path: str, value: object) -> str:
-    """`value`, if it is the version of a rank table that is known here."""
-    return document.text(path, value, VERSIONS.__contains__, f"one of {', '.join(VERSIONS)}")
-
-
-def _checked(
-    document: Document,
-    path: str,
-    given: Mapping[str, object],
-    version: str | None,
-    *,
-    pod: bool = True,
-) -> dict[str, str]:
-    """The fields of a device, each if it is what it must be."""
-    rules = {
-        "server_id": lambda where, it: _name(document, where, it),
-        "device_id": lambda where, it: _digits(document, where, it, 2**31 - 1),
-        "device_ip": lambda where, it: document.text(where, it, is_address, "an IP address"),
-        "device_port": lambda where, it: _digits(document, where, it, 65535, low=1),
-        "super_device_id": lambda where, it: _digits(document, where, it, 2**32 - 1),
-        "super_pod_id": lambda where, it: _name(document, where, it),
-    }
-    checked = {name: rules[name](f"{path}.{name}", it) for name, it in given.items()}
-    for name in _SUPER if pod else _SUPER[:1]:
-        if (name in checked) is not (version == "1.2"):
-            has = "needs it" if version == "1.2" else "has no such field"
-            raise document.bad(f"{path}.{name}: version {version} {has}")
-    return checked
-
-
-def _only(value: object, path: str) -> tuple[Any, str]:
-    """The one element of a list, and its path."""
-    return _GIVEN.elements(path, value, 1)[0], f"{path}[0]"
-
-
-def _pod_of(value: object, server_id: str) -> str:
-    pod, path = _only(value, "super_pod_list")
-    pod = _GIVEN.fields(path, pod, {"super_pod_id", "server_list"})
-    server, server_path = _only(pod["server_list"], f"{path}.server_list")
-    named = _GIVEN.fields(server_path, server, {"server_id"})["server_id"]
-    if named != server_id:
-        raise _GIVEN.bad(f"{server_path}.server_id is {named!r}; it must be {server_id!r}")
-    return _name(_GIVEN, f"{path}.super_pod_id", pod["super_pod_id"])
-
-
-def _name(document: Document, path: str, value: object) -> str:
-    return document.text(
-        path,
-        value,
-        lambda it: 0 < len(it) <= _MAX_NAME and it.isascii() and it.isprintable(),
-        f"1 to {_MAX_NAME} printable ASCII characters",
-    )
-
-
-def _digits(document: Document, path: str, value: object, high: int, low: int = 0) -> str:
-    return document.text(
-        path,
-        value,
-        lambda it: (
-            it.isascii()
-            and it.isdecimal()
-            and len(it) <= 10
-            and low <= int(it) <= high
-            # One spelling of each number: ranks follow from it as text.
-            and it == str(int(it))
-        ),
-        f'a whole number in ["{low}", "{high}"], as text',
     )
 
 

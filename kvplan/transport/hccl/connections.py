@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize, ref
+
+import msgspec
 
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
@@ -123,7 +125,7 @@ class Connections:
         except NativeError as error:
             raise self._not_made(generation, error) from error
         try:
-            metadata = replace(self._own_metadata(), newest=newest).to_bytes()
+            metadata = msgspec.structs.replace(self._own_metadata(), newest=newest).to_bytes()
             with self._mutex:
                 self._check_wanted(generation)
                 self._communicators[generation] = communicator

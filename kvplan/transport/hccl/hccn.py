@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvnative.ascend_files import driver_folder
 from kvplan.logs import Log
-from kvplan.transport.wire import Document
+from kvplan.status import invalid
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,8 +50,7 @@ def device_ip_of(physical_id: int, environment: Mapping[str, str] = os.environ) 
     for name in _KEYS:
         key = name.format(physical_id)
         if key in values:
-            document = Document(str(path), 1 << 20)
-            return document.text(key, values[key], is_address, "an IP address")
+            return _checked(str(path), key, values[key])
     return None
 
 
@@ -61,6 +61,12 @@ def is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _checked(source: str, name: str, text: str) -> str:
+    if not is_address(text):
+        raise invalid(f"{source}: {name} is {shown(text)}; it must be an IP address")
+    return text
 
 
 def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
@@ -86,5 +92,5 @@ def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
             return None
         found = re.search(r"^ipaddr:\s*([^\s/]+)", done.stdout, re.MULTILINE)
         if found:
-            return Document(command, 1 << 20).text("ipaddr", found[1], is_address, "an IP address")
+            return _checked(command, "ipaddr", found[1])
     return None

@@ -10,9 +10,9 @@ import numpy as np
 from kvnative._hccl import MAX_GUARDS, Guards
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.announced import tag_of
 from kvplan.transport.base import BaseLink, BasePeerMemory, columns, no_leases
 from kvplan.transport.hccl.metadata import WORD_NBYTES, Metadata, Range
+from kvplan.transport.metadata import tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -130,7 +130,7 @@ class Regions:
                 for gap_start, gap_end in self._gaps(start, end):
                     size = gap_end - gap_start
                     native, pinned = self._make(gap_start, size, on_device=on_device, owner=owner)
-                    named = RegionRef(self._newest + 1, gap_start, size)
+                    named = RegionRef(gap_start, size, self._newest + 1)
                     self._newest += 1
                     is_kept = owner is not None
                     made.append(

@@ -1,33 +1,26 @@
-"""What peers may reach of this process over HCCL: registrations, and which of them still stand."""
+"""Memory of this process that peers may reach over HCCL, and the generation table on the device."""
 
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvnative._hccl import NUM_TICKETS, Tickets
-from kvnative._signals import Mutex
+from kvplan.device.device import Device
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
+from kvplan.transport import announced
+from kvplan.transport.announced import AnnouncedRegistrations
 from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef, Range
 from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registrations import (
-    MAX_LEASES,
-    Registration,
-    RegistrationTable,
-    Slots,
-    leases_taken,
-)
+from kvplan.transport.registrations import MAX_LEASES, Found, Registration, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvnative._acl import DeviceBuffer
-    from kvplan.device.device import Device
-    from kvplan.transport import protocol
+    from kvplan.transport.hccl.connections import Connections
     from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.hccl.regions import HeldRegion
     from kvplan.transport.protocol import Registrable
@@ -36,219 +29,159 @@ _LOG = Log("kvplan")
 
 
 class GenerationTable:
-    """A word for each slot: the generation of the registration or lease that has it, or 0.
+    """`Generations` in device memory: a word per slot, with its generation or 0.
 
     A peer that transfers reads the words of the ranges that it used after its bytes, in the order
-    of its stream: where one is not what was published, nothing of the transfer counts. Slots of
-    leases follow those of registrations; then come this process's own tickets, and words that
-    tickets of peers are read into.
+    of its stream. If a word is not the published one, nothing of the transfer counts. The tickets
+    of this process follow the words, then words that tickets of peers are read into.
 
     Args:
-        device: whose memory it lies in.
-        num_slots: registrations that there can be at once.
-
-    Raises:
-        LLMException: LLM_DEVICE_OUT_OF_MEMORY, or what else the device says.
+        device: The device whose memory it uses.
+        num_slots: Registrations at the same time.
     """
 
     def __init__(self, device: Device, num_slots: int) -> None:
-        self._slots = Slots(num_slots, MAX_SLOTS)
-        # None: there is room for registrations alone.
-        num_leases = min(MAX_LEASES, MAX_SLOTS - num_slots)
-        self._lease_slots = Slots(num_leases, MAX_LEASES) if num_leases else None
-        self._leases: dict[int, int] = {}  # generations of those that have not ended, by slot
+        self._slots = Slots(num_slots, MAX_SLOTS, min(MAX_LEASES, MAX_SLOTS - num_slots))
         self._device = device
-        self.nbytes = (num_slots + num_leases + 2 * NUM_TICKETS) * WORD_NBYTES
+        self.nbytes = (self._slots.num_slots + 2 * NUM_TICKETS) * WORD_NBYTES
         self.buffer: DeviceBuffer | None = device.allocate(self.nbytes)
-        self.ref = GenerationTableRef(self.buffer.address, num_slots + num_leases)
+        self.ref = GenerationTableRef(self.buffer.address, self._slots.num_slots)
         device.write(self.ref.address, bytes(self.nbytes))
         self.tickets = Tickets(self.ref.tickets, self.buffer)
         self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
-        self._mutex = Mutex()  # re-entrant: a signal handler may end a lease
 
-    def take(self) -> tuple[int, int]:
-        """A slot, and the generation that its word says from here on.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: all are taken; what the device says.
-        """
-        with self._mutex:
-            slot, generation = self._slots.take()
+    def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
+        """See `Generations.take`; an error of the device leaves the slot free."""
+        slot, generation = self._slots.take(is_lease)
         try:
             self._write(slot, generation)
         except LLMException:
-            with self._mutex:
-                self._slots.release(slot)
+            self._slots.release(slot, generation)
             raise
         return slot, generation
 
-    def release(self, slot: int) -> None:
-        """From here on no transfer that uses the slot's registration succeeds.
-
-        Raises:
-            LLMException: what the device says; the slot is not used again then.
-        """
-        self._write(slot, 0)
-        with self._mutex:
-            self._slots.release(slot)
-
-    def begin_lease(self) -> tuple[int, int]:
-        """A slot for a lease, and the generation that its word says from here on.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: all are taken; what the device says.
-        """
-        with self._mutex:
-            if (slots := self._lease_slots) is None:
-                raise leases_taken(0)
-            try:
-                number, generation = slots.take()
-            except LLMException:
-                raise leases_taken(slots.count) from None
-        slot = self._slots.count + number
-        try:
-            self._write(slot, generation)
-        except LLMException:
-            with self._mutex:
-                slots.release(number)
-            raise
-        with self._mutex:
-            self._leases[slot] = generation
-        return slot, generation
-
-    def end_lease(self, slot: int, generation: int) -> None:
-        """From here on no transfer with it succeeds; one that has ended before is fine.
-
-        Raises:
-            LLMException: what the device says; it may not have ended then.
-        """
-        with self._mutex:
-            if (slots := self._lease_slots) is None or self._leases.get(slot) != generation:
-                return
+    def release(self, slot: int, generation: int) -> None:
+        """See `Generations.release`; after an error of the device the slot is not used again."""
+        if self._slots.holds(slot, generation):
             self._write(slot, 0)
-            del self._leases[slot]
-            slots.release(slot - self._slots.count)
+        self._slots.release(slot, generation)
 
     def close(self) -> None:
-        """Let go of the memory: no connection reaches it any more."""
+        """Let go of the memory, which no connection reaches any more."""
         self.buffer = None
         del self.tickets
 
-    def address_of(self, slot: int) -> int:
-        """Of a slot's word."""
-        return self.ref.address + WORD_NBYTES * slot
-
     def _write(self, slot: int, generation: int) -> None:
-        self._device.write(self.address_of(slot), generation.to_bytes(WORD_NBYTES, "little"))
+        address = self.ref.address + WORD_NBYTES * slot
+        self._device.write(address, generation.to_bytes(WORD_NBYTES, "little"))
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
-class HcclRegistration(Registration[Range]):
-    """Memory that peers may reach over HCCL.
+class Covered:
+    """Registered memory, and the HCCL regions that hold it."""
 
-    Attributes:
-        regions: that hold it, as HCCL knows them.
-    """
+    __slots__ = ("_hccl", "_keep", "regions")
 
-    regions: tuple[HeldRegion, ...]
+    def __init__(self, hccl: HcclDevice, regions: tuple[HeldRegion, ...], keep: object) -> None:
+        self._hccl = hccl
+        self._keep = keep
+        self.regions = regions
+
+    def release(self) -> None:
+        """Let go of the regions. Idempotent."""
+        regions, self.regions = self.regions, ()
+        self._hccl.regions.release(regions, self._hccl.forget)
 
 
-class _Found(NamedTuple):
-    """Memory that is to be registered."""
+HcclRegistration = Registration[Range, Covered]
+
+
+class _Memory(NamedTuple):
+    """Memory that is about to be registered, and the allocation it is a part of, if known."""
 
     address: int
     nbytes: int
     on_device: bool
     keep: object
-    whole: tuple[int, int] | None  # what was allocated, where that is known
+    whole: tuple[int, int] | None
 
 
-class Registrations:
-    """Those of one transport; may be used from several threads.
+class HcclRegistrations(AnnouncedRegistrations[Range, Covered, "Connections"]):
+    """See `Registrations`. A write that is in flight is not waited for when memory is deregistered.
 
     Args:
-        hccl: the device.
+        hccl: The device.
+        read, linked: As for `AnnouncedRegistrations`.
     """
 
-    def __init__(self, hccl: HcclDevice) -> None:
-        self._hccl = hccl
-        self._table = RegistrationTable(HcclRegistration, "an hccl transport")
-        self._pools: list[tuple[HeldRegion, ...]] = []
-        self._closed = False
+    transport = "an hccl transport"
 
-    def __len__(self) -> int:
-        return len(self._table)
+    def __init__(
+        self,
+        hccl: HcclDevice,
+        read: Callable[[Connections], announced.Tickets | None],
+        linked: Callable[[], Iterable[Connections]],
+    ) -> None:
+        super().__init__(
+            Range,
+            hccl.generations,
+            MAX_SLOTS,
+            thread=f"kvplan-leases-{hccl.device.id}",
+            read=read,
+            linked=linked,
+        )
+        self._hccl = hccl
+        self._pools: list[Covered] = []
 
     def preregister_pool(self, memory: Registrable, keep: object) -> None:
-        """Let HCCL know memory whose parts will be registered."""
-        found = self._find(memory, writable=True)
-        regions = self._cover(found._replace(keep=(found.keep, keep)))
-        with self._table.mutex:
+        """See `Transport.preregister_pool`: one HCCL region; parts renew no connection."""
+        found = self._locate(memory, writable=True)
+        covered = self._cover(found._replace(keep=(found.keep, keep)))
+        with self.mutex:
             if not self._closed:
-                self._pools.append(regions)
+                self._pools.append(covered)
                 return
-        self._release(regions)
-
-    def add(self, memory: Registrable, *, writable: bool) -> HcclRegistration:
-        """See `HcclTransport.register`."""
-        found = self._find(memory, writable=writable)
-        regions = self._cover(found)
-        try:
-            slot, generation = self._hccl.generations.take()
-        except BaseException:
-            self._release(regions)
-            raise
-        refs = tuple(it.ref for it in regions)
-        known = Range(
-            found.address, found.nbytes, slot, generation, writable, found.on_device, refs
-        )
-        it = HcclRegistration(known, None, found.keep, regions)
-        try:
-            self._table.add(it)
-        except LLMException:
-            self._end_one(it)
-            raise
-        return it
-
-    def remove(self, registration: protocol.Registration) -> None:
-        """See `HcclTransport.deregister`."""
-        it = self._table.own(registration)
-        if self._table.remove(it):
-            self._end_one(it)
-
-    def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
-        """What is published of `registrations`; None: all."""
-        return tuple(it.range for it in self._table.select(registrations))
+        covered.release()
 
     def close(self) -> None:
-        """End all, and take no more."""
-        with self._table.mutex:
-            self._closed = True
-            ended = self._table.close()
+        """See `Registrations.close`."""
+        super().close()
+        with self.mutex:
             pools, self._pools = self._pools, []
-        for it in ended:
-            self._end_one(it)
-        for regions in pools:
-            self._release(regions)
+        for covered in pools:
+            covered.release()
 
-    def _find(self, memory: Registrable, *, writable: bool) -> _Found:
+    def _withdraw(self, registration: HcclRegistration) -> None:
+        try:
+            super()._withdraw(registration)
+        except LLMException as error:
+            _LOG.warning(
+                "event=generation_table_lost device=%d reason=%s", self._hccl.device.id, error
+            )
+
+    def _find(self, memory: Registrable, *, writable: bool) -> Found[Covered]:
+        found = self._locate(memory, writable=writable)
+        covered = self._cover(found)
+        refs = tuple(region.ref for region in covered.regions)
+        return Found(found.address, found.nbytes, covered, (found.on_device, refs))
+
+    def _locate(self, memory: Registrable, *, writable: bool) -> _Memory:
         if isinstance(memory, DeviceRange):
             buffer = memory.buffer
             if buffer is None:
                 self._hccl.device.check_range("memory", memory.address, memory.nbytes)
             whole = None if buffer is None else (buffer.address, buffer.nbytes)
-            return _Found(memory.address, memory.nbytes, True, buffer, whole)
+            return _Memory(memory.address, memory.nbytes, True, buffer, whole)
         product = self._hccl.product
         if "host" not in product.registers:
             raise TypeError(
-                f"memory is of the host; on this product ({product.name}) HCCL reaches device "
-                "memory alone"
+                f"memory is of the host; on this product ({product.name}) HCCL reaches only device "
+                "memory"
             )
         address, nbytes, pin, arena = host_range(memory, writable=writable)
         whole = None if arena is None else (arena.address, arena.nbytes)
-        return _Found(address, nbytes, False, pin, whole)
+        return _Memory(address, nbytes, False, pin, whole)
 
-    def _cover(self, found: _Found) -> tuple[HeldRegion, ...]:
+    def _cover(self, found: _Memory) -> Covered:
         address, nbytes, on_device, keep, whole = found
         pages = partial(whole_pages, self._hccl.device if on_device else None)
         address, nbytes = pages(address, nbytes)
@@ -256,30 +189,18 @@ class Registrations:
         regions = self._hccl.regions.cover(
             address, nbytes, on_device=on_device, owner=keep, whole=whole
         )
-        if any(it.on_device is not on_device for it in regions):
-            self._release(regions)
+        covered = Covered(self._hccl, regions, keep)
+        if any(region.on_device is not on_device for region in regions):
+            covered.release()
             raise invalid(f"memory at {address:#x} is registered already, as another kind")
-        return regions
-
-    def _end_one(self, it: HcclRegistration) -> None:
-        try:
-            # First: from here on no transfer of a peer succeeds, whatever still moves.
-            self._hccl.generations.release(it.range.slot)
-        except LLMException as error:
-            _LOG.warning(
-                "event=generation_table_lost device=%d reason=%s", self._hccl.device.id, error
-            )
-        self._release(it.regions)
-
-    def _release(self, regions: tuple[HeldRegion, ...]) -> None:
-        self._hccl.regions.release(regions, self._hccl.forget)
+        return covered
 
 
 def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
-    """The pages of a device or the host that a range lies in: (address, nbytes).
+    """Return the pages of a device or the host that hold a range: (address, nbytes).
 
-    HCCS shares memory by the page, and the host's is mapped by the page. Of one region that is
-    refused no connection could be made at all.
+    HCCS shares memory by the page, and host memory is mapped by the page. One region that HCCL
+    refuses would make every connection fail.
     """
     page = mmap.PAGESIZE if device is None else device.native.page_nbytes(address) or 1
     start = address - address % page

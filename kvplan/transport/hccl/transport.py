@@ -1,4 +1,4 @@
-"""Memory of Ascend devices, and of hosts where the product allows it, over HCCL."""
+"""Memory of Ascend devices, and of their hosts if the product allows it, over HCCL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvnative._signals import Mutex
 from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.announced import Writers, tag_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.hccl.addresses import (
     check_environment,
@@ -25,8 +24,12 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.registrations import GenerationTable, HcclRegistration, Registrations
-from kvplan.transport.lease_expiry import LeaseExpiry
+from kvplan.transport.hccl.registrations import (
+    GenerationTable,
+    HcclRegistration,
+    HcclRegistrations,
+)
+from kvplan.transport.metadata import tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,18 +40,18 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Kind, Registrable
 
 _LOG = Log("kvplan")
-_CLOSING_S = 2.0  # for connections that nobody uses any more to be taken down
-# Of the staging memory: two transfers at once, each in a pipeline of four buffers.
+_CLOSING_S = 2.0  # to close connections that are not used any more
+# Of the staging memory: two transfers at a time, each in a pipeline of four buffers.
 _BUFFERS, _BUFFER_SETS = 4, 2
 
 
-class HcclTransport(BaseTransport):
-    """What this process lets its peers on other devices reach, and its links to them.
+class HcclTransport(BaseTransport[HcclRegistration]):
+    """The memory that this process offers over HCCL, and its links to peers on other devices.
 
-    Close it before the device, and before the memory goes. In a forked child it is of no use.
+    Close it before the device, and before the memory is freed. A forked child cannot use it.
 
     Attributes:
-        reaches: device memory, and host memory on products whose HCCL takes it.
+        reaches: Device memory, and host memory on products whose HCCL transfers it.
     """
 
     name = HcclLink.transport
@@ -63,22 +66,21 @@ class HcclTransport(BaseTransport):
         staging_nbytes: int = 32 << 20,
         max_registrations: int = 65536,
     ) -> None:
-        """Show this process to its peers.
+        """Make this process reachable.
 
         Args:
-            device: of this process.
-            local_comm_res: what the device is called by others, as llm.LocalCommRes; empty: found
-                out.
-            traffic_class, service_level: for RDMA; None: the system's.
-            staging_nbytes: of device memory, through which local memory goes that HCCL does not
-                take as it is; 0: none.
-            max_registrations: how many there can be at once; each takes 8 bytes of the device, as
-                do the leases that there can be besides.
+            device: The device of this process.
+            local_comm_res: The address of the device, as for llm.LocalCommRes; empty: detected.
+            traffic_class, service_level: For RDMA; None: the system's.
+            staging_nbytes: Size of the device memory that stages local memory which HCCL does not
+                transfer directly; 0: none.
+            max_registrations: The maximum number at one time. Each takes 8 bytes of the device, as
+                does each possible lease.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: a device that does not transfer one-sided, no
-                HCCL, an address that is not known, or variables that HCCL refuses;
-                LLM_PARAM_INVALID: `local_comm_res`; LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
+            LLMException: LLM_FEATURE_NOT_ENABLED: the device does not transfer one-sided, HCCL is
+                not installed, an address is not known, or HCCL refuses a variable;
+                LLM_PARAM_INVALID: `local_comm_res`; LLM_DEVICE_OUT_OF_MEMORY; an error of HCCL.
         """
         super().__init__()
         self._product = _product_of(device)
@@ -89,13 +91,10 @@ class HcclTransport(BaseTransport):
         self.maps_host = "host" in self.reaches and not device.notes_pins
         self._mutex = Mutex()  # re-entrant: a signal handler may end a lease
         self._links: set[Connections] = set()
-        tag = tag_of(self._instance)
-        self._writers: Writers[Connections] = Writers(lambda link: link.tickets(tag))
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
         try:
             library = HcclLibrary.load(device.native.library)
             self._generations = GenerationTable(device, max_registrations)
-            self._expiry = LeaseExpiry(self._generations.end_lease, f"kvplan-leases-{device.id}")
             buffer_nbytes = staging_nbytes // (_BUFFERS * _BUFFER_SETS)
             staging = (
                 Staging(
@@ -118,70 +117,41 @@ class HcclTransport(BaseTransport):
                 traffic_class,
                 service_level,
             )
-            self._registrations = Registrations(self._hccl)
+            tag = tag_of(self._instance)
+            self._registrations: HcclRegistrations = HcclRegistrations(
+                self._hccl, lambda link: link.tickets(tag), self._linked
+            )
         except BaseException as error:
             self._background.close()
             if isinstance(error, NativeError):
                 raise device_error(error, f"HCCL on device {device.id}") from error
             raise
 
-    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
-        """See `Transport.preregister_pool`: one HCCL region; parts renew no connection."""
-        self._check_open()
-        self._registrations.preregister_pool(memory, keep)
-
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
     ) -> HcclRegistration:
-        """See `Transport.register`; memory of the host where the product allows it.
+        """See `Transport.register`; memory of the host if the product allows it.
 
-        Memory may be registered several times, and a part of what is registered. What lies partly
-        in other registrations is known to HCCL in parts, and no tensor may cross their borders.
-        `keep` is not used: what peers write is not seen.
+        Memory may be registered several times, and so may a part of registered memory. Memory that
+        lies partly in other registrations is known to HCCL in parts, and no tensor may cross their
+        borders.
         """
-        self._check_open()
-        return self._registrations.add(memory, writable=writable)
+        return super().register(memory, writable=writable, keep=keep)
 
     def deregister(self, registration: protocol.Registration) -> None:
-        """End it: from here on no peer reports a success for it. It may be freed afterwards.
+        """End a registration: no peer reports a success for it any more. The memory may be freed.
 
-        A peer's `put` that is in flight at this moment may still write to it, or fail; agree on the
-        end of transfers first. A second time is fine.
+        A peer's `put` that is in flight may still write to the memory, or fail. Agree on the end of
+        transfers first. A second call does nothing.
         """
-        self._check_open()
-        self._registrations.remove(registration)
-
-    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`; a thread ends it, as peers do not know this clock."""
-        self._check_open()
-        slot, generation = self._generations.begin_lease()
-        if deadline_ns:
-            try:
-                self._expiry.add(slot, generation, deadline_ns)
-            except BaseException:  # no more threads, or an interrupt
-                self.end_leases([(slot, generation)])
-                raise
-        return slot, generation
-
-    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`."""
-        self._check_open()
-        self._expiry.renew(slot, generation, deadline_ns)
-
-    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`; the tickets of each linked peer are read, by a get each."""
-        self._check_open()
-        for slot, generation in leases:
-            self._expiry.forget(slot, generation)
-            self._generations.end_lease(slot, generation)
-        with self._mutex:
-            links = tuple(self._links)
-        self._writers.check(links)
+        super().deregister(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """See `Transport.metadata`."""
         self._check_open()
-        return self._metadata(self._registrations.ranges(registrations)).to_bytes()
+        return self._metadata(
+            tuple(it.range for it in self._registrations.select(registrations))
+        ).to_bytes()
 
     def connect(
         self,
@@ -191,10 +161,10 @@ class HcclTransport(BaseTransport):
         session: bytes = b"",
         streams: protocol.Streams | None = None,
     ) -> HcclLink:
-        """See `Transport.connect`; the peer must do so too, in any order; `streams` is not used.
+        """See `Transport.connect`; `streams` is not used.
 
-        What either end registers later is reached once both have renewed the connection
-        (`Renewable`). HCCL takes whole seconds of `timeout_ms`.
+        Memory that either end registers later is reached after both have renewed the connection
+        (`Renewable`). HCCL rounds `timeout_ms` to seconds.
         """
         self._check_open()
         peer = Metadata.from_bytes(metadata)
@@ -215,9 +185,9 @@ class HcclTransport(BaseTransport):
         return HcclLink(self._hccl, peer, connections)
 
     def close(self) -> None:
-        """Close the links, deregister everything, take the generation table down; idempotent.
+        """Close the links, deregister everything, free the generation table; idempotent.
 
-        Connections whose transfers are in flight are taken down after those, and so is the rest.
+        Connections with transfers in flight are closed after those, and the device after them.
         """
         if os.getpid() != self._pid:
             return
@@ -226,7 +196,6 @@ class HcclTransport(BaseTransport):
                 return
             self._closed = True
             links, self._links = list(self._links), set()
-        self._expiry.close()
         for connections in links:
             connections.close(link_failed("the transport is closed"))
         self._registrations.close()
@@ -238,6 +207,10 @@ class HcclTransport(BaseTransport):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._registrations)} registrations"
         return f"<HcclTransport of {self._hccl.device!r}: {state}>"
+
+    def _linked(self) -> tuple[Connections, ...]:
+        with self._mutex:
+            return tuple(self._links)
 
     def _metadata(self, ranges: tuple[Range, ...] = ()) -> Metadata:
         newest = self._hccl.regions.newest

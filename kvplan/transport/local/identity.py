@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvnative._process import Peer
 from kvplan.transport.base import link_failed
+from kvplan.transport.metadata import Record, Uint64
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Record, frozen=True):
     """A process of this host, from its start to its end.
 
     Attributes:
-        boot_id: of the running kernel; differs on every host and after every boot.
-        pid: in its PID namespace.
-        start_time: in clock ticks since boot.
-        pid_namespace: inode of the PID namespace.
-        time_namespace: inode of the time namespace; 0: the kernel has none.
-        user_namespace: inode of the user namespace.
+        boot_id: The id of the running kernel; it differs on every host and after every boot.
+        pid: The number in its PID namespace.
+        start_time: Clock ticks from boot to the start of the process.
+        pid_namespace, user_namespace: Inodes of the namespaces.
+        time_namespace: Inode of the time namespace; 0: the kernel has none.
     """
 
-    boot_id: str
-    pid: int
-    start_time: int
-    pid_namespace: int
-    time_namespace: int
-    user_namespace: int
+    boot_id: Annotated[str, Meta(min_length=36, max_length=36)]
+    pid: Annotated[int, Meta(ge=1, le=2**22)]
+    start_time: Uint64
+    pid_namespace: Uint64
+    time_namespace: Uint64
+    user_namespace: Uint64
 
     @staticmethod
     @functools.cache  # each link needs it, and it takes four files of /proc

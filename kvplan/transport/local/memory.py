@@ -39,7 +39,7 @@ _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
 
 def offer(arena: Arena) -> ArenaRef:
     """How peers find `arena`, and a link to this process too."""
-    ref = ArenaRef(arena.fd, arena.inode, arena.address, arena.nbytes)
+    ref = ArenaRef(arena.address, arena.nbytes, arena.fd, arena.inode)
     _OFFERED[ref] = arena
     return ref
 

@@ -9,7 +9,7 @@ from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed, no_leases
-from kvplan.transport.ranges import Range
+from kvplan.transport.metadata import Range
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
 

@@ -1,4 +1,4 @@
-"""Memory of processes on other hosts, and of this one, over TCP connections."""
+"""Memory of processes on this host and on others, over TCP connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvplan.system_limits import reason_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
-from kvplan.transport.tcp.registrations import Registrations, TcpRegistration
+from kvplan.transport.tcp.registrations import TcpRegistration, TcpRegistrations
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
     from kvplan.device.device import Device
     from kvplan.transport import protocol
-    from kvplan.transport.protocol import Kind, Registrable, Streams
+    from kvplan.transport.protocol import Kind, Streams
 
 _ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
-class TcpTransport(BaseTransport):
-    """What this process lets its peers reach over TCP, and its links to them: see `Transport`.
+class TcpTransport(BaseTransport[TcpRegistration]):
+    """The memory that this process offers over TCP, and its links to peers.
 
-    It opens no port: `connect` is given connections, as `Streams`. An engine makes them through the
-    port that one of both listens at; docs/how-to/across-hosts.md shows a program without engines.
-    Threads that serve peers begin with the first link. Close it before the memory goes. In a forked
-    child it is of no use: make another there.
+    It opens no port: `connect` takes connections as `Streams`. An engine makes them through the
+    port of the end that listens; docs/how-to/across-hosts.md shows a program without engines.
+    Threads that serve peers start with the first link. Close it before the memory is freed. A
+    forked child cannot use it, and makes its own.
     """
 
     name: ClassVar[str] = TcpLink.transport
@@ -53,18 +53,18 @@ class TcpTransport(BaseTransport):
         max_registrations: int = MAX_SLOTS,
         label: str = "kvplan",
     ) -> None:
-        """Show this process to its peers.
+        """Make this process reachable.
 
         Args:
-            device: of this process, whose memory is moved as well, by way of buffers of the host;
-                it outlives the transport. None: host memory alone.
-            connections: 1 to 16: how many move what is large at once, each with a thread here; a
-                link has as many as the end with fewer. None: 1 below 4 cores, 2 from 4 on, 4 from
-                8 on, 8 from 16 on.
-            encrypt: all data; on a link it is where either end demands it.
-            congestion: congestion control of the connections, such as "bbr"; empty: the system's.
-            max_registrations: how many there can be at once, 1 to 65536.
-            label: of its threads.
+            device: The device of this process, whose memory moves through host buffers. It
+                outlives the transport. None: only host memory.
+            connections: 1 to 16: the number of connections that share a large transfer, each with
+                a thread here. A link has as many as the end with fewer. None: 1 below 4 cores, 2
+                from 4 on, 4 from 8 on, 8 from 16 on.
+            encrypt: Demand that all data is encrypted. Either end of a link can demand it.
+            congestion: Congestion control of the connections, such as "bbr"; empty: the system's.
+            max_registrations: The maximum number at one time, 1 to 65536.
+            label: The name of its threads.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a number outside its range; LLM_FEATURE_NOT_ENABLED:
@@ -81,7 +81,7 @@ class TcpTransport(BaseTransport):
         if encrypt:
             _check_encryption("encrypt=True")
         self._congestion = _checked_congestion(congestion)
-        self._registrations = Registrations(max_registrations, device)
+        self._registrations: TcpRegistrations = TcpRegistrations(max_registrations, device)
         kinds: tuple[Kind, ...] = ("host",) if device is None else ("host", "device")
         self.reaches: frozenset[Kind] = frozenset(kinds)
         self._device = device
@@ -92,47 +92,16 @@ class TcpTransport(BaseTransport):
         self._service: TcpService | None = None  # None: there was no link yet
         self._connecting: set[Streams] = set()
 
-    def register(
-        self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> TcpRegistration:
-        """See `Transport.register`; `keep` is not used: no peer writes by itself.
-
-        Raises:
-            TypeError, LLMException: as `Transport.register`; LLM_FAILED: the transport is
-                closed, or a parent process's.
-        """
-        self._check_open()
-        return self._registrations.add(memory, writable=writable)
-
-    def deregister(self, registration: protocol.Registration) -> None:
-        """See `Transport.deregister`; on return no byte of it is read or written for a peer.
-
-        Raises:
-            TypeError: no registration of such a transport.
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
-        """
-        self._check_open()
-        self._registrations.remove(registration)
-
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`.
-
-        Raises:
-            TypeError, LLMException: as `Transport.metadata`; LLM_FAILED: the transport is
-                closed, or a parent process's.
-        """
+        """See `Transport.metadata`."""
         self._check_open()
-        ranges = self._registrations.ranges(registrations)
+        ranges = tuple(it.range for it in self._registrations.select(registrations))
         return Metadata(
             self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
         ).to_bytes()
 
     def num_streams(self, metadata: bytes) -> int:
-        """See `Transport.num_streams`: two for each connection of the end with fewer.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata.
-        """
+        """See `Transport.num_streams`: two for each connection of the end with fewer."""
         return 2 * min(self._connections, self._peer(metadata).connections)
 
     def connect(
@@ -143,16 +112,10 @@ class TcpTransport(BaseTransport):
         session: bytes = b"",
         streams: Streams | None = None,
     ) -> TcpLink:
-        """See `Transport.connect`; `session` is not used, `streams` are for this link alone.
+        """See `Transport.connect`; `session` is not used, `streams` are only for this link.
 
-        The end that dials sends its requests over connections of even index, the other over those
-        of odd index.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: the peer cannot be reached, there are no streams, or
-                data is to be encrypted without a private secret; LLM_FEATURE_NOT_ENABLED: no
-                libcrypto to encrypt with; LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the
-                transport is closed, or a parent process's.
+        The end that dials sends its requests over connections of even index, the other end over
+        those of odd index.
         """
         deadline = time.monotonic() + timeout_ms / 1e3
         self._check_open()
@@ -165,8 +128,8 @@ class TcpTransport(BaseTransport):
         is_encrypted = self._encrypt or peer.encrypt
         if is_encrypted and not streams.private:
             raise link_failed(
-                f"{peer}: data is to be encrypted (kvplan.encrypt), with a secret that whoever "
-                "listens has heard: give both ends one kvplan.cluster_key_file"
+                f"{peer}: data must be encrypted (kvplan.encrypt), but an eavesdropper knows the "
+                "secret: give both ends the same kvplan.cluster_key_file"
             )
         try:
             service = self._serving()
@@ -180,7 +143,7 @@ class TcpTransport(BaseTransport):
             native = service.link(ours, theirs, peer=str(peer), secret=secret, dials=streams.dials)
         except LLMException:
             raise
-        # Of the native layer, and where the process can have no more threads.
+        # Of the native layer, and if the process can have no more threads.
         except (RuntimeError, OSError, MemoryError) as error:
             raise link_failed(f"{peer} cannot be reached over tcp: {reason_of(error)}") from error
         finally:
@@ -190,39 +153,10 @@ class TcpTransport(BaseTransport):
         way = f"{streams.way}, {plural(num_streams // 2, 'connection')}{encrypted}"
         return TcpLink(native, peer, way, self._device)
 
-    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: no room for another lease; LLM_FAILED: the
-                transport is closed, or a parent process's.
-        """
-        self._check_open()
-        return self._registrations.begin_lease(deadline_ns)
-
-    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`.
-
-        Raises:
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
-        """
-        self._check_open()
-        self._registrations.renew_lease(slot, generation, deadline_ns)
-
-    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`; on return no byte is read or written with them for a peer.
-
-        Raises:
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
-        """
-        if self._closed or os.getpid() != self._pid:
-            self._check_open()
-        self._registrations.end_leases(leases)
-
     def close(self) -> None:
         """Close the links, deregister everything, and end the threads; idempotent.
 
-        In a forked child nothing happens: all of it is the parent's.
+        Does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
@@ -241,7 +175,7 @@ class TcpTransport(BaseTransport):
         self._peer(metadata)
 
     def _serving(self) -> TcpService:
-        """The threads that serve peers; they begin with the first call."""
+        """Return the native service. The first call starts its threads."""
         with self._mutex:
             self._check_open()
             if self._service is None:
@@ -261,7 +195,7 @@ class TcpTransport(BaseTransport):
             return self._service
 
     def _peer(self, metadata: bytes) -> Metadata:
-        """Whose `metadata` it is, if it can be reached from here."""
+        """Return the metadata of a peer that can be reached from here."""
         peer = Metadata.from_bytes(metadata)
         if peer.instance == self._instance:
             raise link_failed(f"{peer} is this transport itself")
@@ -270,26 +204,26 @@ class TcpTransport(BaseTransport):
         return peer
 
     def _open(self, streams: Streams, count: int, deadline: float) -> list[int]:
-        """The connections of all indices, as file descriptors."""
+        """Return the connections of all indices, as file descriptors."""
         opened = streams.open(range(count), max(deadline - time.monotonic(), 0.001))
         try:
-            for it in opened:
-                if self._congestion and it.family != socket.AF_UNIX:
-                    it.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
+            for stream in opened:
+                if self._congestion and stream.family != socket.AF_UNIX:
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
         except BaseException:
-            for it in opened:
-                it.close()
+            for stream in opened:
+                stream.close()
             raise
-        return [it.detach() for it in opened]
+        return [stream.detach() for stream in opened]
 
 
 def connections_of(cores: int) -> int:
-    """How many connections a link has by default, at an end with so many cores."""
+    """Return the default number of connections of a link, at an end with so many cores."""
     return next((count for least, count in ((16, 8), (8, 4), (4, 2)) if cores >= least), 1)
 
 
 def _check_encryption(what: str) -> None:
-    """Refuse `what` where there is no libcrypto."""
+    """Refuse `what` if libcrypto is not installed."""
     try:
         check_encryption()
     except NativeError as error:
@@ -299,7 +233,7 @@ def _check_encryption(what: str) -> None:
 
 
 def _checked_congestion(name: str) -> bytes:
-    """`name` as the kernel takes it, if it does."""
+    """Return `name` as bytes; refuse it if the kernel does."""
     text = check_type("congestion", name, str).encode()
     if text:
         try:
@@ -307,7 +241,7 @@ def _checked_congestion(name: str) -> bytes:
                 probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, text)
         except OSError as error:
             raise LLMException(
-                f"congestion={shown(name)} cannot be had: {error.strerror}; it must be one of "
+                f"congestion={shown(name)} is not available: {error.strerror}; it must be one of "
                 f"{', '.join(_ALLOWED.read_text().split())}, as {_ALLOWED} permits",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             ) from error

@@ -143,5 +143,5 @@ def test_one_engine_that_demands_encryption_is_enough(
 
 
 def test_a_congestion_control_that_does_not_exist(make_engine: MakeEngine) -> None:
-    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "tcp: congestion='none7' cannot be had"):
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "tcp: congestion='none7' is not available"):
         make_engine(1, tcp_congestion="none7")
