@@ -26,20 +26,7 @@ async def connect(
     timeout_s: float,
     source: str = "",
 ) -> Channel:
-    """Begin a conversation with the engine that listens on `endpoint`.
-
-    Args:
-        loop: runs the conversation.
-        endpoint: of the peer.
-        handler: of the messages of the peer.
-        keys: of this side.
-        timeout_s: seconds that this may take.
-        source: address of this host to connect from; empty: the system's choice.
-
-    Raises:
-        LLMException: LLM_LINK_FAILED, with the endpoint, the phase that failed (resolve, connect,
-            or authenticate; handshake without a key) and the system's or the peer's reason.
-    """
+    """Begin a conversation with the engine that listens on `endpoint`."""
     channel: Channel | None = None
     key: ClusterKey | None = None
     phase = "resolve"

@@ -17,11 +17,7 @@ class Credentials(NamedTuple):
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """Ask the kernel.
-
-    Raises:
-        OSError: it does not say, as for a socket that is not connected.
-    """
+    """Ask the kernel."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(found)
     return Credentials(pid, uid)

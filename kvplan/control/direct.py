@@ -88,9 +88,6 @@ class DirectListener:
 
     Attributes:
         secret: what the receiver has to be told.
-
-    Raises:
-        OSError: no socket.
     """
 
     def __init__(self) -> None:

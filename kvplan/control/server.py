@@ -65,19 +65,7 @@ class Server:
     async def listen(
         cls, loop: ControlLoop, endpoint: Endpoint, handler: Handler, keys: Keys
     ) -> Server:
-        """Begin to accept connections.
-
-        Args:
-            loop: runs the conversations, and closes the server when it stops.
-            endpoint: port 0 takes a free one, which `Server.endpoint` then has.
-            handler: of the messages of peers.
-            keys: without any, every peer that can reach the endpoint is admitted; that is logged
-                if other hosts can.
-
-        Raises:
-            LLMException: LLM_FAILED with the phase and the system's error; LLM_OUT_OF_MEMORY: too
-                few descriptors; LLM_PARAM_INVALID: the user's key cannot be read or made.
-        """
+        """Begin to accept connections."""
         server = cls(loop, endpoint, handler)
         try:
             where = None if endpoint.path else await loop.in_worker(_resolve, endpoint)
@@ -220,12 +208,7 @@ class Server:
 
 
 def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
-    """Warn the caller that is about to listen, without a key, where other hosts may reach it.
-
-    Args:
-        endpoint: where; no warning for one that cannot be resolved.
-        stacklevel: as of `warnings.warn`: 1 is the caller of this function.
-    """
+    """Warn the caller that is about to listen, without a key, where other hosts may reach it."""
     with contextlib.suppress(OSError):
         if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
             warnings.warn(

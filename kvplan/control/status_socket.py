@@ -45,11 +45,7 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """Answers with what `describe` returns, a dict of JSON values; lives on the control loop.
-
-    Args:
-        describe: called in a worker of the loop.
-    """
+    """Answers with what `describe` returns, a dict of JSON values; lives on the control loop."""
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]

@@ -16,13 +16,7 @@ _HIGH, _LOW = 64 << 10, 16 << 10  # bytes to be written at which the source is p
 
 
 class Stream:
-    """One side of a relay; it stops reading while the `other` side cannot write.
-
-    Args:
-        receive: is called with the bytes that arrive.
-        ended: is called once, when the stream has ended by whichever side, with the error if any;
-            never by a method of this class itself.
-    """
+    """One side of a relay; it stops reading while the `other` side cannot write."""
 
     other: Stream
 

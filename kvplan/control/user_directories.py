@@ -21,15 +21,7 @@ class StateFile(NamedTuple):
 
 
 def private_directory(directory: Path, name: str) -> Path:
-    """Make a directory if necessary, and check that only this user can use it.
-
-    Args:
-        directory: its path; the one above it must exist.
-        name: of it, for messages.
-
-    Raises:
-        LLMException: LLM_FAILED: it cannot be made, or others could use it.
-    """
+    """Make a directory if necessary, and check that only this user can use it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -50,9 +42,6 @@ def check_above(directory: Path, name: str) -> None:
 
     A user who may write to a directory may rename what is in it, unless it is sticky; its owner
     always may.
-
-    Raises:
-        LLMException: LLM_FAILED: another user can; says where, and what to do.
     """
     # The owner of the root directory is trusted; in a user namespace it may have another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # noqa: PTH116

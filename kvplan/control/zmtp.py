@@ -72,11 +72,7 @@ class ZmtpValidator:
         return self._commands == 0 and self._command is None
 
     def check(self, chunk: bytes) -> None:
-        """Validate the next bytes of the stream.
-
-        Raises:
-            Unacceptable: says what is wrong; the connection must be closed.
-        """
+        """Validate the next bytes of the stream."""
         at = 0
         if (missing := GREETING_NBYTES - len(self._greeting)) > 0:
             self._greeting += chunk[:missing]
@@ -144,9 +140,6 @@ class ZapAuthenticator:
     """Says which CURVE clients may connect: libzmq asks it (ZAP, ZeroMQ RFC 27) for each one.
 
     It admits the clients whose public key is the domain's name in hexadecimal, and has no state.
-
-    Args:
-        socket: a ROUTER (REP would answer one at a time); closed by `close`.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:

@@ -41,12 +41,7 @@ class PeerClaim:
         self.batch_index = batch_index
 
     def release(self, tensors: range | None) -> None:
-        """End the claim.
-
-        Args:
-            tensors: of the peer's cache, that were pulled with every byte confirmed; None: none. A
-                request's key is consumed once all tensors were.
-        """
+        """End the claim."""
         pulled = None if tensors is None else (tensors.start, tensors.stop)
         self._claims.release(self._channel, Release(self._claim_id, pulled))
 
@@ -57,12 +52,6 @@ class Claims:
     Releases belong to the link, not to the call whose claim ends: they go on when that call waits
     no longer, and the link is busy until they are confirmed or it has ended. Sending one twice is
     safe: a peer ignores claims that it does not know.
-
-    Args:
-        link: that the claims belong to.
-        control: the loop that the channel runs on.
-        slots: limits the requests of the link; a release occupies one until it is confirmed.
-        wait_s: seconds that a claim may take, and after which a release is sent again.
     """
 
     def __init__(

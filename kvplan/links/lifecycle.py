@@ -56,12 +56,7 @@ class LinkLifecycle:
         return self.state in {LinkState.LINKING, LinkState.LINKED, LinkState.UNLINKING}
 
     def change_state(self, state: LinkState, reason: str = "") -> None:
-        """Enter `state`, and wake those that wait for it.
-
-        Args:
-            state: the next one.
-            reason: why, if the link ends with it.
-        """
+        """Enter `state`, and wake those that wait for it."""
         with self._mutex:
             assert state in NEXT_STATES[self.state], f"{self.state} -> {state}"
             self.state, self.since, self.reason = state, time.time(), reason
@@ -72,15 +67,7 @@ class LinkLifecycle:
             self.ended.set()
 
     def begin(self, operation: object) -> None:
-        """An operation starts; it is in flight until `end`, or until nobody refers to it any more.
-
-        Args:
-            operation: an object that the caller holds meanwhile; only referenced weakly here.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: the link is broken or closed, and why; LLM_NOT_YET_LINK:
-                it is being made or unlinked, or was unlinked.
-        """
+        """An operation starts; it is in flight until `end`, or until nobody refers to it any more."""
         with self._mutex:
             if is_linked := self.state is LinkState.LINKED:
                 self._in_flight.add(ref(operation, self._in_flight.discard))

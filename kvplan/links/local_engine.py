@@ -188,14 +188,6 @@ class LocalEngine:
         """The transport to use with a peer that makes these offers, and the peer's metadata.
 
         The first that reaches all memory of the peer, as far as is known, else the first at all.
-
-        Args:
-            peer: its cluster.
-            offers: of the peer.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: there is none; says why each cannot be used, and what is
-                missing at which end.
         """
         offered = {it.transport: it.metadata for it in offers}
         refusals = []
@@ -223,11 +215,7 @@ class LocalEngine:
         )
 
     def transport(self, name: str) -> Transport:
-        """The transport that a peer has chosen.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: it was never offered.
-        """
+        """The transport that a peer has chosen."""
         for transport in self.transports:
             if transport.name == name:
                 return transport

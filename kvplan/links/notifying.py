@@ -46,11 +46,7 @@ class Inbox(Protocol):
 
 
 class Notifier:
-    """Sends and receives the notifications of one link.
-
-    Args:
-        cluster_id: the peer's.
-    """
+    """Sends and receives the notifications of one link."""
 
     def __init__(self, cluster_id: int) -> None:
         self._cluster_id = cluster_id
@@ -75,11 +71,7 @@ class Notifier:
         )
 
     async def send(self, channel: Channel, data: bytes, timeout_s: float) -> None:
-        """Send by a message, and wait for the answer; makes the direct connection if it can.
-
-        Raises:
-            TimeoutError, ChannelClosed, LLMException: as `Channel.request`.
-        """
+        """Send by a message, and wait for the answer; makes the direct connection if it can."""
         async with asyncio.timeout(timeout_s), self._slots:  # in order: both are FIFO
             listener = self._offer()
             connects = listener is not None
@@ -104,13 +96,7 @@ class Notifier:
     def send_later(
         self, token: object, channel: Callable[[], Channel], data: bytes, timeout_s: float
     ) -> None:
-        """As `send`, in the background; what fails is logged.
-
-        Args:
-            token: that `defer` has returned.
-            channel: returns the channel, or raises why there is none.
-            data, timeout_s: as of `send`.
-        """
+        """As `send`, in the background; what fails is logged."""
         task = asyncio.get_running_loop().create_task(
             self._send_and_log(token, channel, data, timeout_s)
         )
@@ -118,11 +104,7 @@ class Notifier:
         task.add_done_callback(self._tasks.discard)
 
     def defer(self) -> object:
-        """Have what follows sent by messages, too, after one that the control thread will send.
-
-        Returns:
-            A token for `send_later`, or for `settle` after `send`.
-        """
+        """Have what follows sent by messages, too, after one that the control thread will send."""
         self._later.add(token := object())
         return token
 
@@ -131,11 +113,7 @@ class Notifier:
         self._later.discard(token)
 
     def receive(self, notify: Notify, inbox: Inbox) -> Notified:
-        """Put what the peer sends where the program reads.
-
-        Raises:
-            LLMException: as `Inbox.deliver`.
-        """
+        """Put what the peer sends where the program reads."""
         window = inbox.deliver(self._cluster_id, notify.data, self._receiving)
         if notify.direct is not None and (connection := connect(notify.direct)) is not None:
             if self._receiving is not None:

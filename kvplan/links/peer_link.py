@@ -52,13 +52,6 @@ class PeerLink(LinkLifecycle):
 
     Documented methods are for operations, from any thread; the rest is for the control thread.
 
-    Args:
-        cluster_id: the peer's.
-        address: of the control channel.
-        comm: the communicator that the link belongs to; empty: linked by address.
-        control: the loop that the channel runs on.
-        wait_ms: milliseconds that a request to the peer may take.
-
     Attributes:
         routes: what users of the link remember of its caches: another dict whenever what is known
             of them has changed.
@@ -105,18 +98,7 @@ class PeerLink(LinkLifecycle):
         writable: bool = False,
         speculative: bool = False,
     ) -> PeerCache:
-        """The peer's cache that `index` names; the peer is asked for one that is not known yet.
-
-        Args:
-            index: its id, a lease with that, or a key.
-            writable: whether it is to be written; then the peer must not have freed it.
-            speculative: whether the cache that last had a key may be taken for the one that has it
-                now, if the transfer notices a freed cache before it moves a byte.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
-                not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
-        """
+        """The peer's cache that `index` names; the peer is asked for one that is not known yet."""
         is_key = isinstance(index, BlocksCacheKey)
         if isinstance(index, BlocksCacheKey):
             offered, wanted = self._table.by_model, index.model_id
@@ -142,11 +124,7 @@ class PeerLink(LinkLifecycle):
         )
 
     def sync(self) -> None:
-        """Have all that the peer has changed of its caches: that arrives before its reply.
-
-        Raises:
-            LLMException: as `cache`.
-        """
+        """Have all that the peer has changed of its caches: that arrives before its reply."""
         self._request(Sync(), Synced)
 
     def caches(self) -> tuple[PeerCache, ...]:
@@ -154,27 +132,14 @@ class PeerLink(LinkLifecycle):
         return self._table.caches()
 
     def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
-        """All that the peer offers, by addresses.
-
-        Args:
-            writable: of those that may be written, to write: then it must not have freed them.
-            ask: ask the peer first.
-
-        Raises:
-            LLMException: as `cache`.
-        """
+        """All that the peer offers, by addresses."""
         link = self.transport_link
         if ask or (writable and (link is None or link.detects_freed == "after")):
             self.sync()
         return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
-        """Whether the peer may have freed it, and its key is another cache's, without our knowing.
-
-        Args:
-            cache: as it was last published.
-            speculative: the caller accepts that the transfer may fail, and tries again then.
-        """
+        """Return True if the peer may have freed the cache, so that its key names another."""
         link = self.transport_link
         if link is None or link.detects_freed == "after":
             return True
@@ -187,11 +152,7 @@ class PeerLink(LinkLifecycle):
         return False
 
     def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
-        """The cache that `lease` names.
-
-        Raises:
-            LLMException: as `cache`; LLM_KV_CACHE_NOT_EXIST: the peer was restarted.
-        """
+        """The cache that `lease` names."""
         if lease.instance != self.instance:
             raise LLMException(
                 f"{lease} has ended: cluster {self.cluster_id} was restarted since",
@@ -203,22 +164,12 @@ class PeerLink(LinkLifecycle):
     def leased_memory(
         self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
     ) -> PeerMemory:
-        """As `joined_memory`, and transfers with it fail once one of `leases` has ended.
-
-        Raises:
-            LLMException: as `memory`; LLM_FEATURE_NOT_ENABLED: the transport checks no leases.
-        """
+        """As `joined_memory`, and transfers with it fail once one of `leases` has ended."""
         memory = self.joined_memory(caches, writable=writable)
         return memory.leased(leases) if leases else memory
 
     def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
-        """The tensors of `cache`, as a side of a transfer.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the peer has freed it; LLM_PARAM_INVALID: it is to
-                be written, but is read-only; LLM_FEATURE_NOT_ENABLED: it is in memory that this
-                link does not reach; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
-        """
+        """The tensors of `cache`, as a side of a transfer."""
         key = (cache.cache_id, writable)
         held = self._memories.get(key)
         if held is not None and held[0] is cache:
@@ -235,14 +186,7 @@ class PeerLink(LinkLifecycle):
     def joined_memory(
         self, caches: Sequence[PeerCache], *, writable: bool, any_holder: bool = False
     ) -> PeerMemory:
-        """The tensors of several caches, one cache after another, as one side of a transfer.
-
-        Args:
-            any_holder: whether bytes of several of them may be moved as those of any.
-
-        Raises:
-            LLMException: as `memory`.
-        """
+        """The tensors of several caches, one cache after another, as one side of a transfer."""
         if len(caches) == 1:
             return self.memory(caches[0], writable=writable)
         key = (tuple(it.cache_id for it in caches), writable, any_holder)
@@ -285,16 +229,6 @@ class PeerLink(LinkLifecycle):
         """The peer's tensors at `addresses`, to be written in rows of `stride` bytes.
 
         As many rows as the cache has room for after each. The peer is asked for unknown addresses.
-
-        Args:
-            addresses: in the peer, at least one.
-            stride: bytes of a row, > 0.
-            paged: whether rows are blocks.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: an address in no cache that the peer offers;
-                LLM_PARAM_INVALID: addresses in several caches, or less room than a row after one;
-                otherwise as `cache` and `memory`.
         """
         known = find_by_address(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):
@@ -332,21 +266,12 @@ class PeerLink(LinkLifecycle):
         return link
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
-        """The peer's cache and batch index that have `key`.
-
-        Raises:
-            LLMException: as `cache`.
-        """
+        """The peer's cache and batch index that have `key`."""
         found = self._request(Find(key.req_id, key.prefix_id, key.model_id), Found)
         return self._cache_of(found), found.batch_index
 
     def claim(self, key: CacheKey) -> PeerClaim:
-        """As `find`, and no other engine can pull by `key` until the claim is released.
-
-        Raises:
-            LLMException: as `cache`; LLM_REPEAT_REQUEST: another engine has claimed it;
-                LLM_LINK_BUSY: this engine has too many claims there.
-        """
+        """As `find`, and no other engine can pull by `key` until the claim is released."""
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
         channel = self._live_channel()
         found = self._wait_for(self._claims.claim(channel, claim))
@@ -354,27 +279,14 @@ class PeerLink(LinkLifecycle):
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
     def notify(self, data: bytes, timeout_ms: float | None = None) -> None:
-        """Send a notification; on return the peer's engine has it.
-
-        Args:
-            data: of it.
-            timeout_ms: milliseconds that it may take; None: as any request.
-
-        Raises:
-            LLMException: LLM_LINK_BUSY: the peer has too many unread; LLM_TIMEOUT, LLM_LINK_FAILED:
-                it may have arrived or not; LLM_NOT_YET_LINK: the link had ended before.
-        """
+        """Send a notification; on return the peer's engine has it."""
         if not self.notifier.send_directly(data):
             timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
             sending = self.notifier.send(self._live_channel(), data, timeout_s)
             self._wait_for(sending, timeout_s, _MAY_HAVE_ARRIVED)
 
     async def notify_async(self, data: bytes, timeout_ms: float | None = None) -> None:
-        """As `notify`, for a coroutine of another loop. What is called later is sent later.
-
-        Raises:
-            LLMException: as `notify`.
-        """
+        """As `notify`, for a coroutine of another loop. What is called later is sent later."""
         if self.notifier.send_directly(data):
             return
         timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
@@ -410,11 +322,7 @@ class PeerLink(LinkLifecycle):
         self._sides.clear()
 
     def apply(self, table: Table) -> None:
-        """Apply what the peer publishes of its caches.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it is not possible.
-        """
+        """Apply what the peer publishes of its caches."""
         changed = self._table.apply(table)
         self.routes = {}
         self._joined.clear()
@@ -501,12 +409,7 @@ class PeerLink(LinkLifecycle):
     def _wait_for(
         self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None, effect: str = ""
     ) -> _T:
-        """Run a request in the control thread; says why there is no reply.
-
-        Args:
-            effect: what the request may have done at the peer. Then a link that ends meanwhile is
-                never LLM_NOT_YET_LINK, which says that nothing was done.
-        """
+        """Run a request in the control thread; says why there is no reply."""
         try:
             return self._control.run(reply)
         except TimeoutError:

@@ -30,11 +30,7 @@ _ID_NBYTES: Final = 9
 
 
 class PublishedTable:
-    """The table as one peer knows it; used by the control thread only.
-
-    Args:
-        transport: by which the peer reaches the caches.
-    """
+    """The table as one peer knows it; used by the control thread only."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
@@ -114,14 +110,7 @@ def _shard_entry(shard: Shard | None) -> ShardEntry | None:
 
 
 class Publisher:
-    """Sends one peer the changes of the caches here; used by the control thread only.
-
-    Args:
-        cluster_id: of the peer.
-        channel: to the peer.
-        offered: the caches that peers may reach.
-        transport: by which the peer reaches them.
-    """
+    """Sends one peer the changes of the caches here; used by the control thread only."""
 
     def __init__(
         self, cluster_id: int, channel: Channel, offered: OfferedCaches, transport: str
@@ -135,11 +124,7 @@ class Publisher:
         self._is_pending = False
 
     async def publish(self) -> int:
-        """Send what the peer does not know yet; returns the version that it knows then.
-
-        Raises:
-            ChannelClosed: the link has ended.
-        """
+        """Send what the peer does not know yet; returns the version that it knows then."""
         async with self._sending:  # messages must keep their order
             self._is_pending = False
             self._unsent += self._offered.survey(self.table.pending_updates)

@@ -54,18 +54,7 @@ class _RankTable(msgspec.Struct):
 def locate_members(
     cluster_id: int, cluster_rank_info: Mapping[int, int], rank_table: str
 ) -> dict[int, Location]:
-    """Read where each member of a communicator runs, by cluster id.
-
-    Args:
-        cluster_id: of this engine, which must be one of them.
-        cluster_rank_info: the rank of each.
-        rank_table: as of `locate`.
-
-    Raises:
-        TypeError, ValueError: an argument of another type or width.
-        LLMException: LLM_PARAM_INVALID: other than 2 to 4 members, or ranks that decrease; and as
-            `locate`.
-    """
+    """Read where each member of a communicator runs, by cluster id."""
     check_mapping("cluster_rank_info", cluster_rank_info)
     for member, rank in cluster_rank_info.items():
         check_width("cluster_rank_info key", member, 0, UINT64_MAX)
@@ -85,17 +74,7 @@ def locate_members(
 
 
 def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
-    """Read where each of `ranks` runs.
-
-    Args:
-        rank_table: JSON of version 1.0 or 1.2; empty: all run on this host.
-        ranks: of the members.
-
-    Raises:
-        TypeError: rank_table is not a str.
-        LLMException: LLM_PARAM_INVALID: it is not a rank table of these versions, or lacks a
-            rank.
-    """
+    """Read where each of `ranks` runs."""
     if not check_type("rank_table", rank_table, str):
         return dict.fromkeys(ranks, Location())
     try:

@@ -76,15 +76,7 @@ class Communicator:
 
 
 class Rendezvous:
-    """All communicators of one engine; used by the control thread.
-
-    Args:
-        engine: this one.
-        transitions: of its links.
-        initiator: begins handshakes.
-        unlinker: ends links.
-        make_handler: makes the handler of channels, given what decides whether a peer may link.
-    """
+    """All communicators of one engine; used by the control thread."""
 
     def __init__(
         self,
@@ -104,12 +96,7 @@ class Rendezvous:
         self._last_id = 0
 
     async def link(self, comm_name: str, members: Mapping[int, Location]) -> int:
-        """Begin to link all members, this engine among them; returns the communicator's id.
-
-        Raises:
-            TypeError: comm_name is not a str.
-            LLMException: LLM_PARAM_INVALID.
-        """
+        """Begin to link all members, this engine among them; returns the communicator's id."""
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
             raise invalid(f"comm_name has {len(comm_name)} characters; [1, 127] are allowed")
         for other in self._communicators.values():
@@ -121,12 +108,7 @@ class Rendezvous:
         return comm.comm_id
 
     async def unlink(self, comm_id: int) -> None:
-        """End the links of a communicator, or stop making them.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: no communicator has this id; LLM_LINK_BUSY: transfers
-                are in flight, and it stays.
-        """
+        """End the links of a communicator, or stop making them."""
         comm = self._get(comm_id)
         assert comm.preparing is not None
         comm.preparing.cancel()
@@ -146,9 +128,6 @@ class Rendezvous:
         """The status of a communicator; FAILED also if a link has broken since.
 
         One that a member has unlinked stays OK: a program that polls may poll too late.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: no communicator has this id.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
@@ -290,18 +269,7 @@ class Rendezvous:
 def meeting_point(
     here: Location, there: Location, comm_name: str, cluster_id: int, options: LinkOptions
 ) -> Endpoint:
-    """Where `cluster_id`, which runs `there`, listens for a member that runs `here`.
-
-    Args:
-        here: where the member runs that connects.
-        there: where the member runs that listens.
-        comm_name: of the communicator.
-        cluster_id: of the member that listens.
-        options: the directory of sockets, and the port of device 0 of each host.
-
-    Raises:
-        LLMException: LLM_FAILED: the directory cannot be used.
-    """
+    """Where `cluster_id`, which runs `there`, listens for a member that runs `here`."""
     if here.server_id == there.server_id:
         # A name has any length and characters; the path of a socket must be short.
         name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
@@ -320,14 +288,7 @@ def exposed_point(
 
 
 def socket_directory(comm_dir: str | None) -> Path:
-    """The directory of the user's sockets, made if necessary; nobody else may enter it.
-
-    Args:
-        comm_dir: which; None: below XDG_RUNTIME_DIR, else /tmp/kvplan-<uid>.
-
-    Raises:
-        LLMException: LLM_FAILED: it cannot be made, or others could use it.
-    """
+    """The directory of the user's sockets, made if necessary; nobody else may enter it."""
     directory = runtime_directory() if comm_dir is None else Path(comm_dir)
     private_directory(directory, "comm_dir")
     check_above(directory, "comm_dir")

@@ -77,11 +77,7 @@ class Transitions:
             del self.errors[next(iter(self.errors))]
 
     def check_capacity(self, cluster_id: int) -> None:
-        """Refuse one link too many; handshakes that peers have not confirmed do not count.
-
-        Raises:
-            LLMException: LLM_CLUSTER_NUM_EXCEED_LIMIT.
-        """
+        """Refuse one link too many; handshakes that peers have not confirmed do not count."""
         if self._refusal:
             raise link_failed(self._refusal)
         up = {it for it, link in list(self.links.items()) if link.is_live}
@@ -96,18 +92,7 @@ class Transitions:
     def connect(
         self, link: PeerLink, name: str, metadata: bytes, challenge: bytes, timeout_s: float
     ) -> Publisher:
-        """Begin to reach the peer's memory; `connected` waits for it.
-
-        Args:
-            link: to the peer.
-            name: of the transport.
-            metadata: the peer's.
-            challenge: of the handshake, which no other has.
-            timeout_s: seconds that it may take.
-
-        Returns:
-            What publishes this engine's caches to the peer.
-        """
+        """Begin to reach the peer's memory; `connected` waits for it."""
         transport = self._engine.transport(name)
         assert link.channel is not None
         link.transport = name
@@ -143,11 +128,7 @@ class Transitions:
         return link.publisher
 
     async def connected(self, link: PeerLink) -> None:
-        """Wait until the peer's memory can be reached.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: it cannot, and why.
-        """
+        """Wait until the peer's memory can be reached."""
         assert link.connecting is not None
         # Shielded: a transport link that a worker has made must not be lost if this wait ends.
         try:
@@ -195,13 +176,7 @@ class Transitions:
         self._release_resources(link, str(error.args[0]))
 
     def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails.
-
-        Args:
-            link: which.
-            reason: why.
-            orderly: the peer ended it on purpose: CLOSED, and no warning.
-        """
+        """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails."""
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
         state = LinkState.CLOSED if orderly else LinkState.BROKEN
@@ -215,12 +190,7 @@ class Transitions:
             self.unlinked(min(lost, key=lambda it: it.since), "forgotten")
 
     def unlinked(self, link: PeerLink, reason: str) -> None:
-        """Any state -> UNLINKED.
-
-        Args:
-            link: which.
-            reason: for the peer, and for who still holds the link.
-        """
+        """Any state -> UNLINKED."""
         if link.state is LinkState.LINKING:
             self.failed(link, in_phase("unlink", LLMException(reason)))
         if link.state is LinkState.UNLINKED:

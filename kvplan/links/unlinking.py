@@ -23,10 +23,6 @@ class Unlinker:
 
     Both ends must be idle: this one first, as the other tears down once it agrees. An end whose
     operations do not end in time permits new ones again, and the link stays.
-
-    Args:
-        engine: this one.
-        transitions: of its links.
     """
 
     def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
@@ -35,13 +31,7 @@ class Unlinker:
         self._waiting: dict[PeerLink, int] = {}  # how many calls wait for the link to be idle
 
     async def unlink(self, cluster_id: int, timeout_s: float, *, force: bool) -> None:
-        """End the link with a cluster.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: there is none; LLM_PROCESSING_LINK: it is only being
-                made; LLM_LINK_BUSY: transfers are in flight, and the link stays; LLM_UNLINK_FAILED:
-                torn down on this side, but the peer has not confirmed that for the other.
-        """
+        """End the link with a cluster."""
         link = self._transitions.links.get(cluster_id)
         if force:
             self.drop(cluster_id, f"cluster {self._engine.cluster_id} has unlinked by force")
@@ -53,12 +43,7 @@ class Unlinker:
             await self._unlink(link, timeout_s)
 
     async def agree(self, channel: Channel, unlink: Unlink) -> Unlinked:
-        """The peer, which is idle by now, requests to end the link.
-
-        Raises:
-            LLMException: LLM_LINK_BUSY: transfers are in flight here, and the link stays;
-                LLM_NOT_YET_LINK: there is none.
-        """
+        """The peer, which is idle by now, requests to end the link."""
         link = channel.bound
         if isinstance(link, PeerLink) and link.state is LinkState.UNLINKED:
             return Unlinked()  # this side is finalizing, and closes the channel next

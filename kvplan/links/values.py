@@ -102,13 +102,7 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
 
 
 def check_clusters(clusters: object, kind: type | UnionType) -> None:
-    """Check a list of clusters.
-
-    Raises:
-        TypeError: not a list or tuple, or an element that is not a `kind`.
-        ValueError: an id outside uint64.
-        LLMException: LLM_PARAM_INVALID: no cluster.
-    """
+    """Check a list of clusters."""
     if not isinstance(clusters, list | tuple):
         raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
     if not clusters:

@@ -50,19 +50,7 @@ class _Consumer:
 
 
 class Asks:
-    """Gives leases to consumers that ask for them; all methods run in the loop of the exchange.
-
-    Args:
-        instance: of the producer; who asks for that of another process is refused.
-        book: has the leases.
-        pusher: is told where consumers want what is still being computed.
-        push: whether it is.
-        enter_timeout_ms: how long who asks for a handle waits for it to be entered; who asks for
-            a transfer waits as long as it likes.
-        loop: of the exchange.
-        spawn: runs a coroutine in it for a cluster, unless too many of that cluster run.
-        say: sends messages to a cluster, in their order.
-    """
+    """Gives leases to consumers that ask for them; all methods run in the loop of the exchange."""
 
     def __init__(
         self,

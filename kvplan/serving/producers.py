@@ -36,17 +36,7 @@ class _Peer:
 
 
 class Producers:
-    """Links with producers as they are needed; all methods run in the loop of the exchange.
-
-    Args:
-        engine: links, and sends messages.
-        hello: the message by which this side describes itself.
-        compatibility: what a producer must agree to.
-        link_timeout_ms: milliseconds for a link, and for the delivery of a message.
-        answer_timeout_ms: for what a producer says of itself.
-        threads: in which links are ended.
-        is_asking: returns True if a cluster waits for an answer of this side over its link.
-    """
+    """Links with producers as they are needed; all methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -89,14 +79,6 @@ class Producers:
         If another process of the same cluster is linked, because the producer was replaced while
         its old process lives, that link is ended first. If requests still use it, the error names
         both addresses.
-
-        Args:
-            source: Where the producer is.
-            instance: Which process of the producer is meant.
-
-        Raises:
-            LLMException: of linking; LLM_PARAM_INVALID: it differs, and in what;
-                LLM_KV_CACHE_NOT_EXIST: another process is there.
         """
         peer = self._peers.setdefault(source.cluster_id, _Peer())
         asked = time.monotonic()
@@ -139,11 +121,7 @@ class Producers:
             raise
 
     async def _unlinked_from(self, peer: _Peer, source: Source) -> bool:
-        """End the link with another process of a cluster; False: it is at the source's address.
-
-        Raises:
-            LLMException: LLM_LINK_BUSY: it is in use; of unlinking.
-        """
+        """End the link with another process of a cluster; False: it is at the source's address."""
         at = next((it.address for it in self._engine.links() if self._is_of(it, source)), "")
         if at == source.address:
             return False
@@ -178,11 +156,7 @@ class Producers:
             )
 
     async def wait_for(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
-        """Wait for what a producer has to answer, as long as it is linked.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED, LLM_TIMEOUT.
-        """
+        """Wait for what a producer has to answer, as long as it is linked."""
         end = time.monotonic() + timeout_ms / 1000
         while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
             if not self._linked(source):

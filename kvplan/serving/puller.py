@@ -170,20 +170,7 @@ class _Answer:
 
 
 class Puller:
-    """Fetches requests; all methods run in the loop of the exchange.
-
-    Args:
-        engine: moves the bytes.
-        groups: the caches where to.
-        producers: whom it fetches from.
-        rank: of this worker among those that read the same.
-        push: let producers push what they still compute.
-        pull_timeout_ms: milliseconds for an answer, and for a transfer.
-        prefill_timeout_ms: for the answer of a producer that still computes the request.
-        workers: threads in which transfers are waited for.
-        helpers: threads for what is short, and must go on while all of those wait.
-        report: called with each result.
-    """
+    """Fetches requests; all methods run in the loop of the exchange."""
 
     def __init__(
         self,

@@ -44,11 +44,7 @@ class Goal:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Goal:
-        """Read what `to_bytes` has made.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it is not whole, or was changed.
-        """
+        """Read what `to_bytes` has made."""
         try:
             lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
         except Exception as error:  # the peer's input decides which
@@ -101,13 +97,6 @@ class Pusher:
 
     `begin`, `layer_ready` and `computed` are called by the thread that runs the model, in this
     order in each step; the others by any thread.
-
-    Args:
-        engine: moves the bytes.
-        cache: where from.
-        block_tokens: tokens of a block: what is not the end of a request is pushed by whole blocks.
-        token_unit: tokens that the cache's layout counts as one.
-        timeout_ms: milliseconds that a push may last after its last layer was computed.
     """
 
     def __init__(
@@ -198,11 +187,7 @@ class Pusher:
         self._step = []
 
     async def settle(self, cluster_id: int, number: int, transfer: str) -> int:
-        """Wait for what is on its way to a consumer; the tokens before the result are there.
-
-        Returns:
-            0: nothing was pushed.
-        """
+        """Wait for what is on its way to a consumer; the tokens before the result are there."""
         with self._mutex:
             push = self._pushes.get(transfer, {}).get((cluster_id, number))
         if push is None:

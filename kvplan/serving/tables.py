@@ -73,11 +73,7 @@ class GroupLease(NamedTuple):
 
 
 def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple[CacheGroup, ...]:
-    """The groups that a caller has, or the one of its only cache.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: there is none, or two have one name.
-    """
+    """The groups that a caller has, or the one of its only cache."""
     if isinstance(cache, Cache):
         return (CacheGroup("", cache, token_unit),)
     names = [it.name for it in cache]
@@ -87,11 +83,7 @@ def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple
 
 
 def tables_of(blocks: Blocks, groups: int) -> tuple[Table, ...]:
-    """A table for each group.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: tables of another number of groups.
-    """
+    """A table for each group."""
     if groups == 1 and not (len(blocks) and isinstance(blocks[0], Table)):
         return (Table(cast("Sequence[int]", blocks)),)
     tables = tuple(it for it in blocks if isinstance(it, Table))
@@ -120,11 +112,7 @@ class Missing:
     nbytes: int
 
     def transfer(self, rank: int | None) -> Transfer:
-        """From all sources into the consumer's cache.
-
-        Args:
-            rank: of the consumer among those that pull the same; not used for one source.
-        """
+        """From all sources into the consumer's cache."""
         rows = [Rows(lease, None, None, self.src_token) for lease in self.leases]
         target = Rows(self.dst, self.dst_blocks, None, self.dst_token)
         if len(rows) == 1:
@@ -143,17 +131,6 @@ def missing_of(
 
     A group whose table skips blocks lacks nothing before the first that it has: a block moves
     whole, as others may use it later.
-
-    Args:
-        groups: of the consumer.
-        leases: of each source, in the order of the groups.
-        blocks: of the consumer.
-        first_token: that it lacks.
-        num_tokens: of the request.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: another number of groups, or a first token inside of what
-            is moved whole; LLM_KV_CACHE_NOT_EXIST: a source has left behind what is missing.
     """
     if odd := [len(it) for it in leases if len(it) != len(groups)]:
         raise invalid(f"leases of {odd[0]} groups came, and here are {len(groups)}")
@@ -204,11 +181,7 @@ def encode_leases(leases: Sequence[GroupLease]) -> bytes:
 
 
 def decode_leases(blob: bytes) -> tuple[GroupLease, ...]:
-    """Check and read what `encode_leases` has written.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is none.
-    """
+    """Check and read what `encode_leases` has written."""
     try:
         found = _decoder.decode(blob)
     except Exception as error:  # the peer's input decides which: nesting raises RecursionError

@@ -21,12 +21,7 @@ _MAX_IN_THREADS: Final = 8  # functions at once, each of which may wait for a st
 
 
 class Tasks:
-    """Runs coroutines in a loop; all methods are called there.
-
-    Args:
-        loop: Runs them.
-        threads: Run functions that may block for a moment.
-    """
+    """Runs coroutines in a loop; all methods are called there."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: Executor) -> None:
         self._loop = loop
