@@ -67,7 +67,7 @@ class LinkLifecycle:
             self.ended.set()
 
     def begin(self, operation: object) -> None:
-        """An operation starts; it is in flight until `end`, or until nobody refers to it any more."""
+        """Begin an operation; it is in flight until `end`, or until it is garbage-collected."""
         with self._mutex:
             if is_linked := self.state is LinkState.LINKED:
                 self._in_flight.add(ref(operation, self._in_flight.discard))

@@ -14,8 +14,7 @@ from kvplan.layout import Shard
 from kvplan.logs import Log
 from kvplan.planning.groups import MAX_GROUP_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
-from kvplan.serving.ranks import heads_of
-from kvplan.serving.tables import tables_of
+from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, LlmRole
 from kvplan.vllm.figures import Figures
