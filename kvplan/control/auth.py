@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.user_directories import private_directory, state_file
+from kvplan.control.users import private_directory, state_file
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
 from kvplan.validation import open_regular

@@ -18,13 +18,13 @@ from typing import Final, cast
 import zmq
 
 from kvplan.control.auth import ClusterKey
-from kvplan.control.credentials import peer_credentials
 from kvplan.control.loop import CLOSING_S, ControlLoop
-from kvplan.control.stream import Stream
+from kvplan.control.users import peer_credentials
 from kvplan.control.zmtp import (
     GREETING_NBYTES,
     MAX_FRAME_NBYTES,
     UNUSED_AT,
+    Stream,
     Unacceptable,
     ZmtpValidator,
 )

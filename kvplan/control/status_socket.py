@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from kvplan.control.credentials import peer_credentials
+from kvplan.control.users import peer_credentials
 from kvplan.logs import Log
 from kvplan.status import LLMException
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.control.direct import WINDOW
+from kvplan.control.notifying import WINDOW
 from kvplan.engine.operation import Operation, check_notification
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.engine.registry import finalized

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvplan.control.channel import Channel, Handler
+from kvplan.control.connecting import Server
 from kvplan.control.messages import (
     Body,
     Claim,
@@ -25,19 +26,17 @@ from kvplan.control.messages import (
     Unlink,
     Unused,
 )
-from kvplan.control.server import Server
 from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
-from kvplan.links.transitions import Transitions
-from kvplan.links.unlinking import Unlinker
+from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState, link_failed
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
-    from kvplan.links.published_table import Publisher
+    from kvplan.links.local_engine import Publisher
 
 
 class PeerHandler:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvplan.control.auth import link_secret, proof_of
 from kvplan.control.channel import Channel, ChannelClosed, Handler
-from kvplan.control.client import connect
+from kvplan.control.connecting import connect
 from kvplan.control.messages import Confirm, Hello, Linked, Welcome, encode
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink

@@ -11,18 +11,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.auth import ClusterKey, Keys, user_key
+from kvplan.control.connecting import warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
-from kvplan.control.server import warn_unauthenticated
 from kvplan.control.status_socket import StatusSocket
 from kvplan.links.dispatch import Listener, PeerHandler
 from kvplan.links.handshake import HandshakeAcceptor, HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches
 from kvplan.links.peer_link import PeerLink
-from kvplan.links.rank_table import locate_members
-from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point
-from kvplan.links.transitions import Transitions
-from kvplan.links.unlinking import Unlinker
+from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point, locate_members
+from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import ClusterInfo, LinkResults, check_clusters, link_failed
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -31,8 +29,8 @@ from kvplan.validation import as_int, check_type
 if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvplan.control.messages import Hello
-    from kvplan.links.notifying import Inbox
-    from kvplan.links.published_table import Publisher
+    from kvplan.control.notifying import Inbox
+    from kvplan.links.local_engine import Publisher
     from kvplan.links.values import LinkStatus
     from kvplan.transport.protocol import Transport
 

@@ -20,7 +20,7 @@ from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.links.lifecycle import LinkLifecycle
+    from kvplan.links.values import LinkLifecycle
     from kvplan.transport.protocol import Renewable
 
 _LOG = Log("kvplan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -224,7 +225,7 @@ class Puller:
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
             wait_ms = took_ms - pull.move_ms
-            if error is None:
+            if error is None and logger.isEnabledFor(logging.INFO):
                 logger.info(
                     "%s: %d tokens (%d bytes, %d tokens pushed) from %d workers in %.1f ms, after "
                     "%.1f ms",
@@ -236,7 +237,7 @@ class Puller:
                     pull.move_ms,
                     wait_ms,
                 )
-            else:
+            elif error is not None:
                 logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
             self._report(
                 PullResult(

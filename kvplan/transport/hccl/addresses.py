@@ -1,7 +1,7 @@
 """Where a device is found by the others: its address, and the rank table of two devices.
 
 Both ends compute that alike, byte for byte. It is not the one that a user gives `link()`
-(`kvplan.links.rank_table`).
+(`kvplan.links.rendezvous`).
 """
 
 from __future__ import annotations

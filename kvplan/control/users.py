@@ -1,16 +1,19 @@
-"""Directories that only this user can use: for sockets while it is logged in, and for state."""
+"""Users of this host: their directories, and which of them is at the other end of a socket."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvplan.status import LLMException
 
 _OTHERS = 0o077
 _OTHERS_WRITE = 0o022
+_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
@@ -87,3 +90,17 @@ def state_file(name: str) -> StateFile:
     if not os.path.lexists(file) and not is_writable:
         return StateFile(runtime_directory() / name, f"{found} cannot be written to")
     return StateFile(file, "")
+
+
+class Credentials(NamedTuple):
+    """Of the process that connected, or that listened: as they were then."""
+
+    pid: int
+    uid: int
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """Ask the kernel."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(found)
+    return Credentials(pid, uid)
