@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvnative._signals import Condition, Mutex
-from kvplan.links import LinkState
 from kvplan.logs import Log
 from kvplan.serving.asks import Asks
 from kvplan.serving.book import LeaseBook
@@ -340,6 +339,7 @@ class Exchange:
         self._loop.add_reader(notifications.fileno(), self._take, notifications)
         self._tasks.spawn(self._renew())
         self._tasks.spawn(self._expire())
+        self._tasks.spawn(self._producers.look())
         await self._stopped.wait()
         self._loop.remove_reader(notifications.fileno())
 
@@ -486,8 +486,7 @@ class Exchange:
         transfers = self._pusher.transfers()
         if not (transfers or self._asks.clusters() or self.book.has_early or len(self._producers)):
             return
-        links = self._engine.links()
-        linked = {it.cluster_id for it in links if it.state is LinkState.LINKED}
+        linked = self._producers.linked()
         self._asks.keep(linked)
         self._producers.keep(linked)
         self.book.forget_readers(linked)

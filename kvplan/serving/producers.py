@@ -6,15 +6,15 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvplan.links import ClusterInfo, LinkState
+from kvplan.links import ClusterInfo, LinkState, LinkStatus
 from kvplan.serving.messages import Hello, Message, encode
 from kvplan.serving.reference import Compatibility, Source
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.serving.tasks import PeerThreads
@@ -75,6 +75,8 @@ class Producers:
         self._answer_timeout_ms = answer_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
+        # What is waited for: of which source, until when, and for how long in all.
+        self._awaited: dict[asyncio.Future[Any], tuple[Source, float, float]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:
         """Send a message. A stopped peer delays only its own messages."""
@@ -133,9 +135,9 @@ class Producers:
         peer.users -= 1
         peer.requests -= 1
 
-    def keep(self, linked: set[int]) -> None:
+    def keep(self, linked: Collection[int]) -> None:
         """Forget producers that are not linked any more, and that no request uses."""
-        for cluster_id in self._peers.keys() - linked:
+        for cluster_id in self._peers.keys() - set(linked):
             if not self._peers[cluster_id].users:
                 del self._peers[cluster_id]
 
@@ -211,25 +213,44 @@ class Producers:
 
     async def wait_for(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
         """Wait for what a producer has to answer, as long as it is linked."""
-        end = time.monotonic() + timeout_ms / 1000
-        while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-            if not self._linked(source)[0]:
-                raise LLMException(
-                    f"the link with cluster {source.cluster_id} at {source.address} broke before "
-                    "it answered",
-                    status_code=LLMStatusCode.LLM_LINK_FAILED,
-                )
-            if time.monotonic() > end:
-                raise LLMException(
-                    f"cluster {source.cluster_id} at {source.address} did not answer in "
-                    f"{timeout_ms:g} ms",
-                    status_code=LLMStatusCode.LLM_TIMEOUT,
-                )
-        return answer.result()
+        self._awaited[answer] = source, time.monotonic() + timeout_ms / 1000, timeout_ms
+        try:
+            return await answer
+        finally:
+            del self._awaited[answer]
+
+    async def look(self) -> None:
+        """Fail what is waited for too long, or of a producer that is not linked any more."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._awaited:
+                continue
+            now, linked = time.monotonic(), self.linked()
+            for answer, (source, end, timeout_ms) in self._awaited.items():
+                who = f"cluster {source.cluster_id} at {source.address}"
+                if answer.done():
+                    continue
+                if source.cluster_id not in linked:
+                    answer.set_exception(
+                        LLMException(
+                            f"the link with {who} broke before it answered",
+                            status_code=LLMStatusCode.LLM_LINK_FAILED,
+                        )
+                    )
+                elif now > end:
+                    answer.set_exception(
+                        LLMException(
+                            f"{who} did not answer in {timeout_ms:g} ms",
+                            status_code=LLMStatusCode.LLM_TIMEOUT,
+                        )
+                    )
+
+    def linked(self) -> dict[int, LinkStatus]:
+        """Return the links with other engines, by cluster id."""
+        links = self._engine.links()
+        return {it.cluster_id: it for it in links if it.state is LinkState.LINKED}
 
     def _linked(self, source: Source) -> tuple[str, str]:
         """Return which engine of a cluster is linked, and its address; empty: none is."""
-        for link in self._engine.links():
-            if link.cluster_id == source.cluster_id and link.state is LinkState.LINKED:
-                return link.instance, link.address
-        return "", ""
+        link = self.linked().get(source.cluster_id)
+        return ("", "") if link is None else (link.instance, link.address)

@@ -101,6 +101,8 @@ class Pull:
         nbytes, move_ms: of the transfer.
         spare: sources that nobody reads, and that are told so.
         said_done: whether the sources know that they can free the blocks.
+        has_ended: True once its result is reported.
+        started: when it was first known, by `perf_counter`.
         cancelled: why it is not needed any more.
         asks: the numbers of what its sources have not answered.
         handles: what its sources call it, by their cluster ids, as soon as that is known.
@@ -117,6 +119,8 @@ class Pull:
     nbytes: int = 0
     move_ms: float = 0.0
     said_done: bool = False
+    has_ended: bool = False
+    started: float = field(default_factory=time.perf_counter)
     spare: tuple[Source, ...] = ()
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)
@@ -196,7 +200,6 @@ class Puller:
 
     async def run(self, pull: Pull) -> None:
         """Fetch one request, and report how it ended if it had a target."""
-        started = time.perf_counter()
         error: Exception | None = None
         granted: Sequence[_Granted] = ()
         early = not pull.reference.transfer  # what has finished is asked for at once
@@ -220,42 +223,53 @@ class Puller:
                 self._end_asks(pull, LLMException("another worker has failed"))
             if pull.goal is not None:
                 await self._release(pull, pull.goal)
-        if self.pulls.get(pull.request) is pull:
-            del self.pulls[pull.request]
-        if target is not None:
-            took_ms = (time.perf_counter() - started) * 1000
-            wait_ms = took_ms - pull.move_ms
-            if error is None and logger.isEnabledFor(logging.INFO):
-                logger.info(
-                    "%s: %d tokens (%d bytes, %d tokens pushed) from %d workers in %.1f ms, after "
-                    "%.1f ms",
-                    pull.request,
-                    pull.reference.num_tokens - target.first_token,
-                    pull.nbytes,
-                    pull.pushed,
-                    len(pull.sources),
-                    pull.move_ms,
-                    wait_ms,
-                )
-            elif error is not None:
-                logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
-            self._report(
-                PullResult(
-                    pull.request,
-                    error,
-                    target.blocks,
-                    target.first_token,
-                    pull.reference.num_tokens - target.first_token,
-                    pull.nbytes,
-                    wait_ms,
-                    pull.move_ms,
-                    pull.pushed,
-                )
-            )
+        if target is None:
+            self._forget(pull)
+        elif not pull.has_ended:
+            self._end(pull, target, error)
         if not pull.said_done or pull.spare:
             await self._say_done(pull)
         for source in pull.greeted:
             self._producers.leave(source)
+
+    def _forget(self, pull: Pull) -> None:
+        if self.pulls.get(pull.request) is pull:
+            del self.pulls[pull.request]
+
+    def _end(self, pull: Pull, target: Target, error: Exception | None) -> None:
+        """Report how a request has ended; also in the thread that has moved it."""
+        pull.has_ended = True
+        self._forget(pull)
+        tokens = pull.reference.num_tokens - target.first_token
+        took_ms = (time.perf_counter() - pull.started) * 1000
+        wait_ms = took_ms - pull.move_ms
+        if error is not None:
+            logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
+        elif logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "%s: %d tokens (%d bytes, %d tokens pushed) from %d workers in %.1f ms, after "
+                "%.1f ms",
+                pull.request,
+                tokens,
+                pull.nbytes,
+                pull.pushed,
+                len(pull.sources),
+                pull.move_ms,
+                wait_ms,
+            )
+        self._report(
+            PullResult(
+                pull.request,
+                error,
+                target.blocks,
+                target.first_token,
+                tokens,
+                pull.nbytes,
+                wait_ms,
+                pull.move_ms,
+                pull.pushed,
+            )
+        )
 
     def receive(self, cluster_id: int, message: Message) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""
@@ -311,7 +325,7 @@ class Puller:
     async def renew(self) -> None:
         """Say to all producers which requests are still waited for."""
         waited: dict[tuple[int, bytes], list[bytes]] = {}
-        for pull in self.pulls.values():
+        for pull in list(self.pulls.values()):  # the thread that moves one takes it out
             for source in pull.sources:
                 if handle := pull.handle_at(source):  # else it is still being computed
                     key = source.cluster_id, pull.reference.instance
@@ -333,6 +347,9 @@ class Puller:
                 self._asks[number].granted.set_exception(reason)
 
     async def _greet_all(self, pull: Pull) -> None:
+        if len(pull.sources) == 1:  # a task for each takes as long as all else here
+            await self._greet(pull, pull.sources[0])
+            return
         greeted = map(partial(self._greet, pull), pull.sources)
         for outcome in await asyncio.gather(*greeted, return_exceptions=True):
             if outcome is not None:
@@ -344,6 +361,8 @@ class Puller:
 
     async def _ask_all(self, pull: Pull, goal: Goal | None = None) -> Sequence[_Granted]:
         data = b"" if goal is None else goal.to_bytes()
+        if len(pull.sources) == 1:
+            return [await self._ask(pull, data, pull.sources[0])]
         return await asyncio.gather(*map(partial(self._ask, pull, data), pull.sources))
 
     async def _ask(self, pull: Pull, data: bytes, source: Source) -> _Granted:
@@ -417,21 +436,22 @@ class Puller:
             if pushed > missing:
                 pull.pushed = pushed - missing
                 transfers, _ = missing_of(*wanted, pushed, total, self._rank)
-            if not transfers:
-                return
             done = None
-            if len(leases) == 1:
+            if transfers and len(leases) == 1:
                 done = encode(pull.done(pull.sources[0]))
                 pull.said_done = True  # whatever comes of it
-            self._engine.run(
-                transfers if len(transfers) > 1 else transfers.popitem()[1],
-                timeout_ms=self._pull_timeout_ms,
-                notify=done,
-                notify_failure=done,
-                tag=tag_of(pull.request),
-            )
+            if transfers:
+                self._engine.run(
+                    transfers if len(transfers) > 1 else transfers.popitem()[1],
+                    timeout_ms=self._pull_timeout_ms,
+                    notify=done,
+                    notify_failure=done,
+                    tag=tag_of(pull.request),
+                )
         finally:
             pull.move_ms = (time.perf_counter() - started) * 1000
+        if pull.goal is None:  # else a producer may still write to the target
+            self._end(pull, target, None)
 
     async def _say_done(self, pull: Pull) -> None:
         """Let the sources free the blocks, as far as they are linked."""
