@@ -24,6 +24,7 @@ from benchmarks import (
     peers_memory,
     planning,
     recording,
+    serving,
 )
 from benchmarks.table import Blank, Row, Run, Unmeasured, format_table
 
@@ -34,6 +35,7 @@ TOPICS = (
     peers_memory.TOPIC,
     engines.TOPIC,
     leases.TOPIC,
+    serving.TOPIC,
     hixl.TOPIC,
     recording.TOPIC,
     layerwise.TOPIC,

@@ -32,11 +32,10 @@ MAX_TAG: Final = 64  # characters
 _SCHEMA: Final = b"kvplan.lease.2"
 _DIGEST_NBYTES: Final = 8
 _INSTANCE_NBYTES: Final = 16
-_MOST_SLOTS: Final = 2**32
+_MAX_SLOT: Final = 2**32 - 1
 _MAX_NAME: Final = 32  # characters, of a transport
 _WORD: Final = Struct("=QQ")
 _unpack: Final = _WORD.unpack
-_LETTERS: Final = {"H": 2**16, "I": 2**32, "Q": 2**64}  # of struct, and what it is too large for
 
 
 def tag_of(name: str) -> str:
@@ -66,9 +65,9 @@ class LeaseWord(NamedTuple):
         slot, generation: of that transport's generation table.
     """
 
-    transport: str
-    slot: int
-    generation: int
+    transport: Annotated[str, Meta(max_length=_MAX_NAME)]
+    slot: Annotated[int, Meta(ge=0, le=_MAX_SLOT)]
+    generation: Annotated[int, Meta(ge=0)]
 
 
 class _Packed:
@@ -149,27 +148,49 @@ class BlockLease(_Packed):
         check_width("lease_id", lease_id, 0, UINT64_MAX)
         if len(check_type("instance", instance, bytes)) != _INSTANCE_NBYTES:
             raise invalid(f"instance={shown(instance)} must have {_INSTANCE_NBYTES} bytes")
-        if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+        if len(check_type("tag", tag, str)) > MAX_TAG:
             raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
         if not all(type(it) is int for it in check_type("blocks", blocks, tuple)):
             raise TypeError(f"blocks={shown(blocks)} must hold int")
         if blocks and not 0 <= min(blocks) <= max(blocks) <= INT64_MAX:
             raise invalid(f"blocks={shown(blocks)} must be in [0, 2**63)")
-        if not check_type("paged", paged, bool) and len(blocks) != 1:
-            raise invalid(f"blocks={shown(blocks)} must be one slot, as paged is False")
+        check_type("paged", paged, bool)
         if tokens is not None:
             check_width("tokens", tokens, 1, INT64_MAX)
-        for it in check_type("words", words, tuple):
-            name = check_type("transport", check_type("words", it, LeaseWord).transport, str)
+        for word in check_type("words", words, tuple):
+            name = check_type("transport", check_type("words", word, LeaseWord).transport, str)
             if len(name) > _MAX_NAME:  # it is kept longer than the lease
                 raise invalid(f"transport={shown(name)} must have at most {_MAX_NAME} characters")
-            check_width("slot", it.slot, 0, _MOST_SLOTS - 1)
-            check_width("generation", it.generation, 0, UINT64_MAX)
-        places = _places_of(tuple(it.transport for it in words))
+            check_width("slot", word.slot, 0, _MAX_SLOT)
+            check_width("generation", word.generation, 0, UINT64_MAX)
+        self._set(cluster_id, instance, cache_id, lease_id, blocks, paged, tag, words, tokens)
+
+    def _set(
+        self,
+        cluster_id: int,
+        instance: bytes,
+        cache_id: int,
+        lease_id: int,
+        blocks: tuple[int, ...],
+        paged: bool,
+        tag: str,
+        words: tuple[LeaseWord, ...],
+        tokens: int | None,
+    ) -> None:
+        """Take values of checked types and ranges; check how they belong together."""
+        if not tag.isprintable():
+            raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+        if not paged and len(blocks) != 1:
+            raise invalid(f"blocks={shown(blocks)} must be one slot, as paged is False")
+        packed, names = b"", []
+        for name, slot, generation in words:
+            packed += _WORD.pack(slot, generation)
+            names.append(name)
+        places = _places_of(tuple(names))
         if len(places) < len(words):
             raise invalid(f"words={shown(words)} must be of different transports")
-        packed = b"".join(_WORD.pack(*it[1:]) for it in words)
-        letter = next(it for it, end in _LETTERS.items() if max(blocks, default=0) < end)
+        largest = max(blocks, default=0)
+        letter = "H" if largest < 2**16 else "I" if largest < 2**32 else "Q"
         set_field = object.__setattr__
         set_field(self, "cluster_id", cluster_id)
         set_field(self, "instance", instance)
@@ -190,8 +211,9 @@ class BlockLease(_Packed):
 
     def to_bytes(self) -> bytes:
         """For any channel; some 100 bytes, and 1 to 5 for each block."""
+        words = [(name, *word) for name, word in self.places()]
         body = _encoder.encode(
-            _Wire(
+            (
                 self.cluster_id,
                 self.instance,
                 self.cache_id,
@@ -199,7 +221,7 @@ class BlockLease(_Packed):
                 self.blocks,
                 self.paged,
                 self.tag,
-                self.words,
+                words,
                 self.tokens,
             )
         )
@@ -218,20 +240,12 @@ class BlockLease(_Packed):
         if blob[:_DIGEST_NBYTES] != _digest(body):
             raise invalid(f"blob={shown(blob)} is no lease, or was cut or changed on the way")
         try:
-            it = _decoder.decode(body)
-            return cls(
-                it.cluster_id,
-                it.instance,
-                it.cache_id,
-                it.lease_id,
-                it.blocks,
-                it.paged,
-                it.tag,
-                it.words,
-                it.tokens,
-            )
+            lease = object.__new__(cls)
+            lease._set(*_decoder.decode(body))
         except Exception as error:  # the peer's input decides which: nesting raises RecursionError
             raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
+        else:
+            return lease
 
     def word(self, transport: str) -> LeaseWord | None:
         """What links of this transport check; None: the owner does not offer it there."""
@@ -321,25 +335,23 @@ def _reader(num_words: int, num_blocks: int, letter: str) -> Struct:
     return Struct(f"={_WORD.size * num_words}x{num_blocks}{letter}")
 
 
-_Block = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A lease as it is written."""
-
-    cluster_id: int
-    instance: bytes
-    cache_id: int
-    lease_id: int
-    blocks: tuple[_Block, ...]
-    paged: bool
-    tag: str
-    words: Annotated[tuple[LeaseWord, ...], Meta(max_length=16)]
-    tokens: int | None
+_Unsigned = Annotated[int, Meta(ge=0)]  # of 64 bits, as every integer of msgpack is
+_Signed = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+_Wire = tuple[
+    _Unsigned,  # cluster_id, and so on in the order of the fields of a lease
+    Annotated[bytes, Meta(min_length=_INSTANCE_NBYTES, max_length=_INSTANCE_NBYTES)],
+    _Signed,
+    _Unsigned,
+    tuple[_Signed, ...],
+    bool,
+    Annotated[str, Meta(max_length=MAX_TAG)],
+    Annotated[tuple[LeaseWord, ...], Meta(max_length=16)],
+    Annotated[int, Meta(ge=1, le=INT64_MAX)] | None,
+]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Wire)
+_decoder: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)
 
 
 def _digest(body: bytes) -> bytes:

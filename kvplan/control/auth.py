@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.user_directories import private_directory, state_file
+from kvplan.control.users import private_directory, state_file
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
 from kvplan.validation import open_regular
@@ -69,12 +69,7 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterKey:
-        """Read the key from a file that `kvplan keygen` has made.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: there is none, it is not a key file, its key is not
-                random, or others than its owner may read or write it.
-        """
+        """Read the key from a file that `kvplan keygen` has made."""
         try:
             path = Path(path).expanduser()
             descriptor = open_regular(path)
@@ -110,11 +105,7 @@ class ClusterKey:
         return cls._of(secret)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the key to a new file that only its owner may read.
-
-        Raises:
-            OSError: the file exists, or cannot be made.
-        """
+        """Write the key to a new file that only its owner may read."""
         # Under another name until it is complete, so that nobody reads half a key.
         part = f"{os.fspath(path)}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -157,24 +148,12 @@ def link_secret(challenge: bytes) -> bytes:
 
 
 def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
-    """Return the proof that the sender of `hello` has the secret of an earlier link.
-
-    Args:
-        secret: of that link.
-        nonce: random bytes of the listening end, of this connection alone.
-        hello: the message, encoded with an empty proof.
-    """
+    """Return the proof that the sender of `hello` has the secret of an earlier link."""
     return hmac.digest(secret, b"kvplan same engine" + nonce + hello, "sha256")
 
 
 class Keys:
-    """Which key guards a conversation; used on the loop's thread.
-
-    Args:
-        cluster: of every conversation; None: there is no cluster key.
-        user: makes or reads the key of conversations inside this host, if there is no cluster key;
-            called once. None: those need no key.
-    """
+    """Which key guards a conversation; used on the loop's thread."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None
@@ -184,11 +163,7 @@ class Keys:
         self._user: ClusterKey | None = None
 
     async def at(self, loop: ControlLoop, endpoint: Endpoint) -> ClusterKey | None:
-        """The key of conversations with the listener at `endpoint`.
-
-        Raises:
-            LLMException: the user's key cannot be read or made; says why, and what to do.
-        """
+        """The key of conversations with the listener at `endpoint`."""
         if self.cluster is not None or self._read_user is None or not endpoint.is_loopback:
             return self.cluster
         if self._user is None:
@@ -213,12 +188,7 @@ class UserKeyState(NamedTuple):
 
 
 def user_key() -> ClusterKey:
-    """The key of this user; made if there is none, by one of several processes at a time.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: its file or directory could be used by others, or cannot
-            be made; says what to do.
-    """
+    """The key of this user; made if there is none, by one of several processes at a time."""
     path, why_not_home = state_file(_USER_KEY)
     if why_not_home:
         _log.warning("event=user_key path=%s reason=%r", path, why_not_home)

@@ -131,14 +131,7 @@ class Channel:
         return self._reason is not None
 
     async def request(self, body: Body, timeout_s: float) -> Body:
-        """Send a request and return the reply.
-
-        Raises:
-            TimeoutError: there was no reply within `timeout_s`.
-            ChannelClosed: the conversation ended before.
-            LLMException: the peer refused or failed, with its status and reason;
-                LLM_PARAM_INVALID where `body` is too large.
-        """
+        """Send a request and return the reply."""
         self._check_open()
         self._seq += 1
         seq = self._seq
@@ -157,11 +150,7 @@ class Channel:
         return answer
 
     async def typed_request(self, body: Body, expected: type[_Reply], timeout_s: float) -> _Reply:
-        """As `request`, for a request whose reply has one type.
-
-        Raises:
-            LLMException: also LLM_LINK_FAILED, the reply is of another type.
-        """
+        """As `request`, for a request whose reply has one type."""
         reply = await self.request(body, timeout_s)
         if not isinstance(reply, expected):
             raise LLMException(
@@ -171,21 +160,12 @@ class Channel:
         return reply
 
     async def notify(self, body: Body) -> None:
-        """Send a notice; waits while the peer does not take what it was sent before.
-
-        Raises:
-            ChannelClosed: the conversation has ended.
-            LLMException: LLM_PARAM_INVALID, `body` is too large.
-        """
+        """Send a notice; waits while the peer does not take what it was sent before."""
         self._check_open()
         await self._send(encode(body))
 
     async def ping(self) -> None:
-        """Ask whether the peer is there; return once it has sent anything.
-
-        Raises:
-            ChannelClosed: the conversation has ended, as by the heartbeat of a silent peer.
-        """
+        """Ask whether the peer is there; return once it has sent anything."""
         self._check_open()
         self._heard.clear()
         self.post(Ping())
@@ -200,12 +180,7 @@ class Channel:
             self._heartbeat = Heartbeat(self, interval_s, timeout_s)
 
     def close(self, reason: str = "", *, orderly: bool = False) -> None:
-        """End the conversation; the peer gets the reason, if it still reads. Idempotent.
-
-        Args:
-            reason: why.
-            orderly: whether this side does so on purpose, and not because something failed.
-        """
+        """End the conversation; the peer gets the reason, if it still reads. Idempotent."""
         self._is_ignoring = True
         if not self.closed:
             self.post(Close((reason or "closed by the peer")[:MAX_TEXT], orderly))
@@ -354,11 +329,6 @@ class Heartbeat:
 
     Silence counts only while this process runs and has read all that has arrived: one that was
     stopped, or did not get the GIL, would otherwise take all of its peers for dead.
-
-    Args:
-        channel: the conversation.
-        interval_s: seconds without sending after which a Ping is sent.
-        timeout_s: seconds without receiving after which the channel is lost.
     """
 
     def __init__(self, channel: Channel, interval_s: float, timeout_s: float) -> None:

@@ -18,13 +18,13 @@ from typing import Final, cast
 import zmq
 
 from kvplan.control.auth import ClusterKey
-from kvplan.control.credentials import peer_credentials
 from kvplan.control.loop import CLOSING_S, ControlLoop
-from kvplan.control.stream import Stream
+from kvplan.control.users import peer_credentials
 from kvplan.control.zmtp import (
     GREETING_NBYTES,
     MAX_FRAME_NBYTES,
     UNUSED_AT,
+    Stream,
     Unacceptable,
     ZmtpValidator,
 )
@@ -42,12 +42,6 @@ _MAX_DRAINED: Final = 4 * QUEUE_LENGTH
 
 class Connection:
     """Frames to and from one peer, in order; made and used on the loop's thread.
-
-    Args:
-        key: encrypts the connection and admits only its holders; None: no encryption, admits all.
-        listening: whether the peer has connected to this side, rather than this side to it.
-        on_frame: is called with each frame.
-        on_end: is called once, with the reason, when the connection ends other than by `close`.
 
     Attributes:
         nonce: random bytes of the listening end's greeting; empty until the greeting was exchanged.
@@ -89,12 +83,7 @@ class Connection:
         loop.register(self)
 
     def open(self, greeting: bytes = b"", nonce: bytes = b"") -> None:
-        """Begin the ZMTP handshake, on a stream that is connected, or will be at once.
-
-        Args:
-            greeting: of a peer that has connected to this side, and was greeted and admitted.
-            nonce: that this side has greeted that peer with.
-        """
+        """Begin the ZMTP handshake, on a stream that is connected, or will be at once."""
         self.nonce = nonce
         self._early += greeting
         if greeting:
@@ -110,31 +99,19 @@ class Connection:
         return self._validator.greeted
 
     async def ready(self) -> None:
-        """Wait until the peer's handshake is complete.
-
-        Raises:
-            ConnectionError: the connection has ended, with the reason.
-        """
+        """Wait until the peer's handshake is complete."""
         await self._ready.wait()
         if self._ended:
             raise ConnectionError(self._reason)
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer does not read what is queued.
-
-        Raises:
-            ConnectionError: the connection has ended, with the reason.
-        """
+        """Queue a frame; waits while the peer does not read what is queued."""
         while not self.try_send(frame):
             self._writable.clear()
             await self._writable.wait()
 
     def try_send(self, frame: bytes) -> bool:
-        """Queue a frame if there is room; returns whether there was.
-
-        Raises:
-            ConnectionError: the connection has ended, with the reason.
-        """
+        """Queue a frame if there is room; returns whether there was."""
         if self._ended or self._socket is None:
             raise ConnectionError(self._reason or "the connection is not open")
         try:

@@ -64,11 +64,7 @@ class DataStreams(ABC):
         """Have the connections of these indices; see `Streams.open`."""
 
     async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:  # noqa: B027
-        """Wait until `open` of these indices need not wait; at once at the end that dials.
-
-        Raises:
-            LLMException: as `open`.
-        """
+        """Wait until `open` of these indices need not wait; at once at the end that dials."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,11 +77,7 @@ class DataStreams(ABC):
         )
 
     def _answer(self, greeting: bytes, hello: bytes) -> tuple[int, bytes]:
-        """The index in a complete hello, and the answer to it.
-
-        Raises:
-            Unacceptable: the peer does not know the secret.
-        """
+        """The index in a complete hello, and the answer to it."""
         fields, mac = hello[: _FIELDS.size], hello[_FIELDS.size :]
         if not hmac.compare_digest(mac, self._mac(b"client", greeting, fields)):
             raise Unacceptable("it does not know the secret of the link that it names")
@@ -100,16 +92,7 @@ OpenStreams: TypeAlias = Callable[[bytes], DataStreams]
 
 
 class DialledStreams(DataStreams):
-    """Connections that this side opens, for any thread.
-
-    Args:
-        challenge: of the handshake.
-        family: of the control connection.
-        address: of its other end.
-        way: both ends, for people.
-        source: address of this host to connect from; empty: the system's choice.
-        private: whether the handshake was encrypted.
-    """
+    """Connections that this side opens, for any thread."""
 
     dials = True
 
@@ -204,11 +187,7 @@ class DialledStreams(DataStreams):
 
 
 def is_hello(received: bytes | bytearray) -> bool:
-    """Whether these bytes are, or begin, the hello of a data connection.
-
-    Raises:
-        Unacceptable: they begin as one, but do not go on so.
-    """
+    """Whether these bytes are, or begin, the hello of a data connection."""
     if not received.startswith(_MAGIC[:1]):
         return False
     if not received.startswith(_MAGIC[: len(received)]):
@@ -233,11 +212,7 @@ def way_of(dialler: Any, listener: Any) -> str:
 
 
 def bind_source(stream: socket.socket, source: str) -> None:
-    """Bind a connection to an address of this host; a Unix socket has none.
-
-    Raises:
-        OSError: it is not an address of this host, or not of the peer's family.
-    """
+    """Bind a connection to an address of this host; a Unix socket has none."""
     if source and stream.family != socket.AF_UNIX:
         try:
             stream.bind((source, 0))

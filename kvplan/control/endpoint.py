@@ -23,16 +23,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Read an address as users write it.
-
-        Args:
-            text: "127.0.0.1:26000", "[::1]:26000", "name:0" (port 0: any free one),
-                or "ipc:///path".
-
-        Raises:
-            TypeError: `text` is not a str.
-            LLMException: LLM_PARAM_INVALID, it is not one of these.
-        """
+        """Read an address as users write it."""
         check_type("endpoint", text, str)
         if text.startswith(IPC):
             path = text.removeprefix(IPC)

@@ -59,10 +59,6 @@ class PendingCall(Generic[_T]):
     The two threads share no lock of Python's: a signal that interrupts the waiting one between
     taking and releasing it, as inside `concurrent.futures.Future.result`, would block the loop for
     ever.
-
-    Args:
-        coro: the coroutine.
-        report: is called on the loop with the outcome, if `result` is not; maybe more than once.
     """
 
     def __init__(
@@ -94,13 +90,7 @@ class PendingCall(Generic[_T]):
         self._report((asyncio.CancelledError(),))
 
     def result(self, timeout_ms: float | None) -> _T:
-        """Wait for the outcome.
-
-        Raises:
-            LLMException: LLM_TIMEOUT after `timeout_ms`.
-            asyncio.CancelledError: it was cancelled, or the loop has ended.
-            BaseException: what the coroutine raised.
-        """
+        """Wait for the outcome."""
         try:
             outcome = self._outcomes.get(
                 timeout=None if timeout_ms is None else max(0.0, timeout_ms / 1000)
@@ -159,12 +149,7 @@ class ControlLoop:
         self.refusals = RefusalLog()
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            LLMException: LLM_FAILED, it runs already, or in a forked child; LLM_OUT_OF_MEMORY: too
-                few descriptors or threads are free.
-        """
+        """Start the thread."""
         self._check_process()
         with self._starting:
             if self._thread is not None and self._thread.is_alive():
@@ -199,17 +184,7 @@ class ControlLoop:
             raise
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout_ms: float | None = None) -> _T:
-        """Run `coro` on the loop and return its result; for all threads but the loop's own.
-
-        Args:
-            coro: is cancelled if the caller stops waiting: by timeout, or KeyboardInterrupt.
-            timeout_ms: milliseconds; None waits as long as it takes.
-
-        Raises:
-            LLMException: LLM_TIMEOUT after `timeout_ms`; LLM_ENGINE_FINALIZED where the loop has
-                stopped, or stops meanwhile; LLM_FAILED where it was never started, or belongs to
-                another process.
-        """
+        """Run `coro` on the loop and return its result; for all threads but the loop's own."""
         try:
             loop = self._running()
             self._check_thread()
@@ -230,14 +205,7 @@ class ControlLoop:
             self._calls.discard(call)
 
     async def run_for(self, coro: Coroutine[Any, Any, _T]) -> _T:
-        """As `run`, for a coroutine of another loop, which goes on meanwhile.
-
-        Args:
-            coro: is cancelled if the caller is.
-
-        Raises:
-            LLMException: as `run`.
-        """
+        """As `run`, for a coroutine of another loop, which goes on meanwhile."""
         try:
             loop = self._running()
             caller = asyncio.get_running_loop()
@@ -270,11 +238,7 @@ class ControlLoop:
             del found  # its traceback refers to this frame
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Have `function(*args)` called on the loop, from any thread.
-
-        Raises:
-            LLMException: LLM_ENGINE_FINALIZED or LLM_FAILED, as for `run`.
-        """
+        """Have `function(*args)` called on the loop, from any thread."""
         try:
             self._running().call_soon_threadsafe(function, *args)
         except RuntimeError as error:
@@ -285,11 +249,7 @@ class ControlLoop:
     async def in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Run a function that may block in a thread of the pool, for a coroutine of the loop.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
-        """
+        """Run a function that may block in a thread of the pool, for a coroutine of the loop."""
         return await self._in_pool(partial(function, *args, **kwargs))
 
     def start_in_worker(
@@ -315,9 +275,6 @@ class ControlLoop:
 
         It waits for `STOPPING_S` at most: a signal handler may call it while the code that it
         interrupted holds what the thread waits for. The thread then ends, and releases all, later.
-
-        Args:
-            disconnect: run on the loop first.
         """
         if os.getpid() != self._pid:
             return
@@ -333,12 +290,7 @@ class ControlLoop:
             _log.warning("event=stops_late thread=%s waited_s=%g", self._name, STOPPING_S)
 
     def new_socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Make a ZeroMQ socket, of the loop's context.
-
-        Raises:
-            OSError: too few descriptors are free: libzmq aborts the process if it gets none.
-            LLMException: LLM_ENGINE_FINALIZED: the loop has stopped.
-        """
+        """Make a ZeroMQ socket, of the loop's context."""
         if self._context is None:
             raise self._stopped()
         _check_descriptors()

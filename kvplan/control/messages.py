@@ -333,11 +333,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(body: Body, *, seq: int = 0, reply_to: int = 0) -> bytes:
-    """Write a message as one frame.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, it would be larger than MAX_NBYTES.
-    """
+    """Write a message as one frame."""
     frame = bytearray((PROTOCOL_VERSION,))
     _encoder.encode_into(Envelope(seq, reply_to, body), frame, 1)
     if len(frame) > MAX_NBYTES:
@@ -354,13 +350,7 @@ def encode_refusal(reason: str) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> Envelope:
-    """Check and read one frame.
-
-    Raises:
-        WrongVersion: of another version.
-        Refusal: the peer ends the conversation.
-        Undecodable: anything else that is not exactly one message.
-    """
+    """Check and read one frame."""
     if not 1 < len(frame) <= MAX_NBYTES:
         raise Undecodable(f"a frame of {len(frame)} bytes; allowed are [2, {MAX_NBYTES}]")
     if frame[0] == REFUSAL_VERSION:

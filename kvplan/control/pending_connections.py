@@ -89,13 +89,7 @@ class PendingConnection:
 
 
 class PendingConnections:
-    """All pending connections of a server; used on the loop's thread.
-
-    Args:
-        limit: how many there may be; beyond it one of the address that has the most is dropped.
-        open_channel: begins the conversation of a connection.
-        refusals: counts those that are refused.
-    """
+    """All pending connections of a server; used on the loop's thread."""
 
     def __init__(
         self, limit: int, open_channel: Callable[[PendingConnection], Channel], refusals: RefusalLog
@@ -236,13 +230,6 @@ class AcceptedStreams(DataStreams):
     """Data connections that arrive on this side's listener; made on the loop's thread.
 
     Until `open` waits for it, a connection stays pending.
-
-    Args:
-        challenge: of the handshake.
-        loop: of the listener.
-        pending: the connections of the listener.
-        way: both ends, for people.
-        private: whether the handshake was encrypted.
     """
 
     dials = False
@@ -289,11 +276,7 @@ class AcceptedStreams(DataStreams):
                 self._pending.drop(slot.result())
 
     def accept(self, connection: PendingConnection) -> None:
-        """Accept a connection whose complete hello names this link; on the loop's thread.
-
-        Raises:
-            Unacceptable: it does not know the secret, or its index was used.
-        """
+        """Accept a connection whose complete hello names this link; on the loop's thread."""
         index, answer = self._answer(connection.greeting, bytes(connection.received))
         slot = self._slot(index)
         if slot.done():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from kvplan.control.credentials import peer_credentials
+from kvplan.control.users import peer_credentials
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
@@ -45,11 +45,7 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """Answers with what `describe` returns, a dict of JSON values; lives on the control loop.
-
-    Args:
-        describe: called in a worker of the loop.
-    """
+    """Answers with what `describe` returns, a dict of JSON values; lives on the control loop."""
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex, signals_deferred
+from kvplan.control.connecting import warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
 from kvplan.engine.completion import EngineTracker
 from kvplan.engine.leases import Leases

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.control.direct import WINDOW
+from kvplan.control.notifying import WINDOW
 from kvplan.engine.operation import Operation, check_notification
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.engine.registry import finalized
@@ -72,8 +72,8 @@ class Notifications(PollableQueue[Notification]):
             raise finalized()
         if direct is not None:
             self._take_from(direct, cluster_id)
-        unread = self._unread_of(cluster_id)
-        room = self._room_for(unread)
+        unread = self._unread.get(cluster_id) or self._unread.setdefault(cluster_id, deque())
+        room = min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
         if room <= 0:
             self._forget_read(cluster_id, unread)
             full = len(unread) >= MAX_UNREAD_OF_ONE
@@ -115,24 +115,19 @@ class Notifications(PollableQueue[Notification]):
                 self._take_from(*found)
 
     def _take_from(self, direct: socket.socket, cluster_id: int, most: int | None = None) -> None:
-        unread = self._unread_of(cluster_id)
-        most = self._room_for(unread) if most is None else most
+        # No defaultdict: without a GIL two threads would make one each.
+        unread = self._unread.get(cluster_id) or self._unread.setdefault(cluster_id, deque())
+        if most is None:
+            most = min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
         fd = direct.fileno()
         if not take_packets(direct, most, cluster_id, self._items, unread, self._fd):
             self._forget(fd, direct)
-        self._forget_read(cluster_id, unread)
-
-    def _unread_of(self, cluster_id: int) -> deque[None]:
-        # No defaultdict: without a GIL two threads would make one each.
-        found = self._unread.get(cluster_id)
-        return self._unread.setdefault(cluster_id, deque()) if found is None else found
+        if not unread:
+            self._forget_read(cluster_id, unread)
 
     def _forget_read(self, cluster_id: int, unread: deque[None]) -> None:
         if not unread and self._unread.get(cluster_id) is unread:
             self._unread.pop(cluster_id, None)
-
-    def _room_for(self, unread: deque[None]) -> int:
-        return min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
 
     def _forget(self, fd: int, direct: socket.socket) -> None:
         """Watch a connection no more, unless another thread was first."""
@@ -142,11 +137,14 @@ class Notifications(PollableQueue[Notification]):
             self._direct.pop(fd, None)
 
     def _take(self) -> Notification:
-        notification = Notification._make(super()._take())  # a plain list if it came directly
+        if not self._items:
+            self._receive()
+        notification = Notification._make(self._items.popleft())  # a list if it came directly
         if (unread := self._unread.get(notification.cluster_id)) is not None:
             with suppress(IndexError):
                 unread.pop()
-            self._forget_read(notification.cluster_id, unread)
+            if not unread:
+                self._forget_read(notification.cluster_id, unread)
         return notification
 
     def __del__(self) -> None:
@@ -321,6 +319,6 @@ def _linked(operation: Operation, cluster_id: int) -> PeerLink:
     engine = operation.engine
     if cluster_id == engine.cluster_id:
         raise invalid(f"cluster_id={cluster_id} is this engine's own")
-    link = operation.link = engine.links.get(cluster_id)
+    link = operation.link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
     link.begin(operation)
     return link

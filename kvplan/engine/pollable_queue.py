@@ -82,7 +82,8 @@ class PollableQueue(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         """Take what is there, one after another, until nothing is left."""
-        self._check_process()
+        if os.getpid() != self._pid:
+            self._check_process()
         while True:
             try:
                 item = self._take()

@@ -1,8 +1,7 @@
 """Links with other engines: how they are made and ended, and the caches reached over them."""
 
-from kvplan.links.claims import PeerClaim
 from kvplan.links.links import Links
-from kvplan.links.peer_link import PeerLink
+from kvplan.links.peer_link import PeerClaim, PeerLink
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.rendezvous import RegisterMemStatus
 from kvplan.links.values import (

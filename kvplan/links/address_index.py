@@ -52,10 +52,6 @@ class Cut(NamedTuple):
 class AddressIndex(Generic[_Cache]):
     """The memory of some caches, in the order of addresses.
 
-    Args:
-        who: whose caches, for messages: "this engine".
-        extents: their tensors; those of no bytes hold nothing.
-
     Attributes:
         extents: those that hold bytes.
     """
@@ -73,16 +69,7 @@ class AddressIndex(Generic[_Cache]):
         )
 
     def cut(self, side: str, starts: Column, others: Column, nbytes: Column) -> Cut:
-        """Find the extents of ranges, cutting those that pass from one into the next.
-
-        Args:
-            side: what messages call the ranges: "local".
-            starts, nbytes: of each; no range is empty or passes 2**64.
-            others: where each begins at the other side of the transfer, cut likewise.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: a byte of a range is in none.
-        """
+        """Find the extents of ranges, cutting those that pass from one into the next."""
         given = starts, nbytes
         pieces: list[Cut] = []
         numbers = None  # of the ranges that are left, of all; None: all of them

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvplan.control.channel import Channel, Handler
+from kvplan.control.connecting import Server
 from kvplan.control.messages import (
     Body,
     Claim,
@@ -25,31 +26,21 @@ from kvplan.control.messages import (
     Unlink,
     Unused,
 )
-from kvplan.control.server import Server
 from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
-from kvplan.links.transitions import Transitions
-from kvplan.links.unlinking import Unlinker
+from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState, link_failed
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
-    from kvplan.links.published_table import Publisher
+    from kvplan.links.local_engine import Publisher
 
 
 class PeerHandler:
-    """Handles every message of a peer; called in the control thread.
-
-    Args:
-        engine: this one.
-        transitions: of its links.
-        acceptor: of handshakes.
-        unlinker: of links that peers end.
-        admit: refuses the Hello of a peer, or returns the id of the communicator that it links.
-    """
+    """Handles every message of a peer; called in the control thread."""
 
     def __init__(
         self,
@@ -66,11 +57,7 @@ class PeerHandler:
         self._admit = admit
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
-        """Answer a peer.
-
-        Raises:
-            LLMException: why the request is refused, for the peer.
-        """
+        """Answer a peer."""
         match body:
             case Hello():
                 return await self._acceptor.hello(channel, body, self._admit)
@@ -157,13 +144,7 @@ class PeerHandler:
 
 
 class Listener:
-    """Listens at one address, or at none; used by the control thread.
-
-    Args:
-        engine: this one.
-        transitions: of its links.
-        handler: of the channels that peers open.
-    """
+    """Listens at one address, or at none; used by the control thread."""
 
     def __init__(self, engine: LocalEngine, transitions: Transitions, handler: Handler) -> None:
         self._engine = engine
@@ -178,11 +159,7 @@ class Listener:
         return None if server is None else server.endpoint
 
     async def listen(self, endpoint: Endpoint) -> None:
-        """Listen at `endpoint`, and nowhere else.
-
-        Raises:
-            LLMException: LLM_FAILED: it cannot be bound; this engine listens where it did before.
-        """
+        """Listen at `endpoint`, and nowhere else."""
         current, conflicting = self.endpoint, None
         if current is not None and current.port == endpoint.port != 0:
             # A port cannot be bound twice if one of the two addresses stands for all of this host.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvplan.control.auth import link_secret, proof_of
 from kvplan.control.channel import Channel, ChannelClosed, Handler
-from kvplan.control.client import connect
+from kvplan.control.connecting import connect
 from kvplan.control.messages import Confirm, Hello, Linked, Welcome, encode
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
@@ -55,21 +55,7 @@ class HandshakeInitiator:
         timeout_s: float,
         comm: str = "",
     ) -> PeerLink:
-        """Link with the engine `cluster_id` that listens at `endpoint`.
-
-        Args:
-            cluster_id: the peer's.
-            endpoint: where to connect to.
-            handler: of the channel.
-            timeout_s: seconds that all of it may take.
-            comm: the communicator that is linked; empty: none.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: this engine's own id; LLM_ALREADY_LINK;
-                LLM_PROCESSING_LINK: another call is linking it; LLM_LINK_BUSY: the existing link
-                has not ended yet; LLM_CLUSTER_NUM_EXCEED_LIMIT; LLM_LINK_FAILED: who could not be
-                linked, in which phase, and why.
-        """
+        """Link with the engine `cluster_id` that listens at `endpoint`."""
         if cluster_id == self._engine.cluster_id:
             raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
         self._refuse_linked(cluster_id)
@@ -231,13 +217,7 @@ class _Accepted(NamedTuple):
 
 
 class HandshakeAcceptor:
-    """Answers peers that link with this engine.
-
-    Args:
-        engine: this one.
-        transitions: of its links.
-        on_linked: called with each link that a peer has made.
-    """
+    """Answers peers that link with this engine."""
 
     def __init__(
         self, engine: LocalEngine, transitions: Transitions, on_linked: Callable[[PeerLink], None]
@@ -253,16 +233,7 @@ class HandshakeAcceptor:
     async def hello(
         self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]
     ) -> Welcome:
-        """A peer begins a handshake.
-
-        Args:
-            channel: to it.
-            hello: its request.
-            admit: refuses it, or returns the id of the communicator that it links.
-
-        Raises:
-            LLMException: why it is refused, for the peer.
-        """
+        """A peer begins a handshake."""
         engine, transitions = self._engine, self._transitions
         if hello.to_cluster_id != engine.cluster_id:
             raise other_cluster(engine.cluster_id, hello.to_cluster_id)
@@ -304,11 +275,7 @@ class HandshakeAcceptor:
         )
 
     async def confirm(self, channel: Channel, confirm: Confirm) -> Linked:
-        """The peer reaches this engine's memory.
-
-        Raises:
-            LLMException: why the handshake fails, for the peer.
-        """
+        """The peer reaches this engine's memory."""
         link = channel.bound
         if (
             not isinstance(link, PeerLink)
@@ -385,11 +352,7 @@ class HandshakeAcceptor:
         return None
 
     def _end_unconfirmed(self, hello: Hello) -> None:
-        """End the handshake that the same engine has begun before.
-
-        Raises:
-            LLMException: LLM_PROCESSING_LINK: another engine of the same cluster has begun one.
-        """
+        """End the handshake that the same engine has begun before."""
         link = self._transitions.accepting.get(hello.cluster_id)
         if link is None:
             return

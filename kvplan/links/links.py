@@ -11,18 +11,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.auth import ClusterKey, Keys, user_key
+from kvplan.control.connecting import warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
-from kvplan.control.server import warn_unauthenticated
 from kvplan.control.status_socket import StatusSocket
 from kvplan.links.dispatch import Listener, PeerHandler
 from kvplan.links.handshake import HandshakeAcceptor, HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches
 from kvplan.links.peer_link import PeerLink
-from kvplan.links.rank_table import locate_members
-from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point
-from kvplan.links.transitions import Transitions
-from kvplan.links.unlinking import Unlinker
+from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point, locate_members
+from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import ClusterInfo, LinkResults, check_clusters, link_failed
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -31,8 +29,8 @@ from kvplan.validation import as_int, check_type
 if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvplan.control.messages import Hello
-    from kvplan.links.notifying import Inbox
-    from kvplan.links.published_table import Publisher
+    from kvplan.control.notifying import Inbox
+    from kvplan.links.local_engine import Publisher
     from kvplan.links.values import LinkStatus
     from kvplan.transport.protocol import Transport
 
@@ -51,18 +49,6 @@ class Links:
 
     Attributes:
         peers: the link with each cluster, in whatever state; `get` says why there is none.
-
-    Args:
-        cluster_id: of this engine.
-        role: returns the role that this engine has now.
-        options: limits and deadlines.
-        registry: the caches that are offered.
-        transports: in order of preference.
-        missing: why other transports are not available, by name.
-        inbox: takes the notifications of linked peers; None: they are refused.
-
-    Raises:
-        LLMException: the cluster key file cannot be used.
     """
 
     def __init__(
@@ -132,11 +118,7 @@ class Links:
         return self._listener.endpoint
 
     def listen(self, endpoint: Endpoint) -> None:
-        """Let peers link with this engine at `endpoint`, and nowhere else.
-
-        Raises:
-            LLMException: LLM_FAILED: the address cannot be bound; nothing has changed then.
-        """
+        """Let peers link with this engine at `endpoint`, and nowhere else."""
         self._run(self._listener.listen(endpoint))
 
     def stop_listening(self) -> None:
@@ -152,13 +134,7 @@ class Links:
         self._control.stop(self._close)
 
     def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
-        """Link with each cluster, all at once.
-
-        Raises:
-            TypeError, ValueError: an argument of another type or width.
-            LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an impossible address,
-                or timeout_ms < 1. Whether a cluster was linked is in its result.
-        """
+        """Link with each cluster, all at once."""
         return self._run(self._linking(clusters, timeout_ms))
 
     async def link_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
@@ -183,18 +159,7 @@ class Links:
     def unlink(
         self, clusters: Sequence[ClusterInfo | int], timeout_ms: int, *, force: bool = False
     ) -> LinkResults:
-        """End the link with each cluster, at both ends, all at once.
-
-        Args:
-            clusters: as linked, or only their ids.
-            timeout_ms: milliseconds that transfers in flight and the peers may take.
-            force: end it here at once, whatever is in flight and whether or not the peer answers.
-
-        Raises:
-            TypeError, ValueError: an argument of another type or width.
-            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms < 1. Whether a cluster was
-                unlinked is in its result.
-        """
+        """End the link with each cluster, at both ends, all at once."""
         check_clusters(clusters, ClusterInfo | int)
         ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in clusters]
         timeout_s = _seconds(timeout_ms)
@@ -209,16 +174,6 @@ class Links:
         """Begin to link with all members of a communicator, which do the same; returns its id.
 
         Warns if engines of others could link.
-
-        Args:
-            comm_name: 1 to 127 characters, the same at all members.
-            cluster_rank_info: the rank of each member by cluster id, 2 to 4, with this engine's
-                own; ranks must not decrease.
-            rank_table: JSON that says where each rank runs; empty: on this host.
-
-        Raises:
-            TypeError, ValueError: an argument of another type or width.
-            LLMException: LLM_PARAM_INVALID. Whether they are linked: `comm_status`.
         """
         engine = self._engine
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
@@ -228,22 +183,11 @@ class Links:
         return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
-        """End the links of a communicator, at all members, or stop making them.
-
-        Raises:
-            TypeError, ValueError: comm_id is not a uint64.
-            LLMException: LLM_NOT_YET_LINK: no communicator has this id; LLM_LINK_BUSY: transfers
-                are in flight, and it stays.
-        """
+        """End the links of a communicator, at all members, or stop making them."""
         self._run(self._rendezvous.unlink(comm_id))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
-        """The status of a communicator; FAILED also if a link has broken since.
-
-        Raises:
-            TypeError, ValueError: comm_id is not a uint64.
-            LLMException: LLM_NOT_YET_LINK: no communicator has this id.
-        """
+        """The status of a communicator; FAILED also if a link has broken since."""
         self._check_usable()
         return self._rendezvous.status(comm_id)
 
@@ -252,11 +196,7 @@ class Links:
         return len(self._transitions.live())
 
     def get(self, cluster_id: int) -> PeerLink:
-        """The link with a cluster, in whatever state.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: there is none, and why the last attempt failed.
-        """
+        """The link with a cluster, in whatever state."""
         self._check_usable()
         link = self._transitions.links.get(cluster_id)
         if link is None:
@@ -287,11 +227,7 @@ class Links:
             self._control.call_soon(self._publish_later)
 
     def publish_and_confirm(self, timeout_s: float) -> None:
-        """Publish to all peers what has changed in the registry; on return they have it.
-
-        Args:
-            timeout_s: seconds that a peer may take; one that takes longer gets it later.
-        """
+        """Publish to all peers what has changed in the registry; on return they have it."""
         self._run(self._publish_and_confirm(timeout_s))
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:

@@ -1,67 +1,168 @@
-"""One link, as operations use it: the peer's caches, and the memory behind them."""
+"""One link, as operations use it: what the peer is asked, its claims, and notifications to it."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import numpy as np
-
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
-from kvplan.links.claims import Claims, PeerClaim
-from kvplan.links.lifecycle import LinkLifecycle
-from kvplan.links.notifying import Notifier
-from kvplan.links.peer_table import (
-    PeerCache,
-    PeerTable,
-    find_by_address,
-    no_cache_at,
-    not_reached,
-)
+from kvplan.control.messages import Body, Claim, Find, Found, Release, Released, Sync, Synced
+from kvplan.control.notifying import Notifier
+from kvplan.links.peer_caches import PeerCaches
+from kvplan.links.peer_table import PeerCache
 from kvplan.links.values import LinkStatus, link_failed
-from kvplan.planning.side import Side
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
-from kvplan.validation import shown
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.types import CacheKey, LlmRole
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.control.messages import Table
-    from kvplan.execution.memory import TensorMemory
-    from kvplan.lease import BlockLease
-    from kvplan.links.address_index import AddressIndex
-    from kvplan.links.published_table import Publisher
+    from kvplan.links.local_engine import Publisher
+    from kvplan.links.peer_table import PeerCache
     from kvplan.links.renewals import Renewals
-    from kvplan.transport.protocol import PeerMemory, Streams, TransportLink
+    from kvplan.links.values import LinkLifecycle
+    from kvplan.transport.protocol import Streams, TransportLink
 
-_Reply = TypeVar("_Reply", bound=Body)
+
+_LOG = Log("kvplan")
+_PAUSE_S = 0.02  # for a peer that has too many requests at a time
 _T = TypeVar("_T")
 _MAY_HAVE_ARRIVED: Final = "; the notification may have been delivered"
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
-_MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
 
-class PeerLink(LinkLifecycle):
+class PeerClaim:
+    """The right to pull by a key: no other engine can, until it is released.
+
+    Attributes:
+        cache: that holds the slot.
+        batch_index: of the slot.
+    """
+
+    __slots__ = ("_channel", "_claim_id", "_claims", "batch_index", "cache")
+
+    def __init__(
+        self, claims: Claims, channel: Channel, claim_id: int, cache: PeerCache, batch_index: int
+    ) -> None:
+        self._claims = claims
+        self._channel = channel
+        self._claim_id = claim_id
+        self.cache = cache
+        self.batch_index = batch_index
+
+    def release(self, tensors: range | None) -> None:
+        """End the claim."""
+        pulled = None if tensors is None else (tensors.start, tensors.stop)
+        self._claims.release(self._channel, Release(self._claim_id, pulled))
+
+
+class Claims:
+    """The claims of one link: each release is sent again until the peer has confirmed it.
+
+    Releases belong to the link, not to the call whose claim ends: they go on when that call waits
+    no longer, and the link is busy until they are confirmed or it has ended. Sending one twice is
+    safe: a peer ignores claims that it does not know.
+    """
+
+    def __init__(
+        self, link: LinkLifecycle, control: ControlLoop, slots: asyncio.Semaphore, wait_s: float
+    ) -> None:
+        self._link = link
+        self._control = control
+        self._slots = slots
+        self._wait_s = wait_s
+        self._late: set[asyncio.Task[None]] = set()  # claims that nobody waits for any more
+        self._releasing: dict[int, asyncio.Task[None]] = {}  # by claim id, the oldest first
+        # One at a time is sent again: a peer that was stopped would refuse what has piled up.
+        self._retrying = asyncio.Lock()
+
+    async def claim(self, channel: Channel, claim: Claim) -> Found:
+        """Request a claim; one that is granted when nobody waits for it any more is released."""
+        async with asyncio.timeout(self._wait_s):
+            await self._slots.acquire()
+            granting = asyncio.create_task(channel.typed_request(claim, Found, math.inf))
+            granting.add_done_callback(lambda _: self._slots.release())
+            try:
+                return await asyncio.shield(granting)
+            except asyncio.CancelledError:
+                late = asyncio.create_task(self._release_late(channel, granting))
+                self._late.add(late)
+                late.add_done_callback(self._late.discard)
+                raise
+
+    def release(self, channel: Channel, release: Release) -> None:
+        """Release a claim, and wait `wait_s` at most; from any thread but the control thread."""
+        try:
+            self._control.call_soon(self._begin, channel, release)
+            is_confirmed = self._control.run(self._wait_confirmed(release))
+        except LLMException as error:
+            self._warn(release, str(error))
+        else:
+            if not is_confirmed:
+                why = f"no answer within {self._wait_s * 1000:g} ms; it is sent again"
+                self._warn(release, why)
+
+    async def _release_late(self, channel: Channel, granting: asyncio.Task[Found]) -> None:
+        with suppress(LLMException, ChannelClosed):
+            self._begin(channel, Release((await granting).claim_id, None))
+
+    def _begin(self, channel: Channel, release: Release) -> None:
+        self._link.add_pending_release(release.claim_id)
+        releasing = asyncio.create_task(self._send(channel, release))
+        self._releasing[release.claim_id] = releasing
+        releasing.add_done_callback(lambda _: self._ended(release))
+
+    async def _wait_confirmed(self, release: Release) -> bool:
+        releasing = self._releasing.get(release.claim_id)
+        if releasing is not None:
+            await asyncio.wait([releasing], timeout=self._wait_s)
+        return releasing is None or releasing.done()
+
+    def _ended(self, release: Release) -> None:
+        del self._releasing[release.claim_id]
+        self._link.remove_pending_release(release.claim_id)
+
+    async def _send(self, channel: Channel, release: Release) -> None:
+        try:
+            async with self._slots:
+                if not await self._is_confirmed(channel, release):
+                    async with self._retrying:
+                        while not await self._is_confirmed(channel, release):
+                            pass
+        except (ChannelClosed, LLMException) as error:
+            # What was pulled is here; and the peer ends the claims of a link with the link.
+            self._warn(release, str(error))
+
+    async def _is_confirmed(self, channel: Channel, release: Release) -> bool:
+        try:
+            await channel.typed_request(release, Released, self._wait_s)
+        except TimeoutError:
+            return False
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                raise
+            await asyncio.sleep(_PAUSE_S)
+            return False
+        return True
+
+    def _warn(self, release: Release, why: str) -> None:
+        _LOG.warning(
+            "release peer=%d claim=%d error=%r", self._link.cluster_id, release.claim_id, why
+        )
+
+
+_Reply = TypeVar("_Reply", bound=Body)
+
+
+class PeerLink(PeerCaches):
     """A link to one peer.
 
     Documented methods are for operations, from any thread; the rest is for the control thread.
-
-    Args:
-        cluster_id: the peer's.
-        address: of the control channel.
-        comm: the communicator that the link belongs to; empty: linked by address.
-        control: the loop that the channel runs on.
-        wait_ms: milliseconds that a request to the peer may take.
-
-    Attributes:
-        routes: what users of the link remember of its caches: another dict whenever what is known
-            of them has changed.
     """
 
     def __init__(
@@ -72,14 +173,11 @@ class PeerLink(LinkLifecycle):
         self.comm = comm
         self.comm_id: int | None = None
         self.phase = ""  # of a handshake that this engine initiates
-        self.instance = b""
         self.secret = b""  # which the two ends of this link alone know
         self.role: LlmRole | None = None
-        self.transport = ""
         self.channel: Channel | None = None
         self.streams: Streams | None = None
         self.connecting: asyncio.Task[TransportLink] | None = None
-        self.transport_link: TransportLink | None = None
         self.renewals: Renewals | None = None
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
@@ -87,262 +185,21 @@ class PeerLink(LinkLifecycle):
         self._control = control
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
-        self._table = PeerTable(cluster_id)
-        self.routes: dict[Any, Any] = {}
-        self._sides: dict[int, tuple[PeerCache, Side]] = {}
-        self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
-        self._joined: dict[
-            tuple[tuple[int, ...], bool, bool], tuple[tuple[PeerCache, ...], PeerMemory]
-        ] = {}
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id}"
 
-    def cache(
-        self,
-        index: CacheKeyByIdAndIndex | BlocksCacheKey | BlockLease,
-        *,
-        writable: bool = False,
-        speculative: bool = False,
-    ) -> PeerCache:
-        """The peer's cache that `index` names; the peer is asked for one that is not known yet.
-
-        Args:
-            index: its id, a lease with that, or a key.
-            writable: whether it is to be written; then the peer must not have freed it.
-            speculative: whether the cache that last had a key may be taken for the one that has it
-                now, if the transfer notices a freed cache before it moves a byte.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
-                not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
-        """
-        is_key = isinstance(index, BlocksCacheKey)
-        if isinstance(index, BlocksCacheKey):
-            offered, wanted = self._table.by_model, index.model_id
-        else:
-            offered, wanted = self._table.by_id, index.cache_id
-        found = offered.get(wanted)
-        link = self.transport_link
-        if found is None or (
-            self._may_be_freed(found, speculative=speculative)
-            if is_key
-            # It is this cache that is meant, freed or not: the transfer may find that out itself.
-            else writable and (link is None or link.detects_freed == "after")
-        ):
-            self.sync()
-            found = offered.get(wanted)
-        if found is not None:
-            return found
-        name = "model_id" if is_key else "cache_id"
-        raise LLMException(
-            f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
-            f"{shown(sorted(offered))}",
-            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        )
-
     def sync(self) -> None:
-        """Have all that the peer has changed of its caches: that arrives before its reply.
-
-        Raises:
-            LLMException: as `cache`.
-        """
+        """Have all that the peer has changed of its caches: that arrives before its reply."""
         self._request(Sync(), Synced)
 
-    def caches(self) -> tuple[PeerCache, ...]:
-        """All that the peer offers, as far as it has been published."""
-        return self._table.caches()
-
-    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
-        """All that the peer offers, by addresses.
-
-        Args:
-            writable: of those that may be written, to write: then it must not have freed them.
-            ask: ask the peer first.
-
-        Raises:
-            LLMException: as `cache`.
-        """
-        link = self.transport_link
-        if ask or (writable and (link is None or link.detects_freed == "after")):
-            self.sync()
-        return self._table.address_index(writable=writable)
-
-    def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
-        """Whether the peer may have freed it, and its key is another cache's, without our knowing.
-
-        Args:
-            cache: as it was last published.
-            speculative: the caller accepts that the transfer may fail, and tries again then.
-        """
-        link = self.transport_link
-        if link is None or link.detects_freed == "after":
-            return True
-        if link.detects_freed == "before":
-            return not speculative
-        try:
-            self.memory(cache, writable=False).check()
-        except LLMException as error:
-            return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        return False
-
-    def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
-        """The cache that `lease` names.
-
-        Raises:
-            LLMException: as `cache`; LLM_KV_CACHE_NOT_EXIST: the peer was restarted.
-        """
-        if lease.instance != self.instance:
-            raise LLMException(
-                f"{lease} has ended: cluster {self.cluster_id} was restarted since",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
-        found = None if writable else self._table.by_id.get(lease.cache_id)
-        return self.cache(lease, writable=writable) if found is None else found
-
-    def leased_memory(
-        self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
-    ) -> PeerMemory:
-        """As `joined_memory`, and transfers with it fail once one of `leases` has ended.
-
-        Raises:
-            LLMException: as `memory`; LLM_FEATURE_NOT_ENABLED: the transport checks no leases.
-        """
-        memory = self.joined_memory(caches, writable=writable)
-        return memory.leased(leases) if leases else memory
-
-    def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
-        """The tensors of `cache`, as a side of a transfer.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the peer has freed it; LLM_PARAM_INVALID: it is to
-                be written, but is read-only; LLM_FEATURE_NOT_ENABLED: it is in memory that this
-                link does not reach; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
-        """
-        key = (cache.cache_id, writable)
-        held = self._memories.get(key)
-        if held is not None and held[0] is cache:
-            return held[1]
-        memory = self._transport_link_to(cache).memory(
-            cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
-        )
-        self._memories[key] = (cache, memory)
-        # A change of the table, or the end of the link, is visible before memories are cleared.
-        if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
-            self._memories.pop(key, None)
-        return memory
-
-    def joined_memory(
-        self, caches: Sequence[PeerCache], *, writable: bool, any_holder: bool = False
-    ) -> PeerMemory:
-        """The tensors of several caches, one cache after another, as one side of a transfer.
-
-        Args:
-            any_holder: whether bytes of several of them may be moved as those of any.
-
-        Raises:
-            LLMException: as `memory`.
-        """
-        if len(caches) == 1:
-            return self.memory(caches[0], writable=writable)
-        key = (tuple(it.cache_id for it in caches), writable, any_holder)
-        held = self._joined.get(key)
-        if held is not None and all(a is b for a, b in zip(held[0], caches, strict=True)):
-            return held[1]
-        link, *_ = [self._transport_link_to(it) for it in caches]
-        memory = link.memory(
-            np.concatenate([np.array(it.addresses, dtype=np.uint64) for it in caches]),
-            np.repeat(
-                np.array([it.desc.tensor_nbytes for it in caches], dtype=np.uint64),
-                [len(it.addresses) for it in caches],
-            ),
-            writable=writable,
-            metadata=[it.metadata for it in caches for _ in it.addresses],
-            any_holder=any_holder,
-        )
-        if len(self._joined) >= _MAX_JOINED:
-            self._joined.clear()
-        self._joined[key] = (tuple(caches), memory)
-        if any(self._table.by_id.get(it.cache_id) is not it for it in caches) or not self.is_live:
-            self._joined.pop(key, None)  # as of one cache
-        return memory
-
-    def side(self, cache: PeerCache) -> Side:
-        """`cache` as a side of a plan, with how it is reached."""
-        known = self._sides.get(cache.cache_id)
-        if known is None or known[0] is not cache:
-            side = replace(cache.side, way=self._described_way)
-            known = self._sides[cache.cache_id] = cache, side
-        return known[1]
-
-    def tensors(
-        self, addresses: Sequence[int], stride: int, *, paged: bool
-    ) -> tuple[Side, TensorMemory]:
-        """The peer's tensors at `addresses`, to be written in rows of `stride` bytes.
-
-        As many rows as the cache has room for after each. The peer is asked for unknown addresses.
-
-        Args:
-            addresses: in the peer, at least one.
-            stride: bytes of a row, > 0.
-            paged: whether rows are blocks.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: an address in no cache that the peer offers;
-                LLM_PARAM_INVALID: addresses in several caches, or less room than a row after one;
-                otherwise as `cache` and `memory`.
-        """
-        known = find_by_address(self._table.caches(), addresses)
-        if known is None or self._may_be_freed(known.cache):
-            self._request(Sync(), Synced)
-            known = find_by_address(self._table.caches(), addresses)
-        if known is None:
-            raise no_cache_at(self._table.caches(), str(self), addresses)
-        cache, left = known
-        link = self._transport_link_to(cache)
-        if (count := min(left) // stride) == 0:
-            short = left.index(min(left))
-            raise invalid(
-                f"addresses[{short}]={addresses[short]:#x} has {min(left)} bytes behind it, in its "
-                f"tensor of cache {cache.cache_id} of {self}; a row takes stride={stride}"
-            )
-        name = f"addresses in cache {cache.cache_id} of {self}"
-        side = Side(
-            len(addresses),
-            count,
-            stride,
-            paged,
-            cache.desc.placement,
-            name=name,
-            way=self._described_way,
-        )
-        memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
-        return side, memory
-
-    def _transport_link_to(self, cache: PeerCache) -> TransportLink:
-        link = self.transport_link
-        if link is None:
-            raise self.refusal()
-        if not cache.metadata:
-            raise not_reached(cache, self.transport)
-        return link
-
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
-        """The peer's cache and batch index that have `key`.
-
-        Raises:
-            LLMException: as `cache`.
-        """
+        """The peer's cache and batch index that have `key`."""
         found = self._request(Find(key.req_id, key.prefix_id, key.model_id), Found)
         return self._cache_of(found), found.batch_index
 
     def claim(self, key: CacheKey) -> PeerClaim:
-        """As `find`, and no other engine can pull by `key` until the claim is released.
-
-        Raises:
-            LLMException: as `cache`; LLM_REPEAT_REQUEST: another engine has claimed it;
-                LLM_LINK_BUSY: this engine has too many claims there.
-        """
+        """As `find`, and no other engine can pull by `key` until the claim is released."""
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
         channel = self._live_channel()
         found = self._wait_for(self._claims.claim(channel, claim))
@@ -350,27 +207,14 @@ class PeerLink(LinkLifecycle):
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
     def notify(self, data: bytes, timeout_ms: float | None = None) -> None:
-        """Send a notification; on return the peer's engine has it.
-
-        Args:
-            data: of it.
-            timeout_ms: milliseconds that it may take; None: as any request.
-
-        Raises:
-            LLMException: LLM_LINK_BUSY: the peer has too many unread; LLM_TIMEOUT, LLM_LINK_FAILED:
-                it may have arrived or not; LLM_NOT_YET_LINK: the link had ended before.
-        """
+        """Send a notification; on return the peer's engine has it."""
         if not self.notifier.send_directly(data):
             timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
             sending = self.notifier.send(self._live_channel(), data, timeout_s)
             self._wait_for(sending, timeout_s, _MAY_HAVE_ARRIVED)
 
     async def notify_async(self, data: bytes, timeout_ms: float | None = None) -> None:
-        """As `notify`, for a coroutine of another loop. What is called later is sent later.
-
-        Raises:
-            LLMException: as `notify`.
-        """
+        """As `notify`, for a coroutine of another loop. What is called later is sent later."""
         if self.notifier.send_directly(data):
             return
         timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
@@ -397,52 +241,6 @@ class PeerLink(LinkLifecycle):
             request = self.notifier.defer(), self._live_channel, data, self.wait_s
             with suppress(LLMException):  # the loop has ended
                 self._control.call_soon(self.notifier.send_later, *request)
-
-    def forget(self) -> None:
-        """Clear what is cached of the peer's memory; the transport is asked for it again."""
-        self.routes = {}
-        self._memories.clear()
-        self._joined.clear()
-        self._sides.clear()
-
-    def apply(self, table: Table) -> None:
-        """Apply what the peer publishes of its caches.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it is not possible.
-        """
-        changed = self._table.apply(table)
-        self.routes = {}
-        self._joined.clear()
-        for cache_id in changed:
-            self._sides.pop(cache_id, None)
-            for writable in (False, True):
-                self._memories.pop((cache_id, writable), None)
-        self.prepare(changed)
-
-    def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
-        """Have memory of the peer's caches (None: of all) reached before a transfer needs it."""
-        link = self.transport_link
-        if link is None or not self.is_live:
-            return
-        offered = self._table.by_id
-        for cache_id in list(offered) if cache_ids is None else cache_ids:
-            cache = offered.get(cache_id)
-            if cache is not None and cache.metadata:
-                link.prepare(partial(self._reach, cache))
-
-    def _reach(self, cache: PeerCache) -> None:
-        if self._table.by_id.get(cache.cache_id) is cache:
-            self.memory(cache, writable=False)
-
-    @property
-    def way(self) -> str:
-        """By what means bytes move over the link; empty before the peer's memory is reached."""
-        return "" if self.transport_link is None else self.transport_link.way
-
-    @property
-    def _described_way(self) -> str:
-        return f"{self.transport}: {self.way}"
 
     def death(self) -> str:
         """How the transport knows that the peer is gone; empty: it does not know that."""
@@ -476,12 +274,6 @@ class PeerLink(LinkLifecycle):
             last_error=self.last_error,
         )
 
-    def _cache_of(self, found: Found) -> PeerCache:
-        """The cache of a reply: the object in the table, if they are equal."""
-        cache = PeerCache.of(self.cluster_id, found.entry)
-        known = self._table.by_id.get(cache.cache_id)
-        return known if known == cache else cache
-
     def _request(self, body: Body, expected: type[_Reply]) -> _Reply:
         return self._wait_for(self._send(self._live_channel(), body, expected))
 
@@ -497,12 +289,7 @@ class PeerLink(LinkLifecycle):
     def _wait_for(
         self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None, effect: str = ""
     ) -> _T:
-        """Run a request in the control thread; says why there is no reply.
-
-        Args:
-            effect: what the request may have done at the peer. Then a link that ends meanwhile is
-                never LLM_NOT_YET_LINK, which says that nothing was done.
-        """
+        """Run a request in the control thread; says why there is no reply."""
         try:
             return self._control.run(reply)
         except TimeoutError:

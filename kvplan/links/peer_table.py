@@ -66,11 +66,7 @@ class PeerCache:
 
     @classmethod
     def of(cls, cluster_id: int, entry: TableEntry) -> PeerCache:
-        """The cache that a message of the peer `cluster_id` describes.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: no such cache is possible.
-        """
+        """The cache that a message of the peer `cluster_id` describes."""
         try:
             desc = CacheDesc(
                 entry.num_tensors,
@@ -119,9 +115,6 @@ class PeerTable:
 
     Written by the control thread, read by any: each read is one lookup in a dict.
 
-    Args:
-        cluster_id: of the peer.
-
     Attributes:
         by_id: the caches that are offered, by their id.
         by_model: those with a BlocksCacheKey, by its model id.
@@ -137,11 +130,7 @@ class PeerTable:
         self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
     def apply(self, table: Table) -> list[int]:
-        """Apply a message of the peer; returns the ids of caches that were changed or removed.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: an impossible cache, or too many of them.
-        """
+        """Apply a message of the peer; returns the ids of caches that were changed or removed."""
         added = [PeerCache.of(self._cluster_id, entry) for entry in table.entries]
         removed = list(self.by_id) if table.first else list(table.removed)
         for cache_id in removed:
@@ -217,11 +206,7 @@ def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> Ad
 
 
 def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int]) -> LLMException:
-    """Why `find_by_address` returned None: LLM_KV_CACHE_NOT_EXIST, or LLM_PARAM_INVALID.
-
-    Args:
-        who: the peer that offers the caches.
-    """
+    """Why `find_by_address` returned None: LLM_KV_CACHE_NOT_EXIST, or LLM_PARAM_INVALID."""
     cache_ids: list[int] = []
     for position, address in enumerate(addresses):
         cache = next((it for it in caches if _left(it, [address])[0]), None)

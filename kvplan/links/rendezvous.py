@@ -1,9 +1,4 @@
-"""`link(comm_name, ...)`: members that know only a name and each other's ids find each other.
-
-Of each two members the one with the lower cluster id listens, and the other connects to it, again
-and again until it is there: on one host at a socket of the user, across hosts at a port. Which
-member begins, and when, makes no difference.
-"""
+"""Links by name: where the members of a communicator run, and how they meet."""
 
 from __future__ import annotations
 
@@ -11,33 +6,131 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.server import Server
-from kvplan.control.user_directories import check_above, private_directory, runtime_directory
+from kvplan.control.users import check_above, private_directory, runtime_directory
+from kvplan.inspection.units import plural
 from kvplan.links.handshake import HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine
 from kvplan.links.peer_link import PeerLink
-from kvplan.links.rank_table import Location
-from kvplan.links.transitions import Transitions
-from kvplan.links.unlinking import Unlinker
+from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState, link_failed
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import UINT64_MAX, check_type, check_width
+from kvplan.validation import (
+    UINT32_MAX,
+    UINT64_MAX,
+    check_mapping,
+    check_type,
+    check_width,
+    shown,
+)
 
 if TYPE_CHECKING:
     from kvplan.control.channel import Handler
     from kvplan.control.messages import Hello
 
+
+VERSIONS = ("1.0", "1.2")
 _LOG = Log("kvplan")
 _TOTAL_S = 60.0  # for all members, where link_total_time is 0
 _ATTEMPT_S = 5.0
 _PAUSE_S = (0.01, 0.5)  # between attempts: the first, and the longest
 _UNLINK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a rank runs; equal servers are one host.
+
+    Attributes:
+        server_id: address of the host: its `host_ip` where the table has one, else its
+            `server_id`; empty: the host of this process.
+        device_id: number of the device on that host.
+    """
+
+    server_id: str = ""
+    device_id: int = 0
+
+
+class _Device(msgspec.Struct):
+    rank_id: str
+    device_id: str = "0"
+
+
+class _Server(msgspec.Struct):
+    server_id: str
+    device: list[_Device]
+    host_ip: str = ""  # then server_id may be any name
+
+
+class _RankTable(msgspec.Struct):
+    version: str
+    server_list: list[_Server]
+
+
+def locate_members(
+    cluster_id: int, cluster_rank_info: Mapping[int, int], rank_table: str
+) -> dict[int, Location]:
+    """Read where each member of a communicator runs, by cluster id."""
+    check_mapping("cluster_rank_info", cluster_rank_info)
+    for member, rank in cluster_rank_info.items():
+        check_width("cluster_rank_info key", member, 0, UINT64_MAX)
+        check_width(f"cluster_rank_info[{member}]", rank, 0, UINT32_MAX)
+    ranks = list(cluster_rank_info.values())
+    if not 2 <= len(ranks) <= 4:
+        raise invalid(f"cluster_rank_info has {plural(len(ranks), 'member')}; [2, 4] are allowed")
+    if ranks != sorted(ranks):
+        raise invalid(f"cluster_rank_info={dict(cluster_rank_info)}: its ranks must not decrease")
+    if cluster_id not in cluster_rank_info:
+        raise invalid(
+            f"cluster_rank_info={dict(cluster_rank_info)} lacks cluster {cluster_id}, which is "
+            "this one"
+        )
+    located = locate(rank_table, set(ranks))
+    return {member: located[rank] for member, rank in cluster_rank_info.items()}
+
+
+def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
+    """Read where each of `ranks` runs."""
+    if not check_type("rank_table", rank_table, str):
+        return dict.fromkeys(ranks, Location())
+    try:
+        # str: of a subclass, such as NumPy's, msgspec would take the bytes in memory.
+        table = msgspec.json.decode(str(rank_table), type=_RankTable)
+        located = {
+            _number(device.rank_id): Location(
+                server.host_ip or server.server_id, _number(device.device_id)
+            )
+            for server in table.server_list
+            for device in server.device
+        }
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _bad(rank_table, str(error)) from None
+    if table.version not in VERSIONS:
+        raise _bad(
+            rank_table, f"version {shown(table.version)} is not one of {', '.join(VERSIONS)}"
+        )
+    if missing := sorted(ranks - set(located)):
+        raise _bad(rank_table, f"rank {missing[0]} is not in it; there are {sorted(located)}")
+    return {rank: located[rank] for rank in ranks}
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) <= UINT32_MAX):
+        raise ValueError(f"{text!r} is no number of a rank or device")
+    return int(text)
+
+
+def _bad(rank_table: str, why: str) -> LLMException:
+    return invalid(f"rank_table={shown(rank_table)}: {why}")
 
 
 class RegisterMemStatus(Enum):
@@ -76,15 +169,7 @@ class Communicator:
 
 
 class Rendezvous:
-    """All communicators of one engine; used by the control thread.
-
-    Args:
-        engine: this one.
-        transitions: of its links.
-        initiator: begins handshakes.
-        unlinker: ends links.
-        make_handler: makes the handler of channels, given what decides whether a peer may link.
-    """
+    """All communicators of one engine; used by the control thread."""
 
     def __init__(
         self,
@@ -104,12 +189,7 @@ class Rendezvous:
         self._last_id = 0
 
     async def link(self, comm_name: str, members: Mapping[int, Location]) -> int:
-        """Begin to link all members, this engine among them; returns the communicator's id.
-
-        Raises:
-            TypeError: comm_name is not a str.
-            LLMException: LLM_PARAM_INVALID.
-        """
+        """Begin to link all members, this engine among them; returns the communicator's id."""
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
             raise invalid(f"comm_name has {len(comm_name)} characters; [1, 127] are allowed")
         for other in self._communicators.values():
@@ -121,12 +201,7 @@ class Rendezvous:
         return comm.comm_id
 
     async def unlink(self, comm_id: int) -> None:
-        """End the links of a communicator, or stop making them.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: no communicator has this id; LLM_LINK_BUSY: transfers
-                are in flight, and it stays.
-        """
+        """End the links of a communicator, or stop making them."""
         comm = self._get(comm_id)
         assert comm.preparing is not None
         comm.preparing.cancel()
@@ -146,9 +221,6 @@ class Rendezvous:
         """The status of a communicator; FAILED also if a link has broken since.
 
         One that a member has unlinked stays OK: a program that polls may poll too late.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: no communicator has this id.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
@@ -290,18 +362,7 @@ class Rendezvous:
 def meeting_point(
     here: Location, there: Location, comm_name: str, cluster_id: int, options: LinkOptions
 ) -> Endpoint:
-    """Where `cluster_id`, which runs `there`, listens for a member that runs `here`.
-
-    Args:
-        here: where the member runs that connects.
-        there: where the member runs that listens.
-        comm_name: of the communicator.
-        cluster_id: of the member that listens.
-        options: the directory of sockets, and the port of device 0 of each host.
-
-    Raises:
-        LLMException: LLM_FAILED: the directory cannot be used.
-    """
+    """Where `cluster_id`, which runs `there`, listens for a member that runs `here`."""
     if here.server_id == there.server_id:
         # A name has any length and characters; the path of a socket must be short.
         name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
@@ -320,14 +381,7 @@ def exposed_point(
 
 
 def socket_directory(comm_dir: str | None) -> Path:
-    """The directory of the user's sockets, made if necessary; nobody else may enter it.
-
-    Args:
-        comm_dir: which; None: below XDG_RUNTIME_DIR, else /tmp/kvplan-<uid>.
-
-    Raises:
-        LLMException: LLM_FAILED: it cannot be made, or others could use it.
-    """
+    """The directory of the user's sockets, made if necessary; nobody else may enter it."""
     directory = runtime_directory() if comm_dir is None else Path(comm_dir)
     private_directory(directory, "comm_dir")
     check_above(directory, "comm_dir")

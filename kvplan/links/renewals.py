@@ -20,7 +20,7 @@ from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.links.lifecycle import LinkLifecycle
+    from kvplan.links.values import LinkLifecycle
     from kvplan.transport.protocol import Renewable
 
 _LOG = Log("kvplan")
@@ -44,16 +44,7 @@ class _Attempt:
 
 
 class Renewals:
-    """The renewals of one link; all but `request` and `notify_unused` is for the control thread.
-
-    Args:
-        link: whose connection is renewed.
-        channel: of the link.
-        renewable: the connection.
-        control: the loop of the channel.
-        wait_s: seconds that `request` may take.
-        on_renewed: called when another generation is in use.
-    """
+    """The renewals of one link; all but `request` and `notify_unused` is for the control thread."""
 
     def __init__(
         self,
@@ -78,12 +69,7 @@ class Renewals:
         renewable.notify_unused = self.notify_unused
 
     def request(self) -> None:
-        """Have the connection renewed, and wait for it; in a thread that transfers.
-
-        Raises:
-            LLMException: LLM_TIMEOUT: it takes longer than an operation may; LLM_LINK_FAILED: one
-                end cannot, and why; LLM_NOT_YET_LINK, LLM_LINK_FAILED: the link has ended.
-        """
+        """Have the connection renewed, and wait for it; in a thread that transfers."""
         try:
             self._control.run(self._renew())
         except TimeoutError:

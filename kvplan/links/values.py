@@ -1,15 +1,19 @@
-"""What users of links see: whom to link with, states, the results of a call, and failures."""
+"""What users of links see: whom to link with, states, results; and the state of one link."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import UnionType
 from typing import Any, Self
+from weakref import ref
 
+from kvnative._signals import Mutex
 from kvplan.control.endpoint import Endpoint
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -102,13 +106,7 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
 
 
 def check_clusters(clusters: object, kind: type | UnionType) -> None:
-    """Check a list of clusters.
-
-    Raises:
-        TypeError: not a list or tuple, or an element that is not a `kind`.
-        ValueError: an id outside uint64.
-        LLMException: LLM_PARAM_INVALID: no cluster.
-    """
+    """Check a list of clusters."""
     if not isinstance(clusters, list | tuple):
         raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
     if not clusters:
@@ -260,3 +258,143 @@ def cluster_here(error: LLMException) -> int | None:
     """
     found = re.search(r"cluster ([0-9]{1,20}) is here, not cluster ", str(error))
     return int(found[1]) if found else None
+
+
+class LinkLifecycle:
+    """The control thread changes the state; operations begin and end in any thread.
+
+    Attributes:
+        cluster_id: the peer's.
+        state: see LinkState.
+        since: when the state began, in seconds since the epoch.
+        reason: why the link is broken or closed, or why its handshake failed; empty otherwise.
+        settled: set once the handshake has succeeded or failed.
+        ended: set once the link is broken, closed or unlinked.
+    """
+
+    def __init__(self, cluster_id: int) -> None:
+        self.cluster_id = cluster_id
+        self.state = LinkState.LINKING
+        self.since = time.time()
+        self.reason = ""
+        self.settled = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.operations = 0
+        self.bytes_pulled = 0
+        self.bytes_pushed = 0
+        self.last_error = ""
+        # Operations call nothing while they hold it: a signal handler that ran then, and finalized
+        # the engine, would wait for the control thread, and that for the lock. Re-entrant: garbage
+        # collection inside it may end an operation (a push by layers that was dropped).
+        self._mutex = Mutex()
+        # Weak references: an interrupt may drop an operation before its `end` is called.
+        self._in_flight: set[ref[object]] = set()
+        self._pending_releases: set[int] = set()
+        self._idle = asyncio.Event()
+        self._waiting: list[asyncio.AbstractEventLoop] = []  # for the last operation to end
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that have not ended yet, and claims whose release is not confirmed yet."""
+        return len(self._in_flight) + len(self._pending_releases)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the link is up, being made or being ended."""
+        return self.state in {LinkState.LINKING, LinkState.LINKED, LinkState.UNLINKING}
+
+    def change_state(self, state: LinkState, reason: str = "") -> None:
+        """Enter `state`, and wake those that wait for it."""
+        with self._mutex:
+            assert state in NEXT_STATES[self.state], f"{self.state} -> {state}"
+            self.state, self.since, self.reason = state, time.time(), reason
+            if state in LOST:
+                self.last_error = reason
+        self.settled.set()
+        if not self.is_live:
+            self.ended.set()
+
+    def begin(self, operation: object) -> None:
+        """Begin an operation; it is in flight until `end`, or until it is garbage-collected."""
+        with self._mutex:
+            if is_linked := self.state is LinkState.LINKED:
+                self._in_flight.add(ref(operation, self._in_flight.discard))
+                self.operations += 1
+        if not is_linked:
+            raise self.refusal()
+
+    def add_pending_release(self, claim_id: int) -> None:
+        """The link is busy until `remove_pending_release`, which must follow in any state."""
+        self._pending_releases.add(claim_id)
+
+    def remove_pending_release(self, claim_id: int) -> None:
+        """The peer has confirmed the release of the claim, or never will."""
+        self._pending_releases.discard(claim_id)
+        self._wake()
+
+    def end(
+        self,
+        operation: object,
+        nbytes_pulled: int = 0,
+        nbytes_pushed: int = 0,
+        error: BaseException | None = None,
+    ) -> None:
+        """An operation has its outcome; nothing happens if it is not in flight."""
+        begun = ref(operation)
+        if begun not in self._in_flight:
+            return
+        try:
+            if error is not None:
+                self.last_error = str(error)  # a hook's own may raise
+        finally:
+            with self._mutex:
+                self._in_flight.discard(begun)
+                self.bytes_pulled += nbytes_pulled
+                self.bytes_pushed += nbytes_pushed
+            if self._waiting:
+                self._wake()
+
+    def count(self, nbytes_pulled: int, nbytes_pushed: int) -> None:
+        """Count an operation that nobody could see in flight."""
+        with self._mutex:
+            self.operations += 1
+            self.bytes_pulled += nbytes_pulled
+            self.bytes_pushed += nbytes_pushed
+
+    def _wake(self) -> None:
+        if self._waiting and not self.in_flight:
+            for loop in list(self._waiting):
+                with suppress(RuntimeError):  # closed, and its waiting coroutines with it
+                    loop.call_soon_threadsafe(self._idle.set)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; returns whether that happened in time."""
+        # Before the check: an operation that ends after the check sees that somebody waits.
+        self._waiting.append(asyncio.get_running_loop())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._idle.clear()
+                    if not self.in_flight:
+                        return True
+                    await self._idle.wait()
+        except TimeoutError:
+            return not self.in_flight  # an operation that was dropped wakes nobody
+        finally:
+            self._waiting.pop()
+
+    def refusal(self) -> LLMException:
+        """Why nothing can be transferred over the link as it is now."""
+        return self.refusal_in(self.state, self.reason)
+
+    def refusal_in(self, state: LinkState, reason: str) -> LLMException:
+        """Why nothing can be transferred over the link when it is in `state`."""
+        who = f"the link to cluster {self.cluster_id}"
+        if state in LOST:
+            how = "is broken" if state is LinkState.BROKEN else "was ended by the peer"
+            return LLMException(f"{who} {how}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED)
+        condition = {
+            LinkState.LINKING: "is still being made",
+            LinkState.UNLINKING: "is being unlinked",
+        }.get(state, f"has ended: {reason}")
+        return LLMException(f"{who} {condition}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)

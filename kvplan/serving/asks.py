@@ -19,10 +19,11 @@ from kvplan.serving.messages import (
 from kvplan.serving.pusher import Goal, Pusher
 from kvplan.serving.reference import Handle
 from kvplan.serving.tables import GroupLease, encode_leases
+from kvplan.serving.tasks import PeerThreads, Tasks
 from kvplan.status import LLMException
 
 MAX_WAITING: Final = 4096  # asks of one consumer
-MAX_GOAL_NBYTES: Final = 8 << 20  # of one consumer's goals of which parts are missing
+MAX_GOAL_NBYTES: Final = 16 << 20  # of the goals of one consumer's unanswered asks
 PART_NBYTES: Final = 64  # that a part takes beside its data
 
 
@@ -30,15 +31,16 @@ class _Consumer:
     """Unanswered asks of one consumer.
 
     Attributes:
-        waiting: Handle or transfer that each ask waits for, by the number of the ask.
+        waiting: Handle or transfer that each ask waits for, and the bytes of its goal, by the
+            number of the ask.
         parts: Parts of goals that are not complete, by the number of the ask; oldest first.
-        nbytes: Memory of these parts.
+        nbytes: Memory of all goals.
     """
 
     __slots__ = ("nbytes", "parts", "waiting")
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Handle | str] = {}
+        self.waiting: dict[int, tuple[Handle | str, int]] = {}
         self.parts: dict[int, list[bytes]] = {}
         self.nbytes = 0
 
@@ -50,19 +52,7 @@ class _Consumer:
 
 
 class Asks:
-    """Gives leases to consumers that ask for them; all methods run in the loop of the exchange.
-
-    Args:
-        instance: of the producer; who asks for that of another process is refused.
-        book: has the leases.
-        pusher: is told where consumers want what is still being computed.
-        push: whether it is.
-        enter_timeout_ms: how long who asks for a handle waits for it to be entered; who asks for
-            a transfer waits as long as it likes.
-        loop: of the exchange.
-        spawn: runs a coroutine in it for a cluster, unless too many of that cluster run.
-        say: sends messages to a cluster, in their order.
-    """
+    """Gives leases to consumers that ask for them; all methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -72,18 +62,18 @@ class Asks:
         *,
         push: bool,
         enter_timeout_ms: float,
-        loop: asyncio.AbstractEventLoop,
-        spawn: Callable[[int, Coroutine[Any, Any, None]], None],
-        say: Callable[[int, Sequence[Message]], None],
+        tasks: Tasks,
+        threads: PeerThreads,
+        send: Callable[[int, Sequence[Message]], Coroutine[Any, Any, None]],
     ) -> None:
         self._instance = instance
         self._book = book
         self._pusher = pusher
         self._push = push
         self._enter_timeout_s = enter_timeout_ms / 1000
-        self._loop = loop
-        self._spawn = spawn
-        self._say = say
+        self._tasks = tasks
+        self._threads = threads
+        self._send = send
         # By handle or transfer; then by cluster id and number of the ask.
         self.waiting: dict[Handle | str, dict[tuple[int, int], Ask]] = {}
         self._consumers: dict[int, _Consumer] = {}
@@ -92,7 +82,7 @@ class Asks:
         """A consumer asks; where to push is sent in parts, and answered after the last."""
         if (data := self._whole(cluster_id, ask)) is None:
             return
-        goal: Goal | None = None
+        goal, nbytes = None, 0
         if data and self._push and ask.transfer and ask.instance == self._instance:
             try:
                 goal = Goal.from_bytes(data)
@@ -107,7 +97,8 @@ class Asks:
                     f"of cluster {cluster_id}, which asks",
                 )
                 return
-        self._answer(cluster_id, ask, goal)
+            nbytes = len(data)
+        self._answer(cluster_id, ask, goal, nbytes)
 
     def answer_waiting(self, *names: Handle | str) -> None:
         """Answer who waits for what has just been entered, or will not be."""
@@ -132,8 +123,8 @@ class Asks:
                 self._forget(cluster_id, number)
             self._consumers.pop(cluster_id, None)
 
-    def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None) -> None:
-        """Give a consumer the lease that it asks for, say why not, or let it wait for it."""
+    def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None, nbytes: int = 0) -> None:
+        """Grant what a consumer asks for, refuse it, or let the ask wait."""
         if ask.instance != self._instance:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
@@ -144,50 +135,66 @@ class Asks:
         try:
             handle, leases = self._book.leases_of(handle, ask.digest, ask.transfer)
         except NotYetError:  # a transfer may wait for as long as its consumer does
-            waits = self._wait(cluster_id, ask, ask.transfer or Handle(ask.handle))
+            waits = self._wait(cluster_id, ask, ask.transfer or Handle(ask.handle), nbytes)
             if waits and goal is not None:
                 self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
         except LLMException as error:
             self._refuse(cluster_id, ask, str(error.args[0]))
         else:
-            self._spawn(cluster_id, self._grant(cluster_id, ask, handle, leases))
+            self._tasks.spawn(self._grant(cluster_id, ask, handle, leases), cluster_id)
 
-    def _wait(self, cluster_id: int, ask: Ask, name: Handle | str) -> bool:
-        """Let an ask wait; return False if too many of its consumer wait already."""
+    def _wait(self, cluster_id: int, ask: Ask, name: Handle | str, nbytes: int) -> bool:
+        """Let an ask with a goal of `nbytes` wait; return False if the consumer has too many."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
             reason = f"{MAX_WAITING} asks of cluster {cluster_id} wait, and no more can"
             self._refuse(cluster_id, ask, reason)
             return False
+        if nbytes and consumer.nbytes + nbytes > MAX_GOAL_NBYTES:
+            reason = (
+                f"the goals of what waits of cluster {cluster_id} exceed {MAX_GOAL_NBYTES} bytes"
+            )
+            self._refuse(cluster_id, ask, reason)
+            self._drop_idle(cluster_id)
+            return False
         self._forget(cluster_id, ask.number)
         consumer = self._consumers.setdefault(cluster_id, consumer)
-        consumer.waiting[ask.number] = name
+        consumer.waiting[ask.number] = name, nbytes
+        consumer.nbytes += nbytes
         self.waiting.setdefault(name, {})[cluster_id, ask.number] = ask
-        self._say(cluster_id, [Waiting(ask.number)])
+        self._tasks.spawn(self._send(cluster_id, [Waiting(ask.number)]), cluster_id)
         if isinstance(name, Handle):
-            self._loop.call_later(self._enter_timeout_s, self._give_up, cluster_id, ask)
+            asyncio.get_running_loop().call_later(
+                self._enter_timeout_s, self._give_up, cluster_id, ask
+            )
         return True
 
     async def _grant(
         self, cluster_id: int, ask: Ask, handle: Handle, leases: Sequence[GroupLease]
     ) -> None:
-        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer)
-        self._say(cluster_id, grants(ask.number, handle.value, pushed, encode_leases(leases)))
+        pushed = 0
+        if ask.transfer and self._pusher.is_pushing(ask.transfer):
+            pushed = await self._threads.run(
+                cluster_id, self._pusher.settle, cluster_id, ask.number, ask.transfer
+            )
+        leased = encode_leases(leases)
+        await self._send(cluster_id, grants(ask.number, handle.value, pushed, leased))
 
     def _whole(self, cluster_id: int, ask: Ask) -> bytes | None:
         """Take a part of where a consumer wants a transfer; None: it was not the last."""
         if ask.parts == 1:
             return ask.data
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
+        if ask.part == 0:  # sent again, as a link broke
+            consumer.take_parts(ask.number)
         parts = consumer.parts.setdefault(ask.number, [])
         parts.append(ask.data)
         consumer.nbytes += len(ask.data) + PART_NBYTES
         whole = None
         if len(parts) >= ask.parts:
             whole = b"".join(consumer.take_parts(ask.number))
-        while consumer.nbytes > MAX_GOAL_NBYTES:  # the rest of the oldest was lost
-            oldest = next(iter(consumer.parts))
-            consumer.take_parts(oldest)
+        while consumer.nbytes > MAX_GOAL_NBYTES and consumer.parts:  # the rest was lost
+            consumer.take_parts(next(iter(consumer.parts)))
             peer_log.warning("cluster %d: the goal of an ask is dropped: too large", cluster_id)
         self._drop_idle(cluster_id)
         return whole
@@ -195,9 +202,10 @@ class Asks:
     def _forget(self, cluster_id: int, number: int) -> Ask | None:
         """Let an ask wait no more; None: it does not."""
         consumer = self._consumers.get(cluster_id)
-        name = None if consumer is None else consumer.waiting.pop(number, None)
-        if name is None:
+        if consumer is None or number not in consumer.waiting:
             return None
+        name, nbytes = consumer.waiting.pop(number)
+        consumer.nbytes -= nbytes
         asks = self.waiting[name]
         ask = asks.pop((cluster_id, number))
         if not asks:
@@ -212,8 +220,8 @@ class Asks:
         return [ask for ask in found if ask is not None]
 
     def _drop_idle(self, cluster_id: int) -> None:
-        consumer = self._consumers[cluster_id]
-        if not consumer.waiting and not consumer.parts:
+        consumer = self._consumers.get(cluster_id)
+        if consumer is not None and not consumer.waiting and not consumer.parts:
             del self._consumers[cluster_id]
 
     def _give_up(self, cluster_id: int, ask: Ask) -> None:
@@ -225,4 +233,5 @@ class Asks:
             )
 
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
-        self._say(cluster_id, [Refusal(ask.number, reason[:MAX_REASON])])
+        refusal = Refusal(ask.number, reason[:MAX_REASON])
+        self._tasks.spawn(self._send(cluster_id, [refusal]), cluster_id)

@@ -71,7 +71,8 @@ class LeaseBook:
         ttl_ms: milliseconds that a lease lasts if nobody renews it.
         clock: seconds that never go back.
         on_freed: called when `take_freed` has something to return.
-        on_ending: called with a transfer before its blocks are free; on return they are not read.
+        on_ending: Called with a transfer before its blocks are free. Returns True if they are not
+            read; False: `end_again` is called later.
 
     Attributes:
         expired: how many requests nobody fetched, and nobody renewed, in time.
@@ -84,7 +85,7 @@ class LeaseBook:
         ttl_ms: float,
         clock: Callable[[], float] = time.monotonic,
         on_freed: Callable[[], None] = lambda: None,
-        on_ending: Callable[[str], None] = lambda _: None,
+        on_ending: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._engine = engine
         self._groups = groups_of(cache)
@@ -94,7 +95,7 @@ class LeaseBook:
         self._on_ending = on_ending
         self._mutex = Mutex()
         self._held: dict[Handle, _Held] = {}
-        self._stuck: dict[Handle, _Held] = {}  # a peer may still be writing to them
+        self._ending: dict[Handle, _Held] = {}  # a peer may still use their blocks
         self._freed: set[Handle] = set()
         self._transfers: dict[str, Handle] = {}  # of requests that are held
         self._ended: dict[Handle | str, str] = {}  # requests and transfers, and how; oldest first
@@ -104,7 +105,7 @@ class LeaseBook:
 
     def __len__(self) -> int:
         """How many requests hold blocks."""
-        return len(self._held) + len(self._stuck)
+        return len(self._held) + len(self._ending)
 
     def enter(
         self,
@@ -134,13 +135,14 @@ class LeaseBook:
         early: dict[int, tuple[bytes, int]] = {}
         failure = ""
         with self._mutex:
-            if handle in self._held or handle in self._stuck or handle in self._ended:
+            if handle in self._held or handle in self._ending or handle in self._ended:
                 raise invalid(f"handle={handle} is of a request that was entered before: make one")
             try:
                 leases = self._lease(blocks, tag_of(request))
             except LLMException as error:
                 failure = f"could not be leased: {error}"
                 self._remember(handle, failure)
+                self._ending[handle] = _Held(request, (), digest, 0.0, transfer)
             else:
                 deadline = self._clock() + self._ttl_ms / 1000
                 self._held[handle] = _Held(request, leases, digest, deadline, transfer)
@@ -156,9 +158,8 @@ class LeaseBook:
         if failure:
             logger.warning("request %s is not kept: it %s", request, failure)
             if transfer:
-                self._on_ending(transfer)
                 self.end_transfer(transfer, failure)
-            self._report(handle)
+            self._end(handle)
         for reader, (said, readers) in early.items():
             self.finish(handle, said, reader, readers)
         return handle
@@ -245,7 +246,9 @@ class LeaseBook:
         now = self._clock()
         with self._mutex:
             late = [handle for handle, held in self._held.items() if held.deadline <= now]
-            late += self._stuck
+            ending = list(self._ending)
+        for handle in ending:
+            self._end(handle)
         for handle in late:
             if (held := self._held.get(handle)) is not None:
                 self.expired += 1
@@ -255,6 +258,12 @@ class LeaseBook:
                     self._ttl_ms,
                 )
             self._free(handle, f"it was not fetched in {self._ttl_ms:g} ms")
+
+    def end_again(self, transfer: str) -> None:
+        """Free the blocks of requests that have ended, if nothing of their transfer is read now."""
+        for handle, held in list(self._ending.items()):
+            if held.transfer == transfer:
+                self._end(handle)
 
     def forget_readers(self, linked: Collection[int]) -> None:
         """Forget the early `finish` of readers that are not linked any more."""
@@ -280,25 +289,28 @@ class LeaseBook:
 
     def _free(self, handle: Handle, why: str) -> None:
         with self._mutex:
-            held = self._held.pop(handle, None)
-            if held is not None:
+            if (held := self._held.pop(handle, None)) is not None:
                 how = f"has ended: {why}, and its blocks may be another's"
                 self._remember(handle, how)
                 if self._transfers.get(held.transfer) == handle:
                     self.end_transfer(held.transfer, how)
-            else:
-                held = self._stuck.pop(handle, None)
-        if held is None:
+                self._ending[handle] = held
+        self._end(handle)
+
+    def _end(self, handle: Handle) -> None:
+        """Report a request that has ended, unless a peer still uses its blocks."""
+        if (held := self._ending.get(handle)) is None:
             return
-        if held.transfer:
-            # No lease of this side is looked at by a push: what it read later would have arrived.
-            self._on_ending(held.transfer)
-        ended = [self._release(held.name, of_group.lease) for of_group in held.leases]
-        if not all(ended):
+        # No lease of this side is looked at by a push: what it read later would have arrived.
+        is_free = not held.transfer or self._on_ending(held.transfer)
+        for of_group in held.leases:
+            is_free &= self._release(held.name, of_group.lease)
+        if is_free:
             with self._mutex:
-                self._stuck[handle] = held
-            return
-        self._report(handle)
+                if self._ending.pop(handle, None) is None:  # another thread was first
+                    return
+                self._freed.add(handle)
+            self._on_freed()
 
     def _remember(self, what: Handle | str, how: str) -> None:
         """With the lock."""
@@ -344,11 +356,6 @@ class LeaseBook:
             if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
                 logger.warning("request %s: %s", request, error)
         return True
-
-    def _report(self, handle: Handle) -> None:
-        with self._mutex:
-            self._freed.add(handle)
-        self._on_freed()
 
 
 def _gone(message: str) -> LLMException:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvnative._signals import Condition, Mutex
-from kvplan.links import LinkState
 from kvplan.logs import Log
 from kvplan.serving.asks import Asks
 from kvplan.serving.book import LeaseBook
@@ -28,21 +26,21 @@ from kvplan.serving.messages import (
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Pusher
-from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Handle, Reference
-from kvplan.serving.tables import Blocks, CacheGroup, groups_of
-from kvplan.serving.tasks import Tasks
+from kvplan.serving.tables import Blocks, CacheGroup, groups_of, share_of
+from kvplan.serving.tasks import OWN, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
 from kvplan.system_limits import start_thread
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
+    from kvplan.engine.notifications import Notifications
     from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
 
-_MOST_HELPERS = 32  # threads, of which each of the following keeps some at most
+_HELPERS_OF_PEER: Final = 4  # threads, besides those in which its transfers are waited for
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class ExchangeOptions:
         pull_timeout_ms: for an answer of a producer, and for a transfer.
         prefill_timeout_ms: for a producer that was asked before it has computed the request.
         enter_timeout_ms: how long a consumer that asks first is kept waiting for `enter`.
-        max_pulls: transfers at once; more wait.
+        max_pulls: transfers at once from one producer; more wait.
 
     Raises:
         TypeError: a value that is no number.
@@ -135,21 +133,22 @@ class Exchange:
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
         self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
-        self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
-        # Messages, renewals and releases: when all transfers wait, leases would expire without.
-        self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
+        self._movers = PeerThreads("kvplan-serving", options.max_pulls)
+        # When all transfers wait, leases would expire without these.
+        self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)
         self._results: deque[PullResult] = deque()
         self._fetching: set[str] = set()  # requests of which no result is reported yet
         self._news = Condition()
         self._calling = Mutex()
         self._closed = False
-        self._main_task: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
         self._pusher = Pusher(
             engine,
             groups[0].cache,
             block_tokens=groups[0].block_tokens,
             token_unit=groups[0].token_unit,
             timeout_ms=options.pull_timeout_ms,
+            stop=self._stop_push,
         )
         self.book: LeaseBook = LeaseBook(
             engine,
@@ -159,16 +158,16 @@ class Exchange:
             on_ending=self._pusher.end,
         )
         self._loop = asyncio.new_event_loop()
-        self._tasks = Tasks(self._loop, self._helpers)
+        self._tasks = Tasks(self._loop)
         self._asks = Asks(
             self._instance,
             self.book,
             self._pusher,
             push=push,
             enter_timeout_ms=options.enter_timeout_ms,
-            loop=self._loop,
-            spawn=self._tasks.spawn_for,
-            say=self._say,
+            tasks=self._tasks,
+            threads=self._helpers,
+            send=self._send,
         )
         self._producers = Producers(
             engine,
@@ -187,7 +186,7 @@ class Exchange:
             push=push,
             pull_timeout_ms=options.pull_timeout_ms,
             prefill_timeout_ms=options.prefill_timeout_ms,
-            workers=self._workers,
+            movers=self._movers,
             helpers=self._helpers,
             report=self._report,
         )
@@ -234,12 +233,13 @@ class Exchange:
 
     def refuse(self, transfer: str, reason: str) -> None:
         """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
+        self._pusher.end(transfer)
         self.book.end_transfer(transfer, reason)
         self._call(self._asks.answer_waiting, transfer)
 
     def abort(self, handle: Handle) -> None:
         """Offer a request no more, whoever reads it."""
-        self._call(self._in_thread, self.book.abort, handle)
+        self._call(self._in_thread, OWN, self.book.abort, handle)
 
     def take_freed(self) -> set[Handle]:
         """Return the requests whose blocks have become free since the last call."""
@@ -313,45 +313,48 @@ class Exchange:
         Transfers in flight are waited for, up to `pull_timeout_ms`. What was fetched and has not
         ended fails, and nobody writes to its blocks any more.
         """
-        self._call(self._stop)
+        self._call(self._stopped.set)
         self._thread.join()
 
     # In the thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._main_task = self._loop.create_task(self._main())
         try:
-            self._loop.run_until_complete(self._main_task)
-        except asyncio.CancelledError:
-            pass
+            self._loop.run_until_complete(self._main())
         except Exception:
             logger.exception("the exchange has ended")
         with self._calling:
             self._closed = True
-        self._loop.run_until_complete(self._end())  # after what was called before
-        self._workers.shutdown()
-        self._helpers.shutdown()
+        self._pusher.close()
+        self._loop.run_until_complete(self._tasks.cancel())  # after what was called before
+        self._movers.close()
+        self._helpers.close()
         self._puller.close()
         self._loop.close()
 
     async def _main(self) -> None:
+        """Take messages until `close`, or until the engine is finalized."""
+        notifications = self._engine.notifications()
+        self._loop.add_reader(notifications.fileno(), self._take, notifications)
         self._tasks.spawn(self._renew())
         self._tasks.spawn(self._expire())
-        async for cluster_id, data in self._engine.notifications():  # until it is finalized
-            try:
-                self._receive(cluster_id, data)
-            except Exception:  # whatever one message raises, those behind it are taken
-                peer_log.warning("cluster %d: a message is dropped", cluster_id, exc_info=True)
-            await asyncio.sleep(0)  # a peer that floods does not keep the loop from all else
+        self._tasks.spawn(self._producers.look())
+        await self._stopped.wait()
+        self._loop.remove_reader(notifications.fileno())
 
-    async def _end(self) -> None:
-        self._pusher.close()
-        await self._tasks.cancel()
-
-    def _stop(self) -> None:
-        if self._main_task is not None:
-            self._main_task.cancel()
+    def _take(self, notifications: Notifications) -> None:
+        """Take one message: a peer that floods does not keep the loop from all else."""
+        notification = next(iter(notifications), None)
+        if notification is None:
+            if notifications.closed:
+                self._stopped.set()
+            return
+        cluster_id, data = notification
+        try:
+            self._receive(cluster_id, data)
+        except Exception:  # whatever one message raises, those behind it are taken
+            peer_log.warning("cluster %d: a message is dropped", cluster_id, exc_info=True)
 
     def _check_idle(self, request: str) -> None:
         if request in self._fetching:
@@ -380,8 +383,15 @@ class Exchange:
                 self._loop.call_soon_threadsafe(function, *args)
             return not self._closed
 
-    def _in_thread(self, function: Callable[..., object], *args: object) -> None:
-        self._tasks.spawn(self._tasks.in_thread(function, *args))
+    def _in_thread(self, cluster_id: int, function: Callable[..., None], *args: object) -> None:
+        self._tasks.spawn(self._helpers.run(cluster_id, function, *args))
+
+    def _stop_push(self, cluster_id: int, transfer: str) -> None:
+        def stop() -> None:
+            self._pusher.remove(cluster_id, transfer)
+            self.book.end_again(transfer)
+
+        self._call(self._in_thread, cluster_id, stop)
 
     def _receive(self, cluster_id: int, data: bytes) -> None:
         try:
@@ -394,12 +404,13 @@ class Exchange:
                 if difference := self._compatibility.difference(message.fields):
                     peer_log.warning("cluster %d does not fit: %s", cluster_id, difference)
                 fields = dict(self._compatibility.fields)
-                self._say(cluster_id, [Hello(fields, self._instance, answer=True)])
+                hello = Hello(fields, self._instance, answer=True)
+                self._tasks.spawn(self._send(cluster_id, [hello]), cluster_id)
             case Ask():
                 self._asks.take(cluster_id, message)
             case Done() if message.instance == self._instance:
-                finish = self._tasks.in_thread(self._finish, cluster_id, message)
-                self._tasks.spawn_for(cluster_id, finish)
+                finish = self._helpers.run(cluster_id, self._finish, cluster_id, message)
+                self._tasks.spawn(finish, cluster_id)
             case Renew() if message.instance == self._instance:
                 self.book.renew(map(Handle, message.handles))
             case _:
@@ -413,35 +424,28 @@ class Exchange:
         handle = Handle.of(done.handle)
         self.book.finish(handle, done.digest, cluster_id, done.readers, done.transfer)
 
-    def _say(self, cluster_id: int, messages: Sequence[Message]) -> None:
-        async def say() -> None:
-            try:
-                for it in messages:  # in this order
-                    await self._producers.notify(cluster_id, it)
-            except LLMException as error:  # it finds out by itself
-                logger.debug("cluster %d: %s", cluster_id, error)
-
-        self._tasks.spawn_for(cluster_id, say())
+    async def _send(self, cluster_id: int, messages: Sequence[Message]) -> None:
+        """Send messages in this order."""
+        try:
+            for message in messages:
+                await self._producers.notify(cluster_id, message)
+        except LLMException as error:  # the peer finds out by itself
+            logger.debug("cluster %d: %s", cluster_id, error)
 
     def _expect(self, request: str, reference: Reference) -> Pull:
         if (pull := self._puller.pulls.get(request)) is not None:
             if pull.reference == reference:
                 return pull
             self._drop(pull)  # the name is another request's
-        owners = len(reference.sources)
-        mine = read_from(self._rank, self._ranks, owners, self._num_heads)
-        counts = readers_of(self._ranks, owners, self._num_heads)
-        if self._rank == 0:  # copies that nobody reads are to be freed, too
-            spare = [it for it in range(owners) if not counts[it]]
-        else:
-            spare = []
+        sources = reference.sources
+        share = share_of(self._rank, self._ranks, len(sources), self._num_heads)
         pull = Pull(
             request,
             reference,
-            tuple(reference.sources[it] for it in mine),
-            {it.cluster_id: max(1, n) for it, n in zip(reference.sources, counts, strict=True)},
+            tuple(map(sources.__getitem__, share.mine)),
+            share.readers,
             self._loop.create_future(),
-            spare=tuple(reference.sources[it] for it in spare),
+            spare=tuple(map(sources.__getitem__, share.spare)),
         )
         self._puller.pulls[request] = pull
         self._tasks.spawn(self._puller.run(pull))
@@ -474,18 +478,18 @@ class Exchange:
         while True:
             await asyncio.sleep(min(1.0, self._options.lease_ttl_ms / 4000))
             if len(self.book):
-                await self._loop.run_in_executor(self._helpers, self.book.expire)
+                await self._helpers.run(OWN, self.book.expire)
             self._forget_unlinked()
 
     def _forget_unlinked(self) -> None:
         """Forget what consumers wait for that are not there any more."""
         transfers = self._pusher.transfers()
-        if not (transfers or self._asks.clusters() or self.book.has_early):
+        if not (transfers or self._asks.clusters() or self.book.has_early or len(self._producers)):
             return
-        links = self._engine.links()
-        linked = {it.cluster_id for it in links if it.state is LinkState.LINKED}
+        linked = self._producers.linked()
         self._asks.keep(linked)
+        self._producers.keep(linked)
         self.book.forget_readers(linked)
         for cluster_id, name in transfers:
             if cluster_id not in linked:
-                self._in_thread(self._pusher.remove, cluster_id, name)
+                self._in_thread(cluster_id, self._pusher.remove, cluster_id, name)

@@ -158,11 +158,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Read and check a notification.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is none of the messages.
-    """
+    """Read and check a notification."""
     try:
         return _decoder.decode(data)
     except Exception as error:  # the peer's input decides which: nesting raises RecursionError

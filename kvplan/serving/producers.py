@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvplan.links import ClusterInfo, LinkState, LinkStatus
 from kvplan.serving.messages import Hello, Message, encode
@@ -16,36 +14,46 @@ from kvplan.serving.reference import Compatibility, Source
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
     from kvplan.engine.datadist import LlmDataDist
+    from kvplan.serving.tasks import PeerThreads
 
 _T = TypeVar("_T")
 
-_LOOK_S = 0.25  # whether a peer that has to answer is still linked
+_LOOK_S: Final = 0.25  # between two looks whether a peer that has to answer is still linked
+_LOST: Final = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK}
 
 
 @dataclass
 class _Peer:
-    """A producer's worker, as far as it is known."""
+    """A producer's worker, as far as it is known.
+
+    Attributes:
+        mutex: Held while the producer is linked with and asked what it is.
+        greeted: The answer of the producer.
+        hello: The same once it has come; None: the producer is to be greeted.
+        difference: What of it does not fit to this side; empty: nothing.
+        instance: Which engine of the cluster has answered.
+        users: Requests that greet it, or have greeted it and not left; `requests`: the latter.
+        failure: When greeting failed last, and of which process at which source.
+    """
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    greeted: asyncio.Future[Hello] | None = None  # its answer
-    instance: str = ""  # which engine of the cluster that was
-    requests: int = 0  # that have greeted it, and have not left it
-    # The last failure: when, of which source, and of which process.
+    greeted: asyncio.Future[Hello] | None = None
+    hello: Hello | None = None
+    difference: str = ""
+    instance: str = ""
+    users: int = 0
+    requests: int = 0
     failure: tuple[float, Source | None, bytes, LLMException | None] = 0.0, None, b"", None
 
 
 class Producers:
     """Links with producers as they are needed; all methods run in the loop of the exchange.
 
-    Args:
-        engine: links, and sends messages.
-        hello: the message by which this side describes itself.
-        compatibility: what a producer must agree to.
-        link_timeout_ms: milliseconds for a link, and for the delivery of a message.
-        answer_timeout_ms: for what a producer says of itself.
-        threads: in which links are ended.
-        is_asking: returns True if a cluster waits for an answer of this side over its link.
+    Links are ended in `threads`, unless `is_asking` returns True: a cluster waits for an answer of
+    this side over its link.
     """
 
     def __init__(
@@ -56,7 +64,7 @@ class Producers:
         *,
         link_timeout_ms: int,
         answer_timeout_ms: float,
-        threads: Executor,
+        threads: PeerThreads,
         is_asking: Callable[[int], bool],
     ) -> None:
         self._engine = engine
@@ -67,6 +75,8 @@ class Producers:
         self._answer_timeout_ms = answer_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
+        # What is waited for: of which source, until when, and for how long in all.
+        self._awaited: dict[asyncio.Future[Any], tuple[Source, float, float]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:
         """Send a message. A stopped peer delays only its own messages."""
@@ -77,8 +87,21 @@ class Producers:
             tag=type(message).__name__,
         )
 
+    async def ask(self, source: Source, instance: bytes, messages: Sequence[Message]) -> None:
+        """Send messages to a producer that was greeted; link again if the link has ended since."""
+        try:
+            for message in messages:
+                await self.notify(source.cluster_id, message)
+        except LLMException as error:
+            if error.status_code not in _LOST:
+                raise
+            self._peers[source.cluster_id].hello = None
+            await self._meet(self._peers[source.cluster_id], source, instance)
+            for message in messages:
+                await self.notify(source.cluster_id, message)
+
     def answered(self, cluster_id: int, hello: Hello) -> None:
-        """A peer says what it is; if nobody waits for that it is dropped."""
+        """Take what a peer says of itself, if that was asked."""
         peer = self._peers.get(cluster_id)
         if peer and peer.greeted and not peer.greeted.done():
             peer.greeted.set_result(hello)
@@ -89,62 +112,88 @@ class Producers:
         If another process of the same cluster is linked, because the producer was replaced while
         its old process lives, that link is ended first. If requests still use it, the error names
         both addresses.
-
-        Args:
-            source: Where the producer is.
-            instance: Which process of the producer is meant.
-
-        Raises:
-            LLMException: of linking; LLM_PARAM_INVALID: it differs, and in what;
-                LLM_KV_CACHE_NOT_EXIST: another process is there.
         """
         peer = self._peers.setdefault(source.cluster_id, _Peer())
-        asked = time.monotonic()
-        async with peer.mutex:
-            when, *what, error = peer.failure
-            if error is not None and what == [source, instance] and when >= asked:
-                # It was tried meanwhile. Otherwise all that wait would, one after another.
-                raise LLMException(str(error.args[0]), status_code=error.status_code)
-            try:
-                hello = await self._hello_of(peer, source)
-                if hello.instance != instance and await self._unlinked_from(peer, source):
-                    hello = await self._hello_of(peer, source)
-                self._check(source, hello, instance)
-            except LLMException as error:
-                peer.failure = time.monotonic(), source, instance, error
-                raise
-            peer.requests += 1
+        peer.users += 1
+        try:
+            if peer.hello is None or peer.hello.instance != instance:
+                await self._meet(peer, source, instance)
+        except BaseException:
+            peer.users -= 1
+            raise
+        if peer.difference:
+            peer.users -= 1
+            raise LLMException(
+                f"cluster {source.cluster_id} at {source.address} does not fit: {peer.difference}",
+                status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            )
+        peer.requests += 1
 
     def leave(self, source: Source) -> None:
         """End the use of a link by a request that has greeted its producer."""
-        self._peers[source.cluster_id].requests -= 1
+        peer = self._peers[source.cluster_id]
+        peer.users -= 1
+        peer.requests -= 1
+
+    def keep(self, linked: Collection[int]) -> None:
+        """Forget producers that are not linked any more, and that no request uses."""
+        for cluster_id in self._peers.keys() - set(linked):
+            if not self._peers[cluster_id].users:
+                del self._peers[cluster_id]
+
+    def __len__(self) -> int:
+        """How many producers are known."""
+        return len(self._peers)
+
+    async def _meet(self, peer: _Peer, source: Source, instance: bytes) -> None:
+        """Link with a producer and ask what it is, unless another request has done so meanwhile."""
+        asked = time.monotonic()
+        async with peer.mutex:
+            when, *what, failure = peer.failure
+            if failure is not None and what == [source, instance] and when >= asked:
+                # Otherwise all requests that wait here would try it, one after another.
+                raise LLMException(str(failure.args[0]), status_code=failure.status_code)
+            try:
+                await self._try_to_meet(peer, source, instance)
+            except LLMException as error:
+                peer.failure = time.monotonic(), source, instance, error
+                raise
+
+    async def _try_to_meet(self, peer: _Peer, source: Source, instance: bytes) -> None:
+        hello = await self._hello_of(peer, source)
+        if hello.instance != instance and await self._unlinked_from(peer, source):
+            hello = await self._hello_of(peer, source)
+        if hello.instance != instance:
+            raise LLMException(
+                f"cluster {source.cluster_id} at {source.address} is another process than the "
+                f"reference names ({hello.instance.hex()[:8]}, and not {instance.hex()[:8]}): it "
+                "has restarted, or was replaced",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
 
     async def _hello_of(self, peer: _Peer, source: Source) -> Hello:
-        """Return the answer of the linked engine; link first if no engine of the cluster is."""
-        if peer.greeted is not None and peer.instance == self._linked(source):
-            return peer.greeted.result()
-        peer.greeted = None
+        """Return what the linked engine is; link first if no engine of the cluster is linked."""
+        if peer.hello is not None and peer.instance == self._linked(source)[0]:
+            return peer.hello
+        peer.hello = None
         cluster = ClusterInfo(source.cluster_id, source.address)
         results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
         if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
             results.raise_for_status()
-        greeted = asyncio.get_running_loop().create_future()
-        peer.greeted = greeted
-        peer.instance = self._linked(source)
+        peer.greeted = asyncio.get_running_loop().create_future()
+        instance, _ = self._linked(source)
         try:
             await self.notify(source.cluster_id, self._hello)
-            return await self.wait_for(source, greeted, self._answer_timeout_ms)
-        except BaseException:
+            hello = await self.wait_for(source, peer.greeted, self._answer_timeout_ms)
+        finally:
             peer.greeted = None
-            raise
+        peer.hello, peer.instance = hello, instance
+        peer.difference = self._compatibility.difference(hello.fields)
+        return hello
 
     async def _unlinked_from(self, peer: _Peer, source: Source) -> bool:
-        """End the link with another process of a cluster; False: it is at the source's address.
-
-        Raises:
-            LLMException: LLM_LINK_BUSY: it is in use; of unlinking.
-        """
-        at = next((it.address for it in self._engine.links() if self._is_of(it, source)), "")
+        """End the link with another process of a cluster; False: it is at the source's address."""
+        _, at = self._linked(source)
         if at == source.address:
             return False
         if peer.requests or self._is_asking(source.cluster_id):
@@ -153,55 +202,55 @@ class Producers:
                 f"of that cluster, at {at}, is in use; try again when its requests have ended",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
-        peer.greeted = None
+        peer.hello = None
         unlink = partial(
             self._engine.unlink_clusters, [source.cluster_id], timeout_ms=self._link_timeout_ms
         )
-        loop = asyncio.get_running_loop()
-        results = await loop.run_in_executor(self._threads, unlink)
+        results = await self._threads.run(source.cluster_id, unlink)
         if results[0].status is not LLMStatusCode.LLM_NOT_YET_LINK:
             results.raise_for_status()
         return True
 
-    def _check(self, source: Source, hello: Hello, instance: bytes) -> None:
-        if hello.instance != instance:
-            raise LLMException(
-                f"cluster {source.cluster_id} at {source.address} is another process than the "
-                f"reference names ({hello.instance.hex()[:8]}, and not {instance.hex()[:8]}): it "
-                "has restarted, or was replaced",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
-        if difference := self._compatibility.difference(hello.fields):
-            raise LLMException(
-                f"cluster {source.cluster_id} at {source.address} does not fit: {difference}",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
-
     async def wait_for(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
-        """Wait for what a producer has to answer, as long as it is linked.
+        """Wait for what a producer has to answer, as long as it is linked."""
+        self._awaited[answer] = source, time.monotonic() + timeout_ms / 1000, timeout_ms
+        try:
+            return await answer
+        finally:
+            del self._awaited[answer]
 
-        Raises:
-            LLMException: LLM_LINK_FAILED, LLM_TIMEOUT.
-        """
-        end = time.monotonic() + timeout_ms / 1000
-        while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-            if not self._linked(source):
-                raise LLMException(
-                    f"the link with cluster {source.cluster_id} at {source.address} broke before "
-                    "it answered",
-                    status_code=LLMStatusCode.LLM_LINK_FAILED,
-                )
-            if time.monotonic() > end:
-                raise LLMException(
-                    f"cluster {source.cluster_id} at {source.address} did not answer in "
-                    f"{timeout_ms:g} ms",
-                    status_code=LLMStatusCode.LLM_TIMEOUT,
-                )
-        return answer.result()
+    async def look(self) -> None:
+        """Fail what is waited for too long, or of a producer that is not linked any more."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._awaited:
+                continue
+            now, linked = time.monotonic(), self.linked()
+            for answer, (source, end, timeout_ms) in self._awaited.items():
+                who = f"cluster {source.cluster_id} at {source.address}"
+                if answer.done():
+                    continue
+                if source.cluster_id not in linked:
+                    answer.set_exception(
+                        LLMException(
+                            f"the link with {who} broke before it answered",
+                            status_code=LLMStatusCode.LLM_LINK_FAILED,
+                        )
+                    )
+                elif now > end:
+                    answer.set_exception(
+                        LLMException(
+                            f"{who} did not answer in {timeout_ms:g} ms",
+                            status_code=LLMStatusCode.LLM_TIMEOUT,
+                        )
+                    )
 
-    def _linked(self, source: Source) -> str:
-        """Which engine of a cluster is linked; empty: none."""
-        return next((it.instance for it in self._engine.links() if self._is_of(it, source)), "")
+    def linked(self) -> dict[int, LinkStatus]:
+        """Return the links with other engines, by cluster id."""
+        links = self._engine.links()
+        return {it.cluster_id: it for it in links if it.state is LinkState.LINKED}
 
-    def _is_of(self, link: LinkStatus, source: Source) -> bool:
-        return link.cluster_id == source.cluster_id and link.state is LinkState.LINKED
+    def _linked(self, source: Source) -> tuple[str, str]:
+        """Return which engine of a cluster is linked, and its address; empty: none is."""
+        link = self.linked().get(source.cluster_id)
+        return ("", "") if link is None else (link.instance, link.address)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import tag_of
 from kvplan.logs import Log
 from kvplan.serving.messages import (
@@ -43,14 +42,11 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
+    from kvplan.serving.tasks import PeerThreads
 
 logger = Log("kvplan.serving")
 
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
-
-_RELEASE_S = 1.0  # whether a peer that is stopped still writes
-_MOST_RELEASED = 8  # leases at once, as each waits for a peer that is stopped
+_RELEASE_S: Final = 1.0  # until a lease that a stopped peer writes by is released again
 
 
 @dataclass(frozen=True)
@@ -99,13 +95,14 @@ class Pull:
 
     Attributes:
         sources: which of the reference's are read.
-        readers: how many read each source, by its cluster id.
+        readers: how many read each source of the reference.
         target: where it goes; None: nowhere, it is not needed.
-        note: what was moved, for the log.
         pushed: tokens that were there when it had finished.
         nbytes, move_ms: of the transfer.
         spare: sources that nobody reads, and that are told so.
         said_done: whether the sources know that they can free the blocks.
+        has_ended: True once its result is reported.
+        started: when it was first known, by `perf_counter`.
         cancelled: why it is not needed any more.
         asks: the numbers of what its sources have not answered.
         handles: what its sources call it, by their cluster ids, as soon as that is known.
@@ -116,13 +113,14 @@ class Pull:
     request: str
     reference: Reference
     sources: tuple[Source, ...]
-    readers: Mapping[int, int]
+    readers: Sequence[int]
     target: asyncio.Future[Target | None]
-    note: str = ""
     pushed: int = 0
     nbytes: int = 0
     move_ms: float = 0.0
     said_done: bool = False
+    has_ended: bool = False
+    started: float = field(default_factory=time.perf_counter)
     spare: tuple[Source, ...] = ()
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)
@@ -130,20 +128,19 @@ class Pull:
     greeted: list[Source] = field(default_factory=list)
     goal: Goal | None = None
 
-    def __post_init__(self) -> None:
-        if (handle := self.reference.handle) is not None and not self.reference.transfer:
-            for source in self.reference.sources:
-                self.handles[source.cluster_id] = handle
-
     def handle_at(self, source: Source) -> bytes:
         """Return the source's handle of the request; empty if it is not known yet."""
         handle = self.handles.get(source.cluster_id)
+        if handle is None and not self.reference.transfer:
+            handle = self.reference.handle
         return b"" if handle is None else handle.value
 
     def done(self, source: Source) -> Done:
-        """What frees the blocks at a source, once all readers have said it."""
-        readers, its = self.readers[source.cluster_id], self.reference
-        return Done(its.instance, self.handle_at(source), its.digest, readers, its.transfer)
+        """Return what frees the blocks at a source, once all readers have said it."""
+        reference = self.reference
+        readers = self.readers[reference.sources.index(source)]
+        handle = self.handle_at(source)
+        return Done(reference.instance, handle, reference.digest, readers, reference.transfer)
 
 
 @dataclass(frozen=True)
@@ -170,20 +167,7 @@ class _Answer:
 
 
 class Puller:
-    """Fetches requests; all methods run in the loop of the exchange.
-
-    Args:
-        engine: moves the bytes.
-        groups: the caches where to.
-        producers: whom it fetches from.
-        rank: of this worker among those that read the same.
-        push: let producers push what they still compute.
-        pull_timeout_ms: milliseconds for an answer, and for a transfer.
-        prefill_timeout_ms: for the answer of a producer that still computes the request.
-        workers: threads in which transfers are waited for.
-        helpers: threads for what is short, and must go on while all of those wait.
-        report: called with each result.
-    """
+    """Fetches requests; all methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -195,8 +179,8 @@ class Puller:
         push: bool,
         pull_timeout_ms: float,
         prefill_timeout_ms: float,
-        workers: Executor,
-        helpers: Executor,
+        movers: PeerThreads,
+        helpers: PeerThreads,
         report: Callable[[PullResult], None],
     ) -> None:
         self._engine = engine
@@ -206,9 +190,8 @@ class Puller:
         self._push = push
         self._pull_timeout_ms = pull_timeout_ms
         self._prefill_timeout_ms = prefill_timeout_ms
-        self._workers = workers
+        self._movers = movers
         self._helpers = helpers
-        self._releasing = asyncio.Semaphore(_MOST_RELEASED)
         self._report = report
         # A producer may still answer what this cluster asked in another life: never the same.
         self._numbers = itertools.count(secrets.randbits(62))
@@ -217,7 +200,6 @@ class Puller:
 
     async def run(self, pull: Pull) -> None:
         """Fetch one request, and report how it ended if it had a target."""
-        started = time.perf_counter()
         error: Exception | None = None
         granted: Sequence[_Granted] = ()
         early = not pull.reference.transfer  # what has finished is asked for at once
@@ -233,38 +215,61 @@ class Puller:
                 if not early:
                     pull.goal = self._goal(pull, target)
                     granted = await self._ask_all(pull, pull.goal)
-                await self._in_thread(self._workers, self._timed_move, pull, granted, target)
+                await self._movers.run(
+                    pull.sources[0].cluster_id, self._move, pull, granted, target
+                )
             except Exception as raised:
                 error = raised
                 self._end_asks(pull, LLMException("another worker has failed"))
             if pull.goal is not None:
                 await self._release(pull, pull.goal)
-        if self.pulls.get(pull.request) is pull:
-            del self.pulls[pull.request]
-        if target is not None:
-            took_ms = (time.perf_counter() - started) * 1000
-            wait_ms = took_ms - pull.move_ms
-            if error is None:
-                text = "%s: %s in %.1f ms, after %.1f ms"
-                logger.info(text, pull.request, pull.note, pull.move_ms, wait_ms)
-            else:
-                logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
-            self._report(
-                PullResult(
-                    pull.request,
-                    error,
-                    target.blocks,
-                    target.first_token,
-                    pull.reference.num_tokens - target.first_token,
-                    pull.nbytes,
-                    wait_ms,
-                    pull.move_ms,
-                    pull.pushed,
-                )
-            )
-        await self._say_done(pull)
+        if target is None:
+            self._forget(pull)
+        elif not pull.has_ended:
+            self._end(pull, target, error)
+        if not pull.said_done or pull.spare:
+            await self._say_done(pull)
         for source in pull.greeted:
             self._producers.leave(source)
+
+    def _forget(self, pull: Pull) -> None:
+        if self.pulls.get(pull.request) is pull:
+            del self.pulls[pull.request]
+
+    def _end(self, pull: Pull, target: Target, error: Exception | None) -> None:
+        """Report how a request has ended; also in the thread that has moved it."""
+        pull.has_ended = True
+        self._forget(pull)
+        tokens = pull.reference.num_tokens - target.first_token
+        took_ms = (time.perf_counter() - pull.started) * 1000
+        wait_ms = took_ms - pull.move_ms
+        if error is not None:
+            logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
+        elif logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "%s: %d tokens (%d bytes, %d tokens pushed) from %d workers in %.1f ms, after "
+                "%.1f ms",
+                pull.request,
+                tokens,
+                pull.nbytes,
+                pull.pushed,
+                len(pull.sources),
+                pull.move_ms,
+                wait_ms,
+            )
+        self._report(
+            PullResult(
+                pull.request,
+                error,
+                target.blocks,
+                target.first_token,
+                tokens,
+                pull.nbytes,
+                wait_ms,
+                pull.move_ms,
+                pull.pushed,
+            )
+        )
 
     def receive(self, cluster_id: int, message: Message) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""
@@ -320,7 +325,7 @@ class Puller:
     async def renew(self) -> None:
         """Say to all producers which requests are still waited for."""
         waited: dict[tuple[int, bytes], list[bytes]] = {}
-        for pull in self.pulls.values():
+        for pull in list(self.pulls.values()):  # the thread that moves one takes it out
             for source in pull.sources:
                 if handle := pull.handle_at(source):  # else it is still being computed
                     key = source.cluster_id, pull.reference.instance
@@ -342,7 +347,10 @@ class Puller:
                 self._asks[number].granted.set_exception(reason)
 
     async def _greet_all(self, pull: Pull) -> None:
-        greeted = (self._greet(pull, source) for source in pull.sources)
+        if len(pull.sources) == 1:  # a task for each takes as long as all else here
+            await self._greet(pull, pull.sources[0])
+            return
+        greeted = map(partial(self._greet, pull), pull.sources)
         for outcome in await asyncio.gather(*greeted, return_exceptions=True):
             if outcome is not None:
                 raise outcome
@@ -353,9 +361,11 @@ class Puller:
 
     async def _ask_all(self, pull: Pull, goal: Goal | None = None) -> Sequence[_Granted]:
         data = b"" if goal is None else goal.to_bytes()
-        return await asyncio.gather(*(self._ask(pull, it, data) for it in pull.sources))
+        if len(pull.sources) == 1:
+            return [await self._ask(pull, data, pull.sources[0])]
+        return await asyncio.gather(*map(partial(self._ask, pull, data), pull.sources))
 
-    async def _ask(self, pull: Pull, source: Source, data: bytes) -> _Granted:
+    async def _ask(self, pull: Pull, data: bytes, source: Source) -> _Granted:
         """Ask a source for its lease, and wait until it has finished the request."""
         if pull.cancelled is not None:
             raise pull.cancelled
@@ -363,29 +373,19 @@ class Puller:
         answer = _Answer(source.cluster_id, asyncio.get_running_loop().create_future())
         self._asks[number] = answer
         pull.asks.add(number)
-        it, parts = pull.reference, pieces(data)
-        timeout_ms = self._prefill_timeout_ms if it.transfer else self._pull_timeout_ms
+        asked, parts = pull.reference, pieces(data)
+        timeout_ms = self._prefill_timeout_ms if asked.transfer else self._pull_timeout_ms
+        handle = b"" if asked.transfer else pull.handle_at(source)
+        of = number, asked.instance, handle, asked.digest, asked.transfer
         try:
-            for part, piece in enumerate(parts):
-                await self._producers.notify(
-                    source.cluster_id,
-                    Ask(
-                        number,
-                        it.instance,
-                        b"" if it.transfer else pull.handle_at(source),
-                        it.digest,
-                        it.transfer,
-                        part,
-                        len(parts),
-                        piece,
-                    ),
-                )
+            asks = [Ask(*of, part, len(parts), piece) for part, piece in enumerate(parts)]
+            await self._producers.ask(source, asked.instance, asks)
             granted = await self._producers.wait_for(source, answer.granted, timeout_ms)
         except LLMException as error:
             if answer.waits and error.status_code is LLMStatusCode.LLM_TIMEOUT:
                 raise LLMException(
                     f"cluster {source.cluster_id} at {source.address} waits for a request named "
-                    f"{it.name}, and none has finished there in {timeout_ms:g} ms",
+                    f"{asked.name}, and none has finished there in {timeout_ms:g} ms",
                     status_code=LLMStatusCode.LLM_TIMEOUT,
                 ) from None
             raise
@@ -412,8 +412,9 @@ class Puller:
         """On return no producer writes to the target any more; one that is stopped holds it up."""
         while True:
             try:
-                async with self._releasing:
-                    await self._in_thread(self._helpers, self._engine.release, goal.lease)
+                await self._helpers.run(
+                    pull.sources[0].cluster_id, self._engine.release, goal.lease
+                )
             except LLMException as error:
                 logger.warning("%s: its blocks are not released: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:
@@ -421,42 +422,36 @@ class Puller:
                     continue
             return
 
-    def _timed_move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
-        started = time.perf_counter()
-        try:
-            self._move(pull, granted, target)
-        finally:
-            pull.move_ms = (time.perf_counter() - started) * 1000
-
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         """Pull what is missing; on return, or error, no byte is touched any more."""
+        started = time.perf_counter()
         total, missing = pull.reference.num_tokens, target.first_token
-        leases = [it.leases for it in granted]
-        parts = missing_of(self._groups, leases, target.blocks, missing, total)
-        pull.nbytes = sum(it.nbytes for it in parts)
-        pushed = min(total, max(missing, min(it.pushed for it in granted)))
-        pull.pushed = pushed - missing
-        pull.note = (
-            f"{total - missing} of {total} tokens ({nbytes_text(pull.nbytes)}) from "
-            f"{plural(len(leases), 'worker')}"
-        )
-        if pull.pushed:
-            pull.note += f", {pull.pushed} of them pushed"
-            parts = missing_of(self._groups, leases, target.blocks, pushed, total)
-        if not parts:
-            return
-        transfers = {it.name: it.transfer(self._rank) for it in parts}
-        done = None
-        if len(leases) == 1:
-            done = encode(pull.done(pull.sources[0]))
-            pull.said_done = True  # whatever comes of it
-        self._engine.run(
-            transfers if len(parts) > 1 else transfers[parts[0].name],
-            timeout_ms=self._pull_timeout_ms,
-            notify=done,
-            notify_failure=done,
-            tag=tag_of(pull.request),
-        )
+        try:
+            leases, pushed = [], total
+            for answer in granted:
+                leases.append(answer.leases)
+                pushed = min(pushed, answer.pushed)
+            wanted = self._groups, leases, target.blocks
+            transfers, pull.nbytes = missing_of(*wanted, missing, total, self._rank)
+            if pushed > missing:
+                pull.pushed = pushed - missing
+                transfers, _ = missing_of(*wanted, pushed, total, self._rank)
+            done = None
+            if transfers and len(leases) == 1:
+                done = encode(pull.done(pull.sources[0]))
+                pull.said_done = True  # whatever comes of it
+            if transfers:
+                self._engine.run(
+                    transfers if len(transfers) > 1 else transfers.popitem()[1],
+                    timeout_ms=self._pull_timeout_ms,
+                    notify=done,
+                    notify_failure=done,
+                    tag=tag_of(pull.request),
+                )
+        finally:
+            pull.move_ms = (time.perf_counter() - started) * 1000
+        if pull.goal is None:  # else a producer may still write to the target
+            self._end(pull, target, None)
 
     async def _say_done(self, pull: Pull) -> None:
         """Let the sources free the blocks, as far as they are linked."""
@@ -467,12 +462,6 @@ class Puller:
                 await self._producers.notify(it.cluster_id, pull.done(it))
             except LLMException as error:  # its lease expires
                 logger.debug("%s: cluster %d: %s", pull.request, it.cluster_id, error)
-
-    async def _in_thread(
-        self, threads: Executor, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, partial(function, *args, **kwargs))
 
 
 def closed() -> LLMException:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -44,11 +43,7 @@ class Goal:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Goal:
-        """Read what `to_bytes` has made.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it is not whole, or was changed.
-        """
+        """Read what `to_bytes` has made."""
         try:
             lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
         except Exception as error:  # the peer's input decides which
@@ -95,19 +90,19 @@ class _Push:
     tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
     broken: bool = False
 
+    def cancel(self) -> None:
+        """Cancel what is in flight; waits for the consumer, which may be stopped."""
+        for task, _ in list(self.tasks):
+            task.cancel()
+            with suppress(LLMException):  # that it was cancelled
+                task.wait()
+
 
 class Pusher:
     """Pushes what the model computes to consumers that have said where to.
 
     `begin`, `layer_ready` and `computed` are called by the thread that runs the model, in this
     order in each step; the others by any thread.
-
-    Args:
-        engine: moves the bytes.
-        cache: where from.
-        block_tokens: tokens of a block: what is not the end of a request is pushed by whole blocks.
-        token_unit: tokens that the cache's layout counts as one.
-        timeout_ms: milliseconds that a push may last after its last layer was computed.
     """
 
     def __init__(
@@ -118,8 +113,10 @@ class Pusher:
         block_tokens: int,
         token_unit: int,
         timeout_ms: float,
+        stop: Callable[[int, str], None],
     ) -> None:
         self._engine = engine
+        self._stop = stop
         self._cache = cache
         self._block_tokens = block_tokens
         self._unit = token_unit
@@ -136,32 +133,56 @@ class Pusher:
             self._pushes.setdefault(transfer, {})[cluster_id, number] = push
 
     def remove(self, cluster_id: int, transfer: str) -> None:
-        """A consumer does not wait any more; on return nothing moves to it."""
+        """Push a transfer to a consumer no further; on return nothing moves to it."""
         with self._mutex:
-            found = self._pushes.get(transfer, {})
-            ended = [found.pop(it) for it in list(found) if it[0] == cluster_id]
-            if not found:
+            pushes = self._pushes.get(transfer, {})
+            ended = {key: push for key, push in pushes.items() if key[0] == cluster_id}
+            for push in ended.values():
+                push.broken = True
+        for push in ended.values():
+            push.cancel()
+        with self._mutex:
+            for key in ended:
+                pushes.pop(key, None)
+            if not pushes:
                 self._pushes.pop(transfer, None)
-        for push in ended:
-            _cancel(push)
 
-    def end(self, transfer: str) -> None:
-        """The blocks of a request are about to be free: on return none of them is read."""
+    def end(self, transfer: str) -> bool:
+        """Push a transfer no further; return True once none of its blocks is read.
+
+        If it returns False, each consumer that still has a part of it is `stop`ped.
+        """
+        stopped = set()
         with self._mutex:
-            self.cancel(transfer)
-            self._pushes.pop(transfer, None)
+            pushes = self._pushes.get(transfer, {})
+            for (cluster_id, _), push in pushes.items():
+                push.broken = True
+                if not all(task.done for task, _ in push.tasks):
+                    stopped.add(cluster_id)
+            if not stopped:
+                self._pushes.pop(transfer, None)
+        for cluster_id in stopped:
+            self._stop(cluster_id, transfer)
+        return not stopped
 
     def cancel(self, transfer: str) -> None:
-        """The blocks of a request are not its own any more; on return none of them is read.
+        """Read no block of a transfer any more on return: the blocks are not its own any more.
 
         What has arrived stays where it is; if the request is computed again it is pushed from
         there on.
         """
         with self._mutex:
-            for push in self._pushes.get(transfer, {}).values():
-                _cancel(push)
+            pushes = list(self._pushes.get(transfer, {}).values())
+        for push in pushes:
+            push.cancel()
+        with self._mutex:
+            for push in pushes:
                 push.tasks.clear()
                 push.begun = push.arrived
+
+    def is_pushing(self, transfer: str) -> bool:
+        """Return True if consumers have said where they want a transfer."""
+        return transfer in self._pushes
 
     def transfers(self) -> list[tuple[int, str]]:
         """Cluster id and name of all that consumers wait for."""
@@ -197,21 +218,19 @@ class Pusher:
                 it.ready(layer)
         self._step = []
 
-    async def settle(self, cluster_id: int, number: int, transfer: str) -> int:
-        """Wait for what is on its way to a consumer; the tokens before the result are there.
-
-        Returns:
-            0: nothing was pushed.
-        """
+    def settle(self, cluster_id: int, number: int, transfer: str) -> int:
+        """Wait for what is on its way to a consumer; the tokens before the result are there."""
         with self._mutex:
             push = self._pushes.get(transfer, {}).get((cluster_id, number))
         if push is None:
             return 0
-        while (task := self._first_task(push)) is not None:
-            with suppress(LLMException, TimeoutError):  # `_take_ended` says it
-                async with asyncio.timeout(self._timeout_ms / 1000):  # then it is cancelled
-                    await task
+        while push.tasks and not push.broken:
+            with suppress(IndexError):  # cancelled meanwhile
+                task, _ = push.tasks[0]
+                if not task.wait_done(self._timeout_ms):
+                    task.cancel()
             self._take_ended(push, transfer, cluster_id)
+        push.cancel()  # if it is broken, the rest is worth nothing
         return push.arrived if push.arrived > push.goal.first_token else 0
 
     def close(self) -> None:
@@ -237,14 +256,6 @@ class Pusher:
         push.tasks.append((task, end))
         self._step.append(task)
 
-    def _first_task(self, push: _Push) -> AnyLayerTask | None:
-        """What a push waits for; None: nothing, as all of it has ended or was cancelled."""
-        with self._mutex:
-            if push.broken:  # the rest is worth nothing, and would be waited for as long again
-                _cancel(push)
-                push.tasks.clear()
-            return push.tasks[0][0] if push.tasks else None
-
     def _take_ended(self, push: _Push, transfer: str, cluster_id: int) -> None:
         with self._mutex:
             while push.tasks and push.tasks[0][0].done:
@@ -263,10 +274,3 @@ class Pusher:
                     push.broken = True
                 if not push.broken:
                     push.arrived = end
-
-
-def _cancel(push: _Push) -> None:
-    for task, _ in push.tasks:
-        task.cancel()
-        with suppress(LLMException):  # that it was cancelled
-            task.wait()

@@ -66,11 +66,7 @@ def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
 
 
 def check_transfer(transfer: object) -> str:
-    """Check the name of a transfer; empty: there is none.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: no printable text of 1 to 128 characters.
-    """
+    """Check the name of a transfer; empty: there is none."""
     if not isinstance(transfer, str) or len(transfer) > MAX_TRANSFER or not transfer.isprintable():
         raise invalid(
             f"transfer={shown(transfer)} must be of at most {MAX_TRANSFER} printable characters"

@@ -1,9 +1,10 @@
-"""Caches of several groups of layers, and a request's blocks in each of them."""
+"""Caches of several groups of layers, a request's blocks in each, and who reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple, cast
 
 import msgspec
@@ -30,13 +31,13 @@ class CacheGroup:
     cache: Cache
     token_unit: int = 1
 
-    @property
+    @cached_property
     def block_tokens(self) -> int:
         """Tokens of a block."""
         desc = self.cache.cache_desc
         return desc.shape[desc.seq_len_dim_index] * self.token_unit
 
-    @property
+    @cached_property
     def unit_nbytes(self) -> int:
         """Bytes of `token_unit` tokens, in all layers."""
         desc = self.cache.cache_desc
@@ -73,11 +74,7 @@ class GroupLease(NamedTuple):
 
 
 def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple[CacheGroup, ...]:
-    """The groups that a caller has, or the one of its only cache.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: there is none, or two have one name.
-    """
+    """The groups that a caller has, or the one of its only cache."""
     if isinstance(cache, Cache):
         return (CacheGroup("", cache, token_unit),)
     names = [it.name for it in cache]
@@ -87,11 +84,7 @@ def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple
 
 
 def tables_of(blocks: Blocks, groups: int) -> tuple[Table, ...]:
-    """A table for each group.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: tables of another number of groups.
-    """
+    """A table for each group."""
     if groups == 1 and not (len(blocks) and isinstance(blocks[0], Table)):
         return (Table(cast("Sequence[int]", blocks)),)
     tables = tuple(it for it in blocks if isinstance(it, Table))
@@ -100,98 +93,114 @@ def tables_of(blocks: Blocks, groups: int) -> tuple[Table, ...]:
     return tables
 
 
-@dataclass(frozen=True)
-class Missing:
-    """What a consumer pulls of one group, from each source; tokens are counted in units.
-
-    Attributes:
-        leases: of the sources, in their order.
-        nbytes: that are moved.
-        others: as of `Rows` and `Transfer`.
-    """
-
-    name: str
-    leases: Sequence[BlockLease]
-    dst: Cache
-    dst_blocks: Sequence[int]
-    num_tokens: int
-    src_token: int
-    dst_token: int
-    nbytes: int
-
-    def transfer(self, rank: int | None) -> Transfer:
-        """From all sources into the consumer's cache.
-
-        Args:
-            rank: of the consumer among those that pull the same; not used for one source.
-        """
-        rows = [Rows(lease, None, None, self.src_token) for lease in self.leases]
-        target = Rows(self.dst, self.dst_blocks, None, self.dst_token)
-        if len(rows) == 1:
-            return Transfer(rows[0], target, self.num_tokens)
-        return Transfer(rows, target, self.num_tokens, rank=rank)
-
-
 def missing_of(
     groups: Sequence[CacheGroup],
     leases: Sequence[Sequence[GroupLease]],
     blocks: Blocks,
     first_token: int,
     num_tokens: int,
-) -> list[Missing]:
-    """What is to be pulled of each group that lacks something.
+    rank: int = 0,
+) -> tuple[dict[str, Transfer], int]:
+    """Return the transfer of each group that lacks something, by name, and the bytes of all.
 
     A group whose table skips blocks lacks nothing before the first that it has: a block moves
-    whole, as others may use it later.
-
-    Args:
-        groups: of the consumer.
-        leases: of each source, in the order of the groups.
-        blocks: of the consumer.
-        first_token: that it lacks.
-        num_tokens: of the request.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: another number of groups, or a first token inside of what
-            is moved whole; LLM_KV_CACHE_NOT_EXIST: a source has left behind what is missing.
+    whole, as others may use it later. `leases` has those of all groups for each source, `rank` is
+    the consumer's place among those that pull the same.
     """
-    if odd := [len(it) for it in leases if len(it) != len(groups)]:
-        raise invalid(f"leases of {odd[0]} groups came, and here are {len(groups)}")
-    found = []
-    for number, (group, table) in enumerate(
-        zip(groups, tables_of(blocks, len(groups)), strict=True)
-    ):
+    for of_source in leases:
+        if len(of_source) != len(groups):
+            raise invalid(f"leases of {len(of_source)} groups came, and here are {len(groups)}")
+    transfers: dict[str, Transfer] = {}
+    nbytes = 0
+    tables = tables_of(blocks, len(groups))
+    for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         unit, begin = group.token_unit, table.skipped and table.skipped * group.block_tokens
         missing = max(first_token, begin)
         if missing >= num_tokens:
             continue
         if missing % unit:
             raise invalid(f"first_token={missing} must be a multiple of {unit}")
-        theirs = [it[number] for it in leases]
-        first = theirs[0].first_token
-        if first > missing or any(it.first_token != first for it in theirs):
-            starts = ", ".join(str(it.first_token) for it in theirs)
-            raise LLMException(
-                f"token {missing} is missing{group.name and ' of '}{group.name}, and the producer "
-                f"has only those from {starts} on",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
+        first = leases[0][number].first_token
+        rows = []
+        for of_source in leases:
+            lease, starts = of_source[number]
+            if starts > missing or starts != first:
+                raise LLMException(
+                    f"token {missing} is missing{group.name and ' of '}{group.name}, and the "
+                    f"producer has only those from {max(starts, first)} on",
+                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                )
+            rows.append(Rows(lease, None, None, (missing - starts) // unit))
         units = -(-num_tokens // unit) - missing // unit
         # A consumer may hold blocks for tokens to come.
         held = -(-num_tokens // group.block_tokens) - table.skipped
-        found.append(
-            Missing(
-                group.name,
-                [it.lease for it in theirs],
-                group.cache,
-                table.blocks[:held],
-                units,
-                (missing - first) // unit,
-                (missing - begin) // unit,
-                units * group.unit_nbytes,
-            )
+        target = Rows(group.cache, table.blocks[:held], None, (missing - begin) // unit)
+        transfers[group.name] = (
+            Transfer(rows[0], target, units)
+            if len(rows) == 1
+            else Transfer(rows, target, units, rank=rank)
         )
+        nbytes += units * group.unit_nbytes
+    return transfers, nbytes
+
+
+class Share(NamedTuple):
+    """Which workers of a producer a worker of a consumer reads under tensor parallelism.
+
+    Attributes:
+        mine: Those that the worker reads, in order of heads.
+        spare: Those that no worker reads, and that this one frees.
+        readers: How many workers say to each that they are done.
+    """
+
+    mine: tuple[int, ...]
+    spare: tuple[int, ...]
+    readers: tuple[int, ...]
+
+
+@lru_cache(64)
+def share_of(rank: int, ranks: int, owners: int, num_heads: int) -> Share:
+    """Return what worker `rank` of `ranks` reads of a producer with `owners` workers."""
+    counts = readers_of(ranks, owners, num_heads)
+    spare = [owner for owner in range(owners) if not counts[owner] and rank == 0]
+    return Share(
+        tuple(read_from(rank, ranks, owners, num_heads)),
+        tuple(spare),
+        tuple(max(1, count) for count in counts),
+    )
+
+
+def heads_of(rank: int, ranks: int, num_heads: int) -> range:
+    """The KV heads of a worker under tensor parallelism; with more workers than heads, copies."""
+    if num_heads % ranks == 0:
+        each = num_heads // ranks
+        return range(rank * each, (rank + 1) * each)
+    if ranks % num_heads == 0:
+        head = rank * num_heads // ranks
+        return range(head, head + 1)
+    raise invalid(f"num_heads={num_heads} and {ranks} workers: neither divides the other")
+
+
+def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
+    """Which of the producer's workers a worker of the consumer pulls from, in order of heads."""
+    wanted = heads_of(rank, ranks, num_heads)
+    found: list[int] = []
+    covered = wanted.start
+    for owner in range(owners):
+        heads = heads_of(owner, owners, num_heads)
+        if heads.start <= covered < heads.stop and covered < wanted.stop:
+            found.append(owner)
+            covered = heads.stop
     return found
+
+
+def readers_of(ranks: int, owners: int, num_heads: int) -> list[int]:
+    """How many of the consumer's workers pull from each of the producer's."""
+    counts = [0] * owners
+    for rank in range(ranks):
+        for owner in read_from(rank, ranks, owners, num_heads):
+            counts[owner] += 1
+    return counts
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -199,18 +208,14 @@ _decoder = msgspec.msgpack.Decoder(tuple[tuple[bytes, Number], ...])
 
 
 def encode_leases(leases: Sequence[GroupLease]) -> bytes:
-    """What a producer grants, for the wire."""
-    return _encoder.encode([(it.lease.to_bytes(), it.first_token) for it in leases])
+    """Return what a producer grants, for the wire."""
+    return _encoder.encode([(lease.to_bytes(), first) for lease, first in leases])
 
 
 def decode_leases(blob: bytes) -> tuple[GroupLease, ...]:
-    """Check and read what `encode_leases` has written.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is none.
-    """
+    """Check and read what `encode_leases` has written."""
     try:
         found = _decoder.decode(blob)
     except Exception as error:  # the peer's input decides which: nesting raises RecursionError
         raise invalid(f"data={shown(blob)} is no grant of leases: {error}") from None
-    return tuple(GroupLease(BlockLease.from_bytes(lease), first) for lease, first in found)
+    return tuple([GroupLease(BlockLease.from_bytes(lease), first) for lease, first in found])

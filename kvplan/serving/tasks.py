@@ -1,15 +1,19 @@
-"""The coroutines of an exchange: bounded for each peer whose messages begin them."""
+"""Coroutines and threads of an exchange: each peer has its own share, which no other can use up."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar, TypeVarTuple
+from weakref import WeakValueDictionary
 
 from kvplan.serving.messages import peer_log
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 
 MAX_OF_PEER: Final = 8192
 """Coroutines that one peer's messages have begun: two for each ask that may wait (`MAX_WAITING`).
@@ -17,48 +21,34 @@ MAX_OF_PEER: Final = 8192
 A consumer that keeps to the rules stays below this also in a burst; what is dropped of it would
 leave blocks leased, or a request without an answer, until their time is over.
 """
-_MAX_IN_THREADS: Final = 8  # functions at once, each of which may wait for a stopped peer
+_MAX_THREADS: Final = (
+    1024  # made as they are needed; more peers than that are never stopped at once
+)
+
+OWN: Final = -1
+"""In place of a cluster id: the share of the program itself."""
 
 
 class Tasks:
-    """Runs coroutines in a loop; all methods are called there.
+    """Coroutines in a loop; all methods are called there."""
 
-    Args:
-        loop: Runs them.
-        threads: Run functions that may block for a moment.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, threads: Executor) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._threads = threads
-        self._in_threads = asyncio.Semaphore(_MAX_IN_THREADS)
         self._running: set[asyncio.Task[None]] = set()
         self._of_peers: Counter[int] = Counter()  # by cluster id
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine; an exception of it is logged."""
+    def spawn(self, coroutine: Coroutine[Any, Any, None], cluster_id: int = OWN) -> None:
+        """Run a coroutine, or drop it if MAX_OF_PEER of that cluster run."""
+        if cluster_id != OWN:
+            if self._of_peers[cluster_id] >= MAX_OF_PEER:
+                coroutine.close()
+                text = "cluster %d: a message is dropped: %d of its are being answered"
+                peer_log.warning(text, cluster_id, MAX_OF_PEER)
+                return
+            self._of_peers[cluster_id] += 1
         task = self._loop.create_task(coroutine)
         self._running.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def spawn_for(self, cluster_id: int, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that a peer's message begins, or drop it if MAX_OF_PEER of its run."""
-        if self._of_peers[cluster_id] >= MAX_OF_PEER:
-            coroutine.close()
-            peer_log.warning(
-                "cluster %d: a message is dropped: %d of its are being answered",
-                cluster_id,
-                MAX_OF_PEER,
-            )
-            return
-        self._of_peers[cluster_id] += 1
-        self.spawn(coroutine).add_done_callback(partial(self._ended_of, cluster_id))
-
-    async def in_thread(self, function: Callable[..., object], *args: object) -> None:
-        """Run a function that may block for a moment in a thread."""
-        async with self._in_threads:
-            await self._loop.run_in_executor(self._threads, function, *args)
+        task.add_done_callback(partial(self._ended, cluster_id))
 
     async def cancel(self) -> None:
         """Cancel all, and wait until they have ended."""
@@ -66,12 +56,32 @@ class Tasks:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _ended_of(self, cluster_id: int, _: asyncio.Task[None]) -> None:
-        self._of_peers[cluster_id] -= 1
-        if not self._of_peers[cluster_id]:
-            del self._of_peers[cluster_id]
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, cluster_id: int, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
+        if cluster_id != OWN:
+            self._of_peers[cluster_id] -= 1
+            if not self._of_peers[cluster_id]:
+                del self._of_peers[cluster_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             peer_log.warning("the exchange goes on after an error", exc_info=error)
+
+
+class PeerThreads:
+    """Threads for calls that may wait for a peer: a stopped peer delays only its own calls."""
+
+    def __init__(self, name: str, max_of_peer: int) -> None:
+        self._pool = ThreadPoolExecutor(_MAX_THREADS, name)
+        self._max_of_peer = max_of_peer
+        self._slots: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, cluster_id: int, function: Callable[[*_Args], _T], *args: *_Args) -> _T:
+        """Call a function in a thread of a peer; waits while `max_of_peer` are in use."""
+        slots = self._slots.get(cluster_id)
+        if slots is None:
+            slots = self._slots[cluster_id] = asyncio.Semaphore(self._max_of_peer)
+        async with slots:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def close(self) -> None:
+        """Wait for all calls, and end the threads."""
+        self._pool.shutdown()

@@ -30,11 +30,7 @@ before a number."""
 
 
 def digest_of(request: Inputs, num_tokens: int, count_keys: CountKeys | None = None) -> bytes:
-    """Return the digest of the first tokens of a prompt, and of all else that vLLM keys on.
-
-    Raises:
-        UnknownInputError: vLLM keys on more than is known here, or an input cannot be read.
-    """
+    """Return the digest of the first tokens of a prompt, and of all else that vLLM keys on."""
     tokens = request.prompt_token_ids
     if not tokens:
         raise UnknownInputError("a prompt without token ids")

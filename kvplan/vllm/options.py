@@ -27,9 +27,6 @@ class ConnectorOptions:
         explain: log how each request was fetched; so does KVPLAN_EXPLAIN=1.
         engine: options of the kvplan engine, such as {"kvplan.cluster_key_file": "..."}.
         exchange: time limits.
-
-    Raises:
-        TypeError, LLMException: LLM_PARAM_INVALID: a value, or a key, that cannot be.
     """
 
     mode: str = "pull"

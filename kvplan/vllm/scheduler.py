@@ -52,15 +52,7 @@ class _Computed:
 
 
 class ConnectorScheduler:
-    """Lives in the process of vLLM's scheduler, and says to the workers what to do.
-
-    Args:
-        engine_id: of vLLM's engine; another after a restart.
-        windowed: whether some layers attend to the last tokens alone, and vLLM frees their blocks
-            before.
-        count_keys: how many keys vLLM's prefix cache has for a request, besides its tokens; None:
-            this is not compared.
-    """
+    """Lives in the process of vLLM's scheduler, and says to the workers what to do."""
 
     def __init__(
         self, engine_id: str, *, windowed: bool = False, count_keys: CountKeys | None = None
@@ -176,12 +168,7 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """What the step that is scheduled now computes, of requests that consumers wait for.
-
-        Args:
-            scheduled: how many tokens of each request, by its id.
-            blocks_of: the blocks of a request that is scheduled.
-        """
+        """What the step that is scheduled now computes, of requests that consumers wait for."""
         for name in scheduled.keys() & self._computing.keys():
             it = self._computing[name]
             end = it.request.num_computed_tokens + scheduled[name]

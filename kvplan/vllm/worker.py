@@ -14,8 +14,7 @@ from kvplan.layout import Shard
 from kvplan.logs import Log
 from kvplan.planning.plan import MAX_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
-from kvplan.serving.ranks import heads_of
-from kvplan.serving.tables import tables_of
+from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, LlmRole
 from kvplan.vllm.figures import Figures
@@ -125,11 +124,7 @@ class Results:
 
 
 class ConnectorWorker:
-    """Lives in a worker of vLLM, from `register` to `close`.
-
-    Args:
-        instance: of the engine, as the scheduler's half has it.
-    """
+    """Lives in a worker of vLLM, from `register` to `close`."""
 
     def __init__(self, instance: bytes, model: Model, options: ConnectorOptions) -> None:
         self._instance = instance
@@ -144,12 +139,7 @@ class ConnectorWorker:
         self._on_host = True
 
     def register(self, layers: Mapping[str, Any]) -> None:
-        """Take the cache that vLLM has allocated: a tensor for each layer.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: tensors that are no paged cache of one kind, or with
-                gaps; what the engine's options cannot be.
-        """
+        """Take the cache that vLLM has allocated: a tensor for each layer."""
         model, options = self._model, self._options
         views = [self._view(it, layers) for it in model.groups]
         names = [name for it in views for name in it.names]
@@ -235,11 +225,7 @@ class ConnectorWorker:
 
     @property
     def exchange(self) -> Exchange:
-        """Of its cache.
-
-        Raises:
-            LLMException: LLM_FAILED: `register` was not called.
-        """
+        """Of its cache."""
         if self._exchange is None:
             raise LLMException("the connector has no cache: register_kv_caches was not called")
         return self._exchange

@@ -8,11 +8,10 @@ from typing import Any
 
 from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel
-from kvplan.control.client import connect
+from kvplan.control.connecting import Server, connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Sync, Synced
-from kvplan.control.server import Server
 from tests.support.peer import Peer
 
 DEADLINE_S = 10.0

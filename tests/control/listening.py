@@ -6,9 +6,9 @@ from typing import Any
 
 from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel
+from kvplan.control.connecting import Server
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Synced
-from kvplan.control.server import Server
 from tests.control.conversation import LOCAL
 
 

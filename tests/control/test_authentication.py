@@ -11,11 +11,10 @@ import pytest
 import zmq
 
 from kvplan.control.auth import ClusterKey, Keys
-from kvplan.control.client import connect
+from kvplan.control.connecting import Server, connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Find, Sync, Synced, encode
-from kvplan.control.server import Server
 from kvplan.control.zmtp import GREETING_NBYTES, UNUSED_AT, greeting
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Recorder

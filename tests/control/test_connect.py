@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from kvplan.control.auth import ClusterKey, Keys
-from kvplan.control.client import connect
+from kvplan.control.connecting import Server, connect, warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync, Synced
-from kvplan.control.server import Server, warn_unauthenticated
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
 from tests.support.refusals import refused

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvplan.control.auth import ClusterKey, Keys
-from kvplan.control.client import connect
+from kvplan.control.connecting import connect
 from kvplan.control.data_streams import DialledStreams
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop, RefusalLog

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvnative._packets import LARGEST, take_packets
-from kvplan.control.direct import WINDOW, DirectListener, DirectSender, connect
+from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, connect
 
 NOBODY = 65534
 DEADLINE_S = 10  # only what waits for a socket reaches it

@@ -8,7 +8,7 @@ import pytest
 
 from kvplan.control.auth import Keys
 from kvplan.control.channel import Channel
-from kvplan.control.client import connect
+from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Failed, Sync
 from tests.control.conversation import (

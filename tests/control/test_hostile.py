@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvplan.control.auth import ClusterKey, Keys
-from kvplan.control.client import connect
+from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop, RefusalLog
 from kvplan.control.messages import MAX_NBYTES, PROTOCOL_VERSION, Ping, Pong, Sync, Synced, encode
 from kvplan.control.zmtp import greeting

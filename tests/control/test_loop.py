@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvplan.control.auth import Keys
-from kvplan.control.client import connect
+from kvplan.control.connecting import Server, connect
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync
-from kvplan.control.server import Server
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import (
     DEADLINE_S,

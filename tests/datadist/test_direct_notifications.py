@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import ClusterInfo, LlmDataDist
-from kvplan.control.direct import WINDOW
+from kvplan.control.notifying import WINDOW
 from kvplan.engine.notifications import MAX_UNREAD_OF_ONE
 from tests.datadist.conftest import MakeEngine, MakePeer
 from tests.datadist.peer import Peer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, Notification
-from kvplan.control.direct import WINDOW
+from kvplan.control.notifying import WINDOW
 from kvplan.engine.notifications import MAX_UNREAD_OF_ONE
 from tests.datadist.conftest import MakePeer
 from tests.datadist.peer import Peer

@@ -13,10 +13,10 @@ from typing import Any, Self
 from kvplan import CacheDesc, DataType, LlmRole, LLMStatusCode
 from kvplan.control.auth import Keys
 from kvplan.control.endpoint import Endpoint
+from kvplan.control.notifying import Inbox
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus
-from kvplan.links.notifying import Inbox
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Transport
 

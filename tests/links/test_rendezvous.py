@@ -15,8 +15,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.links import LinkState, RegisterMemStatus
-from kvplan.links.rank_table import Location, locate
-from kvplan.links.rendezvous import socket_directory
+from kvplan.links.rendezvous import Location, locate, socket_directory
 from tests.links.end import End
 from tests.links.peer import Peer
 from tests.support.refusals import refused

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from kvplan import LLMException, LlmRole, LLMStatusCode
 from kvplan.control.auth import ClusterKey, Keys, proof_of, user_key
 from kvplan.control.channel import Channel
-from kvplan.control.client import connect
+from kvplan.control.connecting import connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (

@@ -29,7 +29,7 @@ from kvplan.control import messages as control
 from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
-from kvplan.links.rank_table import locate
+from kvplan.links.rendezvous import locate
 from kvplan.llm_datadist.configs import _checked_cluster_info
 from kvplan.planning import files
 from kvplan.recording import format as recording

@@ -22,7 +22,7 @@ from kvplan.serving import (
     Target,
     token_digest,
 )
-from kvplan.serving.ranks import heads_of
+from kvplan.serving.tables import heads_of
 from tests.serving.worker import (
     DEADLINE_MS,
     DIM,

@@ -200,9 +200,12 @@ def test_the_unit_that_a_request_ends_in_is_fetched_whole(
     desc = CacheDesc(2, (32, 2, 6), DataType.DT_INT8, kv_tensor_format="block token dim")
     group = CacheGroup("", Cache(desc, 1), token_unit=4)
     lease = BlockLease(10, bytes(16), 1, 0, (4, 11, 7), True, "", ())
-    found = missing_of([group], [[GroupLease(lease, 0)]], [8, 3, 6], first_token, num_tokens)
-    assert [(it.num_tokens, it.src_token, it.dst_token, it.nbytes) for it in found] == (
-        [(units, first_token // 4, first_token // 4, units * 2 * 6)] if units else []
+    leases = [[GroupLease(lease, 0)]]
+    found, nbytes = missing_of([group], leases, [8, 3, 6], first_token, num_tokens)
+    first = first_token // 4
+    assert nbytes == units * 2 * 6
+    assert [(it.num_tokens, it.src.first_token, it.dst.first_token) for it in found.values()] == (
+        [(units, first, first)] if units else []
     )
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvplan import ClusterInfo, Transfers
-from kvplan.serving import Target
+from kvplan import BlockLease, ClusterInfo, Transfers
+from kvplan.serving import Chunk, Handle, Source, Target, token_digest
 from kvplan.serving.asks import MAX_GOAL_NBYTES
-from kvplan.serving.messages import Ask, encode
+from kvplan.serving.messages import Ask, encode, pieces
+from kvplan.serving.pusher import Goal
 from tests.faults.gate import Gate
-from tests.serving.test_exchange import MakeWorker
-from tests.serving.worker import INSTANCE, Worker, handle, reference
+from tests.serving.test_exchange import MakePeer, MakeWorker
+from tests.serving.worker import INSTANCE, Worker, handle, prompt, reference
 
 
 @pytest.fixture
@@ -141,3 +142,82 @@ def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:
     assert consumer.exchange.wait(60_000)
     assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, tokens)]
     assert consumer.has(11, blocks, 0, tokens)
+
+
+def test_stopped_consumers_hold_up_no_other(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    """Each has more pushes in flight, which are cancelled, than one peer has threads."""
+    tcp = {"engine_options": {"kvplan.transport": "tcp"}, "push": True, "blocks": 512}
+    producer = make_worker(1, **tcp)
+    honest = make_worker(2, **tcp)
+    stopped = [make_peer(cluster_id, **tcp) for cluster_id in (11, 12)]
+    tokens, blocks = 4000, list(range(500))  # more than a socket takes
+    names = [(peer, f"{peer.source.cluster_id}-{n}") for peer in stopped for n in range(8)]
+    for peer, name in names:
+        wanted = reference([producer.source], 0, 11, tokens, transfer=name)
+        peer.run(
+            "worker.exchange.fetch(name, wanted, target)",
+            name=name,
+            wanted=wanted,
+            target=Target(blocks),
+        )
+        producer.wait_asked(name)
+    for peer in stopped:
+        peer.stop()
+    digest = token_digest(prompt(11, tokens))
+    producer.exchange.begin_step([Chunk(it, digest, blocks, tokens, True) for _, it in names])
+    producer.exchange.end_step()
+    for number, (_, name) in enumerate(names):
+        producer.enter(number, 11, blocks, tokens, name)
+        producer.exchange.abort(handle(number))
+    producer.finish(99, 12, [501, 502, 503], 21)
+    assert honest.fetch(reference([producer.source], 99, 12, 21), [7, 1, 30]).error is None
+    freed: set[Handle] = set()
+    while handle(99) not in freed:
+        assert producer.exchange.wait(60_000)
+        freed |= producer.exchange.take_freed()
+    assert freed == {handle(99)}  # those of the stopped ones are still being read
+    for peer in stopped:
+        peer.resume()
+    while len(freed) <= len(names):  # then all of them are free
+        assert producer.exchange.wait(60_000)
+        freed |= producer.exchange.take_freed()
+
+
+def test_producers_that_are_gone_are_forgotten(make_worker: MakeWorker) -> None:
+    consumer = make_worker(2, lease_ttl_ms=40, link_timeout_ms=200)
+    for cluster_id in range(100, 110):  # nobody listens there
+        nowhere = Source(cluster_id, "127.0.0.1:1")
+        assert consumer.fetch(reference([nowhere], 0, 11, 21), [7, 1, 30]).error is not None
+    producer = make_worker(1)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    assert consumer.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
+    producers = consumer.exchange._producers
+    until(lambda: len(producers) == 1)
+    producer.close()
+    until(lambda: len(producers) == 0)
+
+
+def test_a_link_that_has_ended_is_made_again(make_worker: MakeWorker) -> None:
+    consumer, producer = make_worker(2), make_worker(1)
+    for number in range(2):
+        producer.finish(number, 11, [4, 9, 2], 21)
+        wanted = reference([producer.source], number, 11, 21)
+        assert consumer.fetch(wanted, [7, 1, 30]).error is None
+        consumer.engine.unlink_clusters([1], force=True).raise_for_status()
+
+
+def test_goals_that_wait_are_bounded(make_worker: MakeWorker) -> None:
+    """Whole ones, too: a consumer cannot make its producer keep as many bytes as it likes."""
+    producer, consumer = make_worker(1, push=True), make_worker(2)
+    consumer.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
+    lease = BlockLease(2, bytes(16), 1, 1, tuple(range(2**20)), True, "", ())
+    parts = pieces(Goal(lease, 0, 0).to_bytes())
+    asks = producer.exchange._asks
+    for number in range(6):
+        for part, data in enumerate(parts):
+            name = f"never-{number}"
+            ask = Ask(number, INSTANCE, b"", bytes(16), name, part, len(parts), data)
+            producer.exchange._call(asks.take, 2, ask)
+    until(lambda: not producer.exchange._asks._consumers[2].parts)
+    assert asks._consumers[2].nbytes <= MAX_GOAL_NBYTES
+    assert 1 <= len(asks.waiting) < 6

@@ -21,7 +21,7 @@ from kvplan.serving.messages import (
     encode,
     grants,
 )
-from kvplan.serving.ranks import heads_of, read_from, readers_of
+from kvplan.serving.tables import heads_of, read_from, readers_of
 from tests.support.refusals import refused
 
 HANDLE = bytes(range(16))

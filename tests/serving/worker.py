@@ -22,7 +22,7 @@ from kvplan.serving import (
     Target,
     token_digest,
 )
-from kvplan.serving.ranks import heads_of
+from kvplan.serving.tables import heads_of
 
 LAYERS, HEADS, DIM = 2, 4, 8
 INSTANCE = bytes(range(16))

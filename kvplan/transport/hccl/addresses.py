@@ -1,7 +1,7 @@
 """Addresses of Ascend devices, and the rank table of two devices.
 
 Both ends compute the same table, byte for byte. It is not the rank table that a user gives `link()`
-(`kvplan.links.rank_table`).
+(`kvplan.links.rendezvous`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Where peers connect: accepts conversations, within limits."""
+"""How conversations begin: at the listener, and at the end that connects to one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import socket
 import stat
@@ -15,7 +16,8 @@ from typing import Any, Final
 
 from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel, Handler
-from kvplan.control.data_streams import way_of
+from kvplan.control.connection import DISCONNECTED
+from kvplan.control.data_streams import DialledStreams, bind_source, way_of
 from kvplan.control.endpoint import Endpoint, endpoint_of
 from kvplan.control.loop import ControlLoop
 from kvplan.control.pending_connections import (
@@ -24,7 +26,8 @@ from kvplan.control.pending_connections import (
     PendingConnections,
 )
 from kvplan.logs import Log
-from kvplan.system_limits import system_error
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system_limits import reason_of, system_error
 
 MAX_PENDING: Final = 1024
 """Connections that have not proved the key; without a key, conversations without a link.
@@ -65,19 +68,7 @@ class Server:
     async def listen(
         cls, loop: ControlLoop, endpoint: Endpoint, handler: Handler, keys: Keys
     ) -> Server:
-        """Begin to accept connections.
-
-        Args:
-            loop: runs the conversations, and closes the server when it stops.
-            endpoint: port 0 takes a free one, which `Server.endpoint` then has.
-            handler: of the messages of peers.
-            keys: without any, every peer that can reach the endpoint is admitted; that is logged
-                if other hosts can.
-
-        Raises:
-            LLMException: LLM_FAILED with the phase and the system's error; LLM_OUT_OF_MEMORY: too
-                few descriptors; LLM_PARAM_INVALID: the user's key cannot be read or made.
-        """
+        """Begin to accept connections."""
         server = cls(loop, endpoint, handler)
         try:
             where = None if endpoint.path else await loop.in_worker(_resolve, endpoint)
@@ -220,12 +211,7 @@ class Server:
 
 
 def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
-    """Warn the caller that is about to listen, without a key, where other hosts may reach it.
-
-    Args:
-        endpoint: where; no warning for one that cannot be resolved.
-        stacklevel: as of `warnings.warn`: 1 is the caller of this function.
-    """
+    """Warn the caller that is about to listen, without a key, where other hosts may reach it."""
     with contextlib.suppress(OSError):
         if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
             warnings.warn(
@@ -252,3 +238,109 @@ def _is_abandoned(path: Path) -> bool:
         return False
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) != 0
+
+
+async def connect(
+    loop: ControlLoop,
+    endpoint: Endpoint,
+    handler: Handler,
+    keys: Keys,
+    timeout_s: float,
+    source: str = "",
+) -> Channel:
+    """Begin a conversation with the engine that listens on `endpoint`."""
+    channel: Channel | None = None
+    key: ClusterKey | None = None
+    phase = "resolve"
+    try:
+        async with asyncio.timeout(timeout_s):
+            addresses = await _addresses_of(loop, endpoint)
+            phase = "connect"
+            stream = await _connect_any(addresses, source)
+            try:
+                phase = "authenticate"
+                address = stream.getpeername()
+                key = await keys.at(loop, endpoint_of(address))
+                phase = "handshake" if key is None else "authenticate"
+                channel = Channel(
+                    loop,
+                    key,
+                    handler,
+                    listening=False,
+                    peer=str(endpoint),
+                    streams=partial(
+                        DialledStreams,
+                        family=stream.family,
+                        # A Unix socket may have another name at the other end.
+                        address=endpoint.path or address,
+                        way=way_of(stream.getsockname(), address),
+                        source=source,
+                        private=key is not None,
+                    ),
+                )
+            except BaseException:
+                stream.close()
+                raise
+            channel.connection.stream.attach(stream)
+            channel.connection.open()
+            await channel.connection.ready()
+    except BaseException as error:
+        if channel is not None:
+            channel.close("could not connect")
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {timeout_s * 1000:.0f} ms"
+        elif isinstance(error, OSError):
+            reason = reason_of(error)
+        elif isinstance(error, LLMException):
+            reason = str(error.args[0])
+        else:
+            raise
+        if channel is not None and channel.connection.greeted and reason == DISCONNECTED:
+            causes = (
+                "too many pending connections"
+                if key is None
+                else "another key, or too many pending connections"
+            )
+            reason += f"; has it {causes}? Its log says"
+        if key is not None and " key" in reason:
+            reason += f"; {key.advice}"
+        raise LLMException(
+            f"{endpoint}: {phase}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
+        ) from None
+    channel.introduced = True
+    return channel
+
+
+async def _addresses_of(loop: ControlLoop, endpoint: Endpoint) -> list[tuple[int, int, Any]]:
+    """The families, protocols and addresses of the endpoint."""
+    if endpoint.path:
+        return [(socket.AF_UNIX, 0, endpoint.path)]
+    resolve = partial(socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    try:
+        found: list[Any] = resolve(flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await loop.in_worker(resolve)
+    return list(
+        dict.fromkeys((family, protocol, address) for family, _, protocol, _, address in found)
+    )
+
+
+async def _connect_any(addresses: list[tuple[int, int, Any]], source: str) -> socket.socket:
+    """Connect to the first address that answers."""
+    running = asyncio.get_running_loop()
+    refused: dict[str, None] = {}
+    for family, protocol, address in addresses:
+        stream = socket.socket(family, socket.SOCK_STREAM, protocol)
+        try:
+            stream.setblocking(False)
+            bind_source(stream, source)
+            await running.sock_connect(stream, address)
+        except BaseException as error:
+            stream.close()
+            if not isinstance(error, OSError):
+                raise
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            refused[reason] = None
+        else:
+            return stream
+    raise OSError("; ".join(refused))

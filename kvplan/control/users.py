@@ -1,16 +1,19 @@
-"""Directories that only this user can use: for sockets while it is logged in, and for state."""
+"""Users of this host: their directories, and which of them is at the other end of a socket."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvplan.status import LLMException
 
 _OTHERS = 0o077
 _OTHERS_WRITE = 0o022
+_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
@@ -21,15 +24,7 @@ class StateFile(NamedTuple):
 
 
 def private_directory(directory: Path, name: str) -> Path:
-    """Make a directory if necessary, and check that only this user can use it.
-
-    Args:
-        directory: its path; the one above it must exist.
-        name: of it, for messages.
-
-    Raises:
-        LLMException: LLM_FAILED: it cannot be made, or others could use it.
-    """
+    """Make a directory if necessary, and check that only this user can use it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -50,9 +45,6 @@ def check_above(directory: Path, name: str) -> None:
 
     A user who may write to a directory may rename what is in it, unless it is sticky; its owner
     always may.
-
-    Raises:
-        LLMException: LLM_FAILED: another user can; says where, and what to do.
     """
     # The owner of the root directory is trusted; in a user namespace it may have another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # noqa: PTH116
@@ -98,3 +90,17 @@ def state_file(name: str) -> StateFile:
     if not os.path.lexists(file) and not is_writable:
         return StateFile(runtime_directory() / name, f"{found} cannot be written to")
     return StateFile(file, "")
+
+
+class Credentials(NamedTuple):
+    """Of the process that connected, or that listened: as they were then."""
+
+    pid: int
+    uid: int
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """Ask the kernel."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(found)
+    return Credentials(pid, uid)

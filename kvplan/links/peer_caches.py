@@ -1,0 +1,278 @@
+"""What a link knows of the caches of its peer, and the memory behind them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvplan.control.messages import Found, Table
+from kvplan.links.address_index import AddressIndex
+from kvplan.links.peer_table import (
+    PeerCache,
+    PeerTable,
+    find_by_address,
+    no_cache_at,
+    not_reached,
+)
+from kvplan.links.values import LinkLifecycle
+from kvplan.planning.side import Side
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.execution.memory import TensorMemory
+    from kvplan.lease import BlockLease
+    from kvplan.transport.protocol import PeerMemory, TransportLink
+
+_MAX_JOINED: Final = 64  # sets of caches whose memory is kept joined
+
+
+class PeerCaches(LinkLifecycle, ABC):
+    """A link as far as it knows the caches of its peer, and the memory behind them.
+
+    `apply` is called by the control thread; the other methods are for operations, in any thread.
+
+    Attributes:
+        instance: Of the peer's engine.
+        transport: The name of the transport of the link.
+        transport_link: The connection of the transport; None: it is not made yet, or has ended.
+        routes: What users of the link remember of its caches: another dict whenever what is known
+            of them has changed.
+    """
+
+    def __init__(self, cluster_id: int) -> None:
+        super().__init__(cluster_id)
+        self.instance = b""
+        self.transport = ""
+        self.transport_link: TransportLink | None = None
+        self._table = PeerTable(cluster_id)
+        self.routes: dict[Any, Any] = {}
+        self._sides: dict[int, tuple[PeerCache, Side]] = {}
+        self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
+        self._joined: dict[
+            tuple[tuple[int, ...], bool, bool], tuple[tuple[PeerCache, ...], PeerMemory]
+        ] = {}
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Have all that the peer has changed of its caches: that arrives before its reply."""
+
+    def cache(
+        self,
+        index: CacheKeyByIdAndIndex | BlocksCacheKey | BlockLease,
+        *,
+        writable: bool = False,
+        speculative: bool = False,
+    ) -> PeerCache:
+        """The peer's cache that `index` names; the peer is asked for one that is not known yet."""
+        is_key = isinstance(index, BlocksCacheKey)
+        if isinstance(index, BlocksCacheKey):
+            offered, wanted = self._table.by_model, index.model_id
+        else:
+            offered, wanted = self._table.by_id, index.cache_id
+        found = offered.get(wanted)
+        link = self.transport_link
+        if found is None or (
+            self._may_be_freed(found, speculative=speculative)
+            if is_key
+            # It is this cache that is meant, freed or not: the transfer may find that out itself.
+            else writable and (link is None or link.detects_freed == "after")
+        ):
+            self.sync()
+            found = offered.get(wanted)
+        if found is not None:
+            return found
+        name = "model_id" if is_key else "cache_id"
+        raise LLMException(
+            f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
+            f"{shown(sorted(offered))}",
+            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        )
+
+    def caches(self) -> tuple[PeerCache, ...]:
+        """All that the peer offers, as far as it has been published."""
+        return self._table.caches()
+
+    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
+        """All that the peer offers, by addresses."""
+        link = self.transport_link
+        if ask or (writable and (link is None or link.detects_freed == "after")):
+            self.sync()
+        return self._table.address_index(writable=writable)
+
+    def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
+        """Return True if the peer may have freed the cache, so that its key names another."""
+        link = self.transport_link
+        if link is None or link.detects_freed == "after":
+            return True
+        if link.detects_freed == "before":
+            return not speculative
+        try:
+            self.memory(cache, writable=False).check()
+        except LLMException as error:
+            return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        return False
+
+    def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
+        """The cache that `lease` names."""
+        if lease.instance != self.instance:
+            raise LLMException(
+                f"{lease} has ended: cluster {self.cluster_id} was restarted since",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        found = None if writable else self._table.by_id.get(lease.cache_id)
+        return self.cache(lease, writable=writable) if found is None else found
+
+    def leased_memory(
+        self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
+    ) -> PeerMemory:
+        """As `joined_memory`, and transfers with it fail once one of `leases` has ended."""
+        memory = self.joined_memory(caches, writable=writable)
+        return memory.leased(leases) if leases else memory
+
+    def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
+        """The tensors of `cache`, as a side of a transfer."""
+        key = (cache.cache_id, writable)
+        held = self._memories.get(key)
+        if held is not None and held[0] is cache:
+            return held[1]
+        memory = self._transport_link_to(cache).memory(
+            cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
+        )
+        self._memories[key] = (cache, memory)
+        # A change of the table, or the end of the link, is visible before memories are cleared.
+        if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
+            self._memories.pop(key, None)
+        return memory
+
+    def joined_memory(
+        self, caches: Sequence[PeerCache], *, writable: bool, any_holder: bool = False
+    ) -> PeerMemory:
+        """The tensors of several caches, one cache after another, as one side of a transfer."""
+        if len(caches) == 1:
+            return self.memory(caches[0], writable=writable)
+        key = (tuple(it.cache_id for it in caches), writable, any_holder)
+        held = self._joined.get(key)
+        if held is not None and all(a is b for a, b in zip(held[0], caches, strict=True)):
+            return held[1]
+        link, *_ = [self._transport_link_to(it) for it in caches]
+        memory = link.memory(
+            np.concatenate([np.array(it.addresses, dtype=np.uint64) for it in caches]),
+            np.repeat(
+                np.array([it.desc.tensor_nbytes for it in caches], dtype=np.uint64),
+                [len(it.addresses) for it in caches],
+            ),
+            writable=writable,
+            metadata=[it.metadata for it in caches for _ in it.addresses],
+            any_holder=any_holder,
+        )
+        if len(self._joined) >= _MAX_JOINED:
+            self._joined.clear()
+        self._joined[key] = (tuple(caches), memory)
+        if any(self._table.by_id.get(it.cache_id) is not it for it in caches) or not self.is_live:
+            self._joined.pop(key, None)  # as of one cache
+        return memory
+
+    def side(self, cache: PeerCache) -> Side:
+        """`cache` as a side of a plan, with how it is reached."""
+        known = self._sides.get(cache.cache_id)
+        if known is None or known[0] is not cache:
+            side = replace(cache.side, way=self._described_way)
+            known = self._sides[cache.cache_id] = cache, side
+        return known[1]
+
+    def tensors(
+        self, addresses: Sequence[int], stride: int, *, paged: bool
+    ) -> tuple[Side, TensorMemory]:
+        """The peer's tensors at `addresses`, to be written in rows of `stride` bytes.
+
+        As many rows as the cache has room for after each. The peer is asked for unknown addresses.
+        """
+        known = find_by_address(self._table.caches(), addresses)
+        if known is None or self._may_be_freed(known.cache):
+            self.sync()
+            known = find_by_address(self._table.caches(), addresses)
+        if known is None:
+            raise no_cache_at(self._table.caches(), str(self), addresses)
+        cache, left = known
+        link = self._transport_link_to(cache)
+        if (count := min(left) // stride) == 0:
+            short = left.index(min(left))
+            raise invalid(
+                f"addresses[{short}]={addresses[short]:#x} has {min(left)} bytes behind it, in its "
+                f"tensor of cache {cache.cache_id} of {self}; a row takes stride={stride}"
+            )
+        name = f"addresses in cache {cache.cache_id} of {self}"
+        side = Side(
+            len(addresses),
+            count,
+            stride,
+            paged,
+            cache.desc.placement,
+            name=name,
+            way=self._described_way,
+        )
+        memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
+        return side, memory
+
+    def _transport_link_to(self, cache: PeerCache) -> TransportLink:
+        link = self.transport_link
+        if link is None:
+            raise self.refusal()
+        if not cache.metadata:
+            raise not_reached(cache, self.transport)
+        return link
+
+    def forget(self) -> None:
+        """Clear what is cached of the peer's memory; the transport is asked for it again."""
+        self.routes = {}
+        self._memories.clear()
+        self._joined.clear()
+        self._sides.clear()
+
+    def apply(self, table: Table) -> None:
+        """Apply what the peer publishes of its caches."""
+        changed = self._table.apply(table)
+        self.routes = {}
+        self._joined.clear()
+        for cache_id in changed:
+            self._sides.pop(cache_id, None)
+            for writable in (False, True):
+                self._memories.pop((cache_id, writable), None)
+        self.prepare(changed)
+
+    def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
+        """Have memory of the peer's caches (None: of all) reached before a transfer needs it."""
+        link = self.transport_link
+        if link is None or not self.is_live:
+            return
+        offered = self._table.by_id
+        for cache_id in list(offered) if cache_ids is None else cache_ids:
+            cache = offered.get(cache_id)
+            if cache is not None and cache.metadata:
+                link.prepare(partial(self._reach, cache))
+
+    def _reach(self, cache: PeerCache) -> None:
+        if self._table.by_id.get(cache.cache_id) is cache:
+            self.memory(cache, writable=False)
+
+    @property
+    def way(self) -> str:
+        """By what means bytes move over the link; empty before the peer's memory is reached."""
+        return "" if self.transport_link is None else self.transport_link.way
+
+    @property
+    def _described_way(self) -> str:
+        return f"{self.transport}: {self.way}"
+
+    def _cache_of(self, found: Found) -> PeerCache:
+        """The cache of a reply: the object in the table, if they are equal."""
+        cache = PeerCache.of(self.cluster_id, found.entry)
+        known = self._table.by_id.get(cache.cache_id)
+        return known if known == cache else cache
