@@ -257,9 +257,7 @@ def tune_machine(run: Run, name: str) -> Row:
     note = f"the slowest of {len(found)}, {len(sure)} of them sure"
     if sure:
         tuning = sure[-1].tuning
-        note += (
-            f": past the caches from {tuning.bypass_nbytes / MIB:g} MiB on by {tuning.bypassing}"
-        )
+        note += f": past the caches from {tuning.bypass_nbytes / MIB:g} MiB on"
     return Row(name, max(it.took_ms for it in found), "ms", 300, note=f"{note}; limit: the budget")
 
 

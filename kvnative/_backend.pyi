@@ -20,7 +20,6 @@ __all__ = [
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
     "MAX_STRIPES",
-    "STRATEGIES",
     "Backend",
     "NativeError",
     "ThreadPool",
@@ -45,7 +44,6 @@ KVN_NO_DEVICE_MEMORY: int
 KVN_REVOKED: int
 
 MAX_STRIPES: int
-STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError):
     errno: int
@@ -68,5 +66,5 @@ class Backend:
     @property
     def name(self) -> str: ...
 
-def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
+def host_backend(pool: ThreadPool) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...

@@ -10,13 +10,13 @@ from kvnative._tuning cimport fill_tuning
 
 import os
 
-from kvnative._tuning import STRATEGIES, builtin_tuning, check_strategy
+from kvnative._tuning import builtin_tuning
 
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
     "KVN_REVOKED", "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
-    "MAX_STRIPES", "STRATEGIES", "Backend", "NativeError", "ThreadPool", "host_backend", "striped",
+    "MAX_STRIPES", "Backend", "NativeError", "ThreadPool", "host_backend", "striped",
 ]
 
 # The same names for Python as in status.h.
@@ -171,22 +171,16 @@ cdef class Backend:
         return f"<Backend {self.name}>"
 
 
-def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
-    """Copies memory that this process can address.
+def host_backend(ThreadPool pool not None) -> Backend:
+    """Return a backend that copies memory which this process can address.
 
     Args:
-        pool: the threads that copy. Small batches are copied by the submitting thread.
-        strategy: one of ``usable_strategies()`` for all batches, or "auto": as the pool is tuned.
+        pool: the threads that copy. The submitting thread copies small batches.
 
     Raises:
-        ValueError: an unknown strategy, or one that this processor lacks.
         NativeError: the pool belongs to the process that this one was forked from.
     """
-    cdef kvn_copy copy = NULL
-    if strategy != "auto":
-        check_strategy(strategy)
-        copy = kvn_copy_function(STRATEGIES.index(strategy))
-    return Backend.adopt(kvn_host_create(pool.usable(), copy), pool, "host_backend")
+    return Backend.adopt(kvn_host_create(pool.usable()), pool, "host_backend")
 
 
 def striped(backends, *, min_nbytes: int) -> Backend:

@@ -37,7 +37,7 @@ static bool open_mover(mover *it, const kvn_candidate *candidate)
     if (!it->pool)
         return false;
     kvn_pool_tune(it->pool, &candidate->tuning);
-    it->backend = kvn_host_create(it->pool, NULL);
+    it->backend = kvn_host_create(it->pool);
     return it->backend != NULL;
 }
 
