@@ -151,7 +151,7 @@ def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, An
 
 def test_other_machines_stay(path: Path) -> None:
     path.parent.mkdir()
-    path.write_text('{"schema_version": 1, "machines": {"another": {"of": "a later version"}}}')
+    path.write_text('{"schema_version": 2, "machines": {"another": {"of": "a later version"}}}')
     assert load_tuning() is None
     save_tuning(MINE)
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
@@ -160,7 +160,7 @@ def test_other_machines_stay(path: Path) -> None:
 def store_beside_ever_deeper_ones(path: Path) -> None:
     for depth in range(300, 20_000, 50):
         deep = "[" * depth + "]" * depth
-        path.write_text(f'{{"schema_version": 1, "machines": {{"another": {deep}}}}}')
+        path.write_text(f'{{"schema_version": 2, "machines": {{"another": {deep}}}}}')
         save_tuning(MINE)
 
 
