@@ -13,7 +13,8 @@ __all__ = ["extents_clash", "first_below", "first_different"]
 cdef extern from "core/intervals.h" nogil:
     size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least)
     int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nbytes,
-                          uint64_t *read, size_t num_read, uint64_t read_nbytes)
+                          uint64_t *read, size_t num_read, uint64_t read_nbytes,
+                          uint64_t *scratch)
 
 
 def first_below(values, uint64_t least):
@@ -51,14 +52,14 @@ def extents_clash(dst_bases, uint64_t dst_nbytes, src_bases, uint64_t src_nbytes
         acquire_uint64(&src, src_bases, "src_bases")
         try:
             written, read = dst.shape[0], src.shape[0]
-            starts = <uint64_t *>malloc((written + read) * sizeof(uint64_t))
+            starts = <uint64_t *>malloc(2 * (written + read) * sizeof(uint64_t))
             if starts is NULL:
                 raise MemoryError(f"no memory to sort {written + read} addresses in")
             with nogil:
                 memcpy(starts, dst.buf, written * sizeof(uint64_t))
                 memcpy(starts + written, src.buf, read * sizeof(uint64_t))
                 clash = kvn_extents_clash(starts, written, dst_nbytes, starts + written, read,
-                                          src_nbytes)
+                                          src_nbytes, starts + written + read)
             free(starts)
             return clash
         finally:

@@ -1,13 +1,14 @@
+/* Times copies of one batch with several tunings in turn, on threads of its own. */
 #include "host/measure.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "core/thread.h"
 #include "host/host.h"
 
 #define LOWEST_PRIORITY 19
@@ -141,7 +142,7 @@ int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_colum
     int error;
 
     whole.caller = KVN_CALLER_WAITS;
-    error = pthread_create(&thread, NULL, measure_main, &self);
+    error = kvn_thread_start(&thread, NULL, "kvn-measure", measure_main, &self);
     if (error == 0)
         error = pthread_join(thread, NULL);
     if (error == 0 && self.done < 0)

@@ -1,9 +1,9 @@
+/* The threads of a pool: workers that move pieces of jobs, and callers that help with their own. */
 #include "host/pool.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +12,7 @@
 
 #include "core/clock.h"
 #include "core/report.h"
+#include "core/thread.h"
 
 /* To sleep and be woken costs some 30 us (docs/internals/adr/0002-copy-strategies.md). So a waiter
  * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
@@ -202,23 +203,17 @@ static void *worker_main(void *argument)
 
 /* ---- the pool ---- */
 
-/* Signals are for the threads of the program, not for the workers. */
 static int start_workers(kvn_pool *pool)
 {
-    sigset_t all, before;
     int error = 0;
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool->started < pool->threads && error == 0) {
-        error = pthread_create(&pool->workers[pool->started], NULL, worker_main, pool);
-        if (error == 0) {
-            char name[16];
-            snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
-            pthread_setname_np(pool->workers[pool->started++], name);
-        }
+        char name[16];
+        snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
+        error = kvn_thread_start(&pool->workers[pool->started], NULL, name, worker_main, pool);
+        if (error == 0)
+            pool->started++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return error;
 }
 
