@@ -21,6 +21,7 @@ __all__ = [
     "KVN_UNSUPPORTED",
     "MAX_STRIPES",
     "Backend",
+    "CallError",
     "NativeError",
     "ThreadPool",
     "host_backend",
@@ -48,6 +49,11 @@ MAX_STRIPES: int
 class NativeError(RuntimeError):
     errno: int
     def __init__(self, message: str = "", number: int = 0) -> None: ...
+
+class CallError(NativeError):
+    code: int
+    status: int
+    def __init__(self, message: str, code: int = 0, status: int = ...) -> None: ...
 
 @final
 class ThreadPool:

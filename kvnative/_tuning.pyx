@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from kvnative.cores import usable_cores
 
-__all__ = ["MAX_PIECE_NBYTES", "NEVER", "Tuning", "builtin_tuning", "check_tuning", "measure_copies"]
+__all__ = ["MAX_PIECE_NBYTES", "NEVER", "Tuning", "builtin_tuning", "check_tuning",
+           "measure_copies"]
 
 MAX_PIECE_NBYTES = 16 << 20
 NEVER = 1 << 62  # a `bypass_nbytes` that no batch reaches
@@ -78,9 +79,6 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds, 
     Returns:
         A list for each round that is whole: nanoseconds by candidate; and how much of the cores
         that it wanted it was given: far below 1, others have them.
-
-    Raises:
-        OSError, MemoryError: the system has no threads, or no memory.
     """
     if not 1 <= len(candidates) <= 64 or not 1 <= rounds <= 1000:
         raise ValueError(f"{len(candidates)} candidates, rounds = {rounds}: expected 1 to 64, 1 to"
