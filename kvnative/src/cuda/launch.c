@@ -1,3 +1,4 @@
+/* Launches the copy kernel, keeps what launches read, and stops launches that have not begun. */
 #include "cuda/launch.h"
 
 #include <errno.h>

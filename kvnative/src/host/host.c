@@ -1,3 +1,4 @@
+/* The backend that copies memory of this process with the threads of a pool. */
 #include "host/host.h"
 
 #include <inttypes.h>
