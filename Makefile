@@ -9,7 +9,7 @@ PYTHON ?= python3
 # cores none is idle while a test waits for another process.
 JOBS ?= 3
 BIN := .venv/bin
-SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*/*.[ch] include/kvnative/*.h tests/support/*.pyx tests/support/native/*.[ch])
+SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*/*.[ch] kvnative/src/*/*.ptx include/kvnative/*.h tests/support/*.pyx tests/support/native/*.[ch])
 
 # pip reads these: what CI installs is pinned in one file, for the isolated builds too.
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
@@ -117,7 +117,7 @@ soak: .venv/dev build/fuzz/fuzz_tcp ## chaos, fuzzers and ThreadSanitizer for MI
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
 
-FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/clock device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client tcp/asking tcp/answers tcp/transfer))
+FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/clock core/library device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client tcp/asking tcp/answers tcp/transfer))
 build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
 	mkdir -p $(@D)
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
@@ -176,7 +176,7 @@ build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
 	$(BIN)/python tools/wheels.py
 
-ptx: .venv/ptx ## compile the CUDA kernel to kvnative/src/cuda/copy_ptx.h with NVRTC, which needs no GPU
+ptx: .venv/ptx ## compile the CUDA kernel to kvnative/src/cuda/copy.ptx with NVRTC, which needs no GPU
 	$(BIN)/python tools/ptx.py
 
 NAMES ?=

@@ -89,8 +89,13 @@ LIBRARY = Path("kvnative/lib/libkvn.so")
 include_dirs = ["include", "kvnative/src"]
 c_sources = sorted(Path("kvnative/src").rglob("*.c"))
 c_folders = [str(it) for it in Path("kvnative/src").rglob("*") if it.is_dir()] + ["kvnative/src"]
-headers = sorted([*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")])
-macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
+# Files that a C source takes in by .incbin.
+embedded = sorted(Path("kvnative/src").rglob("*.ptx"))
+headers = [*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")]
+headers = sorted([*headers, *embedded])
+# zig's cache of objects does not see them but by the command.
+digest = hashlib.sha256(b"".join(path.read_bytes() for path in embedded)).hexdigest()
+macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None), ("KVN_EMBEDDED_SHA256", digest)]
 abi_macros = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
 
 # Failures around backends, for the tests: built in place only.

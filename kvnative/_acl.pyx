@@ -54,9 +54,6 @@ cdef class AclLibrary(DeviceLibrary):
             path: its file, the folder of a toolkit, or a name for the loader's own search; None to
                 look where the environment and the installer of the toolkit say, then to ask the
                 loader.
-
-        Raises:
-            NativeError: it is not there, or cannot be opened, or is too old: says what was tried.
         """
         tried = []
         for files in candidates(NAMES, path):
@@ -127,11 +124,7 @@ cdef class AclLibrary(DeviceLibrary):
         return "aclrtMemcpyBatch" not in self.missing
 
     def device_count(self) -> int:
-        """Return how many devices this process can use.
-
-        Raises:
-            AclError: there is no driver, say.
-        """
+        """Return how many devices this process can use."""
         cdef kvn_failure failure
         cdef uint32_t count = 0
         cdef int status
@@ -150,9 +143,6 @@ cdef class AclLibrary(DeviceLibrary):
         """Call aclFinalize, if it was this library's first user who called aclInit.
 
         Only for a process whose other parts do not use ACL: they could not any more.
-
-        Raises:
-            NativeError: a device is still in use.
         """
         cdef kvn_failure failure
         cdef int status

@@ -20,8 +20,8 @@ __all__ = [
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
     "MAX_STRIPES",
-    "STRATEGIES",
     "Backend",
+    "CallError",
     "NativeError",
     "ThreadPool",
     "host_backend",
@@ -45,11 +45,15 @@ KVN_NO_DEVICE_MEMORY: int
 KVN_REVOKED: int
 
 MAX_STRIPES: int
-STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError):
     errno: int
     def __init__(self, message: str = "", number: int = 0) -> None: ...
+
+class CallError(NativeError):
+    code: int
+    status: int
+    def __init__(self, message: str, code: int = 0, status: int = ...) -> None: ...
 
 @final
 class ThreadPool:
@@ -67,5 +71,5 @@ class Backend:
     @property
     def name(self) -> str: ...
 
-def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
+def host_backend(pool: ThreadPool) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...

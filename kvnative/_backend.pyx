@@ -10,13 +10,14 @@ from kvnative._tuning cimport fill_tuning
 
 import os
 
-from kvnative._tuning import STRATEGIES, builtin_tuning, check_strategy
+from kvnative._tuning import builtin_tuning
 
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
     "KVN_REVOKED", "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
-    "MAX_STRIPES", "STRATEGIES", "Backend", "NativeError", "ThreadPool", "host_backend", "striped",
+    "MAX_STRIPES", "Backend", "CallError", "NativeError", "ThreadPool", "host_backend",
+    "striped",
 ]
 
 # The same names for Python as in status.h.
@@ -46,6 +47,20 @@ class NativeError(RuntimeError):
         self.errno = number
 
 
+class CallError(NativeError):
+    """A call of a vendor's library failed; the message has the call and the library's own text.
+
+    Attributes:
+        code: the library's number for the failure; 0 if the library had no part in it.
+        status: one of the KVN_ constants.
+    """
+
+    def __init__(self, message, code=0, status=KVN_FAILED):
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
 @cython.final
 @cython.auto_pickle(False)
 @cython.no_gc
@@ -58,10 +73,6 @@ cdef class ThreadPool:
         threads: how many, 1 to 64; None for as many as the tuning says.
         tuning: which way of copying for which size, and in what pieces; None: what is built in,
             with as many threads as this process may use cores, at most 16.
-
-    Raises:
-        ValueError: threads out of range, or a tuning that this processor cannot follow.
-        NativeError: the system refuses the threads.
     """
 
     def __cinit__(self, threads: int | None = None, tuning=None):
@@ -159,22 +170,13 @@ cdef class Backend:
         return f"<Backend {self.name}>"
 
 
-def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
-    """Copies memory that this process can address.
+def host_backend(ThreadPool pool not None) -> Backend:
+    """Return a backend that copies memory which this process can address.
 
     Args:
-        pool: the threads that copy. Small batches are copied by the submitting thread.
-        strategy: one of ``usable_strategies()`` for all batches, or "auto": as the pool is tuned.
-
-    Raises:
-        ValueError: an unknown strategy, or one that this processor lacks.
-        NativeError: the pool belongs to the process that this one was forked from.
+        pool: the threads that copy. The submitting thread copies small batches.
     """
-    cdef kvn_copy copy = NULL
-    if strategy != "auto":
-        check_strategy(strategy)
-        copy = kvn_copy_function(STRATEGIES.index(strategy))
-    return Backend.adopt(kvn_host_create(pool.usable(), copy), pool, "host_backend")
+    return Backend.adopt(kvn_host_create(pool.usable()), pool, "host_backend")
 
 
 def striped(backends, *, min_nbytes: int) -> Backend:
@@ -184,9 +186,6 @@ def striped(backends, *, min_nbytes: int) -> Backend:
         backends: 1 to 16 that reach the same memory, as a sequence.
         min_nbytes: bytes that make another stripe worth its while: a batch of less than twice as
             much goes to the first backend alone.
-
-    Raises:
-        ValueError: so many backends, or so few bytes.
     """
     cdef kvn_backend *inner[KVN_MAX_STRIPES]
     cdef Backend backend

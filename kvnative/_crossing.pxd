@@ -1,5 +1,24 @@
-# How arrays cross from Python: checked by name, dtype, byte order and strides, never copied.
+# What crosses between Python and C: columns of numbers, checked and never copied; and failures.
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_GetBuffer
+
+from kvnative._native cimport KVN_INVALID, KVN_OK
+
+
+cdef extern from "core/failure.h" nogil:
+    ctypedef struct kvn_failure:
+        int status
+        int code
+        const char *message
+
+
+cdef inline int raise_failure(object error, int status, const kvn_failure *failure) except -1:
+    """Raise `error`, a CallError, or ValueError for an argument that was refused before a call."""
+    if status == KVN_OK:
+        return 0
+    message = failure.message.decode("utf-8", "replace")
+    if status == KVN_INVALID and failure.code == 0:
+        raise ValueError(message)
+    raise error(message, failure.code, status)
 
 
 cdef inline bint is_native_uint64(const Py_buffer *column) noexcept:
@@ -31,5 +50,35 @@ cdef inline int acquire_uint64(Py_buffer *column, object source, str name) excep
                              f" got items {column.strides[0]} bytes apart")
     except BaseException:
         PyBuffer_Release(column)
+        raise
+    return 0
+
+
+cdef inline void release_columns(Py_buffer *columns, int count) noexcept:
+    cdef int i
+    for i in range(count):
+        PyBuffer_Release(&columns[i])
+
+
+cdef inline int check_length(const Py_buffer *columns, int first, int other, names) except -1:
+    if columns[other].shape[0] != columns[first].shape[0]:
+        raise ValueError(f"{names[other]}: expected {columns[first].shape[0]} items, as in"
+                         f" {names[first]}, got {columns[other].shape[0]}")
+    return 0
+
+
+cdef inline int acquire_columns(
+    Py_buffer *columns, tuple sources, tuple names, bint alike=True
+) except -1:
+    """Take columns of uint64, `alike` in length; on success the caller releases them."""
+    cdef int held = 0
+    try:
+        for source in sources:
+            acquire_uint64(&columns[held], source, names[held])
+            held += 1
+            if alike:
+                check_length(columns, 0, held - 1, names)
+    except BaseException:
+        release_columns(columns, held)
         raise
     return 0

@@ -1,11 +1,10 @@
 """CUDA devices through the driver API: its library, opened at run time, and its errors."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from posix.unistd cimport getpid
 
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, release_columns
 from kvnative._device cimport DeviceLibrary, direction_of
 from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_UNSUPPORTED
@@ -64,10 +63,6 @@ cdef class CudaLibrary(DeviceLibrary):
                 libcuda.so.1, as the loader finds it.
             context: that devices work in: "primary", where the program's frameworks allocate, whose
                 memory is out of reach in another; "own".
-
-        Raises:
-            ValueError: another context.
-            NativeError: it is not there, or cannot be opened, or is too old: says what was tried.
         """
         if context not in CONTEXTS:
             raise ValueError(f"context is {context!r}; it must be one of"
@@ -123,11 +118,7 @@ cdef class CudaLibrary(DeviceLibrary):
         return 0
 
     def device_count(self) -> int:
-        """Return how many devices this process can use.
-
-        Raises:
-            CudaError: there is none, say.
-        """
+        """Return how many devices this process can use."""
         cdef kvn_failure failure
         cdef uint32_t count = 0
         cdef int status
@@ -138,41 +129,25 @@ cdef class CudaLibrary(DeviceLibrary):
         return count
 
     def uuid(self, int device_id) -> str:
-        """Return what tells a device from all others, "GPU-" and 36 characters.
-
-        Raises:
-            CudaError: there is no such device.
-        """
+        """Return what tells a device from all others, "GPU-" and 36 characters."""
         cdef kvn_cuda_facts facts
         self.facts_of(device_id, &facts)
         return facts.uuid.decode()
 
     def pci_id(self, int device_id) -> str:
-        """Return where a device is plugged in, "0000:17:00.0" say.
-
-        Raises:
-            CudaError: there is no such device.
-        """
+        """Return where a device is plugged in, "0000:17:00.0" say."""
         cdef kvn_cuda_facts facts
         self.facts_of(device_id, &facts)
         return facts.pci.decode(errors="replace")
 
     def capability(self, int device_id) -> tuple[int, int]:
-        """Return the compute capability of a device, (9, 0) say.
-
-        Raises:
-            CudaError: there is no such device.
-        """
+        """Return the compute capability of a device, (9, 0) say."""
         cdef kvn_cuda_facts facts
         self.facts_of(device_id, &facts)
         return facts.major, facts.minor
 
     def reaches(self, int device_id, int peer) -> bool:
-        """Return whether a device can have peer access to the memory of another one.
-
-        Raises:
-            CudaError: there is no such device.
-        """
+        """Return whether a device can have peer access to the memory of another one."""
         cdef kvn_failure failure
         cdef int status, can = 0
         self.begin()
@@ -312,31 +287,20 @@ def watch(NativeDevice device not None, addresses, nbytes) -> tuple[Watch, int]:
 
     Returns:
         The watch, and how many others are known from now on to be of memory that was replaced.
-
-    Raises:
-        CudaError: what CUDA says.
     """
     cdef Watch made = Watch.__new__(Watch)
-    cdef Py_buffer starts, sizes
+    cdef Py_buffer columns[2]
     cdef kvn_failure failure
     cdef size_t replaced = 0
     cdef int status
     check_cuda(device)
-    acquire_uint64(&starts, addresses, "addresses")
-    try:
-        acquire_uint64(&sizes, nbytes, "nbytes")
-        try:
-            if starts.shape[0] != sizes.shape[0]:
-                raise ValueError(f"nbytes has {sizes.shape[0]} items; addresses {starts.shape[0]}")
-            made.device = device
-            with nogil:
-                status = kvn_cuda_watch_create(
-                    &device.device, <const uint64_t *>starts.buf, <const uint64_t *>sizes.buf,
-                    starts.shape[0], &made.watch, &replaced, &failure
-                )
-        finally:
-            PyBuffer_Release(&sizes)
-    finally:
-        PyBuffer_Release(&starts)
+    acquire_columns(columns, (addresses, nbytes), ("addresses", "nbytes"))
+    made.device = device
+    with nogil:
+        status = kvn_cuda_watch_create(
+            &device.device, <const uint64_t *>columns[0].buf, <const uint64_t *>columns[1].buf,
+            columns[0].shape[0], &made.watch, &replaced, &failure
+        )
+    release_columns(columns, 2)
     device.library.check(status, &failure)
     return made, replaced

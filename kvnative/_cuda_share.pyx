@@ -131,11 +131,7 @@ cdef class Imported:
 
 
 def export(Device device not None, address, nbytes) -> Exported:
-    """Let peers map the allocation that [address, address + nbytes) is a part of.
-
-    Raises:
-        DeviceError: KVN_UNSUPPORTED: it is no such memory, and what to do; what CUDA says.
-    """
+    """Let peers map the allocation that [address, address + nbytes) is a part of."""
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef Exported made = Exported.__new__(Exported)
     cdef kvn_failure failure
@@ -155,9 +151,6 @@ def import_descriptor(Device device not None, int fd, nbytes, *, bint is_far) ->
         fd: the descriptor.
         nbytes: of the allocation.
         is_far: whether it is memory of another GPU.
-
-    Raises:
-        DeviceError: it is none of CUDA, has fewer bytes, or what else CUDA says.
     """
     cdef uint64_t size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
@@ -175,12 +168,7 @@ def import_descriptor(Device device not None, int fd, nbytes, *, bint is_far) ->
 
 def import_handle(Device device not None, bytes handle not None, nbytes, *,
                   bint is_far) -> Imported:
-    """Map what has this handle of 64 bytes in another process; as `import_descriptor`.
-
-    Raises:
-        ValueError: another number of bytes, or the allocation has fewer than `nbytes`.
-        DeviceError: the handle is of this process, or of nothing any more; what CUDA says.
-    """
+    """Map what has this handle of 64 bytes in another process; as `import_descriptor`."""
     cdef uint64_t size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_cuda_ipc_memory given
@@ -200,11 +188,7 @@ def import_handle(Device device not None, bytes handle not None, nbytes, *,
 
 
 def import_here(Device device not None, Device owner not None, address, nbytes) -> Imported:
-    """Reach memory of cuMemAlloc of another device of this process, where it is.
-
-    Raises:
-        DeviceError: KVN_UNSUPPORTED: both are one GPU, in two contexts; what CUDA says.
-    """
+    """Reach memory of cuMemAlloc of another device of this process, where it is."""
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_failure failure
@@ -231,10 +215,6 @@ def check_reach(Device device not None, bytes uuid not None, *, bint both_ways) 
     Returns:
         "same", "other" (with peer access) or "hidden": CUDA_VISIBLE_DEVICES leaves it out, and
         whether it is reached shows when memory is mapped.
-
-    Raises:
-        ValueError: no UUID of 16 bytes.
-        DeviceError: KVN_UNSUPPORTED: it cannot, and why; what CUDA says.
     """
     cdef kvn_cuda_uuid given
     cdef kvn_cuda_gpu found

@@ -5,7 +5,7 @@ from typing import Any, Final, Literal, Never, final
 from numpy.typing import NDArray
 from typing_extensions import Buffer, disjoint_base
 
-from kvnative._backend import Backend, NativeError
+from kvnative._backend import Backend, CallError
 from kvnative._task import Gate
 
 __all__ = [
@@ -22,10 +22,7 @@ __all__ = [
 _Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
 COPY_DIRECTIONS: Final[tuple[_Direction, ...]]
 
-class DeviceError(NativeError):
-    code: int
-    status: int
-    def __init__(self, message: str, code: int = 0, status: int = -9) -> None: ...
+class DeviceError(CallError): ...
 
 @disjoint_base
 class DeviceLibrary:

@@ -13,21 +13,20 @@ from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
-from kvnative._host cimport kvn_failure, unsigned
+from kvnative._crossing cimport kvn_failure, raise_failure
+from kvnative._host cimport unsigned
 from kvnative._task cimport Gate
 from kvnative._native cimport (
     KVN_DEVICE_TO_DEVICE,
     KVN_DEVICE_TO_HOST,
-    KVN_FAILED,
     KVN_HOST_TO_DEVICE,
-    KVN_INVALID,
     KVN_OK,
 )
 
 import threading
 import weakref
 
-from kvnative._backend import NativeError
+from kvnative._backend import CallError, NativeError
 
 __all__ = [
     "COPY_DIRECTIONS", "Device", "DeviceBuffer", "DeviceError", "DeviceEvent", "DeviceLibrary",
@@ -59,20 +58,8 @@ cdef int direction_of(str name) except -1:
     return DIRECTIONS[name][0]
 
 
-class DeviceError(NativeError):
-    """A call of a device's runtime failed.
-
-    The message has the call, its code in words and the vendor's text.
-
-    Attributes:
-        code: the runtime's own; 0 where the failure is not its.
-        status: one of the KVN_ constants.
-    """
-
-    def __init__(self, message, code=0, status=KVN_FAILED):
-        super().__init__(message)
-        self.code = code
-        self.status = status
+class DeviceError(CallError):
+    """A call of a device's runtime failed."""
 
 
 @cython.auto_pickle(False)
@@ -103,12 +90,7 @@ cdef class DeviceLibrary:
         return 0
 
     cdef int check(self, int status, const kvn_failure *failure) except -1:
-        if status == KVN_OK:
-            return 0
-        message = failure.message.decode("utf-8", "replace")
-        if status == KVN_INVALID and failure.code == 0:
-            raise ValueError(message)
-        raise self.error(message, failure.code, status)
+        return raise_failure(self.error, status, failure)
 
     cdef int begin(self) except -1:
         return self.check_process()
@@ -123,11 +105,7 @@ cdef class DeviceLibrary:
         return None
 
     def device(self, int device_id) -> Device:
-        """Return the device of this number, the same object as long as anybody uses it.
-
-        Raises:
-            DeviceError: there is no such device, or it cannot be used.
-        """
+        """Return the device of this number, the same object as long as anybody uses it."""
         self.begin()
         with self.lock:
             device = self.devices.get(device_id)
@@ -200,12 +178,7 @@ cdef class Device:
         return reason.decode(errors="replace")
 
     def allocate(self, nbytes) -> DeviceBuffer:
-        """Return new memory of the device, its contents undefined.
-
-        Raises:
-            ValueError: nbytes < 1.
-            DeviceError: the device has no such memory (KVN_NO_DEVICE_MEMORY).
-        """
+        """Return new memory of the device, its contents undefined."""
         cdef uint64_t size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef DeviceBuffer buffer
@@ -224,12 +197,7 @@ cdef class Device:
         return buffer
 
     def allocate_host(self, nbytes) -> HostBuffer:
-        """Return new memory of the host that the device's runtime has pinned, its bytes 0.
-
-        Raises:
-            ValueError: nbytes < 1.
-            DeviceError: there is no such memory.
-        """
+        """Return new memory of the host that the device's runtime has pinned, its bytes 0."""
         cdef uint64_t size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef HostBuffer buffer
@@ -268,10 +236,6 @@ cdef class Device:
 
         Args:
             keep: the memory's owner, kept as long: it must be mapped until it is unpinned.
-
-        Raises:
-            ValueError: no page begins at address, or the range overlaps another that is pinned.
-            DeviceError: the system refuses.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
@@ -295,19 +259,12 @@ cdef class Device:
         Returns:
             "device", "host" (pinned), "managed", "pageable"; or "foreign": on this device, but out
             of reach, as another context in this process has it.
-
-        Raises:
-            DeviceError: the device cannot be asked.
         """
         cdef kvn_memory_place found = self.look_up(address)
         return KINDS[found.kind], found.device
 
     def page_nbytes(self, address) -> int:
-        """Return the size of the pages that memory of the device lies in; 0 where nobody knows.
-
-        Raises:
-            DeviceError: the device cannot be asked.
-        """
+        """Return the size of the pages that memory of the device lies in; 0 where nobody knows."""
         return self.look_up(address).page_nbytes
 
     cdef kvn_memory_place look_up(self, object address) except *:
@@ -322,19 +279,11 @@ cdef class Device:
         return found
 
     def write(self, address, buffer) -> None:
-        """Copy a contiguous buffer to the device, and wait. Bounds are the caller's.
-
-        Raises:
-            DeviceError: the copy failed.
-        """
+        """Copy a contiguous buffer to the device, and wait. Bounds are the caller's."""
         self.copy(address, buffer, True)
 
     def read(self, address, buffer) -> None:
-        """Fill a contiguous writable buffer from the device, and wait. Bounds are the caller's.
-
-        Raises:
-            DeviceError: the copy failed.
-        """
+        """Fill a contiguous writable buffer from the device, and wait. Bounds are the caller's."""
         self.copy(address, buffer, False)
 
     cdef int copy(self, object address, object buffer, bint to_device) except -1:
@@ -358,11 +307,7 @@ cdef class Device:
         return 0
 
     def clear(self, address, nbytes) -> None:
-        """Zero memory of the device, and wait. Bounds are the caller's.
-
-        Raises:
-            DeviceError: the device refuses.
-        """
+        """Zero memory of the device, and wait. Bounds are the caller's."""
         cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef int status
@@ -383,11 +328,7 @@ cdef class Device:
         return free_nbytes, total_nbytes
 
     def attribute(self, int number) -> int | None:
-        """Return an attribute by the runtime's number for it; None where this version lacks it.
-
-        Raises:
-            DeviceError: the device cannot be asked.
-        """
+        """Return an attribute by the runtime's number for it; None where this version lacks it."""
         self.check_usable()
         return self.library.attribute_of(self.device.id, number)
 
@@ -397,10 +338,6 @@ cdef class Device:
         Args:
             direction: "host_to_device", "device_to_host" or "device_to_device". All backends of one
                 direction share its channels, threads that need nobody to poll or wait.
-
-        Raises:
-            ValueError: another direction.
-            DeviceError: the device has no stream left.
         """
         cdef Channels channels
         cdef int bit
@@ -421,10 +358,6 @@ cdef class Device:
 
         The event, by its handle, must be one of this runtime that was recorded. On return it can be
         recorded again, or destroyed.
-
-        Raises:
-            ValueError: handle < 1.
-            DeviceError: the runtime refuses it.
         """
         if handle == 0:
             raise ValueError("handle is 0; an event has another one once it was recorded")
@@ -435,9 +368,6 @@ cdef class Device:
 
         Args:
             handle: of the stream, of this device's primary context; 0: the default stream.
-
-        Raises:
-            DeviceError: the runtime refuses it.
         """
         return self.take(handle, True)
 
@@ -610,11 +540,7 @@ cdef class Pinned:
 
     @cython.critical_section
     def close(self) -> None:
-        """Unpin it; no copy may be in flight. Idempotent; nothing in a forked child.
-
-        Raises:
-            DeviceError: the system refuses; it counts as unpinned all the same.
-        """
+        """Unpin it; no copy may be in flight. Idempotent; nothing in a forked child."""
         cdef kvn_failure failure
         cdef int status = KVN_OK
         if not self.held:

@@ -78,10 +78,6 @@ cdef class Executor:
 
         Returns:
             The task. What the backend refuses is in its report.
-
-        Raises:
-            NativeError: the executor is closed, or belongs to the process that this one was forked
-                from.
         """
         drop_finished(2)
         return self.start(backend, descriptors, keep, False, after)
@@ -97,10 +93,6 @@ cdef class Executor:
         Returns:
             The task, of ceil(count / layer_size) layers. What the backend refuses is in its
             report.
-
-        Raises:
-            ValueError: layer_size < 1.
-            NativeError: as submit().
         """
         cdef uint64_t size
         cdef LayeredTask task

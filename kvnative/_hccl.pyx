@@ -80,10 +80,6 @@ cdef class Communicator:
         traffic_class: of RDMA, 0 to 255; None leaves it to HCCL.
         service_level: of RDMA, 0 to 7; None leaves it to HCCL.
         max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950.
-
-    Raises:
-        ValueError: an argument out of range.
-        HcclError: HCCL refuses, or the device has no stream left.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None,
@@ -145,12 +141,7 @@ cdef class Communicator:
             return tuple(self.bound)
 
     def bind(self, Region region not None) -> None:
-        """Let transfers of either side use the region; before prepare.
-
-        Raises:
-            HcclError: it is bound already, or closed, or of another device, or the communicator is
-                prepared (KVN_INVALID); or HCCL refuses.
-        """
+        """Let transfers of either side use the region; before prepare."""
         cdef kvn_failure failure
         cdef int status
         self.check_made()
@@ -169,10 +160,6 @@ cdef class Communicator:
 
         A peer that uses it nevertheless fails, or on some links does not notice: that is what
         guards are for.
-
-        Raises:
-            HcclError: it is not bound (KVN_INVALID); or HCCL refuses, then it counts as unbound all
-                the same.
         """
         cdef kvn_failure failure
         cdef int status
@@ -189,10 +176,6 @@ cdef class Communicator:
 
         Args:
             timeout_ms: for the peer to come. HCCL takes whole seconds: it is rounded up.
-
-        Raises:
-            HcclError: the peer did not come (KVN_TIMEOUT), or HCCL failed; the communicator is of
-                no use then. KVN_CANCELLED when it was closed meanwhile.
         """
         cdef kvn_failure failure
         cdef int status, seconds = whole_seconds(timeout_ms)
@@ -218,10 +201,6 @@ cdef class Communicator:
             leases: what messages call those of which the last guards are, each.
             tickets: announces a put to the owner of that tag before the guards are read a first
                 time; None: they are read only after the data.
-
-        Raises:
-            ValueError: another direction or kind, the staging's region is not bound, or there are
-                more leases than guards.
         """
         cdef kvn_transfer_options options
         cdef kvn_lease_name *names = NULL
@@ -289,9 +268,6 @@ cdef class Communicator:
 
         Waits for the transfer that runs. While another thread is in `prepare` it returns at once,
         and that thread closes when HCCL lets it.
-
-        Raises:
-            HcclError: HCCL refuses; it counts as closed all the same.
         """
         cdef kvn_failure failure
         cdef int status

@@ -1,17 +1,16 @@
 """HCCL's library, and the memory that it knows: regions, staging memory, guards."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 from posix.unistd cimport getpid
 
 from kvnative._acl cimport AclLibrary
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, raise_failure, release_columns
 from kvnative._device cimport Device, DeviceBuffer
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_INVALID, KVN_OK
+from kvnative._native cimport KVN_OK
 
 import os
 import threading
@@ -29,14 +28,7 @@ LIBRARIES_LOCK = threading.Lock()
 
 
 class HcclError(DeviceError):
-    """A call of HCCL, or one of ACL for it, failed.
-
-    The message has the call, its result in words and the vendor's text.
-
-    Attributes:
-        code: the HcclResult or aclError; 0 where no call was made.
-        status: one of the KVN_ constants.
-    """
+    """A call of HCCL, or one of ACL for it, failed."""
 
 
 cdef int check_hccl(int status, const kvn_failure *failure) except -1:
@@ -46,9 +38,7 @@ cdef int check_hccl(int status, const kvn_failure *failure) except -1:
 
 
 cdef int check_arguments(int status, const kvn_failure *failure) except -1:
-    if status == KVN_INVALID and failure.code == 0:
-        raise ValueError(failure.message.decode("utf-8", "replace"))
-    return check_hccl(status, failure)
+    return raise_failure(HcclError, status, failure)
 
 
 cdef int check_device(Device device) except -1:
@@ -80,10 +70,6 @@ cdef class HcclLibrary:
             acl: the ACL library, which must be of the same toolkit.
             path: its file, the folder of a toolkit, or a name for the loader's own search; None to
                 look in the ACL library's folder, then where that is looked for.
-
-        Raises:
-            HcclError: it is not there, or cannot be opened, or lacks one-sided operations: says
-                what was tried.
         """
         acl.check_process()
         near = candidates(NAMES, os.path.dirname(acl.path) or None) if path is None else []
@@ -130,9 +116,6 @@ cdef class HcclLibrary:
 
     def check_host(self, Device device not None, address, nbytes) -> None:
         """Refuse pages of the host that HCCL could not map when it connects: by mapping them now.
-
-        Raises:
-            HcclError: the driver refuses, as it does where somebody has mapped one of them.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
@@ -171,11 +154,6 @@ cdef class Region:
         address, nbytes: the range.
         on_device: whether it is memory of `device`; else host memory, pinned for it.
         owner: kept as long as the region, the `DeviceBuffer` or `Pinned`.
-
-    Raises:
-        ValueError: a size that HCCL does not take, or it overlaps a region of the device that is
-            not closed.
-        HcclError: HCCL refuses.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None, address, nbytes, *,
@@ -216,12 +194,7 @@ cdef class Region:
         return not self.region.is_open
 
     def close(self) -> None:
-        """Deregister it; idempotent, nothing in a forked child.
-
-        Raises:
-            HcclError: it is bound to a communicator (KVN_INVALID); or HCCL refuses, then it counts
-                as closed all the same.
-        """
+        """Deregister it; idempotent, nothing in a forked child."""
         cdef kvn_failure failure
         cdef int status
         if not self.made or self.library.acl.pid != getpid():
@@ -258,35 +231,25 @@ cdef class Guards:
     Args:
         addresses: of the words, 8 bytes each, in memory that the peer has bound; uint64.
         expected: what they must hold; uint64, as many. Both are copied.
-
-    Raises:
-        TypeError, ValueError: no such columns, or not 1 to ``MAX_GUARDS`` words.
     """
 
     def __init__(self, addresses, expected):
-        cdef Py_buffer places, values
+        cdef Py_buffer columns[2]
         if self.words is not NULL:
             raise TypeError("Guards are made once")
-        acquire_uint64(&places, addresses, "addresses")
+        acquire_columns(columns, (addresses, expected), ("addresses", "expected"))
         try:
-            acquire_uint64(&values, expected, "expected")
-            try:
-                if places.shape[0] != values.shape[0]:
-                    raise ValueError(f"expected: expected {places.shape[0]} items, as in addresses,"
-                                     f" got {values.shape[0]}")
-                if not 1 <= places.shape[0] <= KVN_MAX_GUARDS:
-                    raise ValueError(f"addresses: expected 1 to {KVN_MAX_GUARDS} items, got"
-                                     f" {places.shape[0]}")
-                self.words = <uint64_t *>malloc(2 * places.len)
-                if self.words is NULL:
-                    raise MemoryError()
-                self.count = <uint32_t>places.shape[0]
-                memcpy(self.words, places.buf, places.len)
-                memcpy(self.words + self.count, values.buf, values.len)
-            finally:
-                PyBuffer_Release(&values)
+            if not 1 <= columns[0].shape[0] <= KVN_MAX_GUARDS:
+                raise ValueError(f"addresses: expected 1 to {KVN_MAX_GUARDS} items, got"
+                                 f" {columns[0].shape[0]}")
+            self.words = <uint64_t *>malloc(2 * columns[0].len)
+            if self.words is NULL:
+                raise MemoryError()
+            self.count = <uint32_t>columns[0].shape[0]
+            memcpy(self.words, columns[0].buf, columns[0].len)
+            memcpy(self.words + self.count, columns[1].buf, columns[1].len)
         finally:
-            PyBuffer_Release(&places)
+            release_columns(columns, 2)
 
     def __len__(self) -> int:
         return self.count
@@ -312,10 +275,6 @@ cdef class Staging:
 
     Attributes:
         region: the whole of it.
-
-    Raises:
-        ValueError: a number out of range.
-        HcclError: no such memory, streams or events.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None, *,
@@ -366,11 +325,7 @@ cdef class Staging:
         return not self.staging.is_open
 
     def close(self) -> None:
-        """Free the memory; idempotent, nothing in a forked child.
-
-        Raises:
-            HcclError: a communicator is bound to it, or a transfer uses it (KVN_INVALID).
-        """
+        """Free the memory; idempotent, nothing in a forked child."""
         cdef kvn_failure failure
         cdef int status = KVN_OK
         if not self.made or self.device.library.pid != getpid():

@@ -1,11 +1,7 @@
 from libc.stdint cimport int64_t, uint64_t
 
 
-cdef extern from "core/failure.h" nogil:
-    ctypedef struct kvn_failure:
-        int status
-        int code
-        const char *message
+from kvnative._crossing cimport kvn_failure
 
 
 cdef extern from "process/mapping.h" nogil:

@@ -11,7 +11,7 @@ from cpython.buffer cimport (
 from libc.errno cimport EFBIG
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, release_columns
 
 __all__ = [
     "ARENA_PAGES",
@@ -94,26 +94,16 @@ def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", ui
         name, first: messages call the ranges "{name} {first}", and so on.
     """
     cdef kvn_maps_source source = source_named(via)
-    cdef Py_buffer starts, sizes
+    cdef Py_buffer columns[2]
     cdef kvn_failure failure
-    cdef uint64_t failed = 0, count
+    cdef uint64_t failed = 0
     cdef int status
-    acquire_uint64(&starts, addresses, "addresses")
-    try:
-        acquire_uint64(&sizes, nbytes, "nbytes")
-        try:
-            if starts.shape[0] != sizes.shape[0]:
-                raise ValueError(f"nbytes: expected {starts.shape[0]} items, as in addresses, got"
-                                 f" {sizes.shape[0]}")
-            count = starts.shape[0]
-            with nogil:
-                status = kvn_mapping_check_all(
-                    <const uint64_t *>starts.buf, <const uint64_t *>sizes.buf, count, writable,
-                    source, &failed, &failure)
-        finally:
-            PyBuffer_Release(&sizes)
-    finally:
-        PyBuffer_Release(&starts)
+    acquire_columns(columns, (addresses, nbytes), ("addresses", "nbytes"))
+    with nogil:
+        status = kvn_mapping_check_all(
+            <const uint64_t *>columns[0].buf, <const uint64_t *>columns[1].buf,
+            columns[0].shape[0], writable, source, &failed, &failure)
+    release_columns(columns, 2)
     if status != KVN_OK:
         check_named(status, &failure, f"{name} {first + failed}: ")
 

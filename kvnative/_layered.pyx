@@ -114,10 +114,6 @@ cdef class LayeredTask(AnyTask):
 
         Returns:
             Whether this call submitted it: not if it is open already, or the task has ended.
-
-        Raises:
-            ValueError: there is no such layer.
-            NativeError: this process was forked from the one that made the task.
         """
         cdef uint64_t index
         cdef int status, opened = 0
@@ -142,9 +138,6 @@ cdef class LayeredTask(AnyTask):
 
         A layer that was given up while it moved has failed; one that was never opened goes on
         waiting, also when the task has ended.
-
-        Raises:
-            NativeError: this process was forked from the one that made the task.
         """
         cdef bytearray states = bytearray(self.layered.num_layers)
         cdef uint8_t *first

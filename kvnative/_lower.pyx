@@ -1,12 +1,12 @@
 """Lowering: segments and base addresses become the descriptor array that a backend takes."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, acquire_uint64, check_length, release_columns
 from kvnative._lower_c cimport *
 
 import numpy
@@ -27,13 +27,6 @@ cdef enum:
 
 cdef tuple LOWER_NAMES = ("nbytes", "src_offsets", "dst_offsets", "src_bases", "dst_bases")
 cdef tuple COLUMN_NAMES = ("nbytes", "src", "dst", "src_bases", "dst_bases")
-
-
-cdef int same_length(Py_buffer *columns, int first, int other, tuple names) except -1:
-    if columns[first].shape[0] != columns[other].shape[0]:
-        raise ValueError(f"{names[other]}: expected {columns[first].shape[0]} items, as in"
-                         f" {names[first]}, got {columns[other].shape[0]}")
-    return 0
 
 
 cdef int refuse(const kvn_refusal *refusal, tuple names) except -1:
@@ -59,13 +52,12 @@ cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out, repe
     cdef int level
     if len(repeats) > MAX_REPEATS:
         raise ValueError(f"repeats: expected at most {MAX_REPEATS} levels, got {len(repeats)}")
+    acquire_columns(columns, sources, names, False)
+    held = NUM_ARGUMENTS
     try:
-        while held < NUM_ARGUMENTS:
-            acquire_uint64(&columns[held], sources[held], names[held])
-            held += 1
-        same_length(columns, NBYTES, SRC_OFFSETS, names)
-        same_length(columns, NBYTES, DST_OFFSETS, names)
-        same_length(columns, SRC_BASES, DST_BASES, names)
+        check_length(columns, NBYTES, SRC_OFFSETS, names)
+        check_length(columns, NBYTES, DST_OFFSETS, names)
+        check_length(columns, SRC_BASES, DST_BASES, names)
         for level in range(len(repeats)):
             counts, src_stride, dst_stride = repeats[level]
             acquire_uint64(&columns[held], counts, f"repeats[{level}].counts")
@@ -88,9 +80,7 @@ cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out, repe
         recipe.num_pairs = columns[SRC_BASES].shape[0]
         return lower_recipe(&recipe, names, out)
     finally:
-        while held > 0:
-            held -= 1
-            PyBuffer_Release(&columns[held])
+        release_columns(columns, held)
 
 
 cdef Descriptors lower_recipe(kvn_recipe *recipe, tuple names, Descriptors out):
@@ -141,14 +131,6 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors ou
 
     Returns:
         ``out``, or new descriptors: P * n of them, repeats counted.
-
-    Raises:
-        TypeError: a column is not uint64 in native byte order.
-        ValueError: a column is not contiguous, two lengths differ, an nbytes or a count is 0, or
-            there are more than two levels of repeats.
-        OverflowError: the end of a range, the total of bytes or the size of the array.
-        BufferError: ``out`` is in use, by a NumPy view or by a task in flight.
-        MemoryError: no memory for the array; ``out`` keeps what it had.
     """
     return lower_sources((nbytes, src_offsets, dst_offsets, src_bases, dst_bases), LOWER_NAMES, out,
                          repeats)
@@ -223,9 +205,6 @@ cdef class Descriptors:
         Args:
             dst, src: contiguous uint64 columns of addresses.
             nbytes: contiguous uint64 column of sizes in bytes, each at least 1.
-
-        Raises:
-            TypeError, ValueError, OverflowError: as lower().
         """
         # One tensor pair at address 0: offsets are addresses.
         base = numpy.zeros(1, dtype=numpy.uint64)
@@ -237,12 +216,6 @@ cdef class Descriptors:
 
         Args:
             parts: a sequence of Descriptors.
-
-        Raises:
-            TypeError: an element that is no Descriptors.
-            OverflowError: the total of bytes.
-            BufferError: one of them is being written by lower().
-            MemoryError: no memory for the array.
         """
         cdef Descriptors out = Descriptors.__new__(Descriptors)
         cdef Descriptors part

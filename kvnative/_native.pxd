@@ -66,17 +66,15 @@ cdef extern from "host/job.h" nogil:
 
 cdef extern from "host/tuning.h" nogil:
     enum:
-        KVN_NUM_STRATEGIES
-    ctypedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes)
-    const char *kvn_strategy_name(unsigned strategy)
-    const char *kvn_strategy_needs(unsigned strategy)
-    kvn_copy kvn_copy_function(unsigned strategy)
+        KVN_BYPASS_NBYTES
+        KVN_PIECE_NBYTES
     ctypedef struct kvn_tuning:
-        unsigned cached
-        unsigned bypassing
         uint64_t bypass_nbytes
         uint64_t piece_nbytes
-    void kvn_tuning_builtin(kvn_tuning *tuning)
+
+cdef extern from "host/copy.h" nogil:
+    ctypedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes)
+    kvn_copy kvn_copy_past_caches()
 
 cdef extern from "host/measure.h" nogil:
     ctypedef struct kvn_candidate:
@@ -87,7 +85,7 @@ cdef extern from "host/measure.h" nogil:
         int64_t deadline_ns, int64_t *ns, double *share)
 
 cdef extern from "host/host.h" nogil:
-    kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)
+    kvn_backend *kvn_host_create(kvn_pool *pool)
 
 cdef extern from "core/striped.h" nogil:
     enum:

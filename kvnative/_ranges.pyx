@@ -1,11 +1,10 @@
 """Transfers that a caller lists by addresses: read from its objects, put in order, compared."""
 
-from cpython.buffer cimport PyBuffer_Release
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, check_length, release_columns
 
 import operator
 
@@ -49,9 +48,6 @@ cdef class TransferOpDesc:
         local_addr: of the first byte here.
         remote_addr: of the first byte in the peer.
         len: how many bytes.
-
-    Raises:
-        TypeError: one of them, here or when it is set, is no int in [0, 2**64).
     """
     # Native, as a transfer has thousands: to read three attributes of a Python object takes as
     # long as to copy 2 KiB.
@@ -102,39 +98,32 @@ def address_columns(op_descs):
 
     Returns:
         Local addresses, remote addresses, bytes.
-
-    Raises:
-        TypeError: no list or tuple, or an element that is no TransferOpDesc; names it.
     """
     cdef Py_ssize_t i = 0
     cdef Py_ssize_t count
     cdef TransferOpDesc it
-    cdef Py_buffer local, remote, nbytes
+    cdef Py_buffer out[3]
     if not isinstance(op_descs, (list, tuple)):
         raise TypeError(f"op_descs is a {type(op_descs).__name__}; it must be a list of"
                         " TransferOpDesc")
     # A tuple of its own: what is set meanwhile does not change how many there are.
     cdef tuple given = tuple(op_descs)
     count = len(given)
-    columns = [numpy.empty(count, numpy.uint64) for _ in range(3)]
-    acquire_uint64(&local, columns[0], "local")
-    acquire_uint64(&remote, columns[1], "remote")
-    acquire_uint64(&nbytes, columns[2], "nbytes")
+    columns = tuple([numpy.empty(count, numpy.uint64) for _ in range(3)])
+    acquire_columns(out, columns, ("local", "remote", "nbytes"))
     try:
         for one in given:
             if not isinstance(one, TransferOpDesc):
                 raise TypeError(f"op_descs[{i}] is a {type(one).__name__}; it must be a"
                                 " TransferOpDesc")
             it = <TransferOpDesc>one
-            (<uint64_t *>local.buf)[i] = it.local_
-            (<uint64_t *>remote.buf)[i] = it.remote_
-            (<uint64_t *>nbytes.buf)[i] = it.nbytes_
+            (<uint64_t *>out[0].buf)[i] = it.local_
+            (<uint64_t *>out[1].buf)[i] = it.remote_
+            (<uint64_t *>out[2].buf)[i] = it.nbytes_
             i += 1
     finally:
-        PyBuffer_Release(&local)
-        PyBuffer_Release(&remote)
-        PyBuffer_Release(&nbytes)
-    return tuple(columns)
+        release_columns(out, 3)
+    return columns
 
 
 cdef uint64_t *scratch_for(size_t count) except NULL:
@@ -153,31 +142,17 @@ def arrange(src, dst, nbytes, groups=None):
 
     Returns:
         Fresh columns: src, dst, nbytes, groups (None if none were given).
-
-    Raises:
-        TypeError, ValueError: not such columns.
-        MemoryError: no memory to sort in.
     """
     cdef Py_buffer columns[8]
     cdef kvn_ranges from_, to
-    cdef int held = 0
     cdef int given = 3 if groups is None else 4
-    cdef size_t count, left
+    cdef size_t count = len(src), left
     cdef uint64_t *scratch
-    names = ("src", "dst", "nbytes", "groups")
-    sources = (src, dst, nbytes, groups)
+    names = ("src", "dst", "nbytes", "groups")[:given]
+    made = [numpy.empty(count, numpy.uint64) for _ in range(given)]
+    acquire_columns(columns, (*(src, dst, nbytes, groups)[:given], *made), (*names, *names))
     try:
-        while held < given:
-            acquire_uint64(&columns[held], sources[held], names[held])
-            held += 1
-            if columns[held - 1].shape[0] != columns[0].shape[0]:
-                raise ValueError(f"{names[held - 1]}: expected {columns[0].shape[0]} items, as in"
-                                 f" src, got {columns[held - 1].shape[0]}")
-        count = columns[0].shape[0]
-        made = [numpy.empty(count, numpy.uint64) for _ in range(given)]
-        for it in made:
-            acquire_uint64(&columns[held], it, "out")
-            held += 1
+        scratch = scratch_for(count)
         from_.src = <uint64_t *>columns[0].buf
         from_.dst = <uint64_t *>columns[1].buf
         from_.nbytes = <uint64_t *>columns[2].buf
@@ -186,14 +161,11 @@ def arrange(src, dst, nbytes, groups=None):
         to.dst = <uint64_t *>columns[given + 1].buf
         to.nbytes = <uint64_t *>columns[given + 2].buf
         to.groups = NULL if given == 3 else <uint64_t *>columns[given + 3].buf
-        scratch = scratch_for(count)
         with nogil:
             left = kvn_ranges_arrange(&from_, count, &to, scratch)
         free(scratch)
     finally:
-        while held > 0:
-            held -= 1
-            PyBuffer_Release(&columns[held])
+        release_columns(columns, 2 * given)
     if left < count:
         made = [it[:left] for it in made]
     return (*made, None) if given == 3 else tuple(made)
@@ -204,31 +176,20 @@ def first_overlap(starts, nbytes):
 
     Args:
         starts, nbytes: contiguous uint64 columns of one length; no range passes 2**64.
-
-    Raises:
-        TypeError, ValueError: not such columns.
-        MemoryError: no memory to sort in.
     """
-    cdef Py_buffer firsts, lengths
+    cdef Py_buffer columns[2]
     cdef size_t first, second = 0
     cdef uint64_t *scratch
-    acquire_uint64(&firsts, starts, "starts")
+    acquire_columns(columns, (starts, nbytes), ("starts", "nbytes"))
     try:
-        acquire_uint64(&lengths, nbytes, "nbytes")
-        try:
-            if lengths.shape[0] != firsts.shape[0]:
-                raise ValueError(f"nbytes: expected {firsts.shape[0]} items, as in starts,"
-                                 f" got {lengths.shape[0]}")
-            scratch = scratch_for(firsts.shape[0])
-            with nogil:
-                first = kvn_ranges_overlap(<const uint64_t *>firsts.buf,
-                                           <const uint64_t *>lengths.buf, firsts.shape[0],
-                                           scratch, &second)
-            free(scratch)
-        finally:
-            PyBuffer_Release(&lengths)
+        scratch = scratch_for(columns[0].shape[0])
+        with nogil:
+            first = kvn_ranges_overlap(<const uint64_t *>columns[0].buf,
+                                       <const uint64_t *>columns[1].buf, columns[0].shape[0],
+                                       scratch, &second)
+        free(scratch)
     finally:
-        PyBuffer_Release(&firsts)
+        release_columns(columns, 2)
     return None if first == KVN_NO_OVERLAP else (first, second)
 
 
@@ -243,34 +204,23 @@ def locate(firsts, lasts, starts, nbytes):
     Returns:
         The position of the piece of each range, a fresh column; the first range that begins in
         none, -1 if there is no such one; whether one of those before it passes its piece's end.
-
-    Raises:
-        TypeError, ValueError: not such columns.
     """
     cdef Py_buffer columns[5]
-    cdef int held = 0
     cdef int passes = 0
-    cdef size_t done
+    cdef size_t done, count
     names = ("firsts", "lasts", "starts", "nbytes", "out")
     out = numpy.empty(len(starts), numpy.uint64)
+    acquire_columns(columns, (firsts, lasts, starts, nbytes, out), names, False)
     try:
-        for it in (firsts, lasts, starts, nbytes, out):
-            acquire_uint64(&columns[held], it, names[held])
-            held += 1
-        if columns[0].shape[0] != columns[1].shape[0]:
-            raise ValueError(f"lasts: expected {columns[0].shape[0]} items, as in firsts,"
-                             f" got {columns[1].shape[0]}")
-        if columns[2].shape[0] != columns[3].shape[0]:
-            raise ValueError(f"nbytes: expected {columns[2].shape[0]} items, as in starts,"
-                             f" got {columns[3].shape[0]}")
+        check_length(columns, 0, 1, names)
+        check_length(columns, 2, 3, names)
+        count = columns[2].shape[0]
         with nogil:
             done = kvn_ranges_locate(<const uint64_t *>columns[0].buf,
                                      <const uint64_t *>columns[1].buf, columns[0].shape[0],
                                      <const uint64_t *>columns[2].buf,
-                                     <const uint64_t *>columns[3].buf, columns[2].shape[0],
+                                     <const uint64_t *>columns[3].buf, count,
                                      <uint64_t *>columns[4].buf, &passes)
-        return out, (-1 if done == <size_t>columns[2].shape[0] else done), bool(passes)
     finally:
-        while held > 0:
-            held -= 1
-            PyBuffer_Release(&columns[held])
+        release_columns(columns, 5)
+    return out, (-1 if done == count else done), bool(passes)

@@ -18,7 +18,7 @@ from libc.string cimport memcpy, memset
 
 from numpy import ndarray
 
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, release_columns
 from kvnative._lower cimport lower_recipe
 from kvnative._lower_c cimport kvn_recipe
 from kvnative._process cimport Peer
@@ -111,15 +111,10 @@ cdef class RowLowering:
         src_nbytes, dst_nbytes: bytes that each tensor has from its base address on.
         is_one: whether both sides are one cache, of which no row may be read and written.
         orders_ties: whether runs of one source are always in order of their destinations.
-
-    Raises:
-        TypeError: a column that is not uint64.
-        ValueError: columns of unequal length, more than six levels, or rows beyond a tensor.
     """
     cdef kvn_rows rows
-    cdef Py_buffer src
-    cdef Py_buffer dst
-    cdef int held
+    cdef Py_buffer bases[2]  # of the source and the destination
+    cdef bint held
     cdef Py_ssize_t pairs  # of tensors; none before they are made
 
     def __init__(self, src_bases, dst_bases, src, dst, uint64_t run, levels, kv,
@@ -140,21 +135,14 @@ cdef class RowLowering:
         if not kvn_rows_fit(&rows, src_nbytes, dst_nbytes):
             raise ValueError(f"src={src}, dst={dst}, run={run}, levels={levels}: rows reach beyond"
                              f" {src_nbytes} bytes at src or {dst_nbytes} at dst, or a number is 0")
-        acquire_uint64(&self.src, src_bases, "src_bases")
-        self.held = 1
-        acquire_uint64(&self.dst, dst_bases, "dst_bases")
-        self.held = 2
-        if self.src.shape[0] != self.dst.shape[0]:
-            raise ValueError(f"dst_bases: expected {self.src.shape[0]} items, as in src_bases,"
-                             f" got {self.dst.shape[0]}")
+        acquire_columns(self.bases, (src_bases, dst_bases), ("src_bases", "dst_bases"))
+        self.held = True
         self.rows = rows
-        self.pairs = self.src.shape[0]
+        self.pairs = self.bases[0].shape[0]
 
     def __dealloc__(self):
-        if self.held > 0:
-            PyBuffer_Release(&self.src)
-        if self.held > 1:
-            PyBuffer_Release(&self.dst)
+        if self.held:
+            release_columns(self.bases, 2)
 
     def lower(self, src_rows, dst_rows, int64_t num_tokens=0, int64_t src_token=0,
               int64_t dst_token=0, bint src_is_lease=False, bint dst_is_lease=False):
@@ -272,8 +260,8 @@ cdef class RowLowering:
                 kvn_guard_leave(guard.guard, &announced)
                 return 0
         for pair in range(self.pairs):
-            src_base = <char *><uintptr_t>(<const uint64_t *>self.src.buf)[pair]
-            dst_base = <char *><uintptr_t>(<const uint64_t *>self.dst.buf)[pair]
+            src_base = <char *><uintptr_t>(<const uint64_t *>self.bases[0].buf)[pair]
+            dst_base = <char *><uintptr_t>(<const uint64_t *>self.bases[1].buf)[pair]
             for i in range(num):
                 memcpy(dst_base + columns[num + i], src_base + columns[i], columns[2 * num + i])
         if guard is not None:
@@ -303,8 +291,8 @@ cdef class RowLowering:
             recipe.src_offsets, recipe.dst_offsets = columns, columns + num
             recipe.nbytes = columns + 2 * num
             recipe.num_segments, recipe.num_repeats = num, 0
-            recipe.src_bases = <const uint64_t *>self.src.buf
-            recipe.dst_bases = <const uint64_t *>self.dst.buf
+            recipe.src_bases = <const uint64_t *>self.bases[0].buf
+            recipe.dst_bases = <const uint64_t *>self.bases[1].buf
             recipe.num_pairs = self.pairs
             return lower_recipe(&recipe, NAMES, None)
         finally:

@@ -172,11 +172,7 @@ cdef enum:
 @cython.final
 @cython.auto_pickle(False)
 cdef class CompletionQueue:
-    """The tasks that have ended of those that it watches; one thread at a time takes them.
-
-    Raises:
-        NativeError: no descriptor is left.
-    """
+    """The tasks that have ended of those that it watches; one thread at a time takes them."""
 
     def __cinit__(self):
         cdef int error = kvn_completions_init(&self.native)
@@ -206,10 +202,6 @@ cdef class CompletionQueue:
 
         Also each time that a layer of it has failed. Again for the same task: `item` is returned
         in place of what was given before. It is kept until `forget`.
-
-        Raises:
-            ValueError: another queue watches the task.
-            NativeError: this process was forked from the one that made the queue, or the task.
         """
         self.check_process()
         task.backend.check_process()
@@ -416,10 +408,6 @@ cdef class AnyTask:
 
         Returns:
             The outcome; failures too are in it, not raised.
-
-        Raises:
-            ValueError: timeout_ms is negative or not a number.
-            NativeError: this process was forked from the one that submitted the task.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
         cdef Report outcome = self.settled()
@@ -509,9 +497,6 @@ cdef class Task(AnyTask):
         Returns:
             None, also where the transfer is over, which holds no stream; or a report that says why
             not.
-
-        Raises:
-            NativeError: this process was forked from the one that submitted the task.
         """
         cdef void *handle = <void *><uintptr_t>stream
         cdef int status = KVN_PENDING

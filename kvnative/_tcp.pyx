@@ -1,7 +1,6 @@
 """The transport tcp: threads that serve peers, links to them, and backends over these."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
@@ -9,7 +8,7 @@ from posix.types cimport pid_t
 from posix.unistd cimport close, getpid
 
 from kvnative._backend cimport Backend
-from kvnative._crossing cimport acquire_uint64
+from kvnative._crossing cimport acquire_columns, release_columns
 from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
@@ -46,11 +45,7 @@ cdef int raise_failure(const kvn_failure *failure) except -1:
 
 
 def check_encryption() -> None:
-    """Load the system's libcrypto, as a link with a secret does.
-
-    Raises:
-        NativeError: there is none, or the system does not permit process_vm_readv.
-    """
+    """Load the system's libcrypto, as a link with a secret does."""
     cdef kvn_tcp_crypto crypto
     cdef kvn_failure failure
     if kvn_tcp_crypto_open(&crypto, &failure) != KVN_OK:
@@ -70,11 +65,6 @@ cdef class TcpService:
         max_ranges: how many ranges there can be at once, 1 to 2**32 - 1.
         device: whose memory may be moved, besides that of the host; copied by way of buffers.
         name: of the threads, for tools; at most 15 bytes of it are shown.
-
-    Raises:
-        ValueError: one of these is out of range.
-        NativeError: the system refuses the threads or descriptors.
-        MemoryError: for the table.
     """
 
     cdef kvn_tcp_service *service
@@ -141,11 +131,6 @@ cdef class TcpService:
             generation: distinguishes it from those that had the slot before.
             on_device: it is memory of the service's device.
             deadline_ns: of CLOCK_MONOTONIC; from then on it is refused; 0: never.
-
-        Raises:
-            ValueError: the slot is taken or out of range; the range is empty or ends past 2**64;
-                the service has no device.
-            NativeError: the service is closed.
         """
         cdef kvn_tcp_row row
         cdef kvn_failure failure
@@ -165,12 +150,7 @@ cdef class TcpService:
             raise_failure(&failure)
 
     def renew_range(self, slot: int, int64_t deadline_ns) -> None:
-        """Give it another deadline, as of `add_range`.
-
-        Raises:
-            ValueError: the slot holds no range.
-            NativeError: the service is closed.
-        """
+        """Give it another deadline, as of `add_range`."""
         cdef uint64_t place = unsigned("slot", slot)
         cdef bint was_there = False
         with self.lock():
@@ -182,12 +162,7 @@ cdef class TcpService:
             raise ValueError(f"slot {place} holds no range")
 
     def remove_range(self, slot: int) -> None:
-        """End it: on return no byte of it is read or written for a peer.
-
-        Raises:
-            ValueError: the slot holds no range.
-            NativeError: the service is closed.
-        """
+        """End it: on return no byte of it is read or written for a peer."""
         cdef uint64_t place = unsigned("slot", slot)
         cdef kvn_tcp_table *table
         cdef bint was_there = False
@@ -209,12 +184,6 @@ cdef class TcpService:
             peer: for messages.
             secret: 32 bytes that only both ends know: what goes over the sockets is encrypted.
             dials: whether this side has opened the sockets; one of both has.
-
-        Raises:
-            ValueError: so many sockets; a secret of another length.
-            NativeError: the system refuses to watch them; the service is closed; as
-                `check_encryption`.
-            MemoryError: for the link.
         """
         cdef int asks[KVN_TCP_MAX_CONNECTIONS]
         cdef int answers[KVN_TCP_MAX_CONNECTIONS]
@@ -358,18 +327,12 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         on_device: the local side is memory of the service's device, else of the host.
         leases: slot and generation of each that is checked with each request: at most 32.
         leases_name: what messages call them.
-
-    Raises:
-        ValueError: another direction or index; the service has no device; columns of several
-            lengths; an empty range, or one that ends beyond 2**64, or a slot of 2**32 or more.
-        TypeError: what is no column of uint64.
-        NativeError: the service is closed.
     """
     cdef Py_buffer columns[4]
     cdef kvn_tcp_known known
     cdef kvn_backend *backend
     cdef const kvn_device *device = NULL
-    cdef int way, held = 0
+    cdef int way
     cdef Backend made
     link.check_made()
     if direction not in DIRECTIONS:
@@ -382,13 +345,8 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         device = &link.service.device.device
     known.places = NULL
     known.ranges = NULL
+    acquire_columns(columns, (slots, generations, addresses, nbytes), COLUMNS)
     try:
-        for name, column in zip(COLUMNS, (slots, generations, addresses, nbytes), strict=True):
-            acquire_uint64(&columns[held], column, name)
-            held += 1
-            if columns[held - 1].shape[0] != columns[0].shape[0]:
-                raise ValueError(f"{columns[0].shape[0]} slots, but {columns[held - 1].shape[0]}"
-                                 f" {name}")
         read_known(&known, <const uint64_t *>columns[0].buf, <const uint64_t *>columns[1].buf,
                    <const uint64_t *>columns[2].buf, <const uint64_t *>columns[3].buf,
                    columns[0].shape[0], leases)
@@ -401,9 +359,7 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     finally:
         free(known.places)
         free(known.ranges)
-        while held > 0:
-            held -= 1
-            PyBuffer_Release(&columns[held])
+        release_columns(columns, 4)
 
 
 cdef int read_known(kvn_tcp_known *known, const uint64_t *slots, const uint64_t *generations,

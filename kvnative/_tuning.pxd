@@ -1,5 +1,5 @@
-# What ThreadPool needs of a Tuning.
+# The C form of a Tuning, for ThreadPool.
 from kvnative._native cimport kvn_tuning
 
-# ValueError: what is wrong with it.
+# Raises what check_tuning raises.
 cdef int fill_tuning(object given, kvn_tuning *tuning) except -1

@@ -5,28 +5,22 @@ from kvnative._lower import Descriptors
 
 __all__ = [
     "MAX_PIECE_NBYTES",
-    "STRATEGIES",
+    "NEVER",
     "Tuning",
     "builtin_tuning",
-    "check_strategy",
     "check_tuning",
     "measure_copies",
-    "usable_strategies",
 ]
 
 MAX_PIECE_NBYTES: int
-STRATEGIES: tuple[str, ...]
+NEVER: int
 
 class Tuning(NamedTuple):
     threads: int
-    cached: str
-    bypassing: str
     bypass_nbytes: int
     piece_nbytes: int
 
-def usable_strategies() -> tuple[str, ...]: ...
 def builtin_tuning() -> Tuning: ...
-def check_strategy(name: str) -> None: ...
 def check_tuning(given: Tuning) -> None: ...
 def measure_copies(
     candidates: Sequence[Tuning],

@@ -4,7 +4,7 @@ from typing import Literal, Never, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._backend import Backend, NativeError
+from kvnative._backend import Backend, CallError
 
 __all__ = [
     "UcxEndpoint",
@@ -19,10 +19,7 @@ __all__ = [
 _Kind = Literal["host", "cuda", "rocm"]
 _Column = NDArray[np.uint64]
 
-class UcxError(NativeError):
-    code: int
-    status: int
-    def __init__(self, message: str, code: int = 0, status: int = -9) -> None: ...
+class UcxError(CallError): ...
 
 @final
 class UcxLibrary:

@@ -1,21 +1,19 @@
 """UCX: its library, found at run time; a worker, its endpoints, and memory that peers reach."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
 
 from kvnative._backend cimport Backend
-from kvnative._crossing cimport acquire_uint64
-from kvnative._host cimport kvn_failure, unsigned
+from kvnative._crossing cimport (
+    acquire_columns, kvn_failure, raise_failure, release_columns
+)
+from kvnative._host cimport unsigned
 from kvnative._native cimport (
     KVN_CANCELLED,
-    KVN_FAILED,
     KVN_FOREVER,
-    KVN_INVALID,
-    KVN_OK,
     KVN_PEER_GET,
     KVN_PEER_PUT,
     kvn_backend,
@@ -26,7 +24,7 @@ import os
 import threading
 import weakref
 
-from kvnative._backend import NativeError
+from kvnative._backend import CallError, NativeError
 
 __all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend",
            "ucx_leased"]
@@ -47,27 +45,12 @@ os.register_at_fork(before=OPENING.acquire, after_in_parent=OPENING.release,
 cdef object WORKERS = weakref.WeakSet()
 
 
-class UcxError(NativeError):
-    """A call of UCX failed, or a link did: the message has what, and UCX's own text.
-
-    Attributes:
-        code: the ucs_status_t, or an errno; 0 where neither had a part in it.
-        status: one of the KVN_ constants.
-    """
-
-    def __init__(self, message, code=0, status=KVN_FAILED):
-        super().__init__(message, max(code, 0))
-        self.code = code
-        self.status = status
+class UcxError(CallError):
+    """A call of UCX failed, or a link did. `code` is a ucs_status_t or an errno."""
 
 
 cdef int check_ucx(int status, const kvn_failure *failure) except -1:
-    if status == KVN_OK:
-        return 0
-    message = failure.message.decode("utf-8", "replace")
-    if status == KVN_INVALID and failure.code == 0:
-        raise ValueError(message)
-    raise UcxError(message, failure.code, status)
+    return raise_failure(UcxError, status, failure)
 
 
 @atexit.register
@@ -100,9 +83,6 @@ cdef class UcxLibrary:
 
         Args:
             path: the file of libucp, or its name for the loader's own search.
-
-        Raises:
-            UcxError: it cannot be opened, or is older than 1.13; status KVN_UNSUPPORTED.
         """
         cdef kvn_failure failure
         cdef UcxLibrary self = UcxLibrary.__new__(UcxLibrary)
@@ -166,11 +146,6 @@ cdef class UcxWorker:
     Attributes:
         address: of the worker; a peer makes an endpoint of it.
         transports: what UCX found to use, "rc_mlx5/mlx5_0:1 cma/memory" say.
-
-    Raises:
-        ValueError: a setting is not a name of UCX's and text.
-        UcxError: UCX refuses: no device of that name, say; its settings let it use TCP; or
-            (KVN_UNSUPPORTED) this process was forked from one while that had a worker.
     """
 
     cdef UcxLibrary library
@@ -227,10 +202,6 @@ cdef class UcxWorker:
             address, nbytes: the range; it stays allocated until released.
             kind: of memory: "host", "cuda" or "rocm".
             owner: kept as long as the region.
-
-        Raises:
-            ValueError: no such range or kind.
-            UcxError: UCX refuses: the memory is not mapped, or may not be locked.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef UcxRegion made = UcxRegion.__new__(UcxRegion)
@@ -268,10 +239,6 @@ cdef class UcxWorker:
                 8 bytes for each slot, 1 at least.
             tickets_address, tickets_rkey: its `tickets`.
             tag: 32 bits, by which the peer knows what is written to its memory.
-
-        Raises:
-            ValueError: the address or a key is empty, or there are no slots.
-            UcxError: the worker is closed, or no descriptor is left.
         """
         cdef UcxEndpoint made = UcxEndpoint.__new__(UcxEndpoint)
         cdef kvn_failure failure
@@ -335,12 +302,7 @@ cdef class UcxEndpoint:
         return self.worker.check_made()
 
     def connect(self, timeout_ms: float) -> None:
-        """Return when the peer's generation table was read.
-
-        Raises:
-            UcxError: KVN_TIMEOUT: it was not within the time, and connect() may be called again;
-                another status: the endpoint has failed.
-        """
+        """Return when the peer's generation table was read."""
         cdef kvn_failure failure
         cdef int64_t deadline
         cdef int status
@@ -390,10 +352,6 @@ cdef class UcxEndpoint:
 
         Returns:
             A ticket for each transfer; no other one is ever equal to it.
-
-        Raises:
-            UcxError: KVN_TIMEOUT: it was not read in time; another status: the endpoint has
-                failed, or is not connected.
         """
         cdef uint64_t words[KVN_UCX_TICKETS]
         cdef kvn_failure failure
@@ -494,19 +452,13 @@ cdef class BackendOptions:
     cdef kvn_ucx_packed_key *keys
     cdef list packed  # bytes that `keys` shows
 
-    cdef int take_ranges(self, dict columns) except -1:
+    cdef int take_ranges(self, tuple columns) except -1:
         cdef Py_buffer views[5]
         cdef const uint64_t *words
-        cdef int taken = 0
-        cdef Py_ssize_t count = 0, i, field
+        cdef Py_ssize_t count, i, field
+        acquire_columns(views, columns, ("addresses", "nbytes", "slots", "generations", "keys"))
         try:
-            for name, column in columns.items():
-                acquire_uint64(&views[taken], column, name)
-                taken += 1
-                if taken > 1 and views[taken - 1].shape[0] != count:
-                    raise ValueError(f"{name}: expected {count} items, as in addresses, got"
-                                     f" {views[taken - 1].shape[0]}")
-                count = views[0].shape[0]
+            count = views[0].shape[0]
             self.ranges = <kvn_ucx_peer_range *>calloc(count + 1, sizeof(kvn_ucx_peer_range))
             if self.ranges is NULL:
                 raise MemoryError
@@ -515,8 +467,7 @@ cdef class BackendOptions:
                 for i in range(count):
                     (<uint64_t *>&self.ranges[i])[field] = words[i]
         finally:
-            for i in range(taken):
-                PyBuffer_Release(&views[i])
+            release_columns(views, 5)
         self.options.ranges = self.ranges
         self.options.num_ranges = count
         return 0
@@ -559,10 +510,6 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
         rkeys: of the peer's regions.
         local: kind of the local memory that is in no region: "host", "cuda" or "rocm". Host memory
             need not be in one; with RDMA it then is slower.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit together.
-        UcxError: the endpoint has failed, or UCX refuses a key.
     """
     cdef BackendOptions taken = BackendOptions.__new__(BackendOptions)
     cdef kvn_backend *backend = NULL
@@ -571,8 +518,7 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
     endpoint.check_made()
-    taken.take_ranges({"addresses": addresses, "nbytes": nbytes, "slots": slots,
-                       "generations": generations, "keys": keys})
+    taken.take_ranges((addresses, nbytes, slots, generations, keys))
     taken.take_keys(list(rkeys))
     taken.options.direction = DIRECTIONS[direction]
     taken.options.local_type = memory_type("local", local)
@@ -592,9 +538,6 @@ def ucx_leased(Backend backend not None, leases) -> Backend:
     Args:
         backend: of `ucx_backend`.
         leases: of the peer: a slot, a generation, and what messages call it, of each.
-
-    Raises:
-        TypeError, ValueError: of another kind.
     """
     cdef kvn_ucx_lease *taken
     cdef kvn_backend *made = NULL

@@ -220,7 +220,7 @@ cdef class Writer:
 
     def mapped(self, ThreadPool pool not None, bytes words not None):
         """Plain copies to memory of the peer that is mapped here: these of its registrations."""
-        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), NULL),
+        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable()),
                                              (pool, self), "host backend")
         kvn_pooled_set_guard(backend.handle, self.guard(words))
         return backend

@@ -1,11 +1,11 @@
-"""Makes kvnative/src/cuda/copy_ptx.h: the copy kernel as PTX, which the driver of a GPU compiles.
+"""Make kvnative/src/cuda/copy.ptx: the copy kernel as PTX, which the driver of a GPU compiles.
 
     python tools/ptx.py           write it
     python tools/ptx.py --check   1, and why, where the one in the tree is another
 
 The compiler is NVRTC, a library of NVIDIA's that needs no GPU (requirements/ptx.txt). Whether the
-file is that of the sources can be told without it: its first lines have a hash of all that it is
-made from.
+file is that of the sources can be told without NVRTC: its first lines have a hash of the sources,
+the options and the compiler's version.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "kvnative/src/cuda/copy.cu"
 HEADER = ROOT / "kvnative/src/cuda/copy_kernel.h"
-RESULT = ROOT / "kvnative/src/cuda/copy_ptx.h"
+RESULT = ROOT / "kvnative/src/cuda/copy.ptx"
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
 COMPILER = "12.9.86"  # as requirements/ptx.txt pins it
 
@@ -38,45 +38,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--ptx", type=Path, help="write the PTX alone to this file, for ptxas")
     given = parser.parse_args()
     ptx = compile_ptx()
-    if given.ptx:
-        given.ptx.write_text(ptx)
-    elif not given.check:
-        RESULT.write_text(as_header(ptx))
-    elif RESULT.read_text() != as_header(ptx):
+    if not given.check:
+        RESULT.write_text(ptx)
+    elif RESULT.read_text() != ptx:
         raise SystemExit(f"{RESULT} is not what {SOURCE.name} makes: run `make ptx`")
 
 
 def fingerprint() -> str:
-    """Of what the result depends on."""
+    """Return the hash of everything that the result depends on."""
     parts = [COMPILER, VERSION, *OPTIONS, SOURCE.read_text(), HEADER.read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def as_header(ptx: str) -> str:
-    """The PTX as one string of C, a line for each of its own."""
-    lines = [line.replace("\\", "\\\\").replace('"', '\\"') for line in ptx.splitlines()]
-    return "\n".join(
-        [
-            f"/* Made by tools/ptx.py from copy.cu and copy_kernel.h, with {PACKAGE} {COMPILER}.",
-            f" * sha256 of what it is made from: {fingerprint()} */",
-            "#ifndef KVN_CUDA_COPY_PTX_H",
-            "#define KVN_CUDA_COPY_PTX_H",
-            "",
-            "static const char kvn_copy_ptx[] =",
-            *(f'    "{line}\\n"' for line in lines[:-1]),
-            f'    "{lines[-1]}\\n";',
-            "",
-            "#endif",
-            "",
-        ]
+def head() -> str:
+    return (
+        f"// Made by tools/ptx.py from copy.cu and copy_kernel.h, with {PACKAGE} {COMPILER}.\n"
+        f"// sha256 of its sources: {fingerprint()}\n"
     )
 
 
 def compile_ptx() -> str:
-    """Run NVRTC; what it says of errors ends the program."""
+    """Run NVRTC. An error ends the program with the compiler's log."""
     nvrtc = load_nvrtc()
     program = ctypes.c_void_p()
     name = str(HEADER.relative_to(ROOT / "kvnative/src")).encode()
@@ -99,7 +83,7 @@ def compile_ptx() -> str:
     lowered, count = re.subn(r"(?m)^\.version \S+$", f".version {VERSION}", ptx)
     if count != 1:
         raise SystemExit(f"the PTX has {count} lines with .version; 1 was expected")
-    return re.sub(r"(?m)^// Compiler Build ID: .*\n", "", lowered).strip() + "\n"
+    return head() + re.sub(r"(?m)^// Compiler Build ID: .*\n", "", lowered).strip() + "\n"
 
 
 def load_nvrtc() -> ctypes.CDLL:

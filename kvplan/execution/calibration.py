@@ -19,7 +19,7 @@ import numpy as np
 
 from kvnative._host import Arena
 from kvnative._lower import Descriptors
-from kvnative._tuning import Tuning, measure_copies, usable_strategies
+from kvnative._tuning import NEVER, Tuning, measure_copies
 from kvplan.execution.tuning import Finding
 
 BUDGET_MS: Final = 300
@@ -29,11 +29,9 @@ _SPAN_NBYTES: Final = 32 << 20
 """On each side: more than caches of one processor hold, and few enough for any host."""
 _BLOCK_NBYTES: Final = 32 << 10
 _SIZES: Final = tuple(mib << 20 for mib in (8, 16, 24, 32))
-_CACHED_NBYTES: Final = 4 << 20
 _PIECES_NBYTES: Final = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
 _LARGE_NBYTES: Final = 16 << 20
 _THREADS: Final = (1, 2, 4, 8, 12)
-_NEVER: Final = 1 << 62
 
 _ROUNDS: Final = 5
 _FEWEST_ROUNDS: Final = 3
@@ -121,7 +119,7 @@ class _Calibration:
         for nbytes in _SIZES:
             done += nbytes
             until = begin + (end - begin) * done / sum(_SIZES)
-            found = self._compare(title, "bypass_nbytes", [_NEVER, 0], nbytes, until)
+            found = self._compare(title, "bypass_nbytes", [NEVER, 0], nbytes, until)
             gains[nbytes] = found.gain(1, 0) - found.gain(0, 1)
         lost = [it for it, gain in gains.items() if (gain < 0 if it >= builtin else gain > 0)]
         if not lost:
@@ -147,7 +145,6 @@ class _Calibration:
 
 def calibrate(
     builtin: Tuning,
-    strategies: Sequence[str],
     measure: Measure,
     clock: Callable[[], int] = time.monotonic_ns,
     budget_ms: float = BUDGET_MS,
@@ -155,22 +152,14 @@ def calibrate(
     """Compare tunings with the built-in one, within the time.
 
     Args:
-        strategies: names that this processor can execute.
         measure: takes the times.
         clock: nanoseconds; `measure` is given its deadlines.
     """
     began_ns = clock()
     it = _Calibration(builtin, measure, began_ns, 1e6 * budget_ms)
-    past = [name for name in strategies if name.startswith("nt-")]
-    plain = [name for name in strategies if name not in past]
     try:
-        it.settle("in the caches", "cached", plain, _CACHED_NBYTES, 0.05)
-        if past:
-            # So that these sizes are written past the caches whatever is built in.
-            it.tuning = it.tuning._replace(bypass_nbytes=0)
-            it.settle("past the caches", "bypassing", past, _LARGE_NBYTES, 0.2)
-            it.tuning = it.tuning._replace(bypass_nbytes=builtin.bypass_nbytes)
-            it.find_bypass(0.2, 0.6)
+        if builtin.bypass_nbytes < NEVER:
+            it.find_bypass(0.0, 0.6)
         it.settle("at once", "piece_nbytes", _PIECES_NBYTES, _LARGE_NBYTES, 0.7)
         fewer = [count for count in _THREADS if count < builtin.threads]
         it.settle("threads", "threads", fewer, _LARGE_NBYTES, 0.8)
@@ -246,5 +235,5 @@ def tune(
     with measured_here() as measure:
         # To give the memory back takes about half as long as to have it.
         left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
-        found = calibrate(builtin, usable_strategies(), measure, budget_ms=left)
+        found = calibrate(builtin, measure, budget_ms=left)
     return found._replace(took_ms=(time.monotonic_ns() - began) / 1e6)

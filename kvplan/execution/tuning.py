@@ -27,7 +27,7 @@ from kvplan.machine_file import (
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type, shown
 
-FILE_VERSION: Final = 1
+FILE_VERSION: Final = 2
 ENVIRONMENT: Final = "KVPLAN_TUNING"
 _CHOICES: Final = ("auto", "builtin")
 

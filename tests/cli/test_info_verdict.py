@@ -28,8 +28,6 @@ def found() -> dict[str, Any]:
         ],
         "copies_tuned": {
             "why_not": "",
-            "cached": "memcpy",
-            "bypassing": "nt-avx2",
             "bypass_nbytes": 24 << 20,
             "threads": 2,
             "source": "built in",
@@ -62,7 +60,7 @@ def test_a_plain_host(found: dict[str, Any]) -> None:
         "accelerator none: neither a library of Ascend (ACL) nor CUDA's driver is installed where "
         "it is looked for",
         "RDMA none: this host has no RDMA device",
-        "copies memcpy, from 24 MiB on nt-avx2, 2 threads (built in)",
+        "copies 2 threads, past the caches from 24 MiB on (built in)",
     ]
 
 
@@ -79,7 +77,7 @@ def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
         "across hosts HCCL between devices (hccl), else RDMA (ucx), else sockets (tcp)",
         "accelerator Ascend910B, 1 of 2 devices can be opened, CANN 8.5.0",
         "RDMA by UCX 1.18.0, over rc_mlx5/mlx5_0:1",
-        "copies memcpy, from 24 MiB on nt-avx2, 2 threads (built in)",
+        "copies 2 threads, past the caches from 24 MiB on (built in)",
     ]
 
 
@@ -87,7 +85,7 @@ def test_how_copies_are_made(found: dict[str, Any]) -> None:
     it = found["copies_tuned"]
     it.update(source="measured", measured="2026-11-25T18:50:00Z")
     assert lines(found)[-1] == (
-        "copies memcpy, from 24 MiB on nt-avx2, 2 threads (measured on 2026-11-25)"
+        "copies 2 threads, past the caches from 24 MiB on (measured on 2026-11-25)"
     )
     it.update(source="built in", measured=None, note="/a/file: it is not a file")
     assert lines(found)[-1] == "to do copies are as built in: /a/file: it is not a file"

@@ -7,21 +7,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvnative._tuning import Tuning, builtin_tuning, usable_strategies
+from kvnative._tuning import NEVER, Tuning, builtin_tuning
 from kvplan.execution import calibration
 from kvplan.execution.calibration import BUDGET_MS, calibrate
 from kvplan.execution.tuning import Finding
 
 MIB = 1 << 20
-STRATEGIES = ("memcpy", "movsb", "nt-sse2", "nt-avx2", "nt-avx512")
-BUILTIN = Tuning(4, "memcpy", "nt-avx512", 24 * MIB, 512 << 10)
+BUILTIN = Tuning(4, 24 * MIB, 512 << 10)
 
 
 class Machine:
     """One with a clock of its own, on which a copy takes what `ns` says.
 
     Args:
-        ns: of a copy of so many bytes with a strategy, in pieces of so many and by so many threads.
+        ns: of a copy of so many bytes with a tuning.
         noise: up to so much of that comes on top, at random.
         share: of the cores is given to the threads.
         setup_ns: what each measurement takes besides.
@@ -29,7 +28,7 @@ class Machine:
 
     def __init__(
         self,
-        ns: Callable[[str, int, Tuning], float],
+        ns: Callable[[int, Tuning], float],
         noise: float = 0.0,
         share: float = 0.98,
         setup_ns: int = 100_000,
@@ -49,9 +48,7 @@ class Machine:
         for _ in range(rounds):
             row = []
             for tuning in tunings:
-                past = nbytes >= tuning.bypass_nbytes
-                strategy = tuning.bypassing if past else tuning.cached
-                best = int(self._ns(strategy, nbytes, tuning))
+                best = int(self._ns(nbytes, tuning))
                 row.append(int(best * (1 + self._random.random() * self._noise)))
                 self.now += 3 * row[-1]
                 if self.now >= deadline_ns:
@@ -60,14 +57,14 @@ class Machine:
         return done, self._share
 
     def tuned(self, builtin: Tuning = BUILTIN) -> Finding:
-        return calibrate(builtin, STRATEGIES, self.measure, self.clock)
+        return calibrate(builtin, self.measure, self.clock)
 
 
-def usual(cache_nbytes: int = 24 * MIB) -> Callable[[str, int, Tuning], float]:
+def usual(cache_nbytes: int = 24 * MIB) -> Callable[[int, Tuning], float]:
     """As built in: 60 GB/s in the cache, 15 past it, and 25 with stores that bypass it."""
 
-    def ns(strategy: str, nbytes: int, tuning: Tuning) -> float:
-        if strategy.startswith("nt-"):
+    def ns(nbytes: int, tuning: Tuning) -> float:
+        if nbytes >= tuning.bypass_nbytes:
             return nbytes / 25
         return nbytes / (60 if nbytes < cache_nbytes else 15)
 
@@ -95,22 +92,21 @@ def test_caches_of_another_size(cache_mib: int, bypass_mib: int) -> None:
 
 
 def test_what_is_clearly_faster_is_used() -> None:
-    def ns(strategy: str, nbytes: int, tuning: Tuning) -> float:
-        faster = {"nt-sse2": 0.8, "movsb": 0.8}.get(strategy, 1.0)
-        faster *= 0.8 if tuning.piece_nbytes == 1 << 20 else 1.0
+    def ns(nbytes: int, tuning: Tuning) -> float:
+        faster = 0.8 if tuning.piece_nbytes == 1 << 20 else 1.0
         faster *= 0.8 if tuning.threads == 2 else 1.0
-        return usual()(strategy, nbytes, tuning) * faster
+        return usual()(nbytes, tuning) * faster
 
     found = Machine(ns, 0.05).tuned()
-    assert found.tuning == Tuning(2, "movsb", "nt-sse2", 24 * MIB, 1 << 20)
-    assert any(it.startswith("in the caches: movsb, ") for it in found.reasons)
+    assert found.tuning == Tuning(2, 24 * MIB, 1 << 20)
+    assert any(it.startswith("threads: 2, ") for it in found.reasons)
 
 
 def test_a_little_faster_is_not() -> None:
-    def ns(strategy: str, nbytes: int, tuning: Tuning) -> float:
-        return usual()(strategy, nbytes, tuning) * (0.92 if strategy == "movsb" else 1.0)
+    def ns(nbytes: int, tuning: Tuning) -> float:
+        return usual()(nbytes, tuning) * (0.92 if tuning.threads == 2 else 1.0)
 
-    assert Machine(ns).tuned().tuning.cached == "memcpy"
+    assert Machine(ns).tuned().tuning.threads == 4
 
 
 @pytest.mark.parametrize(
@@ -131,20 +127,20 @@ def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
 def test_the_time_is_kept(slower: int) -> None:
     """Only the copies that are under way when it is over come on top: three in a row."""
     machine = Machine(lambda *it: slower * usual()(*it))
-    copy_ms = 3 * slower * usual()("memcpy", 32 * MIB, BUILTIN) / 1e6
+    copy_ms = 3 * slower * usual()(32 * MIB, BUILTIN) / 1e6
     assert machine.tuned().took_ms <= BUDGET_MS + copy_ms + 1
 
 
-def test_without_strategies_past_the_caches() -> None:
-    machine = Machine(usual())
-    builtin = BUILTIN._replace(bypassing="memcpy")
-    found = calibrate(builtin, ["memcpy"], machine.measure, machine.clock)
+def test_a_processor_that_cannot_write_past_the_caches() -> None:
+    builtin = BUILTIN._replace(bypass_nbytes=NEVER)
+    found = Machine(usual(4 * MIB)).tuned(builtin)
     assert (found.tuning, found.sure) == (builtin, True)
+    assert not any("past the caches" in reason for reason in found.reasons)
 
 
 def test_this_machine_can_be_measured() -> None:
     found = calibration.tune(builtin_tuning(), crowded=lambda: False)
-    assert found.tuning.cached in usable_strategies()
+    assert 1 <= found.tuning.threads <= builtin_tuning().threads
     assert found.reasons
 
 

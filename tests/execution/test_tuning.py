@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._tuning import STRATEGIES, builtin_tuning, usable_strategies
+from kvnative._tuning import builtin_tuning
 from kvplan import CacheDesc, DataType, LLMException, Options, Rows, Transfer
 from kvplan.execution import default_transfers
 from kvplan.execution.tuning import (
@@ -29,7 +29,6 @@ from kvplan.execution.tuning import (
 MINE = Finding(builtin_tuning()._replace(bypass_nbytes=9 << 20), True, ("measured",), 250.0)
 # By the text of a RecursionError; the parser of 3.14 looks at the stack itself.
 TOO_DEEP = "Stack overflow" if sys.version_info >= (3, 14) else "recursion"
-LACKING = next(it for it in STRATEGIES if it not in usable_strategies())
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +71,8 @@ def test_large_transfers_measure_nothing(path: Path) -> None:
 
 
 def test_a_tuning_that_is_given() -> None:
-    given = choose('{"threads": 3, "bypass_nbytes": 1000000, "cached": "memcpy"}')
-    expected = builtin_tuning()._replace(threads=3, bypass_nbytes=1_000_000, cached="memcpy")
+    given = choose('{"threads": 3, "bypass_nbytes": 1000000}')
+    expected = builtin_tuning()._replace(threads=3, bypass_nbytes=1_000_000)
     assert given == (expected, "kvplan.tuning", "")
     assert default_transfers('{"threads": 3}').threads == 3
     assert default_transfers('{"threads": 3}') is default_transfers('{"threads": 3}')
@@ -85,9 +84,7 @@ def test_a_tuning_that_is_given() -> None:
         ("{", "Expecting property name"),
         ('{"threads": 0}', "threads = 0: expected 1 to 64"),
         ('{"threads": "2"}', "must be an int"),
-        ('{"speed": 1}', "'speed' must be one of threads, cached"),
-        ('{"cached": "fast"}', "'fast': expected one of 'memcpy'"),
-        (json.dumps({"bypassing": LACKING}), f"'{LACKING}' needs"),
+        ('{"speed": 1}', "'speed' must be one of threads, bypass_nbytes"),
         ("[1]", "must be auto, builtin or a JSON object"),
         ('{"a":' * 100_000, TOO_DEEP),
     ],
@@ -107,7 +104,7 @@ def test_an_option_is_checked_when_it_is_given(text: str, expected: str) -> None
         ("", "Expecting value"),
         ("\0\xff", "Expecting value"),
         ("[]", "must be dict"),
-        ('{"schema_version": 99, "machines": {}}', "schema_version=99 must be 1"),
+        ('{"schema_version": 99, "machines": {}}', "schema_version=99 must be 2"),
         ("[" * 100_000, TOO_DEEP),
         ("x" * (2 << 20), "more than 1048576 bytes"),
     ],
@@ -133,7 +130,6 @@ def test_a_file_that_is_something_else_is_not_used_and_not_touched(
         {"tuning": {"threads": 1}},
         {"tuning": {**MINE.tuning._asdict(), "threads": 10**30}},
         {"tuning": {**MINE.tuning._asdict(), "piece_nbytes": 1}},
-        {"tuning": {**MINE.tuning._asdict(), "cached": LACKING}},
         {"tuning": {**MINE.tuning._asdict(), "more": 1}},
         {"reasons": [3]},
         {"measured": None},
@@ -159,7 +155,7 @@ def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, An
 
 def test_other_machines_stay(path: Path) -> None:
     path.parent.mkdir()
-    path.write_text('{"schema_version": 1, "machines": {"another": {"of": "a later version"}}}')
+    path.write_text('{"schema_version": 2, "machines": {"another": {"of": "a later version"}}}')
     assert load_tuning() is None
     save_tuning(MINE)
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
@@ -168,7 +164,7 @@ def test_other_machines_stay(path: Path) -> None:
 def store_beside_ever_deeper_ones(path: Path) -> None:
     for depth in range(300, 20_000, 50):
         deep = "[" * depth + "]" * depth
-        path.write_text(f'{{"schema_version": 1, "machines": {{"another": {deep}}}}}')
+        path.write_text(f'{{"schema_version": 2, "machines": {{"another": {deep}}}}}')
         save_tuning(MINE)
 
 

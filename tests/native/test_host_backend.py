@@ -1,4 +1,4 @@
-"""The host backend against NumPy: every strategy, inline and on the pool."""
+"""The host backend against NumPy: every copy, inline and on the pool."""
 
 import numpy as np
 import pytest
@@ -14,17 +14,19 @@ from kvnative._executor import (
 )
 from kvnative._lower import Descriptors
 from kvnative._tuning import (
-    STRATEGIES,
+    NEVER,
     Tuning,
     builtin_tuning,
     measure_copies,
-    usable_strategies,
 )
 from tests.native.scatter import UNTOUCHED, assert_same, scatter
 
 POOL = ThreadPool(3)
-CHOICES = ("auto", *usable_strategies())
-EXECUTORS = {strategy: Executor(host_backend(POOL, strategy)) for strategy in CHOICES}
+EXECUTOR = Executor(host_backend(POOL))
+PLAIN = Executor(host_backend(ThreadPool(3, builtin_tuning()._replace(bypass_nbytes=NEVER))))
+PAST_CACHES = Executor(host_backend(ThreadPool(3, builtin_tuning()._replace(bypass_nbytes=0))))
+EXECUTORS = [EXECUTOR, PLAIN, PAST_CACHES]
+each_copy = pytest.mark.parametrize("executor", [PLAIN, PAST_CACHES], ids=["plain", "past-caches"])
 
 small = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
 # From one byte to several MiB: cut descriptors, grouped ones, and both in one batch.
@@ -39,11 +41,15 @@ mixed = st.lists(
 )
 
 
-@given(sizes=st.one_of(small, mixed), seed=st.integers(0, 2**32), strategy=st.sampled_from(CHOICES))
+@given(
+    sizes=st.one_of(small, mixed),
+    seed=st.integers(0, 2**32),
+    executor=st.sampled_from(EXECUTORS),
+)
 @settings(max_examples=5 * settings().max_examples // 2, deadline=None)
-def test_every_strategy_moves_what_numpy_moves(sizes: list[int], seed: int, strategy: str) -> None:
+def test_every_copy_moves_what_numpy_moves(sizes: list[int], seed: int, executor: Executor) -> None:
     case = scatter(sizes, seed)
-    report = EXECUTORS[strategy].run(case.descriptors)
+    report = executor.run(case.descriptors)
     assert (report.status, report.bytes_done, report.descriptors_done) == (
         KVN_OK,
         case.total,
@@ -52,16 +58,16 @@ def test_every_strategy_moves_what_numpy_moves(sizes: list[int], seed: int, stra
     case.assert_moved()
 
 
-@pytest.mark.parametrize("strategy", CHOICES)
-def test_a_batch_larger_than_the_caches(strategy: str) -> None:
+@each_copy
+def test_a_batch_larger_than_the_caches(executor: Executor) -> None:
     case = scatter([32768] * 1200 + [5, 9_000_001], seed=1)
-    assert EXECUTORS[strategy].submit(case.descriptors).wait().status == KVN_OK
+    assert executor.submit(case.descriptors).wait().status == KVN_OK
     case.assert_moved()
 
 
-@pytest.mark.parametrize("strategy", usable_strategies())
+@each_copy
 @pytest.mark.parametrize("src_shift", [0, 1, 7, 8, 15, 16, 31, 33, 63])
-def test_every_alignment_and_size(strategy: str, src_shift: int) -> None:
+def test_every_alignment_and_size(executor: Executor, src_shift: int) -> None:
     """One batch of all: each alignment of the destination in a line, with each of the sizes."""
     sizes = [*range(1, 340), 500, 511, 512, 513, 1023, 1024, 1025, 2000, 4095, 4096, 4097]
     room = 8192
@@ -76,7 +82,7 @@ def test_every_alignment_and_size(strategy: str, src_shift: int) -> None:
         expected[place : place + size] = source[src_shift : src_shift + size]
     dst = (places + to_line + memory.ctypes.data).astype(np.uint64)
     src = np.full(len(dst), source.ctypes.data + src_shift, np.uint64)
-    report = EXECUTORS[strategy].run(Descriptors.from_columns(dst, src, nbytes.astype(np.uint64)))
+    report = executor.run(Descriptors.from_columns(dst, src, nbytes.astype(np.uint64)))
     assert report.status == KVN_OK
     assert_same(memory, expected)
 
@@ -85,8 +91,6 @@ def test_every_alignment_and_size(strategy: str, src_shift: int) -> None:
     tuning=st.builds(
         Tuning,
         threads=st.just(3),
-        cached=st.sampled_from(usable_strategies()),
-        bypassing=st.sampled_from(usable_strategies()),
         bypass_nbytes=st.one_of(st.integers(0, 2**63 - 1), st.integers(0, 10_000_000)),
         piece_nbytes=st.integers(64 << 10, 16 << 20),
     ),
@@ -101,16 +105,6 @@ def test_every_tuning_moves_what_numpy_moves(tuning: Tuning, sizes: list[int]) -
     case.assert_moved()
 
 
-def test_what_the_processor_lacks_is_refused() -> None:
-    lacking = [it for it in STRATEGIES if it not in usable_strategies()]
-    assert lacking, "no processor has the strategies of another one"
-    for name in lacking:
-        with pytest.raises(ValueError, match=rf"strategy = '{name}' needs .*; here there are 'mem"):
-            host_backend(POOL, name)
-        with pytest.raises(ValueError, match=f"'{name}' needs"):
-            ThreadPool(tuning=builtin_tuning()._replace(bypassing=name))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
@@ -118,7 +112,6 @@ def test_what_the_processor_lacks_is_refused() -> None:
         ("bypass_nbytes", -1, "bypass_nbytes = -1: expected 0 to"),
         ("piece_nbytes", 65535, "piece_nbytes = 65535: expected 65536 to 16777216"),
         ("piece_nbytes", 1 << 25, "expected 65536 to 16777216"),
-        ("cached", "fast", "strategy = 'fast': expected one of 'memcpy'"),
     ],
 )
 def test_a_tuning_is_checked(field: str, value: object, expected: str) -> None:
@@ -145,7 +138,7 @@ def test_measuring_copies_and_ends_with_the_time() -> None:
 
 def test_many_tiny_descriptors() -> None:
     case = scatter([1, 3] * 50_000, seed=3, gap=2)
-    assert EXECUTORS["auto"].run(case.descriptors).descriptors_done == 100_000
+    assert EXECUTOR.run(case.descriptors).descriptors_done == 100_000
     source, target = case.source, case.target
     first = case.nbytes == 1
     assert np.array_equal(target[case.dst_offsets[first]], source[case.src_offsets[first]])
@@ -160,9 +153,7 @@ def test_a_copy_onto_itself_is_already_done(nbytes: int) -> None:
     array = np.arange(nbytes, dtype=np.uint64).view(np.uint8)[:nbytes].copy()
     before = array.copy()
     address = np.array([array.ctypes.data], np.uint64)
-    report = EXECUTORS["auto"].run(
-        Descriptors.from_columns(address, address, np.array([nbytes], np.uint64))
-    )
+    report = EXECUTOR.run(Descriptors.from_columns(address, address, np.array([nbytes], np.uint64)))
     assert (report.status, report.bytes_done) == (KVN_OK, nbytes)
     assert np.array_equal(array, before)
 
@@ -186,13 +177,11 @@ def test_a_descriptor_that_overlaps_itself_is_refused_and_named(filler: int) -> 
 
 
 def test_an_empty_array_is_done() -> None:
-    report = EXECUTORS["auto"].run(Descriptors())
+    report = EXECUTOR.run(Descriptors())
     assert (report.status, report.bytes_done, report.unconfirmed) == (KVN_OK, 0, ())
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"strategy = 'fast': expected one of 'memcpy', 'movsb'"):
-        host_backend(POOL, "fast")
     for threads in (0, 65, -1):
         with pytest.raises(ValueError, match=rf"threads = {threads}: expected 1 to 64"):
             ThreadPool(threads)
@@ -212,6 +201,6 @@ def test_of_many_failures_the_first_is_reported() -> None:
     dst = src + np.array([good, 1] * pieces, np.uint64)
     descriptors = Descriptors.from_columns(dst.astype(np.uint64), src.astype(np.uint64), nbytes)
     for _ in range(2000):
-        report = EXECUTORS["auto"].submit(descriptors).wait()
+        report = EXECUTOR.submit(descriptors).wait()
         assert (report.status, report.failed) == (KVN_INVALID, 1)
         assert report.unconfirmed[-1][1] == 2 * pieces

@@ -50,7 +50,7 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
         | tree("docs/**/*.md")
     )
     sources |= tree("kvnative/*.pyx") | tree("kvnative/src/**/*.[ch]") | tree("tests/**/*.py")
-    sources |= tree("kvnative/src/**/*.cu")
+    sources |= tree("kvnative/src/**/*.cu") | tree("kvnative/src/**/*.ptx")
     sources |= tree("tests/support/*.pyx") | tree("tests/support/native/*.[ch]")
     assert (sources | PAGE) - names == set()
     assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []

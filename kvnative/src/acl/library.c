@@ -1,58 +1,39 @@
+/* Opens the ACL library, asks it about devices, and puts its errors into words. */
 #include "acl/library.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "core/library.h"
+
 /* ---- opening ---- */
 
-static void *find_symbol(const kvn_acl_library *library, const char *name)
-{
-    for (size_t i = 0; i < KVN_ACL_MAX_FILES; i++) {
-        void *symbol = library->files[i] ? dlsym(library->files[i], name) : NULL;
-        if (symbol)
-            return symbol;
-    }
-    return NULL;
-}
+#define REQUIRED(result, name, parameters) {#name, offsetof(kvn_acl, name), false},
+#define OPTIONAL(result, name, parameters) {#name, offsetof(kvn_acl, name), true},
 
-/* Looks all calls up. The first required one that is missing, or NULL. */
-static const char *fill_table(kvn_acl_library *library)
-{
-    const char *missing = NULL;
-    kvn_acl *calls = &library->calls;
-
-    /* POSIX: a function's address as dlsym returns it, stored through a pointer to an object. */
-#define LOOK_UP(result, name, parameters) *(void **)&calls->name = find_symbol(library, #name);
-#define REQUIRE(result, name, parameters)                                                         \
-    LOOK_UP(result, name, parameters) if (!calls->name && !missing) missing = #name;
-    KVN_ACL_REQUIRED(REQUIRE)
-    KVN_ACL_OPTIONAL(LOOK_UP)
-#undef REQUIRE
-#undef LOOK_UP
-    return missing;
-}
+static const kvn_symbol symbols[] = {KVN_ACL_REQUIRED(REQUIRED) KVN_ACL_OPTIONAL(OPTIONAL)};
+static const kvn_symbol copy = {"aclrtMemcpyAsync", offsetof(kvn_acl, aclrtMemcpyAsync), false};
 
 int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_library *out,
                          kvn_failure *failure)
 {
     const char *missing;
+    kvn_failure refusal = {.message = ""};
     char reason[256] = "";
     bool opened = false;
 
     memset(out, 0, sizeof *out);
     for (size_t i = 0; i < num_paths && i < KVN_ACL_MAX_FILES; i++) {
         /* Global, as programs that link it have it: libraries of the toolkit look for each other. */
-        out->files[i] = dlopen(paths[i], RTLD_NOW | RTLD_GLOBAL);
-        if (!out->files[i] && (i == 0 || !*reason)) {
-            const char *error = dlerror();
-            snprintf(reason, sizeof reason, "%s", error ? error : "the loader does not say why");
-        }
+        out->files[i] = kvn_library_open(paths[i], RTLD_NOW | RTLD_GLOBAL, &refusal);
+        if (!out->files[i] && !*reason)
+            memcpy(reason, refusal.message, sizeof reason);
         opened |= out->files[i] != NULL;
     }
     if (!opened)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", reason);
-    missing = fill_table(out);
+    missing = kvn_library_fill(out->files, KVN_ACL_MAX_FILES, symbols, KVN_COUNT_OF(symbols), &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "%s has no %s; kvplan needs the ACL runtime of CANN 8.1 or later%s%s",
@@ -62,22 +43,12 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
 
 void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room)
 {
-    Dl_info found;
-
-    /* The address of a function as an object pointer: POSIX again. */
-    if (!dladdr(*(void *const *)&library->calls.aclrtMemcpyAsync, &found) || !found.dli_fname)
-        found.dli_fname = "";
-    snprintf(out, room, "%s", found.dli_fname);
+    kvn_library_path(&library->calls, &copy, out, room);
 }
 
 const char *kvn_acl_missing(const kvn_acl *acl, size_t n)
 {
-#define COUNT(result, name, parameters)                                                           \
-    if (!acl->name && n-- == 0)                                                                   \
-        return #name;
-    KVN_ACL_OPTIONAL(COUNT)
-#undef COUNT
-    return NULL;
+    return kvn_library_missing(acl, symbols, KVN_COUNT_OF(symbols), n);
 }
 
 int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure)
@@ -129,7 +100,7 @@ static bool ask_runtime(const kvn_acl_library *library, int32_t logical, int32_t
     int32_t (*get_number)(uint32_t logical, uint32_t *physical) = NULL;
     uint32_t number = 0;
 
-    *(void **)&get_number = find_symbol(library, "rtGetDevicePhyIdByIndex");
+    *(void **)&get_number = kvn_library_find(library->files, KVN_ACL_MAX_FILES, "rtGetDevicePhyIdByIndex");
     if (!get_number || get_number((uint32_t)logical, &number) != 0)
         return false;
     *physical = (int32_t)number;

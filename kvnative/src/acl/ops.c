@@ -1,3 +1,4 @@
+/* Implements the operations of a device by calls of ACL. */
 #include "acl/ops.h"
 
 #include <string.h>

@@ -1,3 +1,4 @@
+/* Reads the monotonic clock, and waits for conditions by it. */
 #include "core/clock.h"
 
 #include <errno.h>

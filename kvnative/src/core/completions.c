@@ -1,3 +1,4 @@
+/* Hands tasks that have ended from the threads that end them to a queue with an eventfd. */
 #include "core/completions.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Submits a batch in parts that its backend takes, and keeps its outcome for any number of waiters. */
 #include "core/executor.h"
 
 #include <stdio.h>

@@ -1,7 +1,10 @@
+/* Finds which of several sorted ranges of addresses holds a piece of memory. */
 #include "core/intervals.h"
 
 #include <stdbool.h>
 #include <stdlib.h>
+
+#include "core/sort.h"
 
 static int by_place(const void *left, const void *right)
 {
@@ -58,26 +61,11 @@ size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least)
     return i;
 }
 
-static int compare_starts(const void *a, const void *b)
-{
-    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
-static void sort_starts(uint64_t *starts, size_t count)
-{
-    for (size_t i = 1; i < count; i++)
-        if (starts[i - 1] > starts[i]) {
-            qsort(starts, count, sizeof *starts, compare_starts);
-            return;
-        }
-}
-
 int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nbytes,
-                      uint64_t *read, size_t num_read, uint64_t read_nbytes)
+                      uint64_t *read, size_t num_read, uint64_t read_nbytes, uint64_t *scratch)
 {
-    sort_starts(written, num_written);
-    sort_starts(read, num_read);
+    written = kvn_sort(written, scratch, num_written, sizeof *written, 0);
+    read = kvn_sort(read, scratch + num_written, num_read, sizeof *read, 0);
     /* Of sorted starts the differences cannot wrap, as ends could. */
     for (size_t i = 1; i < num_written; i++)
         if (written[i] - written[i - 1] < written_nbytes)

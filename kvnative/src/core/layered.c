@@ -1,3 +1,4 @@
+/* Runs a transfer layer by layer: each layer moves once it is opened, and reports its own outcome. */
 #include "core/layered.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Lowers segments and tensor addresses to one array of descriptors, after checking all sums. */
 #include "core/lower.h"
 
 #include <stdlib.h>

@@ -1,75 +1,54 @@
+/* Orders and merges copies between address ranges, and locates ranges among pieces of memory. */
 #include "core/ranges.h"
 
-#include <string.h>
+#include <stdbool.h>
 
-#define DIGIT_BITS 8
-#define NUM_DIGITS (1 << DIGIT_BITS)
+#include "core/sort.h"
 
-size_t kvn_ranges_scratch(size_t count)
+/* A range by its place in the caller's columns. */
+typedef struct keyed {
+    uint64_t key;
+    uint64_t index;
+} keyed;
+
+size_t kvn_ranges_scratch(size_t count) { return 2 * count * (sizeof(keyed) / sizeof(uint64_t)); }
+
+/* The two arrays of `count` in the scratch memory. */
+static keyed *other_of(keyed *items, uint64_t *scratch, size_t count)
 {
-    return 3 * count;
+    keyed *const first = (keyed *)scratch;
+
+    return items == first ? first + count : first;
 }
 
-static int ascends(const uint64_t *keys, const uint64_t *order, size_t count)
-{
-    for (size_t i = 1; i < count; i++)
-        if (keys[order[i - 1]] > keys[order[i]])
-            return 0;
-    return 1;
-}
-
-/* Sorts `order` by the keys that it names; equal keys keep their order. By digits, of which those that
- * all keys have in common cost nothing: addresses differ in few. */
-static void sort_order(const uint64_t *keys, uint64_t *order, size_t count, uint64_t *other)
-{
-    uint64_t differing = 0;
-    uint64_t *from = order, *to = other;
-
-    if (ascends(keys, order, count))
-        return;
-    for (size_t i = 1; i < count; i++)
-        differing |= keys[i] ^ keys[0];
-    for (unsigned shift = 0; shift < 64; shift += DIGIT_BITS) {
-        size_t places[NUM_DIGITS] = {0}, next = 0;
-
-        if ((differing >> shift & (NUM_DIGITS - 1)) == 0)
-            continue;
-        for (size_t i = 0; i < count; i++)
-            places[keys[i] >> shift & (NUM_DIGITS - 1)]++;
-        for (size_t digit = 0; digit < NUM_DIGITS; digit++) {
-            const size_t here = places[digit];
-            places[digit] = next;
-            next += here;
-        }
-        for (size_t i = 0; i < count; i++)
-            to[places[keys[from[i]] >> shift & (NUM_DIGITS - 1)]++] = from[i];
-        uint64_t *const swapped = from;
-        from = to;
-        to = swapped;
-    }
-    if (from != order)
-        memcpy(order, from, count * sizeof *order);
-}
-
-static void number(uint64_t *order, size_t count)
+static keyed *sort_by(const uint64_t *keys, keyed *items, uint64_t *scratch, size_t count)
 {
     for (size_t i = 0; i < count; i++)
-        order[i] = i;
+        items[i].key = keys[items[i].index];
+    return kvn_sort(items, other_of(items, scratch, count), count, sizeof *items, offsetof(keyed, key));
+}
+
+static keyed *numbered(uint64_t *scratch, size_t count)
+{
+    keyed *const items = (keyed *)scratch;
+
+    for (size_t i = 0; i < count; i++)
+        items[i].index = i;
+    return items;
 }
 
 size_t kvn_ranges_arrange(const kvn_ranges *from, size_t count, kvn_ranges *to, uint64_t *scratch)
 {
-    uint64_t *const order = scratch;
+    keyed *order;
     size_t last = 0;
 
     if (count == 0)
         return 0;
-    number(order, count);
-    sort_order(from->src, order, count, scratch + count);
+    order = sort_by(from->src, numbered(scratch, count), scratch, count);
     if (from->groups != NULL)
-        sort_order(from->groups, order, count, scratch + count);
+        order = sort_by(from->groups, order, scratch, count);
     for (size_t i = 0; i < count; i++) {
-        const uint64_t it = order[i];
+        const uint64_t it = order[i].index;
         const uint64_t group = from->groups == NULL ? 0 : from->groups[it];
 
         if (i > 0 && to->src[last] + to->nbytes[last] == from->src[it] &&
@@ -91,15 +70,13 @@ size_t kvn_ranges_arrange(const kvn_ranges *from, size_t count, kvn_ranges *to, 
 size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t count,
                           uint64_t *scratch, size_t *other)
 {
-    uint64_t *const order = scratch;
+    const keyed *const order = sort_by(starts, numbered(scratch, count), scratch, count);
 
-    number(order, count);
-    sort_order(starts, order, count, scratch + count);
     /* Of sorted starts the differences cannot wrap, as ends could. */
     for (size_t i = 1; i < count; i++)
-        if (starts[order[i]] - starts[order[i - 1]] < nbytes[order[i - 1]]) {
-            *other = (size_t)order[i];
-            return (size_t)order[i - 1];
+        if (order[i].key - order[i - 1].key < nbytes[order[i - 1].index]) {
+            *other = (size_t)order[i].index;
+            return (size_t)order[i - 1].index;
         }
     return KVN_NO_OVERLAP;
 }

@@ -1,3 +1,4 @@
+/* Fills in, copies and merges reports of batches. */
 #include "core/report.h"
 
 #include <inttypes.h>

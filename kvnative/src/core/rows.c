@@ -1,8 +1,11 @@
+/* Cuts requests of two block tables into runs of bytes, in the planner's order. */
 #include "core/rows.h"
 
 #include <string.h>
 
-enum { INSERTED = 24, DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS, MAX_REPEATS = 2 };
+#include "core/sort.h"
+
+enum { INSERTED = 24, MAX_REPEATS = 2 };
 
 static size_t words_of(uint64_t bits) { return (size_t)(bits / 64 + 1); }
 
@@ -352,34 +355,6 @@ static void sort_few(kvn_run *runs, size_t num)
     }
 }
 
-/* Sort by digits of an offset, the lowest first; those that all runs have in common are skipped. */
-static kvn_run *sort_by(bool by_src, kvn_run *runs, kvn_run *other, size_t num)
-{
-#define KEY(run) (by_src ? (run).src : (run).dst)
-    uint64_t used = 0;
-    for (size_t i = 1; i < num; i++)
-        used |= KEY(runs[i]) ^ KEY(runs[0]);
-    for (unsigned shift = 0; shift < 64; shift += DIGIT_BITS) {
-        size_t starts[DIGITS] = {0}, begin = 0;
-        if ((used >> shift & (DIGITS - 1)) == 0)
-            continue;
-        for (size_t i = 0; i < num; i++)
-            starts[KEY(runs[i]) >> shift & (DIGITS - 1)]++;
-        for (size_t digit = 0; digit < DIGITS; digit++) {
-            const size_t with = starts[digit];
-            starts[digit] = begin;
-            begin += with;
-        }
-        for (size_t i = 0; i < num; i++)
-            other[starts[KEY(runs[i]) >> shift & (DIGITS - 1)]++] = runs[i];
-        kvn_run *const sorted = other;
-        other = runs;
-        runs = sorted;
-    }
-    return runs;
-#undef KEY
-}
-
 /* Order runs by source, then destination, in one of two arrays. */
 static kvn_run *sort(bool orders_ties, kvn_run *runs, kvn_run *other, size_t num)
 {
@@ -394,11 +369,13 @@ static kvn_run *sort(bool orders_ties, kvn_run *runs, kvn_run *other, size_t num
         sort_few(runs, num);
         return runs;
     }
-    kvn_run *sorted = sort_by(true, runs, other, num);
+    kvn_run *sorted = kvn_sort(runs, other, num, sizeof *runs, offsetof(kvn_run, src));
     for (size_t i = 1; i < num; i++)
         if (is_after(&sorted[i - 1], &sorted[i])) { /* one source is copied to several rows */
-            kvn_run *const by_dst = sort_by(false, sorted, sorted == runs ? other : runs, num);
-            return sort_by(true, by_dst, by_dst == runs ? other : runs, num);
+            kvn_run *spare = sorted == runs ? other : runs;
+            sorted = kvn_sort(sorted, spare, num, sizeof *runs, offsetof(kvn_run, dst));
+            spare = sorted == runs ? other : runs;
+            return kvn_sort(sorted, spare, num, sizeof *runs, offsetof(kvn_run, src));
         }
     return sorted;
 }

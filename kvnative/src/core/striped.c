@@ -1,3 +1,4 @@
+/* Moves one batch over several backends at once. */
 #include "core/striped.h"
 
 #include <errno.h>
@@ -8,6 +9,7 @@
 
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 
 typedef struct striped {
     kvn_backend base;
@@ -192,7 +194,7 @@ static void give_up(kvn_request *request, int why)
         all[count++] = (giving_up){.it = it, .why = why};
     }
     for (size_t i = 1; i < count; i++)
-        all[i].has_thread = pthread_create(&all[i].thread, NULL, give_up_one, &all[i]) == 0;
+        all[i].has_thread = kvn_thread_start(&all[i].thread, NULL, "kvn-give-up", give_up_one, &all[i]) == 0;
     for (size_t i = 0; i < count; i++)
         if (all[i].has_thread)
             pthread_join(all[i].thread, NULL);

@@ -1,3 +1,4 @@
+/* Chooses how a batch is copied on a CUDA device: kernel, batch call or single copies. */
 #include "cuda/copies.h"
 
 #include <errno.h>

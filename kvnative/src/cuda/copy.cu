@@ -19,7 +19,7 @@
  * The words and the descriptors are read by a launch that begins late; copies.c frees them only when it has
  * seen the end of the launch.
  *
- * Made into copy_ptx.h by `make ptx`. With KVN_CUDA_HOST it is C++ for the host: blocks are called one by one
+ * Made into copy.ptx by `make ptx`. With KVN_CUDA_HOST it is C++ for the host: blocks are called one by one
  * or by several threads, each with its own kvn_cuda_block; warps and lanes are loops. */
 #include "cuda/copy_kernel.h"
 
@@ -162,12 +162,8 @@ KVN_DEVICE void copy_piece(kvn_copy_word dst, kvn_copy_word src, unsigned nbytes
     KVN_EACH_LANE(lane) {
         if (unlike % 16 == 0)
             copy_lane<kvn_vector>(lane, dst, src, nbytes);
-        else if (unlike % 8 == 0)
-            copy_lane<kvn_copy_word>(lane, dst, src, nbytes);
         else if (unlike % 4 == 0)
             copy_lane<unsigned>(lane, dst, src, nbytes);
-        else if (unlike % 2 == 0)
-            copy_lane<unsigned short>(lane, dst, src, nbytes);
         else
             copy_lane<unsigned char>(lane, dst, src, nbytes);
     }

@@ -1,18 +1,15 @@
+/* Launches the copy kernel, keeps what launches read, and stops launches that have not begun. */
 #include "cuda/launch.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/copy_ptx.h"
+#include "cuda/kernel.h"
 
 /* A page of control words at a time. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
 #define MAX_PIECES (1u << 30)
-#define LOG_NBYTES 4096 /* of the driver's compiler */
-
-/* CUjit_option */
-enum { JIT_ERROR_LOG = 5, JIT_ERROR_LOG_NBYTES = 6 };
 
 _Static_assert(sizeof(kvn_copy_few) <= 4096, "parameters of a launch are 4 KiB at most");
 _Static_assert(sizeof(kvn_copy_control) == 64, "a cache line for each launch");
@@ -46,11 +43,7 @@ typedef struct busy {
 struct kvn_cuda_launcher {
     const kvn_device *device;
     pthread_mutex_t mutex; /* guards what follows: held while a launch is given to a stream and noted */
-    bool is_loaded;        /* or `refused` says why not */
-    kvn_failure refused;
-    CUmodule module;
-    CUfunction few;
-    CUfunction many;
+    kvn_cuda_kernel kernel;
     launch *idle;
     busy *streams;
     launch **pages; /* of control words: each the array of its launches */
@@ -59,62 +52,14 @@ struct kvn_cuda_launcher {
 
 #define CALL KVN_CUDA_CALL
 
-/* ---- the kernel ---- */
-
-/* Of the moment, or of a context that has failed: it says nothing of the kernel. */
-static bool will_pass(const kvn_failure *failure)
-{
-    return failure->code == KVN_CUDA_OUT_OF_MEMORY ||
-           (failure->code >= KVN_CUDA_ILLEGAL_ADDRESS && failure->code <= KVN_CUDA_LAUNCH_FAILED) ||
-           (failure->code >= KVN_CUDA_CAPTURE_UNSUPPORTED && failure->code <= KVN_CUDA_CAPTURE_WRONG_THREAD);
-}
-
-/* With lazy loading, which drivers have on since 12.2, a kernel may be loaded by its first launch, which then waits
- * for all work of the context: better now. */
-static int get_function(const kvn_cuda_launcher *self, const char *name, CUfunction *out, kvn_failure *failure)
-{
-    const kvn_device *device = self->device;
-
-    if (CALL(device, failure, cuModuleGetFunction, out, self->module, name) != KVN_OK)
-        return failure->status;
-    return kvn_cuda_of(device)->cuFuncLoad ? CALL(device, failure, cuFuncLoad, *out) : KVN_OK;
-}
-
-/* The driver compiles it for its GPU, and keeps what it has made in its own cache on disk. */
-static int compile(kvn_cuda_launcher *self, kvn_failure *failure)
-{
-    const kvn_device *device = self->device;
-    char log[LOG_NBYTES] = "";
-    int options[] = {JIT_ERROR_LOG, JIT_ERROR_LOG_NBYTES};
-    void *values[] = {log, (void *)(uintptr_t)sizeof log};
-    kvn_failure refusal;
-
-    if ((self->module ||
-         CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK) &&
-        get_function(self, "kvn_copy_few_kernel", &self->few, failure) == KVN_OK &&
-        get_function(self, "kvn_copy_many_kernel", &self->many, failure) == KVN_OK)
-        return KVN_OK;
-    refusal = *failure;
-    if (will_pass(&refusal))
-        return refusal.status; /* a module that was loaded is for the next call */
-    if (self->module)
-        kvn_cuda_of(device)->cuModuleUnload(self->module);
-    self->module = NULL;
-    log[strcspn(log, "\n")] = '\0';
-    return kvn_fail(failure, KVN_UNSUPPORTED, refusal.code, "the driver does not take the copy kernel: %.130s%s%.60s",
-                    refusal.message, *log ? "; " : "", log);
-}
-
 int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure)
 {
+    int status;
+
     pthread_mutex_lock(&self->mutex);
-    if (!self->is_loaded) {
-        self->refused.status = compile(self, &self->refused);
-        self->is_loaded = self->refused.status == KVN_OK || self->refused.status == KVN_UNSUPPORTED;
-    }
-    *failure = self->refused;
+    status = kvn_cuda_kernel_load(&self->kernel, self->device, failure);
     pthread_mutex_unlock(&self->mutex);
-    return failure->status;
+    return status;
 }
 
 /* ---- what launches read; with the mutex ---- */
@@ -308,7 +253,7 @@ static int start_few(kvn_cuda_launcher *self, const kvn_copy_work *work, unsigne
     memcpy(few.src, src, count * sizeof *src);
     memcpy(few.nbytes, nbytes, count * sizeof *nbytes);
     number_pieces(nbytes, count, few.first_piece);
-    return start(self, self->few, work, blocks, stream, &few, failure);
+    return start(self, self->kernel.few, work, blocks, stream, &few, failure);
 }
 
 static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn_copy_work *work, unsigned blocks,
@@ -334,7 +279,7 @@ static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn
     if (CALL(self->device, failure, cuMemcpyAsync, columns->device, (uintptr_t)columns->host, used, stream) !=
         KVN_OK)
         return failure->status;
-    return start(self, self->many, work, blocks, stream, &many, failure);
+    return start(self, self->kernel.many, work, blocks, stream, &many, failure);
 }
 
 /* With the mutex. */
@@ -539,8 +484,7 @@ bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
             cuda->cuMemFreeHost(self->pages[i]->control);
             free(self->pages[i]);
         }
-        if (self->module)
-            cuda->cuModuleUnload(self->module);
+        kvn_cuda_kernel_unload(&self->kernel, self->device);
     }
     while (self->streams) {
         busy *next = self->streams->next;

@@ -1,39 +1,28 @@
+/* Opens the CUDA driver's library, asks it about devices, and puts its errors into words. */
 #include "cuda/library.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "core/library.h"
+
 /* ---- opening ---- */
 
-/* Looks all calls up. The first required one that is missing, or NULL. */
-static const char *fill_table(void *file, kvn_cuda *calls)
-{
-    const char *missing = NULL;
+#define REQUIRED(name, parameters) {#name, offsetof(kvn_cuda, name), false},
+#define OPTIONAL(name, parameters) {#name, offsetof(kvn_cuda, name), true},
 
-    /* POSIX: a function's address as dlsym returns it, stored through a pointer to an object. */
-#define LOOK_UP(name, parameters) *(void **)&calls->name = dlsym(file, #name);
-#define REQUIRE(name, parameters)                                                                 \
-    LOOK_UP(name, parameters) if (!calls->name && !missing) missing = #name;
-    KVN_CUDA_REQUIRED(REQUIRE)
-    KVN_CUDA_OPTIONAL(LOOK_UP)
-#undef REQUIRE
-#undef LOOK_UP
-    return missing;
-}
+static const kvn_symbol symbols[] = {KVN_CUDA_REQUIRED(REQUIRED) KVN_CUDA_OPTIONAL(OPTIONAL)};
 
 int kvn_cuda_library_open(const char *path, kvn_cuda_library *out, kvn_failure *failure)
 {
     const char *missing;
-    void *file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void *file = kvn_library_open(path, RTLD_NOW | RTLD_LOCAL, failure);
 
     memset(out, 0, sizeof *out);
-    if (!file) {
-        const char *error = dlerror();
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s",
-                        error ? error : "the loader does not say why");
-    }
-    missing = fill_table(file, &out->calls);
+    if (!file)
+        return failure->status;
+    missing = kvn_library_fill(&file, 1, symbols, KVN_COUNT_OF(symbols), &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "%s has no %s; kvplan needs the driver of CUDA 11.2 or later", path, missing);
@@ -42,22 +31,12 @@ int kvn_cuda_library_open(const char *path, kvn_cuda_library *out, kvn_failure *
 
 void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room)
 {
-    Dl_info found;
-
-    /* The address of a function as an object pointer: POSIX again. */
-    if (!dladdr(*(void *const *)&library->calls.cuInit, &found) || !found.dli_fname)
-        found.dli_fname = "";
-    snprintf(out, room, "%s", found.dli_fname);
+    kvn_library_path(&library->calls, &symbols[0], out, room);
 }
 
 const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n)
 {
-#define COUNT(name, parameters)                                                                   \
-    if (!cuda->name && n-- == 0)                                                                  \
-        return #name;
-    KVN_CUDA_OPTIONAL(COUNT)
-#undef COUNT
-    return NULL;
+    return kvn_library_missing(cuda, symbols, KVN_COUNT_OF(symbols), n);
 }
 
 static int ended(const kvn_cuda_library *library, const char *call, CUresult code, kvn_failure *failure)

@@ -1,3 +1,4 @@
+/* Allocates device memory that other processes can map, by handles of the virtual-memory API. */
 #include "cuda/memory.h"
 
 #include <errno.h>

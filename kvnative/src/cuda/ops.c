@@ -1,3 +1,4 @@
+/* Implements the operations of a device by calls of the CUDA driver. */
 #include "cuda/ops.h"
 
 #include <errno.h>

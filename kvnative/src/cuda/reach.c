@@ -1,3 +1,4 @@
+/* Looks ranges up in what the driver knows before the copy kernel may use them. */
 #include "cuda/reach.h"
 
 #include <errno.h>

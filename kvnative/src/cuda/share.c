@@ -1,3 +1,4 @@
+/* Exports device memory to other processes, and maps what they export. */
 #include "cuda/share.h"
 
 #include <fcntl.h>

@@ -1,13 +1,14 @@
+/* Runs the work of one stream of a device, on a thread that waits for it. */
 #include "device/channel.h"
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "core/thread.h"
 
 /* What an abort waits for at most, before it stops the stream. */
 #define SLICE_MS 10
@@ -180,23 +181,13 @@ static void *channel_main(void *argument)
     return NULL;
 }
 
-/* Signals are for the threads of the program, not for ours. */
 static int start_thread(kvn_channel *channel)
 {
-    sigset_t all, before;
     char name[16];
-    int error;
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&channel->thread, NULL, channel_main, channel);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error)
-        return error;
     snprintf(name, sizeof name, "kvn-%.6s-%d", channel->device->ops->name,
              (int)channel->device->id % 1000);
-    pthread_setname_np(channel->thread, name);
-    return 0;
+    return kvn_thread_start(&channel->thread, NULL, name, channel_main, channel);
 }
 
 /* ---- the channel ---- */

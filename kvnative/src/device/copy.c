@@ -1,3 +1,4 @@
+/* The backend that copies batches to, from and within a device. */
 #include "device/copy.h"
 
 #include <errno.h>

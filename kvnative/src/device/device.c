@@ -1,3 +1,4 @@
+/* Opens devices, and keeps their pinned host memory. */
 #include "device/device.h"
 
 #include <errno.h>

@@ -1,13 +1,14 @@
+/* Polls the events that transfers wait for, on one thread for each device. */
 #include "device/events.h"
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 
 #include "core/clock.h"
+#include "core/thread.h"
 
 /* How soon the device is asked again: at first, and at most where nothing happens for long. In between, a
  * sixteenth later each time: so an event is seen late by a sixteenth of the time that it took. Where one comes as
@@ -284,25 +285,20 @@ static void *events_main(void *argument)
     return NULL;
 }
 
-/* With the mutex held. Signals are for the threads of the program, not for ours. */
+/* With the mutex held. */
 static int start(kvn_events *events, kvn_failure *failure)
 {
-    sigset_t all, before;
     char name[16];
     int error;
 
     if (events->started)
         return KVN_OK;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&events->thread, NULL, events_main, events);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    snprintf(name, sizeof name, "kvn-%.3s-ev-%d", events->device->ops->name,
+             (int)events->device->id % 1000);
+    error = kvn_thread_start(&events->thread, NULL, name, events_main, events);
     if (error)
         return kvn_fail(failure, KVN_NO_MEMORY, error, "no thread for events of device %d: %s",
                         (int)events->device->id, strerror(error));
-    snprintf(name, sizeof name, "kvn-%.3s-ev-%d", events->device->ops->name,
-             (int)events->device->id % 1000);
-    pthread_setname_np(events->thread, name);
     events->started = true;
     return KVN_OK;
 }

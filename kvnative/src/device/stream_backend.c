@@ -1,3 +1,4 @@
+/* The backend that spreads batches over the channels of a device. */
 #include "device/stream_backend.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Cuts a batch into shards of channels, and merges their outcomes. */
 #include "device/stream_request.h"
 
 #include <stdlib.h>

@@ -1,14 +1,9 @@
-/* Puts with leases: announced, so that an owner that ends a lease can wait for them.
- *
- * A writer puts a ticket into a table in the memory of its own device, then reads the generations of what it
- * writes to in the owner's, and writes if they stand. An owner that ends a lease changes its generation, then
- * reads the tickets of its peers, and waits until those that it finds are gone. So one of the two sees the
- * other. What is large goes in rounds, each with a ticket and a check of its own. */
+/* Puts with leases, which a ticket in the memory of the writer's device announces (core/announce.h). What is large
+ * goes in rounds, each with a ticket and a check of its own. */
 #include <inttypes.h>
 
+#include "core/announce.h"
 #include "hccl/transfer.h"
-
-#define MAX_ROUND (UINT64_C(64) << 20) /* bytes between two checks: what an owner may wait for */
 
 /* Waits until the device has it. */
 static int write_ticket(kvn_transfer_context *t, unsigned place, uint64_t ticket)
@@ -26,17 +21,6 @@ static bool take_place(kvn_tickets *tickets, unsigned *out)
             return true;
         }
     return false;
-}
-
-/* No ticket is like any before. */
-static int announce(kvn_transfer_context *t, unsigned place)
-{
-    kvn_tickets *tickets = t->transfer->tickets;
-    uint32_t number = atomic_fetch_add(&tickets->num_announced, 1) + 1;
-
-    while (number == 0) /* a word of 0 is none */
-        number = atomic_fetch_add(&tickets->num_announced, 1) + 1;
-    return write_ticket(t, place, (uint64_t)t->transfer->tag << 32 | number);
 }
 
 /* Nothing of the transfer is under way. A place whose ticket cannot be taken out is not used again: owners
@@ -57,14 +41,15 @@ static uint64_t end_of_round(const kvn_columns *shard, uint64_t first)
 {
     uint64_t nbytes = 0, last = first;
 
-    while (last < shard->count && (last == first || nbytes + shard->nbytes[last] <= MAX_ROUND))
+    while (last < shard->count && (last == first || nbytes + shard->nbytes[last] <= KVN_ROUND_NBYTES))
         nbytes += shard->nbytes[last++];
     return last;
 }
 
 static int move_round(kvn_transfer_context *t, unsigned place)
 {
-    int status = announce(t, place);
+    const kvn_transfer *transfer = t->transfer;
+    int status = write_ticket(t, place, kvn_next_ticket(transfer->tag, &transfer->tickets->num_announced));
 
     if (status != KVN_OK)
         return status;

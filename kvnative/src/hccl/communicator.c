@@ -1,3 +1,4 @@
+/* Makes and destroys the communicator of two processes. */
 #include "hccl/communicator.h"
 
 #include <errno.h>

@@ -1,65 +1,36 @@
+/* Opens the HCCL library, chooses how memory is registered with it, and puts its errors into words. */
 #include "hccl/library.h"
 
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
+#include "core/library.h"
 
-typedef struct symbol {
-    const char *name;
-    size_t at; /* in kvn_hccl_calls */
-} symbol;
+#define REQUIRED(name, field) {name, offsetof(kvn_hccl_calls, field), false}
+#define OPTIONAL(name, field) {name, offsetof(kvn_hccl_calls, field), true}
 
-#define SYMBOL(name_, field) {name_, offsetof(kvn_hccl_calls, field)}
+/* The two ways to register memory are each of use only as a whole. */
+enum { GLOBAL = 4, NUM_GLOBAL = 5, PER_COMM = 9, NUM_PER_COMM = 5 };
 
-static const symbol required[] = {
-    SYMBOL("HcclCommInitClusterInfoMemConfig", init),
-    SYMBOL("HcclCommDestroy", destroy),
-    SYMBOL("HcclBatchPut", put),
-    SYMBOL("HcclBatchGet", get),
+static const kvn_symbol symbols[] = {
+    REQUIRED("HcclCommInitClusterInfoMemConfig", init),
+    REQUIRED("HcclCommDestroy", destroy),
+    REQUIRED("HcclBatchPut", put),
+    REQUIRED("HcclBatchGet", get),
+    [GLOBAL] = OPTIONAL("HcclRegisterGlobalMem", register_global),
+    OPTIONAL("HcclDeregisterGlobalMem", deregister_global),
+    OPTIONAL("HcclCommBindMem", bind),
+    OPTIONAL("HcclCommUnbindMem", unbind),
+    OPTIONAL("HcclCommPrepare", prepare),
+    [PER_COMM] = OPTIONAL("HcclRegisterMem", register_memory),
+    OPTIONAL("HcclDeregisterMem", deregister_memory),
+    OPTIONAL("HcclExchangeMemDesc", exchange),
+    OPTIONAL("HcclEnableMemAccess", enable),
+    OPTIONAL("HcclDisableMemAccess", disable),
+    OPTIONAL("HcclGetCommAsyncError", async_error),
+    OPTIONAL("HcclGetErrorString", error_string),
 };
-
-/* The two ways to register memory come first: each is there as a whole or of no use. */
-enum { GLOBAL_FIRST = 0, GLOBAL_LAST = 5, PER_COMM_FIRST = 5, PER_COMM_LAST = 10 };
-
-static const symbol optional[] = {
-    SYMBOL("HcclRegisterGlobalMem", register_global),
-    SYMBOL("HcclDeregisterGlobalMem", deregister_global),
-    SYMBOL("HcclCommBindMem", bind),
-    SYMBOL("HcclCommUnbindMem", unbind),
-    SYMBOL("HcclCommPrepare", prepare),
-    SYMBOL("HcclRegisterMem", register_memory),
-    SYMBOL("HcclDeregisterMem", deregister_memory),
-    SYMBOL("HcclExchangeMemDesc", exchange),
-    SYMBOL("HcclEnableMemAccess", enable),
-    SYMBOL("HcclDisableMemAccess", disable),
-    SYMBOL("HcclGetCommAsyncError", async_error),
-    SYMBOL("HcclGetErrorString", error_string),
-};
-
-/* memcpy: ISO C has no conversion from void * to a pointer to a function. */
-static bool look_up(kvn_hccl *hccl, const symbol *symbol)
-{
-    void *address = dlsym(hccl->file, symbol->name);
-    memcpy((char *)&hccl->calls + symbol->at, &address, sizeof address);
-    return address != NULL;
-}
-
-static bool has(const kvn_hccl *hccl, const symbol *symbol)
-{
-    void *address;
-    memcpy(&address, (const char *)&hccl->calls + symbol->at, sizeof address);
-    return address != NULL;
-}
-
-static const char *first_missing(const kvn_hccl *hccl, size_t first, size_t last)
-{
-    for (size_t i = first; i < last; i++)
-        if (!has(hccl, &optional[i]))
-            return optional[i].name;
-    return NULL;
-}
 
 /* Other products do so where a variable of HCCL's asks for it. */
 static bool unfolds(const char *soc_name)
@@ -73,8 +44,8 @@ static bool unfolds(const char *soc_name)
  * the calls. */
 static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *failure)
 {
-    const char *no_global = first_missing(hccl, GLOBAL_FIRST, GLOBAL_LAST);
-    const char *no_per_comm = first_missing(hccl, PER_COMM_FIRST, PER_COMM_LAST);
+    const char *no_global = kvn_library_missing(&hccl->calls, symbols + GLOBAL, NUM_GLOBAL, 0);
+    const char *no_per_comm = kvn_library_missing(&hccl->calls, symbols + PER_COMM, NUM_PER_COMM, 0);
     const bool is_950 = soc_name && strncmp(soc_name, "Ascend950", strlen("Ascend950")) == 0;
     if (no_per_comm && (is_950 || no_global))
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s%s%s", no_per_comm,
@@ -86,20 +57,18 @@ static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure)
 {
+    /* Global, because the libraries that it opens itself expect to find its symbols. */
+    void *file = kvn_library_open(path, RTLD_NOW | RTLD_GLOBAL, failure);
+    const char *missing;
+
     memset(out, 0, sizeof *out);
     out->acl = acl;
-    /* Global, because the libraries that it opens itself expect to find its symbols. */
-    out->file = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
-    if (!out->file)
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", dlerror());
-    for (size_t i = 0; i < COUNT(required); i++)
-        if (!look_up(out, &required[i])) {
-            /* libhccl.so of newer releases: HCCL's one-sided part has moved to libhcomm.so. It stays
-             * open all the same, because vendors' libraries seldom survive being closed. */
-            return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s", required[i].name);
-        }
-    for (size_t i = 0; i < COUNT(optional); i++)
-        look_up(out, &optional[i]);
+    if (!file)
+        return failure->status;
+    /* libhccl.so of newer releases lacks HCCL's one-sided part, which is in libhcomm.so. */
+    missing = kvn_library_fill(&file, 1, symbols, KVN_COUNT_OF(symbols), &out->calls);
+    if (missing)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s", missing);
     if (choose_generation(out, soc_name, failure) != KVN_OK)
         return failure->status;
     out->unfold_ms = unfolds(soc_name) ? KVN_HCCL_UNFOLD_MS : 0;
@@ -118,19 +87,12 @@ void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host
 
 void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
 {
-    Dl_info found;
-    void *address;
-    memcpy(&address, &hccl->calls.init, sizeof address);
-    snprintf(out, room, "%s",
-             dladdr(address, &found) && found.dli_fname ? found.dli_fname : "");
+    kvn_library_path(&hccl->calls, &symbols[0], out, room);
 }
 
 const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
 {
-    for (size_t i = 0; i < COUNT(optional); i++)
-        if (!has(hccl, &optional[i]) && n-- == 0)
-            return optional[i].name;
-    return NULL;
+    return kvn_library_missing(&hccl->calls, symbols, KVN_COUNT_OF(symbols), n);
 }
 
 int kvn_hccl_status(kvn_hccl_result result)
@@ -155,7 +117,7 @@ static const char *words_of(kvn_hccl_result result)
         "RUNTIME",      "DRV",       "PROFILING",    "CCE",           "NETWORK",
         "AGAIN",        "REMOTE",    "SUSPENDING",   "OPRETRY_FAIL",  "OOM",
     };
-    return result >= 0 && (size_t)result < COUNT(words) ? words[result]
+    return result >= 0 && (size_t)result < KVN_COUNT_OF(words) ? words[result]
            : result == 1041                             ? "IN_STATUS"
                                                         : "";
 }

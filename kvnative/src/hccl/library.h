@@ -44,7 +44,6 @@ struct kvn_words_page;
 typedef struct kvn_hccl {
     kvn_hccl_calls calls;
     const kvn_acl *acl;   /* for the vendor's texts, which HCCL leaves there */
-    void *file;           /* dlopen's handle */
     bool is_per_comm;     /* memory is registered with each communicator */
     uint32_t unfold_ms;   /* that operations may go on after their stream was aborted */
     char driver[32];      /* version of the HDK, "25.5.0" say; "" when it is not known */

@@ -1,12 +1,11 @@
+/* Moves a shard through staging memory. Chunks of the shard go through the slots of a buffer set: two streams,
+ * the set's for copies and the communicator's for operations, ordered chunk by chunk with events. A slot is
+ * filled again only when its event `emptied` has happened, for which this thread waits: so neither stream
+ * ever waits for the other in a circle, and no more is queued than an abort can wait for. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "hccl/transfer.h"
-
-/* Transfers through staging memory. Chunks of the shard go through the slots of a buffer set: two streams,
- * the set's for copies and the communicator's for operations, ordered chunk by chunk with events. A slot is
- * filled again only when its event `emptied` has happened, for which this thread waits: so neither stream
- * ever waits for the other in a circle, and no more is queued than an abort can wait for. */
 
 /* Fragments begin on such boundaries of a slot: what the device's copies like best. */
 #define ALIGNMENT 64

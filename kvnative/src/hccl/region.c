@@ -1,3 +1,4 @@
+/* Registers memory with HCCL, once for all communicators or with each of them. */
 #include "hccl/region.h"
 
 #include <inttypes.h>

@@ -1,3 +1,4 @@
+/* Keeps the buffer sets that staged transfers go through. */
 #include "hccl/staging.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Issues one-sided operations for a shard, checks guards, and stops what was given up. */
 #include "hccl/transfer.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Shares pages of device memory among connections for the words of their guards. */
 #include "hccl/words.h"
 
 #include <errno.h>

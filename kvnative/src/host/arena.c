@@ -1,3 +1,4 @@
+/* Creates sealed memory files, and maps those of other processes. */
 #include "host/arena.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Takes, renews and releases slots of the generation table, and compares them for peers. */
 #include "host/generations.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* The backend that copies memory of this process with the threads of a pool. */
 #include "host/host.h"
 
 #include <inttypes.h>
@@ -15,7 +16,6 @@
 
 typedef struct host {
     kvn_pooled pooled;
-    kvn_copy copy; /* NULL: as the pool is tuned */
 } host;
 
 static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes)
@@ -49,7 +49,7 @@ static int refuse(const kvn_columns *batch, uint64_t index, uint64_t moved, kvn_
 static int move(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     const host *self = context;
-    kvn_copy copy = self->copy ? self->copy : kvn_pool_copy(self->pooled.pool, piece->batch_nbytes);
+    kvn_copy copy = kvn_pool_copy(self->pooled.pool, piece->batch_nbytes);
     uint64_t skip = piece->skip, left = piece->nbytes;
     kvn_announcement announced;
     int status = kvn_guard_enter(self->pooled.guard, false, batch->first + piece->first, &announced,
@@ -82,7 +82,7 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable HOST_VTABLE = KVN_POOLED_VTABLE("host", destroy);
 
-kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)
+kvn_backend *kvn_host_create(kvn_pool *pool)
 {
     host *self = calloc(1, sizeof *self);
 
@@ -91,6 +91,5 @@ kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy)
     kvn_pooled_init(&self->pooled, &HOST_VTABLE, pool, move);
     self->pooled.piece.descriptors = PIECE_DESCRIPTORS;
     self->pooled.inline_nbytes = INLINE_NBYTES;
-    self->copy = copy;
     return &self->pooled.base;
 }

@@ -2,11 +2,9 @@
 #ifndef KVNATIVE_HOST_HOST_H
 #define KVNATIVE_HOST_HOST_H
 
-#include "host/copy.h"
 #include "host/pool.h"
 
-/* The pool must outlive the backend. `copy`: of all batches; NULL: as the pool is tuned. NULL with
- * errno set on failure (ENOMEM). */
-kvn_backend *kvn_host_create(kvn_pool *pool, kvn_copy copy);
+/* The pool must outlive the backend. NULL with errno set on failure (ENOMEM). */
+kvn_backend *kvn_host_create(kvn_pool *pool);
 
 #endif

@@ -1,3 +1,4 @@
+/* Cuts a batch into pieces, and keeps the outcome of those that were moved. */
 #include "host/job.h"
 
 #include <string.h>

@@ -1,14 +1,16 @@
+/* Keeps the robust-futex list by which the kernel marks that this process has ended. */
 #include "host/life.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stddef.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "core/thread.h"
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -87,24 +89,20 @@ static int has_keeper(void)
     if (state == NONE && has_head()) {
         pthread_t thread;
         pthread_attr_t attributes;
-        sigset_t all, before;
         const long page = sysconf(_SC_PAGESIZE);
         state = STARTING;
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
         pthread_attr_setstacksize(&attributes, PTHREAD_STACK_MIN + 4 * (size_t)page);
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        int failed = pthread_create(&thread, &attributes, keep, NULL);
+        int failed = kvn_thread_start(&thread, &attributes, NULL, keep, NULL);
         if (failed == EINVAL) { /* the libraries' thread-local storage is on the stack too: too much */
             pthread_attr_destroy(&attributes);
             pthread_attr_init(&attributes);
             pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-            failed = pthread_create(&thread, &attributes, keep, NULL);
+            failed = kvn_thread_start(&thread, &attributes, NULL, keep, NULL);
         }
         if (failed)
             state = NONE; /* the next time, perhaps */
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
         pthread_attr_destroy(&attributes);
     }
     while (state == STARTING)

@@ -1,12 +1,13 @@
+/* Times copies of one batch with several tunings in turn, on threads of its own. */
 #include "host/measure.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "core/thread.h"
 #include "host/host.h"
 
 #define IN_A_ROW 3
@@ -34,7 +35,7 @@ static bool open_mover(mover *it, const kvn_candidate *candidate)
     if (!it->pool)
         return false;
     kvn_pool_tune(it->pool, &candidate->tuning);
-    it->backend = kvn_host_create(it->pool, NULL);
+    it->backend = kvn_host_create(it->pool);
     return it->backend != NULL;
 }
 
@@ -135,7 +136,7 @@ int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_colum
     int error;
 
     whole.caller = KVN_CALLER_WAITS;
-    error = pthread_create(&thread, NULL, measure_main, &self);
+    error = kvn_thread_start(&thread, NULL, "kvn-measure", measure_main, &self);
     if (error == 0)
         error = pthread_join(thread, NULL);
     if (error == 0 && self.done < 0)

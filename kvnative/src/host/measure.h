@@ -3,6 +3,8 @@
 #ifndef KVNATIVE_HOST_MEASURE_H
 #define KVNATIVE_HOST_MEASURE_H
 
+#include <stdbool.h>
+
 #include "host/tuning.h"
 #include "kvnative/descriptor.h"
 

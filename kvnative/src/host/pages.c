@@ -1,3 +1,4 @@
+/* Reads how memory is backed by pages, and makes the kernel back it by huge ones. */
 #include "host/pages.h"
 
 #include <errno.h>

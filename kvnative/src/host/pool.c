@@ -1,9 +1,9 @@
+/* The threads of a pool: workers that move pieces of jobs, and callers that help with their own. */
 #include "host/pool.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +12,7 @@
 
 #include "core/clock.h"
 #include "core/report.h"
+#include "core/thread.h"
 
 /* To sleep and be woken costs some 30 us (docs/internals/adr/0002-copy-strategies.md). So a waiter
  * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
@@ -40,9 +41,8 @@ struct kvn_pool {
     atomic_uint calls; /* to those who look, without the mutex: a hint, so relaxed */
     bool stopping;
     pid_t pid;
+    kvn_copy past_caches; /* memcpy if the processor has no such copy */
     /* The tuning, read without the mutex. Each value stands for itself: old and new ones go together. */
-    _Atomic(kvn_copy) cached;
-    _Atomic(kvn_copy) bypassing;
     atomic_uint_fast64_t bypass_nbytes;
     atomic_uint_fast64_t piece_nbytes;
     pthread_t workers[];
@@ -203,23 +203,17 @@ static void *worker_main(void *argument)
 
 /* ---- the pool ---- */
 
-/* Signals are for the threads of the program, not for the workers. */
 static int start_workers(kvn_pool *pool)
 {
-    sigset_t all, before;
     int error = 0;
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool->started < pool->threads && error == 0) {
-        error = pthread_create(&pool->workers[pool->started], NULL, worker_main, pool);
-        if (error == 0) {
-            char name[16];
-            snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
-            pthread_setname_np(pool->workers[pool->started++], name);
-        }
+        char name[16];
+        snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
+        error = kvn_thread_start(&pool->workers[pool->started], NULL, name, worker_main, pool);
+        if (error == 0)
+            pool->started++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return error;
 }
 
@@ -244,9 +238,11 @@ static unsigned usable_cores(void)
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (unsigned)CPU_COUNT(&set) : UINT_MAX;
 }
 
+static void copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, src, nbytes); }
+
 kvn_pool *kvn_pool_create(unsigned threads)
 {
-    kvn_tuning builtin;
+    const kvn_tuning builtin = {KVN_BYPASS_NBYTES, KVN_PIECE_NBYTES};
     kvn_pool *pool;
     int error;
 
@@ -263,7 +259,9 @@ kvn_pool *kvn_pool_create(unsigned threads)
     pool->threads = threads;
     pool->may_look = threads <= usable_cores();
     pool->pid = getpid();
-    kvn_tuning_builtin(&builtin);
+    pool->past_caches = kvn_copy_past_caches();
+    if (!pool->past_caches)
+        pool->past_caches = copy_plain;
     kvn_pool_tune(pool, &builtin);
     error = start_workers(pool);
     if (error) {
@@ -301,9 +299,6 @@ int64_t kvn_pool_cpu_ns(const kvn_pool *pool)
 
 void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
 {
-    atomic_store_explicit(&pool->cached, kvn_copy_function(tuning->cached), memory_order_relaxed);
-    atomic_store_explicit(&pool->bypassing, kvn_copy_function(tuning->bypassing),
-                          memory_order_relaxed);
     atomic_store_explicit(&pool->bypass_nbytes, tuning->bypass_nbytes, memory_order_relaxed);
     atomic_store_explicit(&pool->piece_nbytes, tuning->piece_nbytes, memory_order_relaxed);
 }
@@ -312,12 +307,9 @@ void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
  * them, and to be read from them next. */
 kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes)
 {
-    const _Atomic(kvn_copy) *copy =
-        batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)
-            ? &pool->cached
-            : &pool->bypassing;
-
-    return atomic_load_explicit(copy, memory_order_relaxed);
+    return batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)
+               ? copy_plain
+               : pool->past_caches;
 }
 
 void kvn_pool_destroy(kvn_pool *pool)

@@ -16,12 +16,13 @@
 #ifndef KVNATIVE_HOST_POOL_H
 #define KVNATIVE_HOST_POOL_H
 
+#include "host/copy.h"
 #include "host/job.h"
 #include "host/tuning.h"
 
 #define KVN_MAX_THREADS 64 /* a report holds one span per thread, and the tail */
 
-/* `threads` in [1, KVN_MAX_THREADS]; tuned as is built in. NULL with errno set (EINVAL, ENOMEM,
+/* `threads` in [1, KVN_MAX_THREADS]; with the built-in tuning. NULL with errno set (EINVAL, ENOMEM,
  * EAGAIN) on failure. */
 kvn_pool *kvn_pool_create(unsigned threads);
 unsigned kvn_pool_threads(const kvn_pool *pool);
@@ -29,7 +30,7 @@ unsigned kvn_pool_threads(const kvn_pool *pool);
 uint64_t kvn_pool_looks(kvn_pool *pool);
 /* Nanoseconds that its workers have run. */
 int64_t kvn_pool_cpu_ns(const kvn_pool *pool);
-/* From now on; what is being moved may go on as before. Its strategies must be executable here. */
+/* Applies to pieces that are claimed from now on. */
 void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning);
 /* How a batch of so many bytes is copied. */
 kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes);

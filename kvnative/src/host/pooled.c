@@ -1,3 +1,4 @@
+/* What backends that move batches with a pool of threads have in common. */
 #include "host/pooled.h"
 
 #include <errno.h>

@@ -1,17 +1,16 @@
-/* What suits a machine: which way of copying for which size, and in what pieces. */
+/* The sizes by which a pool chooses how to copy, and in what pieces. */
 #ifndef KVNATIVE_HOST_TUNING_H
 #define KVNATIVE_HOST_TUNING_H
 
-#include "host/copy.h"
+#include <stdint.h>
+
+/* Built in, measured on other machines: docs/internals/adr/0002-copy-strategies.md. */
+#define KVN_BYPASS_NBYTES (UINT64_C(16) << 20)
+#define KVN_PIECE_NBYTES (UINT64_C(512) << 10)
 
 typedef struct kvn_tuning {
-    unsigned cached;    /* kvn_strategy of batches that the caches hold */
-    unsigned bypassing; /* of those from `bypass_nbytes` on */
-    uint64_t bypass_nbytes;
-    uint64_t piece_nbytes; /* the most that a thread claims at once; at least KVN_PIECE_MIN */
+    uint64_t bypass_nbytes; /* batches from here on are written past the caches */
+    uint64_t piece_nbytes;  /* the most that a thread claims at once; at least KVN_PIECE_MIN */
 } kvn_tuning;
-
-/* What is built in, measured on other machines: docs/internals/adr/0002-copy-strategies.md. */
-void kvn_tuning_builtin(kvn_tuning *tuning);
 
 #endif

@@ -1,21 +1,20 @@
+/* Keeps the table in which peers announce their writes, and waits until none of them stands. */
 #include "host/writers.h"
 
 #include <errno.h>
 #include <inttypes.h>
-#include <poll.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "host/identity.h"
 
 #define MAX_ENTRIES (UINT64_C(1) << 16)
-#define PID_BITS 22 /* the kernel's limit of a pid */
 #define BY_PROCESS 1u /* lowest bit of a ticket's number */
 #define SPIN_NS 20000       /* a piece is some 50 us long: most waits end within two */
 #define NAP_NS 50000
@@ -28,7 +27,7 @@
 /* The first bytes of an entry's page. Which orders are needed says docs/internals/memory-ordering.md: a fence
  * between a ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
 typedef struct entry {
-    _Atomic uint64_t process; /* start time << PID_BITS | pid; 0: free */
+    _Atomic uint64_t process; /* its kvn_identity; 0: free */
     _Atomic uint64_t closed;  /* the gate is, for good: nobody has the entry any more */
     _Atomic uint64_t tickets[KVN_WRITER_TICKETS]; /* 0: none */
     _Atomic uint64_t passed[KVN_WRITER_TICKETS];  /* written through the gate, for each ticket */
@@ -57,62 +56,6 @@ static int check_num_entries(uint64_t num_entries, kvn_failure *failure)
     return kvn_fail(failure, KVN_INVALID, 0,
                     "num_entries is %" PRIu64 "; it must be in [1, %" PRIu64 "]", num_entries,
                     MAX_ENTRIES);
-}
-
-/* ---- processes ---- */
-
-/* When process `pid` started, in clock ticks since boot; 0 if that cannot be read. */
-static uint64_t start_time(int pid)
-{
-    char path[32], text[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    FILE *file = fopen(path, "re");
-    if (!file)
-        return 0;
-    const size_t length = fread(text, 1, sizeof text - 1, file);
-    fclose(file);
-    text[length] = '\0';
-    /* The second field, a name in parentheses, may itself hold spaces and parentheses. */
-    char *at = strrchr(text, ')');
-    for (int field = 2; at && field < 22; field++)
-        at = strchr(at + 1, ' ');
-    return at ? strtoull(at, NULL, 10) : 0;
-}
-
-static uint64_t identity_of(int pid) { return start_time(pid) << PID_BITS | (uint64_t)pid; }
-
-static int pid_of(uint64_t process) { return (int)(process & ((1u << PID_BITS) - 1)); }
-
-/* Where that cannot be found out, it lives. */
-static bool lives(uint64_t process)
-{
-    const int pid = pid_of(process);
-    const int pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
-    if (pidfd < 0)
-        return errno != ESRCH && errno != EINVAL;
-    const uint64_t started = start_time(pid);
-    struct pollfd exit = {.fd = pidfd, .events = POLLIN};
-    const bool dead = poll(&exit, 1, 0) > 0 || (started && started != process >> PID_BITS);
-    close(pidfd);
-    return !dead;
-}
-
-/* Whether the process has the file mapped: of one that executes another program nothing is. Where that
- * cannot be found out, it has; the first thread of a process may have ended, and shows nothing. */
-static bool has_mapped(int pid, uint64_t inode)
-{
-    char path[32], line[512];
-    uint64_t number;
-    bool found = false, is_empty = true;
-    snprintf(path, sizeof path, "/proc/%d/maps", pid);
-    FILE *file = fopen(path, "re");
-    while (file && !found && fgets(line, sizeof line, file)) {
-        is_empty = false;
-        found = sscanf(line, "%*s %*s %*s %*s %" SCNu64, &number) == 1 && number == inode;
-    }
-    if (file)
-        fclose(file);
-    return found || is_empty;
 }
 
 /* ---- the owner ---- */
@@ -189,7 +132,7 @@ static bool wait_for(waiting *on, uint64_t place, uint64_t number)
         const uint64_t process = atomic_load(&on->it->process);
         if (now_ns >= on->look_ns && process != on->dead) {
             on->look_ns = now_ns + DEATH_LOOK_NS;
-            if (!lives(process))
+            if (!kvn_identity_lives(process))
                 on->dead = process;
         }
         if (process == on->dead) {
@@ -218,7 +161,7 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
                             kvn_ticket *left)
 {
     entry *it = owned_entry(writers, index);
-    const int pid = pid_of(atomic_load(&it->process));
+    const int pid = kvn_identity_pid(atomic_load(&it->process));
     /* Tickets are loaded behind the fence of kvn_generations_release. Who did not move on before is not waited
      * for again, until it does. */
     const bool stopped = atomic_load(&writers->stopped[index]);
@@ -285,7 +228,7 @@ bool kvn_writers_has(const kvn_writers *writers, const kvn_ticket *ticket)
     uint64_t number = ticket->number;
     if (atomic_load_explicit(&it->tickets[ticket->place], memory_order_acquire) != number)
         return false;
-    if (lives(atomic_load(&it->process)) && has_mapped(ticket->pid, writers->memory.inode))
+    if (kvn_identity_lives(atomic_load(&it->process)) && kvn_process_has_mapped(ticket->pid, writers->memory.inode))
         return true;
     atomic_compare_exchange_strong(&it->tickets[ticket->place], &number, 0);
     return false;
@@ -303,7 +246,7 @@ static bool take(kvn_writer *writer, uint64_t index, bool from_dead)
 {
     entry *it = entry_at(&writer->table, writer->page_nbytes, index);
     uint64_t seen = atomic_load(&it->process);
-    if (atomic_load(&it->closed) || (seen != 0 && (!from_dead || lives(seen))))
+    if (atomic_load(&it->closed) || (seen != 0 && (!from_dead || kvn_identity_lives(seen))))
         return false;
     if (!atomic_compare_exchange_strong(&it->process, &seen, writer->process))
         return false;
@@ -340,7 +283,7 @@ int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uin
         .generations.memory.fd = -1,
         .table.fd = -1,
         .page_nbytes = page_size(),
-        .process = identity_of(getpid()),
+        .process = kvn_identity_of(getpid()),
         /* So that no ticket has the number of one that a former user of the entry has left. */
         .last = (uint64_t)kvn_now_ns(),
     };

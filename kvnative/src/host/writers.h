@@ -1,11 +1,7 @@
 /* The writer table: how a process knows which of its peers are writing to its memory right now.
  *
  * It is a memfd that the owner shows to its peers, which map it writable; an entry of it, one page,
- * belongs to one link of a peer. Before a peer writes a piece it announces that with a ticket in its
- * entry, then looks at the generations of what it writes to, and writes only if all still stand;
- * then it takes the ticket out. The owner first releases a registration, then waits for the tickets
- * that it finds. A ticket that came before the owner looked is waited for; one that comes later is
- * of a peer that sees the new generation. So after the wait nobody writes there any more.
+ * belongs to one link of a peer. Its tickets announce the pieces that the peer writes (core/announce.h).
  *
  * What an owner finds may be of other registrations than the one that it releases. So a ticket that stands for
  * long, as that of a transfer behind an event, is renewed: another is put in, the generations are looked at, and

@@ -1,3 +1,4 @@
+/* The backend that announces each batch of another one to the owner of the memory. */
 #include "process/guarded.h"
 
 #include <errno.h>

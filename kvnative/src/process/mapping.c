@@ -1,3 +1,4 @@
+/* Checks that ranges of memory are mapped, by ioctl or by the text of /proc/self/maps. */
 #include "process/mapping.h"
 
 #include <errno.h>

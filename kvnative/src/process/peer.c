@@ -1,3 +1,4 @@
+/* Holds another process of this host, so that neither a reused pid nor a new program is mistaken for it. */
 #include "process/peer.h"
 
 #include <errno.h>

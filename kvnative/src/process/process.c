@@ -1,3 +1,4 @@
+/* The backend that reads and writes memory of another process by process_vm_readv and writev. */
 #include "process/process.h"
 
 #include <errno.h>

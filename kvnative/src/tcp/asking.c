@@ -1,3 +1,4 @@
+/* Sends the requests of a client, and the bytes of its pushes. */
 #include "tcp/asking.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Encrypts and authenticates the records of TCP connections by OpenSSL's AES-GCM. */
 #include "tcp/cipher.h"
 
 #include <dlfcn.h>
@@ -6,18 +7,16 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-#define SYMBOL(name) {#name, offsetof(kvn_tcp_crypto, name)}
+#include "core/library.h"
+
+#define SYMBOL(name) {#name, offsetof(kvn_tcp_crypto, name), false}
 
 enum { GET_TAG = 0x10, SET_TAG = 0x11 }; /* EVP_CTRL_AEAD_ */
 
 /* 128 MiB at most: so little under one key that what is known of GCM's limits is of no account. */
 #define RECORDS_OF_KEY 4096u
 
-static const struct {
-    const char *name;
-    size_t at;
-} symbols[] = {
+static const kvn_symbol symbols[] = {
     SYMBOL(EVP_CIPHER_CTX_new), SYMBOL(EVP_CIPHER_CTX_free), SYMBOL(EVP_CIPHER_CTX_ctrl),
     SYMBOL(EVP_CipherInit_ex),  SYMBOL(EVP_CipherUpdate),    SYMBOL(EVP_CipherFinal_ex),
     SYMBOL(EVP_aes_128_gcm),    SYMBOL(EVP_sha256),          SYMBOL(HMAC),
@@ -27,22 +26,19 @@ int kvn_tcp_crypto_open(kvn_tcp_crypto *out, kvn_failure *failure)
 {
     char here = 0;
     const struct iovec part = {&here, 1};
-    void *file = dlopen("libcrypto.so.3", RTLD_NOW | RTLD_NODELETE);
+    kvn_failure refusal;
+    void *file = kvn_library_open("libcrypto.so.3", RTLD_NOW | RTLD_NODELETE, &refusal);
+    const char *missing;
 
     if (!file)
-        file = dlopen("libcrypto.so.1.1", RTLD_NOW | RTLD_NODELETE);
+        file = kvn_library_open("libcrypto.so.1.1", RTLD_NOW | RTLD_NODELETE, &refusal);
     if (!file)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "encryption needs OpenSSL's libcrypto.so.3 or libcrypto.so.1.1: %s",
-                        dlerror());
-    for (size_t i = 0; i < COUNT(symbols); i++) {
-        void *address = dlsym(file, symbols[i].name);
-        if (!address)
-            return kvn_fail(failure, KVN_UNSUPPORTED, 0, "the libcrypto that was found lacks %s",
-                            symbols[i].name);
-        /* memcpy: ISO C has no conversion from void * to a pointer to a function. */
-        memcpy((char *)out + symbols[i].at, &address, sizeof address);
-    }
+                        refusal.message);
+    missing = kvn_library_fill(&file, 1, symbols, KVN_COUNT_OF(symbols), out);
+    if (missing)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "the libcrypto that was found lacks %s", missing);
     if (process_vm_readv(getpid(), &part, 1, &part, 1, 0) != 1)
         return kvn_fail(failure, KVN_UNSUPPORTED, errno,
                         "encryption needs process_vm_readv and process_vm_writev: %s",

@@ -1,3 +1,4 @@
+/* Drives a connection that asks: by the thread that waits for a transfer, or else by the service's thread. */
 #include "tcp/client.h"
 
 #include <inttypes.h>

@@ -1,3 +1,4 @@
+/* Holds the pairs of connections to a peer, and ends all of them when one fails. */
 #include "tcp/link.h"
 
 #include <errno.h>

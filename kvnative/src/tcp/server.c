@@ -1,3 +1,4 @@
+/* Answers requests of a connection one at a time: checks each against the table, and moves its bytes. */
 #include "tcp/server.h"
 
 #include <errno.h>

@@ -1,8 +1,8 @@
+/* Runs the threads that serve the connections of a TCP service. */
 #include "tcp/service.h"
 
 #include <errno.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "core/thread.h"
 
 #define MAX_EVENTS 64
 #define WAKE_KEY UINT64_MAX
@@ -269,22 +270,16 @@ void kvn_tcp_service_forget(kvn_tcp_watched *it)
 
 /* ---- making and ending ---- */
 
-static int start(kvn_tcp_thread *self)
+static int start(kvn_tcp_thread *self, const char *name)
 {
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = WAKE_KEY};
-    sigset_t all, before;
-    int error;
 
     self->epoll = epoll_create1(EPOLL_CLOEXEC);
     self->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (self->epoll < 0 || self->wake < 0 ||
         epoll_ctl(self->epoll, EPOLL_CTL_ADD, self->wake, &event) != 0)
         return errno;
-    sigfillset(&all); /* signals are for the threads of the program */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&self->id, NULL, run, self);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
+    return kvn_thread_start(&self->id, NULL, name, run, self);
 }
 
 static void stop(kvn_tcp_thread *self)
@@ -335,12 +330,12 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const kvn_de
         it->spins_for = WAKE_KEY;
         it->epoll = it->wake = -1;
         pthread_mutex_init(&it->mutex, NULL);
-        error = start(it);
+        error = start(it, name);
         if (error != 0) {
             close_files(it);
             release(it);
         } else {
-            pthread_setname_np(self->threads[self->num_threads++].id, name);
+            self->num_threads++;
         }
     }
     if (error != 0) {

@@ -1,3 +1,4 @@
+/* Sends and receives records over a socket, encrypted if there is a cipher. */
 #include "tcp/stream.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Keeps the ranges that peers may reach, and waits for those that are in use when one ends. */
 #include "tcp/table.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Keeps what of a client's transfers is on the wire, and ends them. */
 #include "tcp/transfer.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Encodes and decodes the headers of requests and answers. */
 #include "tcp/wire.h"
 
 const char *kvn_tcp_check_head(const kvn_tcp_head *head)

@@ -1,3 +1,4 @@
+/* The backend whose batches UCX transfers between this process and a peer. */
 #include "ucx/backend.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+/* Connects endpoints, reads their peers' tickets, and ends them. */
 #include "ucx/endpoint.h"
 
 #include <errno.h>

@@ -12,12 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-
-typedef struct symbol {
-    const char *name;
-    size_t at; /* in kvn_ucx */
-} symbol;
+#include "core/library.h"
 
 /* ---- what UCX says of its errors ---- */
 
@@ -100,10 +95,10 @@ static void restore_environment(kvn_ucx_environ *self)
 
 /* ---- opening ---- */
 
-#define SYMBOL(result, name_, parameters) {#name_, offsetof(kvn_ucx, name_)},
+#define SYMBOL(result, name_, parameters) {#name_, offsetof(kvn_ucx, name_), false},
 
-static const symbol of_ucp[] = {KVN_UCP_REQUIRED(SYMBOL)};
-static const symbol of_ucs[] = {KVN_UCS_REQUIRED(SYMBOL)};
+/* libucs comes with libucp: dlsym searches a library's dependencies too. */
+static const kvn_symbol symbols[] = {KVN_UCP_REQUIRED(SYMBOL) KVN_UCS_REQUIRED(SYMBOL)};
 
 /* What whoever runs the program has set himself stays. Errors are kept for our own messages. */
 static const char *const harmless[][2] = {
@@ -122,7 +117,7 @@ enum { LOG_LEVEL = 0 };
 /* `keeps_log`: what UCX says shall not be printed. */
 static void *load(const char *path, bool *keeps_log)
 {
-    const char *ours[COUNT(harmless)];
+    const char *ours[KVN_COUNT_OF(harmless)];
     kvn_ucx_environ environment;
     size_t count = 0;
     /* Two libraries of one name do not go together: what a program has loaded before is used. */
@@ -132,7 +127,7 @@ static void *load(const char *path, bool *keeps_log)
     if (file)
         return file;
     *keeps_log = getenv(harmless[LOG_LEVEL][0]) == NULL;
-    for (size_t i = 0; i < COUNT(harmless); i++)
+    for (size_t i = 0; i < KVN_COUNT_OF(harmless); i++)
         if (!getenv(harmless[i][0]))
             ours[count++] = harmless[i][1];
     if (!add_variables(&environment, ours, count))
@@ -146,18 +141,6 @@ static int why_not_loaded(kvn_failure *failure)
 {
     const char *why = dlerror();
     return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", why ? why : "no memory to load UCX");
-}
-
-/* memcpy: ISO C has no conversion from void * to a pointer to a function. */
-static const char *look_up(kvn_ucx *calls, void *file, const symbol *symbols, size_t count)
-{
-    for (size_t i = 0; i < count; i++) {
-        void *address = dlsym(file, symbols[i].name);
-        if (!address)
-            return symbols[i].name;
-        memcpy((char *)calls + symbols[i].at, &address, sizeof address);
-    }
-    return NULL;
 }
 
 int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure)
@@ -181,9 +164,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "%.160s is UCX %u.%u.%u; it must be 1.13 or a later 1.x", out->path,
                         out->version[0], out->version[1], out->version[2]);
-    const char *missing = look_up(&out->calls, out->ucp, of_ucp, COUNT(of_ucp));
-    if (!missing) /* libucs came with it: dlsym looks into what a library depends on too */
-        missing = look_up(&out->calls, out->ucp, of_ucs, COUNT(of_ucs));
+    const char *missing = kvn_library_fill(&out->ucp, 1, symbols, KVN_COUNT_OF(symbols), &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.160s (UCX %u.%u.%u) lacks %s", out->path,
                         out->version[0], out->version[1], out->version[2], missing);
@@ -211,8 +192,8 @@ static const kvn_ucx_setting *nth_setting(const kvn_ucx_settings *self, size_t n
 {
     char variable[MAX_NAME];
 
-    if (n >= COUNT(presets))
-        return &self->given[n - COUNT(presets)];
+    if (n >= KVN_COUNT_OF(presets))
+        return &self->given[n - KVN_COUNT_OF(presets)];
     snprintf(variable, sizeof variable, "UCX_%s", presets[n].name);
     return getenv(variable) ? NULL : &presets[n];
 }
@@ -222,12 +203,12 @@ static int apply_settings(const kvn_ucx_settings *self, kvn_ucp_config *config,
 {
     const kvn_ucx_library *library = self->library;
 
-    for (size_t i = 0; i < COUNT(presets) + self->num_given; i++) {
+    for (size_t i = 0; i < KVN_COUNT_OF(presets) + self->num_given; i++) {
         const kvn_ucx_setting *it = nth_setting(self, i);
         if (!it)
             continue;
         const kvn_ucs_status status = library->calls.ucp_config_modify(config, it->name, it->value);
-        if (status != KVN_UCS_OK && i >= COUNT(presets)) /* a version may not know a preset */
+        if (status != KVN_UCS_OK && i >= KVN_COUNT_OF(presets)) /* a version may not know a preset */
             return kvn_fail(failure, KVN_INVALID, status,
                             "UCX %u.%u.%u does not take the setting UCX_%.60s=%.100s: %s",
                             library->version[0], library->version[1], library->version[2], it->name,
@@ -238,7 +219,7 @@ static int apply_settings(const kvn_ucx_settings *self, kvn_ucp_config *config,
 
 int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure)
 {
-    const size_t count = COUNT(presets) + self->num_given;
+    const size_t count = KVN_COUNT_OF(presets) + self->num_given;
     const char **variables;
     size_t used = 0;
     bool has_memory;

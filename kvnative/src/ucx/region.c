@@ -1,3 +1,4 @@
+/* Registers memory with UCX once for all users, and keeps it until transfers are through. */
 #include "ucx/region.h"
 
 #include <errno.h>

@@ -3,11 +3,11 @@
 
 #include <inttypes.h>
 
+#include "core/announce.h"
 #include "core/report.h"
 
 #define MAX_PIECE (UINT64_C(8) << 20) /* of a descriptor in one operation: what an abort may wait for */
 #define MAX_BYTES_IN_FLIGHT (UINT64_C(32) << 20)
-#define MAX_ROUND (UINT64_C(64) << 20) /* bytes of puts between two checks: what an owner may wait for */
 #define POSTS_A_STEP 32
 
 static const kvn_ucx *calls_of(const kvn_request *request)
@@ -197,20 +197,14 @@ static void post_flush(kvn_request *request, kvn_ucp_ep_h ep)
     note_posted(operation, calls_of(request)->ucp_ep_flush_nbx(ep, &param));
 }
 
-/* ---- announcing ----
- *
- * A writer puts a ticket into a table of its own, then reads the owner's generations, and writes if the
- * registrations stand. An owner that ends a registration changes its generation, then reads the tickets of its
- * peers. So one of the two sees the other: either nothing is written, or it is waited for. */
+/* ---- announcing: core/announce.h ---- */
 
 static void put_ticket(kvn_request *request, unsigned place)
 {
     kvn_ucx_worker *worker = request->route->endpoint->worker;
-    const uint64_t tag = request->route->endpoint->remote.tag;
+    const uint64_t ticket = kvn_next_ticket(request->route->endpoint->remote.tag, &worker->num_announced);
 
-    worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 means none */
-    atomic_store_explicit(&worker->tickets[place], tag << 32 | worker->num_announced,
-                          memory_order_relaxed);
+    atomic_store_explicit(&worker->tickets[place], ticket, memory_order_relaxed);
     /* UCX may read the generations by a plain load, of mapped memory, which no store comes before by itself. */
     atomic_thread_fence(memory_order_seq_cst);
     request->ticket = place + 1;
@@ -296,7 +290,7 @@ static void advance(kvn_request *request)
     if (is_check(request))
         compare_generations(request);
     request->cursor = 0;
-    request->round_left = MAX_ROUND;
+    request->round_left = KVN_ROUND_NBYTES;
     if (is_round_over && !is_stopping(request)) {
         put_ticket(request, request->ticket - 1); /* another one: what was written until now is there */
         request->phase = KVN_UCX_CHECKING_BEFORE;

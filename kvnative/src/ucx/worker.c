@@ -1,3 +1,4 @@
+/* Runs one UCX worker: the thread that progresses it, its holders, and the tickets of its writes. */
 #include "ucx/worker.h"
 
 #include <errno.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "core/thread.h"
 #include "kvnative/backend.h"
 
 #define SPIN_NS 50000 /* after the last event: what is under way mostly ends within */
@@ -267,12 +269,11 @@ static void *run_thread(void *argument)
 
 static int start_thread(kvn_ucx_worker *self, kvn_failure *failure)
 {
-    const int error = pthread_create(&self->thread, NULL, run_thread, self);
+    const int error = kvn_thread_start(&self->thread, NULL, "kvn-ucx", run_thread, self);
 
     if (error)
         return kvn_fail(failure, error == EAGAIN ? KVN_NO_MEMORY : KVN_FAILED, error,
                         "no thread for a UCX worker: %s", strerror(error));
-    pthread_setname_np(self->thread, "kvn-ucx");
     self->has_thread = true;
     return KVN_OK;
 }
@@ -406,7 +407,7 @@ int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *setti
     pthread_mutex_init(&self->progress_lock, NULL);
     kvn_cond_init(&self->changed);
     kvn_ucx_log_clear();
-    /* Signals are for the threads of the program: UCX's own thread inherits this, and the worker's. */
+    /* Signals are for the threads of the program: UCX's own thread inherits this mask. */
     sigfillset(&all_signals);
     pthread_sigmask(SIG_SETMASK, &all_signals, &before);
     if (make_tickets(self, failure) == KVN_OK &&

@@ -79,7 +79,7 @@ struct kvn_ucx_worker {
     kvn_ucx_endpoint *endpoints;
     kvn_ucx_task *first_task; /* whose step comes first */
     kvn_ucx_task *last_task;
-    uint32_t num_announced;
+    atomic_uint num_announced; /* tickets, ever */
     bool has_completed; /* an operation, or a close, since the tasks had a step */
 };
 

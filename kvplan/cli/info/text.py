@@ -211,9 +211,10 @@ def _transports(found: Found) -> Iterator[str]:
 
 
 def tuning_text(it: Found) -> str:
-    """`memcpy, from 24 MiB on nt-avx512, 2 threads`."""
-    bypass = f"{it['bypass_nbytes'] / (1 << 20):g} MiB"
-    return f"{it['cached']}, from {bypass} on {it['bypassing']}, {it['threads']} threads"
+    """Return a tuning in words: "2 threads, past the caches from 16 MiB on"."""
+    mib = it["bypass_nbytes"] / (1 << 20)
+    bypass = f", past the caches from {mib:g} MiB on" if mib < 1 << 40 else ""
+    return f"{it['threads']} threads{bypass}"
 
 
 def tuned_text(it: Found) -> str:

@@ -1,0 +1,66 @@
+/* Opens vendor libraries and fills the tables of their calls. */
+#include "core/library.h"
+
+#include <dlfcn.h>
+#include <string.h>
+
+void *kvn_library_open(const char *path, int flags, kvn_failure *failure)
+{
+    void *file = dlopen(path, flags);
+
+    if (!file) {
+        const char *why = dlerror();
+        kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", why ? why : "the loader does not say why");
+    }
+    return file;
+}
+
+void *kvn_library_find(void *const *files, size_t num_files, const char *name)
+{
+    void *address = NULL;
+
+    for (size_t i = 0; i < num_files && !address; i++)
+        if (files[i])
+            address = dlsym(files[i], name);
+    return address;
+}
+
+const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbol *symbols, size_t count,
+                             void *calls)
+{
+    const char *missing = NULL;
+
+    for (size_t i = 0; i < count; i++) {
+        void *address = kvn_library_find(files, num_files, symbols[i].name);
+        if (!address && !symbols[i].is_optional && !missing)
+            missing = symbols[i].name;
+        /* memcpy: ISO C has no conversion from void * to a pointer to a function. */
+        memcpy((char *)calls + symbols[i].at, &address, sizeof address);
+    }
+    return missing;
+}
+
+static void *address_of(const void *calls, const kvn_symbol *symbol)
+{
+    void *address;
+
+    memcpy(&address, (const char *)calls + symbol->at, sizeof address);
+    return address;
+}
+
+const char *kvn_library_missing(const void *calls, const kvn_symbol *symbols, size_t count, size_t n)
+{
+    for (size_t i = 0; i < count; i++)
+        if (!address_of(calls, &symbols[i]) && n-- == 0)
+            return symbols[i].name;
+    return NULL;
+}
+
+void kvn_library_path(const void *calls, const kvn_symbol *symbol, char *out, size_t room)
+{
+    Dl_info found;
+
+    if (!dladdr(address_of(calls, symbol), &found) || !found.dli_fname)
+        found.dli_fname = "";
+    snprintf(out, room, "%s", found.dli_fname);
+}

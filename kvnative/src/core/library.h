@@ -1,0 +1,34 @@
+/* Vendor libraries at run time: opened, and their calls looked up into a table of function pointers.
+ *
+ * No library is ever closed: its threads, and what it registered with the system, outlive its last user. */
+#ifndef KVNATIVE_CORE_LIBRARY_H
+#define KVNATIVE_CORE_LIBRARY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "core/failure.h"
+
+/* A call of a library, and the place of its pointer in the table of calls. */
+typedef struct kvn_symbol {
+    const char *name;
+    size_t at;
+    bool is_optional; /* the pointer is NULL if the library lacks the call */
+} kvn_symbol;
+
+#define KVN_COUNT_OF(array) (sizeof(array) / sizeof *(array))
+
+/* dlopen with these flags. NULL: `failure` has the loader's reason, with KVN_UNSUPPORTED. */
+void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
+/* Writes all symbols to `calls`, each from the first of `files` that has it; a file may be NULL. Returns the name
+ * of the first required symbol that is missing, or NULL. */
+const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbol *symbols, size_t count,
+                             void *calls);
+/* The address of a symbol in the first of `files` that has it, or NULL. */
+void *kvn_library_find(void *const *files, size_t num_files, const char *name);
+/* The name of the n-th symbol of `calls` that is missing; NULL when there are no more. */
+const char *kvn_library_missing(const void *calls, const kvn_symbol *symbols, size_t count, size_t n);
+/* Writes the path of the file that holds a symbol of `calls`; "" if the loader does not know it. */
+void kvn_library_path(const void *calls, const kvn_symbol *symbol, char *out, size_t room);
+
+#endif

@@ -1,0 +1,18 @@
+/* Processes told apart by pid and start time, as a pid alone is given to another process later. */
+#ifndef KVN_IDENTITY_H
+#define KVN_IDENTITY_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef uint64_t kvn_identity; /* start time, in clock ticks since boot, above 22 bits of pid */
+
+kvn_identity kvn_identity_of(int pid);
+int kvn_identity_pid(kvn_identity process);
+/* True also if that cannot be found out. */
+bool kvn_identity_lives(kvn_identity process);
+/* True if a process has the file with this inode mapped, or if that cannot be found out. One that has executed
+ * another program has not. */
+bool kvn_process_has_mapped(int pid, uint64_t inode);
+
+#endif
