@@ -11,6 +11,7 @@ import numpy as np
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.operation import Prepared, SubmitOptions
+from kvplan.engine.pairs import request_tables
 from kvplan.engine.planned import fitted
 from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.execution.memory import HostMemory
@@ -54,16 +55,8 @@ class Part(NamedTuple):
 
     def with_tables(self, transfer: Transfer) -> Transfer:
         """Return the transfer of the pair, with the block tables and tokens that leases say."""
-        src, dst, num_tokens = self.src, self.dst, transfer.num_tokens
-        src_blocks, dst_blocks = src.blocks, dst.blocks
-        if isinstance(src.cache, BlockLease) and src.cache.paged:
-            src_blocks, num_tokens = src.cache.request(
-                "src_blocks", src_blocks, num_tokens, src.first_token
-            )
-        if isinstance(dst.cache, BlockLease) and dst.cache.paged:
-            dst_blocks, num_tokens = dst.cache.request(
-                "dst_blocks", dst_blocks, num_tokens, dst.first_token
-            )
+        src, dst = self.src, self.dst
+        src_blocks, dst_blocks, num_tokens = request_tables(src, dst, transfer.num_tokens)
         return Transfer(
             Rows(src.cache, src_blocks, src.slot, src.first_token, src.offset),
             Rows(dst.cache, dst_blocks, dst.slot, dst.first_token, dst.offset),

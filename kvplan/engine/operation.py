@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvplan.links import PeerClaim, PeerLink
     from kvplan.planning.groups import AnyPlan
     from kvplan.planning.transfer import PeerTensors
+    from kvplan.recording.writer import Ended
     from kvplan.types import AnyCacheKey
 
 Prepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory, Descriptors | None]"
@@ -303,10 +304,7 @@ class Operation:
                 if error is not None and not status.is_failure:
                     failure = None
                 if not recorded:
-                    if engine.recorder is not None:  # first: what is counted is recorded
-                        reason = "" if error is None else error_text(error)
-                        engine.recorder.transfer(self, status, seconds, nbytes, reason)
-                    engine.metrics.record(self.name, status, nbytes, seconds)
+                    conclude(engine, self.name, self, status, nbytes, seconds, error)
                     self._recorded = True
                     if self.span is not None and engine.tracer is not None:
                         engine.tracer.end(self, self.span, status, error)
@@ -350,6 +348,22 @@ class Operation:
         """Keep the link to the peer until the operation ends."""
         self.link = link  # first: what ends has not begun, at worst
         link.begin(self)
+
+
+def conclude(
+    engine: Engine,
+    name: str,
+    ended: Ended | None,
+    status: LLMStatusCode,
+    nbytes: int,
+    seconds: float,
+    error: BaseException | None = None,
+) -> None:
+    """Record and count a transfer that has its outcome; `ended` is None if nothing records."""
+    if ended is not None and engine.recorder is not None:  # first: what is counted is recorded
+        reason = "" if error is None else error_text(error)
+        engine.recorder.transfer(ended, status, seconds, nbytes, reason)
+    engine.metrics.record(name, status, nbytes, seconds)
 
 
 def check_notification(name: str, data: bytes) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn, Unpack, cast
 
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
+from kvplan.engine.pairs import Request, request_tables
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.plan import Kind
     from kvplan.planning.plan import Operation as PlanOperation
+    from kvplan.transport.protocol import PeerMemory
     from kvplan.types import AnyCacheKey
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
@@ -80,19 +82,20 @@ class TransferOperation(Operation):
         TypeError, LLMException: an option, as `Operation`; as `local_of`.
     """
 
-    __slots__ = ("_local", "_transfer", "by_layer")
+    __slots__ = ("_local", "_request", "_transfer", "by_layer")
 
     def __init__(
         self,
         engine: Engine,
         transfer: Transfer,
+        request: Request | None = None,
         *,
         by_layer: bool = False,
         speculative: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
         src, dst = cast(Rows, transfer.src), transfer.dst
-        self._transfer, self.by_layer = transfer, by_layer
+        self._transfer, self.by_layer, self._request = transfer, by_layer, request
         self._local: Local = local_of(src, dst)
         if self._local == "both":
             refuse_notices(options)
@@ -117,17 +120,11 @@ class TransferOperation(Operation):
         Raises:
             TypeError, ValueError, LLMException: as `own`, `peer` and `kvplan.plan`.
         """
+        if (request := self._request) is not None and (known := self._known(request)) is not None:
+            return known
         transfer, local = self._transfer, self._local
         src, dst = cast(Rows, transfer.src), transfer.dst
-        src_blocks, dst_blocks, num_tokens = src.blocks, dst.blocks, transfer.num_tokens
-        if type(src.cache) is BlockLease and src.cache.paged and dst_blocks is not None:
-            src_blocks, num_tokens = src.cache.request(
-                "src_blocks", src_blocks, num_tokens, src.first_token
-            )
-        if type(dst.cache) is BlockLease and dst.cache.paged:
-            dst_blocks, num_tokens = dst.cache.request(
-                "dst_blocks", dst_blocks, num_tokens, dst.first_token
-            )
+        src_blocks, dst_blocks, num_tokens = request_tables(src, dst, transfer.num_tokens)
         to_blocks = dst_blocks is not None
         # None: no block is moved, so the source may be paged or not.
         from_blocks: bool | None = False
@@ -176,6 +173,8 @@ class TransferOperation(Operation):
                 dst_token=dst.first_token, reinterpret=reinterpret,
             )  # fmt: skip
             if bound is not None:
+                if request is not None:
+                    self._keep_pair(request, kind, source, target, src_memory, dst_memory)
                 return bound[0], src_memory, dst_memory, bound[1]
         if source.paged and local == "dst":
             src_slot = None  # the key's
@@ -188,6 +187,64 @@ class TransferOperation(Operation):
         )  # fmt: skip
         plan = plan_pair(planned, source, target, local, by_layer=self.by_layer)
         return plan, src_memory, dst_memory, None
+
+    def _known(self, request: Request) -> Prepared | None:
+        """Return what a request of a known pair executes; None: its names are to be resolved."""
+        pair, link = request.pair, request.link
+        # Only before the link is held: what its peer publishes later, checks of the memory find.
+        if pair is None or not self.moves or self.link is not None or request.pairs is not link.pairs:
+            return None
+        is_key = type(request.key) is BlocksCacheKey  # the peer says of which cache it is now
+        if is_key and not self._speculative:
+            return None
+        bound = pair.rows.bind(
+            request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
+            request.dst_token,
+        )  # fmt: skip
+        if bound is None:
+            return None
+        self.hold(link)
+        entry, theirs = request.entry, pair.theirs
+        self.cache_id = entry.cache.cache_id
+        self.speculated = is_key
+        if request.lease is not None:
+            self.leases = (request.lease.lease_id,)
+            theirs = theirs.leased([request.lease])
+        plan, descriptors = bound
+        if request.pulls:
+            return plan, theirs, entry.memory, descriptors
+        return plan, entry.memory, theirs, descriptors
+
+    def _keep_pair(
+        self,
+        request: Request,
+        kind: Kind,
+        source: Side,
+        target: Side,
+        src: TensorMemory,
+        dst: TensorMemory,
+    ) -> None:
+        """Let requests of the same caches find their pair, if the peer's memory is mapped here."""
+        link, writable = request.link, not request.pulls
+        theirs = cast("PeerMemory", src if request.pulls else dst)
+        if theirs.guard is None or self.link is not link or request.pair is not None:
+            return
+        pairs = link.pairs  # before what follows: another dict, if that changes later
+        try:
+            found = (
+                link.cache(request.key, writable=writable, speculative=True)
+                if request.lease is None
+                else link.leased(request.lease, writable=writable)
+            )
+            shared = link.memory(found, writable=writable)  # of a lease: that of all leases
+        except LLMException:
+            return  # freed meanwhile, which the transfer finds
+        rows = self.engine.transfers.rows.pair(
+            cast("PlanOperation", self.name), kind, source, target, src, dst,
+            self._transfer.layers, by_tokens=request.by_tokens,
+        )  # fmt: skip
+        if rows is not None and rows.cuts and shared.addresses is theirs.addresses:
+            request.keep(pairs, rows, shared)
 
     def own(
         self, argument: str, cache: Cache, *, paged: bool | None, table: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -67,7 +66,7 @@ class OperationRunner:
             raise LLMException(
                 f"cluster {self._cluster_id} is not initialized; call initialize() first"
             )
-        if os.getpid() != engine.pid:
+        if engine.inherited:
             engine.check_process()
         return engine
 

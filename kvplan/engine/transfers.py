@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.gather import Several, shares_of
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
-from kvplan.engine.operation import MAX_TAG, Operation, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.pairs import Request, find_request, move_now
 from kvplan.engine.planned import PlannedOperation
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
-from kvplan.engine.routes import UndeliveredError
 from kvplan.engine.runner import OperationRunner
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
@@ -23,7 +24,7 @@ from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
-    from kvplan.engine.operation import Prepared
+    from kvplan.engine.operation import Operation, Prepared
     from kvplan.execution import LayerTask, TransferTask
     from kvplan.planning.groups import AnyPlan, GroupPlan
     from kvplan.planning.plan import Plan
@@ -105,12 +106,19 @@ class TransferOperations(OperationRunner):
                 where that was asked for; LLM_ENGINE_FINALIZED.
             GatherError: of a transfer with several peers: it names each that failed.
         """
-        if (
-            type(transfer) is Transfer
-            and (not options or _is_simple(options))
-            and self._moved_now(transfer, options)
-        ):
-            return
+        started = perf_counter()
+        request, engine = None, self._engine
+        if type(transfer) is Transfer and engine is not None:
+            request = find_request(engine, transfer)
+            if (
+                request is not None
+                and not self._hooks
+                and (not options or _is_simple(options))
+                and move_now(
+                    engine, request, started, options.get("tag", ""), options.get("notify")
+                )
+            ):
+                return
         timeout_ms = options.pop("timeout_ms", None)
         others = cast(SubmitOptions, options)
         engine = self._running()
@@ -118,7 +126,7 @@ class TransferOperations(OperationRunner):
             task = self.submit(transfer, **others)
             task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
             return
-        operation = _operation(engine, transfer, speculative=True, **others)
+        operation = _operation(engine, transfer, request, speculative=True, **others)
         if isinstance(operation, Several):
             self._run_several(operation, timeout_ms)
             return
@@ -169,7 +177,9 @@ class TransferOperations(OperationRunner):
                 in `completions()`. The task raises what fails later.
         """
         _refuse_timeout(cast("dict[str, Any]", options))
-        operation = _operation(self._running(), transfer, **options)
+        engine = self._running()
+        request = find_request(engine, transfer) if type(transfer) is Transfer else None
+        operation = _operation(engine, transfer, request, **options)
         if isinstance(operation, Several):
             return self._submit_several(operation)
         with operation:
@@ -216,18 +226,6 @@ class TransferOperations(OperationRunner):
         with operation:
             return self._layer(operation, operation.prepare())
 
-    def _moved_now(self, transfer: Transfer, options: RunOptions) -> bool:
-        """Move whole rows by a route, if there is one and nothing else is to be done for them."""
-        engine = self._engine
-        if engine is None or self._hooks or engine.is_observed:  # an operation says why
-            return False
-        try:
-            return engine.routes.move(transfer, options.get("notify"))
-        except UndeliveredError as late:
-            with Operation(engine, late.operation, tag=options.get("tag", "")) as operation:
-                operation.hold(late.link)
-                raise operation.undelivered(late.error) from None
-
     def _run_several(self, several: Several, timeout_ms: float | None) -> None:
         check_timeout(timeout_ms)
         task = GatherTask(several.name, several.notices)
@@ -263,6 +261,7 @@ class TransferOperations(OperationRunner):
 def _operation(
     engine: Engine,
     transfer: object,
+    request: Request | None = None,
     *,
     by_layer: bool = False,
     speculative: bool = False,
@@ -275,7 +274,7 @@ def _operation(
     if isinstance(transfer, Transfer):
         if isinstance(transfer.src, Rows):
             return TransferOperation(
-                engine, transfer, by_layer=by_layer, speculative=speculative, **options
+                engine, transfer, request, by_layer=by_layer, speculative=speculative, **options
             )
         alone = {"": transfer}
         shares = shares_of(alone, by_layer=by_layer)

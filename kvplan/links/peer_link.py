@@ -60,8 +60,8 @@ class PeerLink(LinkLifecycle):
         wait_ms: milliseconds that a request to the peer may take.
 
     Attributes:
-        routes: what users of the link remember of its caches: another dict whenever what is known
-            of them has changed.
+        pairs: pairs of the peer's caches and others, as users of the link remember them: another
+            dict whenever what is known of the peer's caches has changed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PeerLink(LinkLifecycle):
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
-        self.routes: dict[Any, Any] = {}
+        self.pairs: dict[Any, Any] = {}
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
@@ -404,7 +404,7 @@ class PeerLink(LinkLifecycle):
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
-        self.routes = {}
+        self.pairs = {}
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
@@ -416,7 +416,7 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
-        self.routes = {}
+        self.pairs = {}
         self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)

@@ -55,7 +55,7 @@ Operation = Literal[
 Kind = Literal["C2C", "C2B", "B2B"]
 
 
-_LATER = ("segments", "tables")
+_LATER = ("segments", "tables", "num_slices")
 """Fields that the plan of a request that was lowered without it has when they are looked at."""
 
 
