@@ -234,13 +234,14 @@ def move_now(
     ):
         return False
     words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows
+    cut = rows.cuts[0]
     if lease is not None:
         word = lease.packed_word(_TRANSPORT)
         if word is None:
             return False
         words += word
     try:
-        nbytes = rows.cuts[0].rows.move_now(
+        nbytes = cut.rows.move_now(
             pair.peer,
             words,
             pair.guard,
@@ -268,8 +269,8 @@ def move_now(
                 raise operation.undelivered(error) from None
     ended = None
     if engine.recorder is not None:
-        plan = rows.moved(
-            nbytes, request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
+        plan = rows.plan(
+            cut, nbytes, request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
             request.dst_token,
         )  # fmt: skip
         leases = () if lease is None else (lease.lease_id,)
@@ -277,7 +278,7 @@ def move_now(
     seconds = perf_counter() - started
     conclude(engine, rows.operation, ended, _SUCCESS, nbytes, seconds)
     if request.pulls:
-        link.count(nbytes, 0)
+        link.traffic.add(1, nbytes)
     else:
-        link.count(0, nbytes)
+        link.traffic.add(1, 0, nbytes)
     return True

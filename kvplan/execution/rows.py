@@ -36,6 +36,7 @@ _MAX_PAIRS: Final = 1024
 _Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None]
 
 _TABLES: Final = (list, tuple, np.ndarray, RequestBlocks)
+_MUTABLE: Final = (list, np.ndarray)
 _NONE = np.empty(0, dtype=np.uint64)
 _new = object.__new__
 _assign = object.__setattr__
@@ -76,10 +77,14 @@ class RowPair(NamedTuple):
         dst_token: int,
     ) -> tuple[Plan, Descriptors] | None:
         """Return the plan of a request, and its descriptors; None: the planner has to be asked."""
-        if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
+        src_kind, dst_kind = type(src_rows), type(dst_rows)
+        if src_kind not in _TABLES or dst_kind not in _TABLES:
             return None
         if self.kind != "C2C":  # the caller may change them
-            src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
+            if src_kind in _MUTABLE:
+                src_rows = tuple(src_rows) if src_kind is list else src_rows.copy()
+            if dst_kind in _MUTABLE:
+                dst_rows = tuple(dst_rows) if dst_kind is list else dst_rows.copy()
         for cut in self.cuts:
             lowered = cut.rows.lower(
                 src_rows,
@@ -87,37 +92,20 @@ class RowPair(NamedTuple):
                 num_tokens or 0,
                 src_token,
                 dst_token,
-                type(src_rows) is RequestBlocks,
-                type(dst_rows) is RequestBlocks,
+                src_kind is RequestBlocks,
+                dst_kind is RequestBlocks,
             )
-            if lowered is None:
-                continue
-            descriptors, num_slices = lowered
-            plan = self._plan(
-                cut, descriptors.total_nbytes, src_rows, dst_rows, num_tokens, src_token, dst_token
-            )
-            vars(plan)["num_slices"] = num_slices
-            vars(plan)["num_descriptors"] = len(descriptors)
-            return plan, descriptors
+            if lowered is not None:
+                descriptors, num_slices = lowered
+                plan = self.plan(
+                    cut, descriptors.total_nbytes, src_rows, dst_rows, num_tokens, src_token,
+                    dst_token,
+                )  # fmt: skip
+                vars(plan).update(num_slices=num_slices, num_descriptors=len(descriptors))
+                return plan, descriptors
         return None
 
-    def moved(
-        self,
-        nbytes: int,
-        src_rows: Blocks,
-        dst_rows: Blocks,
-        num_tokens: int | None,
-        src_token: int,
-        dst_token: int,
-    ) -> Plan:
-        """Return the plan of a request that `RowLowering.move_now` of the first cut has moved."""
-        if self.kind != "C2C":
-            src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
-        return self._plan(
-            self.cuts[0], nbytes, src_rows, dst_rows, num_tokens, src_token, dst_token
-        )
-
-    def _plan(
+    def plan(
         self,
         cut: _Cut,
         nbytes: int,
@@ -127,6 +115,7 @@ class RowPair(NamedTuple):
         src_token: int,
         dst_token: int,
     ) -> Plan:
+        """Return the plan of a request that was lowered, or moved, without it."""
         known = cut.plan.copy()
         known["unplanned"] = (
             src_rows, dst_rows, self.layers, self.by_layer, num_tokens, src_token, dst_token,
@@ -324,9 +313,3 @@ def are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: in
     if kind == "C2C":
         return src_token == 0 == dst_token
     return 0 <= src_token <= INT64_MAX and 0 <= dst_token <= INT64_MAX
-
-
-def _copied(rows: Blocks) -> Blocks:
-    if type(rows) is list:
-        return tuple(rows)
-    return rows.copy() if type(rows) is np.ndarray else rows

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.groups import AnyPlan
+    from kvplan.planning.side import Side
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # for which rows are gathered
@@ -130,7 +131,7 @@ class Recorder:
         self._dropped = 0
         self._awake = False
         self._ended = False
-        self._known: dict[tuple[object, ...], tuple[int, tuple[object, ...]]] = {}
+        self._known: dict[object, tuple[int, Side, Side]] = {}
         self._numbers: dict[bytes, int] = {}
         self._previous: dict[bytes, int] = {}
         self._last_number = 0
@@ -257,18 +258,15 @@ class Recorder:
     def _part(self, group: str, plan: Plan) -> tuple[object, ...]:
         """A `PartRow`."""
         src, dst = plan.src, plan.dst
-        held: tuple[object, ...] = src, dst
-        if (common := vars(plan).get("common")) is not None:  # with all requests of its pair
-            key: tuple[object, ...] = (id(common),)
-            held = (common,)
-        else:
+        key: object = vars(plan).get("common")  # with all requests of its pair
+        if key is None:
             read, written = plan.src_tensors, plan.dst_tensors  # of equal length: their hash is dear
             key = (
                 id(src), id(dst), plan.operation, read.start, read.stop, written.start, plan.split,
                 plan.coalesce, plan.tensors_per_layer, plan.reinterpret, plan.kind,
             )  # fmt: skip
         known = self._known.get(key)
-        number = self._number(key, held, plan) if known is None else known[0]
+        number = self._number(key, plan) if known is None else known[0]
         if (rows := plan.unplanned_rows) is not None:  # planning it would take several times this
             if plan.kind != "C2C":
                 return group, number, _packed(rows[0]), _packed(rows[1]), None
@@ -282,7 +280,7 @@ class Recorder:
             return group, number, b"", b"", segments_of(plan)
         return group, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(plan)
 
-    def _number(self, key: tuple[object, ...], held: tuple[object, ...], plan: Plan) -> int:
+    def _number(self, key: object, plan: Plan) -> int:
         """The number of the template of a plan, which is recorded if it is a new one."""
         src, dst = plan.src, plan.dst
         template = encode([template_of(plan), (src.way, dst.way), (src.cache_id, dst.cache_id)])
@@ -296,7 +294,7 @@ class Recorder:
                 self._rows.append(row)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = (number, held)  # so that nothing else has the ids in the key
+            self._known[key] = (number, src, dst)  # held, so that no others have their ids
         return number
 
     def _templates(self) -> list[bytes]:
