@@ -72,11 +72,6 @@ _Own: TypeAlias = "tuple[_Found, _Found]"
 class GroupOperation(TransferOperation):
     """An operation between several caches of this process and of one peer, or inside one process.
 
-    Args:
-        name: of the operation.
-        parts: what moves, at least one.
-        is_part: whether the operation is one of several that end as one.
-
     Attributes:
         parts: as given.
         sides: the source and the destination of each part, when they are found.
@@ -110,22 +105,14 @@ class GroupOperation(TransferOperation):
         self._there: list[PeerCache] = []
 
     def find_own(self) -> None:
-        """Find the caches of this process.
-
-        Raises:
-            TypeError, LLMException: as `own`.
-        """
+        """Find the caches of this process."""
         self._own = [
             (self._own_rows(part, "src", part.src), self._own_rows(part, "dst", part.dst))
             for part in self.parts
         ]
 
     def find_peer(self) -> None:
-        """Find the caches of the peer, after `find_own`; then `sides` are known.
-
-        Raises:
-            TypeError, LLMException: as `peer`; LLM_PARAM_INVALID: parts of several peers.
-        """
+        """Find the caches of the peer, after `find_own`; then `sides` are known."""
         self.sides, self._there = [], []
         for part, (src, dst) in zip(self.parts, self._own, strict=True):
             if src is None:

@@ -86,15 +86,6 @@ class Operation:
     In flight from the beginning of that to its end; once submitted, to the outcome of its task. One
     that is only planned has no such block: it holds nothing, and is not counted.
 
-    Args:
-        name: of the public call.
-        speculative: whether the caller can prepare again what `speculated`.
-        notify: what the peer is sent when every byte has arrived; None: nothing.
-        notify_failure: what it is sent if the operation fails before; None: nothing.
-        verify: read all that has moved again, and compare; False: as the engine's options say.
-        tag: what logs and recordings call it.
-        after: what it comes after: work of the model on the accelerator; None: nothing.
-
     Attributes:
         name, tag: as given.
         after: the point of that work, taken; None: nothing.
@@ -217,9 +208,6 @@ class Operation:
         """End what was submitted: its bytes have arrived, or `error` says why not.
 
         Called again with an error when it was interrupted.
-
-        Raises:
-            LLMException: as for `verify` and `send_notification`.
         """
         failure: BaseException | None = error
         try:
@@ -239,30 +227,18 @@ class Operation:
             self.end(failure)
 
     def begin_to_move(self, src: TensorMemory, dst: TensorMemory) -> None:
-        """Know what will move between these, where that is compared.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: it cannot be.
-        """
+        """Know what will move between these, where that is compared."""
         if self.verify_every:
             check_verifiable(src, dst)
             self._memories = src, dst
 
     def verify(self, timeout_ms: float | None) -> None:
-        """Every byte has moved: read it again and compare, if that was asked for.
-
-        Raises:
-            LLMException: bytes differ, or could not be read.
-        """
+        """Every byte has moved: read it again and compare, if that was asked for."""
         if self._memories is not None and self.plan is not None:
             self.engine.transfers.verify(self.plan, *self._memories, self.verify_every, timeout_ms)
 
     def send_notification(self) -> None:
-        """Every byte has arrived: tell the peer, if it is to be told.
-
-        Raises:
-            LLMException: it could not be delivered, and that the bytes have arrived.
-        """
+        """Every byte has arrived: tell the peer, if it is to be told."""
         if self._notify is None or self.link is None:
             return
         try:
@@ -367,12 +343,7 @@ def conclude(
 
 
 def check_notification(name: str, data: bytes) -> bytes:
-    """Return the bytes of a notification.
-
-    Raises:
-        TypeError: no bytes.
-        LLMException: LLM_PARAM_INVALID: none, or too many.
-    """
+    """Return the bytes of a notification."""
     check_type(name, data, bytes)
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
@@ -380,12 +351,7 @@ def check_notification(name: str, data: bytes) -> bytes:
 
 
 def check_tag(tag: str) -> str:
-    """Return what a transfer is called.
-
-    Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID: too long, or not printable.
-    """
+    """Return what a transfer is called."""
     if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
         raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
     return tag
@@ -415,11 +381,7 @@ class InFlight:
         return [it for held in list(self._operations) if (it := held()) is not None]
 
     def add(self, operation: Operation) -> None:
-        """An operation begins; `remove` ends it.
-
-        Raises:
-            LLMException: LLM_ENGINE_FINALIZED.
-        """
+        """An operation begins; `remove` ends it."""
         self._operations.add(ref(operation, self._operations.discard))
         if self.closed:
             self.remove(operation)

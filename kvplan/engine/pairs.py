@@ -220,18 +220,9 @@ def find_request(engine: Engine, transfer: Transfer) -> Request | None:
 def move_now(
     engine: Engine, request: Request, started: float, tag: str, notify: bytes | None
 ) -> bool:
-    """Move what is small between two mapped memories; False: no byte counts as moved.
-
-    Raises:
-        LLMException: every byte has arrived, and the peer could not be notified.
-    """
+    """Move what is small between two mapped memories; False: no byte counts as moved."""
     pair = request.pair
-    if (
-        pair is None
-        or not engine.moves_small
-        or engine.inherited
-        or logger.logger.isEnabledFor(logging.INFO)
-    ):
+    if pair is None or not engine.moves_small or logger.logger.isEnabledFor(logging.INFO):
         return False
     words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows
     cut = rows.cuts[0]

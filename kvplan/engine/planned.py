@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 
 class PlannedOperation(TransferOperation):
-    """An operation that executes a plan which was made before.
-
-    Args:
-        planned: the plan and its caches.
-        by_layer, options: as of `TransferOperation`.
-
-    Raises:
-        TypeError, LLMException: as `TransferOperation`.
-    """
+    """An operation that executes a plan which was made before."""
 
     __slots__ = ("_planned",)
 
@@ -52,11 +44,7 @@ class PlannedOperation(TransferOperation):
         self.name = f"{VERBS[self._local]}_layers" if by_layer else plan.operation
 
     def prepare(self) -> Prepared:
-        """Find both caches, and compare them with what the plan says.
-
-        Raises:
-            TypeError, LLMException: as `own`, `peer` and `fitted`.
-        """
+        """Find both caches, and compare them with what the plan says."""
         planned = self._planned
         plan, src, dst = check_plan(planned.plan), planned.src, planned.dst
         src_slot = dst_slot = 0
@@ -83,11 +71,7 @@ class PlannedOperation(TransferOperation):
 
 
 def check_plan(plan: object) -> Plan:
-    """Return the plan of a `Planned`.
-
-    Raises:
-        TypeError: it is no `Plan`.
-    """
+    """Return the plan of a `Planned`."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan={shown(plan)} must be {mismatch(plan, Plan)}; the parts of a GroupPlan move by "
@@ -97,19 +81,7 @@ def check_plan(plan: object) -> Plan:
 
 
 def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Plan:
-    """Return the plan with the names of the caches that it is executed between.
-
-    Args:
-        planned: the plan and its caches.
-        source, target: the sides as they are now.
-        local: the side that is this process's.
-        by_layer: whether each layer is to move by itself.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a plan of another direction, or one that breaks the
-            invariants of plans; a cache that is not what the plan says; a block that the lease
-            does not have; several layers in one tensor, by layers.
-    """
+    """Return the plan with the names of the caches that it is executed between."""
     plan = check_plan(planned.plan)
     if plan.local != local:
         needed = f'kvplan.plan(..., local="{local}")'

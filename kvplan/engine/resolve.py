@@ -49,12 +49,7 @@ _OTHER_KIND = {
 
 
 def local_of(src: Rows, dst: Rows) -> Local:
-    """Return which side of a transfer is this process's.
-
-    Raises:
-        TypeError: a side that is not `Rows`.
-        LLMException: LLM_PARAM_INVALID: both sides are a peer's.
-    """
+    """Return which side of a transfer is this process's."""
     if type(src) is not Rows or type(dst) is not Rows:
         check_type("src", src, Rows)
         check_type("dst", dst, Rows)
@@ -70,19 +65,12 @@ def local_of(src: Rows, dst: Rows) -> Local:
 class TransferOperation(Operation):
     """An operation between two caches: of this process, or one of them of a peer.
 
-    Args:
-        transfer: what to move.
-        by_layer: whether each layer is to move by itself.
-        options: as of `Operation`.
-
     Attributes:
         by_layer: as given.
-
-    Raises:
-        TypeError, LLMException: an option, as `Operation`; as `local_of`.
     """
 
     __slots__ = ("_local", "_request", "_transfer", "by_layer")
+    _local: Local
 
     def __init__(
         self,
@@ -96,30 +84,18 @@ class TransferOperation(Operation):
     ) -> None:
         src, dst = cast(Rows, transfer.src), transfer.dst
         self._transfer, self.by_layer, self._request = transfer, by_layer, request
-        self._local: Local = local_of(src, dst)
-        if self._local == "both":
-            refuse_notices(options)
-        # What logs, metrics and recordings call the transfer, such as "pull_blocks".
-        verb = VERBS[self._local]
-        cache = dst.cache
-        if by_layer:
-            rows = "layers"
-        elif dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
-            rows = "cache"
+        if request is not None and request.pair is not None:
+            self._local = "dst" if request.pulls else "src"
+            name: str = request.pair.rows.operation
         else:
-            rows = "blocks"
-            if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
-                placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
-                if len(placements) > 1:
-                    verb = "swap"
-        super().__init__(engine, f"{verb}_{rows}", speculative=speculative, **options)
+            self._local = local_of(src, dst)
+            if self._local == "both":
+                refuse_notices(options)
+            name = _operation_name(self._local, src, dst, by_layer=by_layer)
+        super().__init__(engine, name, speculative=speculative, **options)
 
     def prepare(self) -> Prepared:
-        """Find both caches, plan the transfer, and lower it where that needs no plan.
-
-        Raises:
-            TypeError, ValueError, LLMException: as `own`, `peer` and `kvplan.plan`.
-        """
+        """Find both caches, plan the transfer, and lower it where that needs no plan."""
         if (request := self._request) is not None and (known := self._known(request)) is not None:
             return known
         transfer, local = self._transfer, self._local
@@ -192,7 +168,12 @@ class TransferOperation(Operation):
         """Return what a request of a known pair executes; None: its names are to be resolved."""
         pair, link = request.pair, request.link
         # Only before the link is held: what its peer publishes later, checks of the memory find.
-        if pair is None or not self.moves or self.link is not None or request.pairs is not link.pairs:
+        if (
+            pair is None
+            or not self.moves
+            or self.link is not None
+            or request.pairs is not link.pairs
+        ):
             return None
         is_key = type(request.key) is BlocksCacheKey  # the peer says of which cache it is now
         if is_key and not self._speculative:
@@ -249,17 +230,7 @@ class TransferOperation(Operation):
     def own(
         self, argument: str, cache: Cache, *, paged: bool | None, table: str = ""
     ) -> tuple[Side, TensorMemory]:
-        """Return the cache of this process that an argument names, to plan with and to transfer.
-
-        Args:
-            paged: whether rows are blocks; None: nothing is moved, and they may be either.
-            table: the argument that would name blocks of it, where the caller might have given it.
-
-        Raises:
-            TypeError: no Cache.
-            LLMException: as `CacheRegistry.resolve`; LLM_PARAM_INVALID: it is contiguous where a
-                paged one is needed, or the other way round.
-        """
+        """Return the cache of this process that an argument names, to plan with and to transfer."""
         registry = self.engine.registry
         entry = registry.resolve(cache, argument)
         if self.cache_id < 0:
@@ -284,17 +255,6 @@ class TransferOperation(Operation):
         """Return the cache and the slot of a peer that an argument names; a `CacheKey` is claimed.
 
         No transfer with the memory of a lease succeeds once the lease has ended.
-
-        Args:
-            kinds: of key that the operation takes.
-            paged, table: as for `own`.
-
-        Raises:
-            TypeError: another kind of key.
-            LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
-                request and prefix, a slot of a paged cache, or a cache that is not `paged` as
-                needed; LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST,
-                LLM_REPEAT_REQUEST.
         """
         key = rows.cache
         if not isinstance(key, kinds):
@@ -337,17 +297,7 @@ class TransferOperation(Operation):
     def _tensors(
         self, given: PeerTensors, stride: int, *, paged: bool
     ) -> tuple[Side, TensorMemory]:
-        """Return the memory of a peer that `dst` names by addresses, to be written.
-
-        Args:
-            stride: bytes of a row, where `given` does not say it.
-            paged: whether rows are blocks.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: this engine's own cluster, addresses of several caches,
-                no room for a row, or a cache that must not be written; LLM_KV_CACHE_NOT_EXIST: an
-                address that lies in no cache of the peer; LLM_NOT_YET_LINK, LLM_LINK_FAILED.
-        """
+        """Return the memory of a peer that `dst` names by addresses, to be written."""
         link = self._linked("dst", given)
         return link.tensors(given.addresses, given.stride or stride, paged=paged)
 
@@ -375,6 +325,20 @@ class TransferOperation(Operation):
         if table:
             raise invalid(f"{message}, or no {table}: then a slot is moved")
         raise invalid(message + _OTHER_KIND.get(self.name, ""))
+
+
+def _operation_name(local: Local, src: Rows, dst: Rows, *, by_layer: bool) -> str:
+    """Return what logs, metrics and recordings call a transfer, such as "pull_blocks"."""
+    verb, cache = VERBS[local], dst.cache
+    if by_layer:
+        return f"{verb}_layers"
+    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
+        return f"{verb}_cache"
+    if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
+        placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
+        if len(placements) > 1:
+            verb = "swap"
+    return f"{verb}_blocks"
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
@@ -423,11 +387,7 @@ def _check_addresses(dst: PeerTensors, source: Side, layers: KvCacheExtParam) ->
 
 
 def refuse_notices(options: TransferOptions) -> None:
-    """Refuse notifications of a transfer that has no peer.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Refuse notifications of a transfer that has no peer."""
     for name in ("notify", "notify_failure"):
         if options.get(name) is not None:
             raise invalid(f"{name} must be None: a copy inside this process has no peer")

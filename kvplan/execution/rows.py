@@ -36,7 +36,6 @@ _MAX_PAIRS: Final = 1024
 _Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None]
 
 _TABLES: Final = (list, tuple, np.ndarray, RequestBlocks)
-_MUTABLE: Final = (list, np.ndarray)
 _NONE = np.empty(0, dtype=np.uint64)
 _new = object.__new__
 _assign = object.__setattr__
@@ -77,14 +76,10 @@ class RowPair(NamedTuple):
         dst_token: int,
     ) -> tuple[Plan, Descriptors] | None:
         """Return the plan of a request, and its descriptors; None: the planner has to be asked."""
-        src_kind, dst_kind = type(src_rows), type(dst_rows)
-        if src_kind not in _TABLES or dst_kind not in _TABLES:
+        if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
         if self.kind != "C2C":  # the caller may change them
-            if src_kind in _MUTABLE:
-                src_rows = tuple(src_rows) if src_kind is list else src_rows.copy()
-            if dst_kind in _MUTABLE:
-                dst_rows = tuple(dst_rows) if dst_kind is list else dst_rows.copy()
+            src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
         for cut in self.cuts:
             lowered = cut.rows.lower(
                 src_rows,
@@ -92,8 +87,8 @@ class RowPair(NamedTuple):
                 num_tokens or 0,
                 src_token,
                 dst_token,
-                src_kind is RequestBlocks,
-                dst_kind is RequestBlocks,
+                type(src_rows) is RequestBlocks,
+                type(dst_rows) is RequestBlocks,
             )
             if lowered is not None:
                 descriptors, num_slices = lowered
@@ -313,3 +308,9 @@ def are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: in
     if kind == "C2C":
         return src_token == 0 == dst_token
     return 0 <= src_token <= INT64_MAX and 0 <= dst_token <= INT64_MAX
+
+
+def _copied(rows: Blocks) -> Blocks:
+    if type(rows) is list:
+        return tuple(rows)
+    return rows.copy() if type(rows) is np.ndarray else rows
