@@ -260,7 +260,10 @@ class Recorder:
         src, dst = plan.src, plan.dst
         key: object = vars(plan).get("common")  # with all requests of its pair
         if key is None:
-            read, written = plan.src_tensors, plan.dst_tensors  # of equal length: their hash is dear
+            read, written = (
+                plan.src_tensors,
+                plan.dst_tensors,
+            )  # of equal length: their hash is dear
             key = (
                 id(src), id(dst), plan.operation, read.start, read.stop, written.start, plan.split,
                 plan.coalesce, plan.tensors_per_layer, plan.reinterpret, plan.kind,
