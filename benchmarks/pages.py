@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.filled_peer import Filled, Peer, Shape, check_blocks, started
 from benchmarks.table import Row, Run, Topic, timed
-from kvplan import BlocksCacheKey, Cache, ClusterInfo, LlmDataDist, LlmRole
+from kvplan import BlocksCacheKey, Cache, ClusterInfo, LlmDataDist, LlmRole, memory_report
 
 TOPIC = Topic()
 SHAPE: Final = Shape(tensors=64, blocks=512, block_nbytes=32 << 10)  # 1 GiB
@@ -63,7 +63,7 @@ def seconds_until_mapped(peer: Peer) -> float:
     with linked(peer, SHAPE, {}) as (datadist, _):
         start = time.perf_counter()
         while time.perf_counter() < start + 60:
-            report = datadist.memory_report()
+            report = memory_report(datadist)
             if report.peers and (use := report.peers[0].use) and use.mapped in (None, SHAPE.nbytes):
                 break
             time.sleep(0.02)

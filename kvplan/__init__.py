@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.gather_task import GatherError, GatherTask, LayerGatherTask
     from kvplan.engine.layer_event import LayerEvent
-    from kvplan.engine.memory_report import MemoryReport
+    from kvplan.engine.memory_report import MemoryReport, memory_report
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
     from kvplan.engine.options import Options
@@ -140,6 +140,7 @@ __all__ = [
     "execute",
     "load_costs",
     "load_plan",
+    "memory_report",
     "plan",
     "reference",
     "submit",
@@ -159,7 +160,7 @@ _LAZY = {
         "kvplan.lease": "BlockLease LeaseEnd",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
-        "kvplan.engine.memory_report": "MemoryReport",
+        "kvplan.engine.memory_report": "MemoryReport memory_report",
         "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.pools": "PoolConfig",

@@ -15,7 +15,7 @@ from kvplan.engine.memory import merged_ranges
 from kvplan.inspection.units import nbytes_text
 
 if TYPE_CHECKING:
-    from kvplan.engine.engine import Engine
+    from kvplan.engine.datadist import LlmDataDist
     from kvplan.types import Placement
 
 _WINDOW: Final = 2 << 20
@@ -95,7 +95,7 @@ class PeerPages:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """See `LlmDataDist.memory_report`. As text it is a table, with a line for each.
+    """What `kvplan.memory_report` returns. As text it is a table, with a line for each.
 
     Attributes:
         caches: of this engine, in the order of ids.
@@ -129,8 +129,17 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def report_memory(engine: Engine) -> MemoryReport:
-    """See `LlmDataDist.memory_report`."""
+def memory_report(datadist: LlmDataDist) -> MemoryReport:
+    """Look at the pages of every cache of an engine, and of peers' memory that is mapped here.
+
+    How much of it is in memory, how much this process uses without a fault, and by what pages; and
+    on which NUMA nodes. `print` it for a table. It reads page tables, no byte of a cache, and takes
+    up to 30 ms for each GiB, 60 ms in all: of more, even parts are looked at.
+
+    Raises:
+        LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
+    """
+    engine = datadist._running()
     began = time.perf_counter()
     entries = [it for it, _ in engine.registry.entries()]
     arenas = engine.links.mapped()

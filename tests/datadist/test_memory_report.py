@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
-from kvplan.engine.memory_report import _parts
+from kvplan.engine.memory_report import _parts, memory_report
 from kvplan.status import LLMStatusCode
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
@@ -58,7 +58,7 @@ def test_the_peers_memory_is_mapped_before_the_first_transfer(
 ) -> None:
     link(engine, peer)
     wait_until_done()
-    (mapped,) = engine.memory_report().peers
+    (mapped,) = memory_report(engine).peers
     assert (mapped.cluster_id, mapped.writable) == (1, True)
     assert mapped.use is not None
     assert mapped.use.nbytes == mapped.use.resident == DESC.nbytes
@@ -74,28 +74,28 @@ def test_a_cache_that_is_made_later_is_mapped_too(peer: Peer, engine: LlmDataDis
     )
     engine._running().links.get(1).sync()
     wait_until_done()
-    uses = [it.use for it in engine.memory_report().peers]
+    uses = [it.use for it in memory_report(engine).peers]
     assert [it and it.resident for it in uses] == [DESC.nbytes] * 2
 
 
 def test_a_cache_that_is_freed_is_unmapped(peer: Peer, engine: LlmDataDist) -> None:
     link(engine, peer)
     wait_until_done()
-    assert len(engine.memory_report().peers) == 1
+    assert len(memory_report(engine).peers) == 1
     peer.run("datadist.deallocate_cache(theirs)")
     engine._running().links.get(1).sync()
     wait_until_done()
-    assert engine.memory_report().peers == ()
+    assert memory_report(engine).peers == ()
 
 
 def test_off_maps_nothing_ahead(peer: Peer) -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize({"kvplan.populate": "off"})
         link(engine, peer)
-        assert engine.memory_report().peers == ()
+        assert memory_report(engine).peers == ()
         mine = engine.allocate_blocks_cache(DESC)
         engine.pull_blocks(BlocksCacheKey(1), mine, [3], [5])
-        (mapped,) = engine.memory_report().peers
+        (mapped,) = memory_report(engine).peers
         assert mapped.use is not None
         if mapped.use.mapped is not None:
             assert mapped.use.mapped < DESC.nbytes
@@ -121,7 +121,7 @@ def test_a_report_is_as_the_kernel_says(engine: LlmDataDist) -> None:
     arrays = engine.arrays(cache)
     arrays[1][:] = 1
     registered = engine.register_blocks_cache(DESC, list(np.ones((4, 64, 32768), np.uint8)))
-    report = engine.memory_report()
+    report = memory_report(engine)
     assert [it.cache_id for it in report.caches] == [cache.cache_id, registered.cache_id]
     assert [it.allocated for it in report.caches] == [True, False]
     own, theirs = (it.use for it in report.caches)
@@ -155,7 +155,7 @@ def test_prefaulted_caches_are_huge_where_the_kernel_can(peer: Peer) -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize({"kvplan.prefault": "1"})
         cache = engine.allocate_blocks_cache(DESC)
-        (own,) = engine.memory_report().caches
+        (own,) = memory_report(engine).caches
         assert own.use is not None
         assert own.use.resident == DESC.nbytes
         huge = smaps_of(cache.tensor_addrs[0])["ShmemPmdMapped"]
@@ -182,11 +182,11 @@ def test_of_much_memory_even_parts_are_looked_at(engine: LlmDataDist) -> None:
     desc = CacheDesc(1, (4, 1 << 30), DataType.DT_UINT8)  # 4 GiB, half of which is looked at
     cache = engine.allocate_blocks_cache(desc)
     engine.arrays(cache)[0][:, : 16 << 20] = 1
-    (found,) = engine.memory_report().caches
+    (found,) = memory_report(engine).caches
     assert found.use is not None
     assert not found.use.is_exact
     assert 0 < found.use.resident < 256 << 20
-    assert "~" in str(engine.memory_report())
+    assert "~" in str(memory_report(engine))
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(4000, MIB), (3000, 3 * MIB), (3, 4 << 30)])
@@ -202,4 +202,4 @@ def test_the_parts_come_to_their_share_however_small_the_ranges(count: int, nbyt
 
 def test_it_needs_an_engine() -> None:
     with refused(LLMStatusCode.LLM_FAILED, "not initialized"):
-        LlmDataDist(2, LlmRole.DECODER).memory_report()
+        memory_report(LlmDataDist(2, LlmRole.DECODER))

@@ -83,7 +83,7 @@ def ends() -> Iterator[Ends]:
             CacheIndex(1, slots.cache_id, 9), CacheIndex(1, 99), CacheIndex(1, other.cache_id),
             CacheIndex(2, 1), None, BlocksCacheKey(1, 7), ended,
             owner.lease_blocks(paged, [3, 1, 5]), owner.lease_blocks(laid, [3, 1]),
-            owner.lease_blocks(laid, [5, 2, 7], tokens=9), owner.lease_slot(slots, 1),
+            owner.lease_blocks(laid, [5, 2, 7], tokens=9), owner.lease_blocks(slots, [1]),
         ]  # fmt: skip
         gone = user.allocate_blocks_cache(PAGED)
         user.deallocate_cache(gone)

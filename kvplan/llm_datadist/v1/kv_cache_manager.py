@@ -78,7 +78,7 @@ class KvCacheManager:
 
     def is_initialized(self) -> bool:
         """Whether calls are taken: the LLMDataDist is not finalized."""
-        return self._engine.initialized
+        return self._engine._engine is not None
 
     check_cache_key = staticmethod(CacheManager.check_cache_key)
 
@@ -175,7 +175,8 @@ class KvCacheManager:
             end = cache.cache_desc.num_tensors
             raise invalid(f"tensor_index={tensor_index} is out of range [0, {end})")
         held, engine = kv_cache_of("cache", cache), self._engine
-        arrays = (engine.read_cache if engine.memory(held).on_device else engine.arrays)(held)
+        on_device = engine._running().registry.resolve(held).memory.on_device
+        arrays = engine.arrays(held, copy=on_device)
         return [Tensor._over(arrays[tensor_index], cache.cache_desc.data_type)]
 
     def pull_cache(
@@ -365,7 +366,9 @@ class KvCacheManager:
         synchronizer, paged = layer_synchronizer, bool(src_block_indices)
         if paged:
             # By address: of a contiguous cache, too, the rows are blocks here.
-            synchronizer = _Holding(layer_synchronizer, self._engine.memory(held))
+            synchronizer = _Holding(
+                layer_synchronizer, self._engine._running().registry.resolve(held).memory
+            )
             held = replace(held, cache_id=-1)
         source = LayerSource.of(
             held, paged, src_block_indices, dst_block_indices, dst_block_memory_size

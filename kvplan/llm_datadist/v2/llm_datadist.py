@@ -409,7 +409,7 @@ class LLMDataDist:
             or engine.links()
         ):
             return engine
-        other = LlmDataDist(secrets.randbits(64), engine.role)
+        other = LlmDataDist(secrets.randbits(64), engine._role)
         other.initialize(engine_options(self._engine_options))
         engine.finalize()
         assert self._kv_cache_manager is not None
