@@ -61,7 +61,7 @@ class NamedPair(NamedTuple):
     guard: WriteGuard | None  # of what is written to the peer
 
 
-_Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | None, bool]"
+_Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | None, bool, bool]"
 
 
 class Request(msgspec.Struct):
@@ -95,9 +95,14 @@ class Request(msgspec.Struct):
     dst_token: int
 
     @property
+    def kind(self) -> Kind:
+        """What moves to what: slots or blocks."""
+        return self.name[1]
+
+    @property
     def by_tokens(self) -> bool:
         """Whether tokens are counted, or whole rows move."""
-        return self.name[-1]
+        return self.name[-2]
 
     def keep(self, pairs: dict[_Key, NamedPair], rows: RowPair, theirs: PeerMemory) -> None:
         """Remember the pair of the caches, of which the peer's is mapped here, in `pairs`."""
@@ -138,7 +143,7 @@ def request_tables(
     return src_blocks, dst_blocks, num_tokens
 
 
-def find_request(engine: Engine, transfer: Transfer) -> Request | None:
+def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) -> Request | None:
     """Look up the names of a transfer; None: something of it is not usual, or cannot be."""
     src, dst = transfer.src, transfer.dst
     if (
@@ -195,6 +200,13 @@ def find_request(engine: Engine, transfer: Transfer) -> Request | None:
             return None
         own_slot = 0 if here.slot is None else here.slot
         src_rows, dst_rows = ((slot,), (own_slot,)) if pulls else ((own_slot,), (slot,))
+    elif src_rows is None and dst_rows is not None:
+        kind = "C2B"
+        if dst.slot is not None or there.slot not in (None, slot):
+            return None
+        if type(key) is not CacheIndex if pulls else slot:
+            return None
+        src_rows = (slot if pulls else 0 if src.slot is None else src.slot,)
     else:
         return None
     if by_tokens and not are_tokens(kind, num_tokens, src.first_token, dst.first_token):
@@ -207,7 +219,7 @@ def find_request(engine: Engine, transfer: Transfer) -> Request | None:
     if link.state is not _LINKED or (lease is not None and lease.instance != link.instance):
         return None
     plain_layers = None if layers is ALL_LAYERS else layers
-    name: _Key = (pulls, kind, named, cache.cache_id, plain_layers, by_tokens)
+    name: _Key = (pulls, kind, named, cache.cache_id, plain_layers, by_tokens, by_layer)
     pair = pairs.get(name)
     if pair is not None and pair.entry() is not entry:
         pair = None

@@ -87,6 +87,8 @@ class TransferOperation(Operation):
         if request is not None and request.pair is not None:
             self._local = "dst" if request.pulls else "src"
             name: str = request.pair.rows.operation
+            if by_layer:
+                name = f"{VERBS[self._local]}_layers"
         else:
             self._local = local_of(src, dst)
             if self._local == "both":
@@ -141,16 +143,20 @@ class TransferOperation(Operation):
             src_rows = src_blocks if source.paged else (src_slot or 0,)
             dst_rows = dst_blocks if to_blocks else (dst_slot or 0,)
             kind: Kind = "C2C" if not to_blocks else "B2B" if source.paged else "C2B"
-            rows_word = "blocks" if to_blocks else "cache"
+            operation = cast(
+                "PlanOperation",
+                self.name.replace("layers", "blocks" if to_blocks else "cache"),
+            )
             bound = self.engine.transfers.rows.bind(
-                cast("PlanOperation", self.name.replace("layers", rows_word)), kind, source,
-                target, src_memory, dst_memory, cast("Blocks", src_rows), cast("Blocks", dst_rows),
-                layers, by_layer=self.by_layer, num_tokens=num_tokens, src_token=src.first_token,
-                dst_token=dst.first_token, reinterpret=reinterpret,
+                operation, kind, source, target, src_memory, dst_memory, cast("Blocks", src_rows),
+                cast("Blocks", dst_rows), layers, by_layer=self.by_layer, num_tokens=num_tokens,
+                src_token=src.first_token, dst_token=dst.first_token, reinterpret=reinterpret,
             )  # fmt: skip
             if bound is not None:
                 if request is not None:
-                    self._keep_pair(request, kind, source, target, src_memory, dst_memory)
+                    self._keep_pair(
+                        request, operation, kind, source, target, src_memory, dst_memory
+                    )
                 return bound[0], src_memory, dst_memory, bound[1]
         if source.paged and local == "dst":
             src_slot = None  # the key's
@@ -199,6 +205,7 @@ class TransferOperation(Operation):
     def _keep_pair(
         self,
         request: Request,
+        operation: PlanOperation,
         kind: Kind,
         source: Side,
         target: Side,
@@ -209,6 +216,8 @@ class TransferOperation(Operation):
         link, writable = request.link, not request.pulls
         theirs = cast("PeerMemory", src if request.pulls else dst)
         if theirs.guard is None or self.link is not link or request.pair is not None:
+            return
+        if kind != request.kind:  # an empty table of the source, say, and a slot that is meant
             return
         pairs = link.pairs  # before what follows: another dict, if that changes later
         try:
@@ -221,8 +230,8 @@ class TransferOperation(Operation):
         except LLMException:
             return  # freed meanwhile, which the transfer finds
         rows = self.engine.transfers.rows.pair(
-            cast("PlanOperation", self.name), kind, source, target, src, dst,
-            self._transfer.layers, by_tokens=request.by_tokens,
+            operation, kind, source, target, src, dst, self._transfer.layers,
+            by_layer=self.by_layer, by_tokens=request.by_tokens,
         )  # fmt: skip
         if rows is not None and rows.cuts and shared.addresses is theirs.addresses:
             request.keep(pairs, rows, shared)

@@ -223,7 +223,11 @@ class TransferOperations(OperationRunner):
             raise TypeError("after is not of layered; ready(layer, event) takes that of each layer")
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
-        operation = _operation(self._running(), transfer, by_layer=True, **options)
+        engine = self._running()
+        request = None
+        if type(transfer) is Transfer:
+            request = find_request(engine, transfer, by_layer=True)
+        operation = _operation(engine, transfer, request, by_layer=True, **options)
         if isinstance(operation, Several):
             return self._layer_several(operation)
         with operation:
