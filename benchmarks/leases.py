@@ -112,8 +112,9 @@ def release(run: Run, name: str) -> Row:
             peers = [ClusterInfo(OWNER_CLUSTER, owner.listen_address)]
             peer.link_clusters(peers, timeout_ms=10_000).raise_for_status()
             cache, theirs = (it.allocate_blocks_cache(LEASED) for it in (owner, peer))
-            with owner.leased_blocks(cache, [5]) as lease:
-                peer.push_blocks(theirs, lease, [2])
+            lease = owner.lease_blocks(cache, [5])
+            peer.push_blocks(theirs, lease, [2])
+            owner.release(lease)
 
             def released(owner: LlmDataDist = owner, cache: object = cache) -> float:
                 held = [owner.lease_blocks(cache, [1, 2, 3, 4]) for _ in range(BATCH)]

@@ -28,7 +28,9 @@ def copy(datadist: LlmDataDist) -> None:
     datadist.copy_cache(src, dst, src_batch_index=0, dst_batch_index=2, size=eight_tokens)
     was, expected = numbered(SLOTS), np.zeros_like(numbered(SLOTS))
     expected[:, 0], expected[:, 2, :8] = was[:, 1], was[:, 0, :8]
-    check("slot 1 in slot 0, 8 tokens of slot 0 in slot 2", datadist.read_cache(dst), expected)
+    check(
+        "slot 1 in slot 0, 8 tokens of slot 0 in slot 2", datadist.arrays(dst, copy=True), expected
+    )
 
 
 def copy_blocks(datadist: LlmDataDist) -> None:
@@ -40,7 +42,7 @@ def copy_blocks(datadist: LlmDataDist) -> None:
     datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})  # the same copy, by the short name
     expected = numbered(DEVICE)
     expected[:, [4, 6]], expected[:, 5] = expected[:, [1, 1]], expected[:, 2]
-    check("block 1 in 4 and 6, block 2 in 5", datadist.read_cache(cache), expected)
+    check("block 1 in 4 and 6, block 2 in 5", datadist.arrays(cache, copy=True), expected)
 
 
 def swap(datadist: LlmDataDist) -> None:
@@ -53,7 +55,7 @@ def swap(datadist: LlmDataDist) -> None:
     datadist.swap_blocks(host, device, {12: 5, 13: 6, 2: 0})
     expected = np.zeros_like(numbered(DEVICE))
     expected[:, [5, 6, 0]] = numbered(DEVICE)[:, [0, 1, 7]]
-    check("blocks 0, 1, 7 back in 5, 6, 0", datadist.read_cache(device), expected)
+    check("blocks 0, 1, 7 back in 5, 6, 0", datadist.arrays(device, copy=True), expected)
 
 
 def numbered(desc: CacheDesc) -> NDArray[np.float16]:

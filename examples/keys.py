@@ -61,13 +61,13 @@ def decode(pipe: Connection) -> None:
         datadist.pull_cache(REQUEST, slots, dst_batch_index=0)
         expected = np.zeros_like(numbered(SLOTS))
         expected[:, 0] = numbered(SLOTS)[:, 0]
-        check("the request's slot", datadist.read_cache(slots), expected)
+        check("the request's slot", datadist.arrays(slots, copy=True), expected)
         expect_none(datadist, REQUEST)
 
         for slot in (1, 2):
             datadist.pull_cache(PREFIX, slots, dst_batch_index=slot)
             expected[:, slot] = numbered(SLOTS)[:, 2]
-        check("and the prefix's slot, twice", datadist.read_cache(slots), expected)
+        check("and the prefix's slot, twice", datadist.arrays(slots, copy=True), expected)
 
         pipe.send("remove the prefix")
         print(f"prefill has room again: its cache {pipe.recv()} is where the first one was")

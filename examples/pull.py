@@ -62,18 +62,22 @@ def decode(pipe: Connection) -> None:
         datadist.run(transfer)
         expected = np.zeros_like(numbered(PAGED))
         expected[:, mine] = numbered(PAGED)[:, theirs]
-        check(f"blocks {theirs} of prefill, in blocks {mine}", datadist.read_cache(paged), expected)
+        check(
+            f"blocks {theirs} of prefill, in blocks {mine}",
+            datadist.arrays(paged, copy=True),
+            expected,
+        )
 
         slots = datadist.allocate_cache(SLOTS)
         datadist.pull_cache(CacheIndex(PREFILL, slots_id, batch_index=2), slots, dst_batch_index=0)
         expected = np.zeros_like(numbered(SLOTS))
         expected[:, 0] = numbered(SLOTS)[:, 2]
-        check("slot 2 of prefill, in slot 0", datadist.read_cache(slots), expected)
+        check("slot 2 of prefill, in slot 0", datadist.arrays(slots, copy=True), expected)
 
         # No source blocks: the source is a slot. Its 32 tokens are four blocks of 8.
         mine = [15, 0, 13, 3]
         datadist.pull_blocks(CacheIndex(PREFILL, slots_id, 1), paged, None, mine)
-        arrived = np.stack(datadist.read_cache(paged))[:, mine].reshape(4, 1, 32, 2, 16)
+        arrived = np.stack(datadist.arrays(paged, copy=True))[:, mine].reshape(4, 1, 32, 2, 16)
         check(f"slot 1 of prefill, in blocks {mine}", list(arrived), numbered(SLOTS)[:, 1:2])
         pipe.send("done")
 

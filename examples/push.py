@@ -70,10 +70,14 @@ def decode(pipe: Connection) -> None:
 
         expected = np.zeros_like(numbered(PAGED))
         expected[:, THEIRS] = numbered(PAGED)[:, MINE]
-        check(f"blocks {MINE} of prefill, in blocks {THEIRS}", datadist.read_cache(paged), expected)
+        check(
+            f"blocks {MINE} of prefill, in blocks {THEIRS}",
+            datadist.arrays(paged, copy=True),
+            expected,
+        )
         expected = np.zeros_like(numbered(SLOTS))
         expected[:, 2] = numbered(SLOTS)[:, 1]
-        check("slot 1 of prefill, in slot 2", datadist.read_cache(slots), expected)
+        check("slot 1 of prefill, in slot 2", datadist.arrays(slots, copy=True), expected)
 
 
 def numbered(desc: CacheDesc) -> NDArray[np.float16]:

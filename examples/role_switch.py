@@ -54,7 +54,11 @@ def first(pipe: Connection) -> None:
         print(f"{datadist!r}, listening at {datadist.listen_address}")
         datadist.link_clusters([ClusterInfo(SECOND, address)]).raise_for_status()
         datadist.pull_blocks(BlocksCacheKey(SECOND), cache, ALL, ALL)
-        check("pulled by the first engine", datadist.read_cache(cache), numbered(PAGED, start=1000))
+        check(
+            "pulled by the first engine",
+            datadist.arrays(cache, copy=True),
+            numbered(PAGED, start=1000),
+        )
         pipe.send("done")
 
 
@@ -65,7 +69,7 @@ def second(pipe: Connection) -> None:
         datadist.link_clusters([ClusterInfo(FIRST, pipe.recv())]).raise_for_status()
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(SECOND))
         datadist.pull_blocks(BlocksCacheKey(FIRST), cache, ALL, ALL)
-        check("pulled by the second engine", datadist.read_cache(cache), numbered(PAGED))
+        check("pulled by the second engine", datadist.arrays(cache, copy=True), numbered(PAGED))
         pipe.send("pulled")
 
         pipe.recv()

@@ -61,7 +61,7 @@ def decode(pipes: list[Connection]) -> None:
             expected[:, mine] = content(cluster_id)[:, theirs]
         for task in tasks:
             task.wait(timeout_ms=1000)
-        check("three blocks of each", datadist.read_cache(cache), expected)
+        check("three blocks of each", datadist.arrays(cache, copy=True), expected)
         for link in datadist.links():
             print(f"{link.state.name} with cluster {link.cluster_id}: {link.bytes_pulled} bytes")
         for pipe in pipes:

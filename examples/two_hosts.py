@@ -92,7 +92,7 @@ def check(
     name: str, datadist: LlmDataDist, cache: Cache, expected: list[NDArray[np.uint16]]
 ) -> None:
     """End the program if a byte of the cache is wrong."""
-    found = datadist.read_cache(cache)
+    found = datadist.arrays(cache, copy=True)
     for number, (tensor, right) in enumerate(zip(found, expected, strict=True)):
         if not np.array_equal(tensor, right):
             blocks = np.flatnonzero((tensor != right).any(axis=(1, 2, 3)))

@@ -130,6 +130,7 @@ __all__ = [
     "Transfers",
     "execute",
     "load_plan",
+    "memory_report",
     "plan",
     "reference",
     "submit",

@@ -105,8 +105,8 @@ class _Packed:
 class BlockLease(_Packed):
     """Blocks of a paged cache, or a slot of another one, as long as they are one request's.
 
-    Made by `LlmDataDist.lease_blocks` and `lease_slot`; peers use it in place of a key and a block
-    table. A transfer with it fails once the owner has ended it, whatever is in the blocks by then.
+    Made by `LlmDataDist.lease_blocks`; peers use it in place of a key and a block table. A transfer
+    with it fails once the owner has ended it, whatever is in the blocks by then.
 
     Attributes:
         cluster_id: of the owner.

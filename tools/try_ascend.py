@@ -232,7 +232,7 @@ def there_and_back(
         push = timed(arguments, nbytes, lambda: datadist.push_blocks(cache, key, here, there))
         datadist.write_cache(cache, np.zeros_like(given))
         pull = timed(arguments, nbytes, lambda: datadist.pull_blocks(key, cache, there, here))
-        got = np.stack(datadist.read_cache(cache))
+        got = np.stack(datadist.arrays(cache, copy=True))
     finally:
         datadist.deallocate_cache(cache)
     return bool((got[:, here] == given[:, here]).all()), {"push": push, "pull": pull}

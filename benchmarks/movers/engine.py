@@ -112,7 +112,7 @@ class SmallPulls:
             raise AssertionError("the slot came back changed")
         link = datadist._running().links.get(SERVING)
         theirs = link.memory(link.cache(SMALL_KEY), writable=False)
-        ours = datadist.memory(cache)
+        ours = datadist._running().registry.resolve(cache).memory
         plan = datadist.plan(Transfer(Rows(SMALL_KEY), Rows(cache)))
         pool = ThreadPool()
         executor = Executor(theirs.backend(pool, "get", ours) or host_backend(pool))

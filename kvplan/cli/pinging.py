@@ -122,8 +122,8 @@ class Ping:
             if peer is None:
                 peer = self._ask(engine)
             link_s = _timed(lambda: self._link(engine, peer))
-            round_trips = [_timed(lambda: engine.peer_caches(peer)) for _ in range(self.count)]
-            caches = [self._found(it) for it in engine.peer_caches(peer)]
+            round_trips = [_timed(lambda: engine.caches(peer)) for _ in range(self.count)]
+            caches = [self._found(it) for it in engine.caches(peer)]
             self._read(engine, peer, caches)
             (status,) = engine.links()
             unlink_s = _timed(

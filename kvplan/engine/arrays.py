@@ -31,7 +31,7 @@ def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     if isinstance(memory, DeviceMemory):
         raise LLMException(
             f"the cache is in memory of device {memory.device.id}, which no array can show; "
-            "read_cache and write_cache copy it",
+            "arrays(cache, copy=True) and write_cache copy it",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     shape, dtype = array_form(desc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
@@ -21,7 +21,6 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.execution import TensorMemory
     from kvplan.planning.blocks import Blocks
 
 
@@ -216,32 +215,27 @@ class CacheOperations(OperationRunner):
         with self._recorded("remove_cache_key") as engine, signals_deferred:
             engine.registry.remove_key(key)
 
-    def arrays(self, cache: Cache) -> list[NDArray[Any]]:
-        """Return a NumPy view of each tensor, of the cache's shape; nothing is copied.
+    def arrays(self, cache: Cache, *, copy: bool = False) -> list[NDArray[Any]]:
+        """Return a NumPy array of each tensor, of the cache's shape.
 
-        An allocated cache's memory lives as long as they do. Types that NumPy lacks (bfloat16,
-        float8) come as unsigned integers of the same width; `torch.from_numpy(array).view(
-        torch.bfloat16)` reads them as what they are.
+        An allocated cache's memory lives as long as views of it do. Types that NumPy lacks
+        (bfloat16, float8) come as unsigned integers of the same width; `torch.from_numpy(array)
+        .view(torch.bfloat16)` reads them as what they are.
+
+        Args:
+            cache: a cache of this engine.
+            copy: whether each array is a copy, also of a cache on a device; transfers in flight may
+                write to the cache meanwhile. False: a view, which copies nothing.
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FEATURE_NOT_ENABLED: it is in
-                memory of a device (`read_cache` copies it); LLM_FAILED: not initialized;
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FEATURE_NOT_ENABLED: a view of
+                memory of a device; what its device says; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
-        entry = self._running().registry.resolve(cache)
-        return tensor_arrays(entry.cache.cache_desc, entry.memory)
-
-    def read_cache(self, cache: Cache) -> list[NDArray[Any]]:
-        """Return a copy of each tensor, wherever the cache is; the arrays are as `arrays` has them.
-
-        For looking into a cache; transfers in flight may write to it meanwhile.
-
-        Raises:
-            TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; what its device says; LLM_FAILED:
-                not initialized; LLM_ENGINE_FINALIZED.
-        """
+        if not copy:
+            entry = self._running().registry.resolve(cache)
+            return tensor_arrays(entry.cache.cache_desc, entry.memory)
         with self._recorded("read_cache") as engine:
             entry = engine.registry.resolve(cache)
             return read_tensors(entry.cache.cache_desc, entry.memory)
@@ -305,22 +299,25 @@ class CacheOperations(OperationRunner):
             entry = engine.registry.resolve(cache)
             write_tensors(entry.cache.cache_desc, entry.memory, arrays)
 
-    def memory(self, cache: Cache) -> TensorMemory:
-        """Return the cache's memory as a side of `kvplan.execute`; it lives as long as that does.
+    @overload
+    def caches(self) -> list[CacheStatus]: ...
 
-        Raises:
-            TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FAILED: not initialized;
-                LLM_ENGINE_FINALIZED.
-        """
-        return self._running().registry.resolve(cache).memory
+    @overload
+    def caches(self, cluster_id: int) -> list[PeerCacheStatus]: ...
 
-    def caches(self) -> list[CacheStatus]:
+    def caches(self, cluster_id: int | None = None) -> list[CacheStatus] | list[PeerCacheStatus]:
         """Return every cache that lives, by its id or its keys, in the order of ids.
 
+        Args:
+            cluster_id: of a peer: what it offers now. The peer is asked. None: those of this
+                engine.
+
         Raises:
-            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_NOT_YET_LINK, LLM_LINK_FAILED: the peer is not linked; LLM_TIMEOUT:
+                the peer does not answer; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
+        if cluster_id is not None:
+            return self._peer_caches(cluster_id)
         now = time.time()
         return [
             CacheStatus(
@@ -336,13 +333,7 @@ class CacheOperations(OperationRunner):
             for it, has_id in self._running().registry.entries()
         ]
 
-    def peer_caches(self, cluster_id: int) -> list[PeerCacheStatus]:
-        """Return every cache that a peer offers now, in the order of ids: the peer is asked.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK, LLM_LINK_FAILED: it is not linked; LLM_TIMEOUT: it does
-                not answer; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-        """
+    def _peer_caches(self, cluster_id: int) -> list[PeerCacheStatus]:
         link = self._running().links.get(cluster_id)
         link.sync()
         return [

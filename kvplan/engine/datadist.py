@@ -80,16 +80,6 @@ class LlmDataDist(
         return self._cluster_id
 
     @property
-    def role(self) -> LlmRole:
-        """As given, or as last set."""
-        return self._role
-
-    @property
-    def initialized(self) -> bool:
-        """Whether calls are taken."""
-        return self._engine is not None
-
-    @property
     def listen_address(self) -> str | None:
         """Where others link to ("127.0.0.1:43121", with the real port); None for a client."""
         return None if self._engine is None else self._engine.listen_address
@@ -360,5 +350,5 @@ class LlmDataDist(
         self.finalize()
 
     def __repr__(self) -> str:
-        state = "initialized" if self.initialized else "not initialized"
+        state = "not initialized" if self._engine is None else "initialized"
         return f"<LlmDataDist of cluster {self._cluster_id}, {self._role.name}: {state}>"

@@ -24,7 +24,6 @@ from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.numa import check_node, numa_nodes, transfers_on
 from kvplan.engine.operation import InFlight
 from kvplan.engine.registry import CacheRegistry
-from kvplan.engine.routes import Routes
 from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
 from kvplan.execution.compute_events import no_accelerator
@@ -68,6 +67,8 @@ class Engine:
         metrics: Metrics,
     ) -> None:
         self.pid = os.getpid()
+        # Whether this is a forked child of the process that the engine belongs to.
+        self.inherited = False
         self.cluster_id = cluster_id
         self.role = role
         self.options = options
@@ -96,6 +97,8 @@ class Engine:
             from kvplan.engine.tracing import Tracer
 
             self.tracer = Tracer(cluster_id)
+        # Whether transfers may move before anything of them can be traced or compared.
+        self.moves_small = self.tracer is None and not self.verify_every
         self._remapping = Mutex()
         with ExitStack() as held:
             held.callback(self._end_recording)  # first: it is last, and has the links' end too
@@ -135,7 +138,7 @@ class Engine:
                 self.notifications,
             )
             held.callback(self.links.close)
-            self.routes = Routes(self.registry, self.links, self.transfers, metrics)
+            self.living = self.registry.living
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             held.callback(self.leases.close)
             self.links.start()
@@ -152,25 +155,9 @@ class Engine:
     def _announce(self) -> None:
         self.links.publish_soon()
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether the engine's options ask for more than to move and count; or this is a fork."""
-        return (
-            self.reinterpret
-            or (self.recorder is not None and not self.recorder.ended)
-            or self.tracer is not None
-            or self.verify_every != 0
-            or os.getpid() != self.pid
-        )
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this is a forked child of the process that the engine belongs to."""
-        return os.getpid() != self.pid
-
     def check_process(self) -> None:
         """Raise LLMException (LLM_FAILED) in a forked child."""
-        if os.getpid() != self.pid:
+        if self.inherited:
             raise LLMException(
                 f"cluster {self.cluster_id} was initialized by process {self.pid}; this is its "
                 f"forked child {os.getpid()}, which needs an engine of its own"
@@ -305,6 +292,14 @@ def drain_and_release(engine: Engine) -> None:
         engine.drain()
     finally:
         release(engine)
+
+
+def _leave_to_parent() -> None:
+    for engine in _open:
+        engine.inherited = True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register

@@ -46,12 +46,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
-    """Share a transfer out to its peers.
-
-    Raises:
-        TypeError: a transfer of another type.
-        LLMException: LLM_PARAM_INVALID: transfers of several directions.
-    """
+    """Share a transfer out to its peers."""
     peers: dict[object, list[Pair]] = {}
     directions: dict[str, str] = {}
     for name, transfer in transfers.items():
@@ -83,21 +78,11 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
 class Several:
     """The operations of one transfer: one for each peer, or by layers for each pair of caches.
 
-    Args:
-        engine: that runs them.
-        transfers: what moves, by name, at least one; "" for a transfer without one.
-        shares: of these, as `shares_of` returns them.
-        by_layer: whether each layer is to move by itself.
-        options: as of `Operation`.
-
     Attributes:
         engine: as given.
         name: of the operation.
         notices: what the peers are sent at the end.
         operations: of the peers, in the order in which the transfer names them.
-
-    Raises:
-        TypeError, LLMException: an option, as `Operation`.
     """
 
     def __init__(
@@ -134,12 +119,7 @@ class Several:
         return Plan.made(*(part for parts in self._parts() for part in parts.values()))
 
     def begin(self, task: GatherTask, submit: Callable[[Operation, Prepared], Any]) -> None:
-        """Submit what moves; if it raises, `task` has those that have begun.
-
-        Raises:
-            TypeError, ValueError, LLMException: before a byte has moved.
-            GatherError: a peer failed.
-        """
+        """Submit what moves; if it raises, `task` has those that have begun."""
         try:
             with ExitStack() as stack:
                 for operation in self.operations:
@@ -224,11 +204,7 @@ def _has_sources(transfer: Transfer | Planned) -> bool:
 
 
 def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
-    """Return the sources and the destination; of a plan, its caches without tables.
-
-    Raises:
-        TypeError, LLMException: as `check_sources` and `check_plan`.
-    """
+    """Return the sources and the destination; of a plan, its caches without tables."""
     if isinstance(transfer, Planned):
         check_plan(transfer.plan)
         return [Rows(transfer.src)], Rows(transfer.dst)

@@ -48,15 +48,7 @@ class GatherError(LLMException):
 
 
 class GatherNotices:
-    """What the peers of a gather are told at its end: each once, however many sources it has.
-
-    Args:
-        engine: that runs it.
-        operation: its name.
-        notify: what they are sent when every byte from all of them has arrived; None: nothing.
-        notify_failure: what they are sent if the gather fails before; None: nothing.
-        tag: of the gather.
-    """
+    """What the peers of a gather are told at its end: each once, however many sources it has."""
 
     def __init__(
         self,
@@ -76,24 +68,13 @@ class GatherNotices:
         self.any: bool = self._new().notifies
 
     def add(self, link: PeerLink) -> None:
-        """The peer of `link` has a source.
-
-        Raises:
-            LLMException: as `Operation`: what is sent is too long, or the link has ended.
-        """
+        """The peer of `link` has a source."""
         if self.any and link not in self._operations:
             notice = self._operations[link] = self._new().__enter__()
             notice.hold(link)
 
     def finish(self, error: BaseException | None) -> None:
-        """Tell them how it ended, if they were not told yet; waits for those who tell them now.
-
-        Args:
-            error: why it failed; None: every byte has arrived.
-
-        Raises:
-            LLMException: every byte has arrived, and a peer could not be told.
-        """
+        """Tell them how it ended, if they were not told yet; waits for those who tell them now."""
         with self._mutex:
             for link in list(self._operations):
                 try:
@@ -319,11 +300,7 @@ def _own_layers(task: LayerTask) -> range:
 def _next_settled(
     waiting: dict[int, TransferTask], settled: SimpleQueue[int], end: float | None
 ) -> tuple[int, bool]:
-    """Return the place of a source that is settled; True: one that is not when `end` has come.
-
-    Args:
-        end: by `perf_counter`; None: never.
-    """
+    """Return the place of a source that is settled; True: one that is not when `end` has come."""
     place = -1
     while place not in waiting:  # it was late
         left_s = None if end is None else max(0.0, end - perf_counter())

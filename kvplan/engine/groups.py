@@ -11,6 +11,7 @@ import numpy as np
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.operation import Prepared, SubmitOptions
+from kvplan.engine.pairs import request_tables
 from kvplan.engine.planned import fitted
 from kvplan.engine.resolve import READ, WRITTEN, TransferOperation
 from kvplan.execution.memory import HostMemory
@@ -54,16 +55,8 @@ class Pair(NamedTuple):
 
     def with_tables(self, transfer: Transfer) -> Transfer:
         """Return the transfer of the pair, with the block tables and tokens that leases say."""
-        src, dst, num_tokens = self.src, self.dst, transfer.num_tokens
-        src_blocks, dst_blocks = src.blocks, dst.blocks
-        if isinstance(src.cache, BlockLease) and src.cache.paged:
-            src_blocks, num_tokens = src.cache.request(
-                "src_blocks", src_blocks, num_tokens, src.first_token
-            )
-        if isinstance(dst.cache, BlockLease) and dst.cache.paged:
-            dst_blocks, num_tokens = dst.cache.request(
-                "dst_blocks", dst_blocks, num_tokens, dst.first_token
-            )
+        src, dst = self.src, self.dst
+        src_blocks, dst_blocks, num_tokens = request_tables(src, dst, transfer.num_tokens)
         return Transfer(
             Rows(src.cache, src_blocks, src.slot, src.first_token, src.offset),
             Rows(dst.cache, dst_blocks, dst.slot, dst.first_token, dst.offset),
@@ -78,11 +71,6 @@ _Own: TypeAlias = "tuple[_Found, _Found]"
 
 class GroupOperation(TransferOperation):
     """An operation between several caches of this process and of one peer, or inside one process.
-
-    Args:
-        name: of the operation.
-        pairs: what moves, at least one.
-        is_part: whether the operation is one of several that end as one.
 
     Attributes:
         pairs: as given.
@@ -117,22 +105,14 @@ class GroupOperation(TransferOperation):
         self._there: list[PeerCache] = []
 
     def find_own(self) -> None:
-        """Find the caches of this process.
-
-        Raises:
-            TypeError, LLMException: as `own`.
-        """
+        """Find the caches of this process."""
         self._own = [
             (self._own_rows(pair, "src", pair.src), self._own_rows(pair, "dst", pair.dst))
             for pair in self.pairs
         ]
 
     def find_peer(self) -> None:
-        """Find the caches of the peer, after `find_own`; then `sides` are known.
-
-        Raises:
-            TypeError, LLMException: as `peer`; LLM_PARAM_INVALID: pairs of several peers.
-        """
+        """Find the caches of the peer, after `find_own`; then `sides` are known."""
         self.sides, self._there = [], []
         for pair, (src, dst) in zip(self.pairs, self._own, strict=True):
             if src is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvnative._signals import signals_deferred
@@ -29,14 +28,15 @@ class LeaseOperations(OperationRunner):
         ttl_ms: float | None = None,
         tokens: int | None = None,
     ) -> BlockLease:
-        """Lease blocks of a paged cache, for peers to pull from or push to.
+        """Lease blocks of a paged cache, or a slot of another one, for peers to pull or to push to.
 
         Send the lease to them (`to_bytes`, `from_bytes`). Several leases may have one block. They
         end with `release`, or when the cache is freed.
 
         Args:
             cache: of this engine; peers reach it.
-            blocks: in the order of the request, each once.
+            blocks: in the order of the request, each once; of a contiguous cache the slot alone, as
+                `[slot]`.
             tag: what messages call it, such as the id of the request: at most 64 characters.
             ttl_ms: milliseconds after which no transfer with it succeeds; by this process's clock,
                 and checked where the lease is, so that no one has to be alive for it. A thread of
@@ -47,50 +47,13 @@ class LeaseOperations(OperationRunner):
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: a block out of range or given twice, a contiguous
-                cache, a bad tag, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
+            LLMException: LLM_PARAM_INVALID: a block out of range or given twice, several slots,
+                a bad tag, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
                 such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
                 LLM_OUT_OF_MEMORY: there are 131,072.
         """
         with signals_deferred:
-            return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens, paged=True)
-
-    def lease_slot(
-        self, cache: Cache, batch_index: int = 0, *, tag: str = "", ttl_ms: float | None = None
-    ) -> BlockLease:
-        """Lease a slot of a contiguous cache; all else is as for `lease_blocks`.
-
-        Peers use it in place of the key: `pull_cache`, `push_cache`, and `pull_blocks` without
-        `src_blocks`.
-
-        Raises:
-            TypeError, LLMException: as `lease_blocks`; LLM_PARAM_INVALID: a slot out of range,
-                or a paged cache.
-        """
-        check_type("batch_index", batch_index, int)
-        with signals_deferred:
-            return self._running().leases.begin(cache, [batch_index], tag, ttl_ms, paged=False)
-
-    @contextmanager
-    def leased_blocks(
-        self,
-        cache: Cache,
-        blocks: Blocks,
-        *,
-        tag: str = "",
-        ttl_ms: float | None = None,
-        tokens: int | None = None,
-    ) -> Iterator[BlockLease]:
-        """`lease_blocks` as a `with` block, at whose end the lease is released.
-
-        Raises:
-            TypeError, LLMException: as `lease_blocks`, and at the end as `release`.
-        """
-        lease = self.lease_blocks(cache, blocks, tag=tag, ttl_ms=ttl_ms, tokens=tokens)
-        try:
-            yield lease
-        finally:
-            self.release(lease)
+            return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens)
 
     def release(self, lease: BlockLease) -> None:
         """End a lease: on return its blocks can be another request's at once. Idempotent.
@@ -110,8 +73,11 @@ class LeaseOperations(OperationRunner):
         with signals_deferred:
             self._running().leases.end(lease)
 
-    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+    def renew(self, lease: BlockLease, ttl_ms: float) -> float:
         """Let a lease that has not expired do so in `ttl_ms` milliseconds from now; peers keep it.
+
+        Returns:
+            When the lease expires, in seconds of `time.monotonic()`.
 
         Raises:
             TypeError: no BlockLease, or no number.
@@ -120,18 +86,7 @@ class LeaseOperations(OperationRunner):
                 is not > 0.
         """
         with signals_deferred:
-            self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
-
-    def lease_deadline(self, lease: BlockLease) -> float | None:
-        """Return when a lease expires, in seconds of `time.monotonic()`; None: never.
-
-        Raises:
-            TypeError: no BlockLease.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: it was released or has expired;
-                LLM_PARAM_INVALID: not a lease of this engine; LLM_FAILED: not initialized, or in a
-                forked child; LLM_ENGINE_FINALIZED.
-        """
-        return self._running().leases.deadline(check_type("lease", lease, BlockLease))
+            return self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
 
     def on_released(self, callback: OnReleased) -> Callable[[], None]:
         """Call `callback(lease, end)` when the blocks of a lease of this engine are free.

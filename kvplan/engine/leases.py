@@ -82,18 +82,21 @@ class Leases:
         tag: str,
         ttl_ms: float | None,
         tokens: int | None = None,
-        *,
-        paged: bool,
     ) -> BlockLease:
-        """See `LeaseOperations.lease_blocks` and `lease_slot`."""
+        """See `LeaseOperations.lease_blocks`."""
         entry = self._registry.resolve(cache)
         cache_id = entry.cache.cache_id
-        if entry.side is None or entry.side.paged is not paged or not entry.remote_accessible:
-            kind = "paged" if paged else "contiguous"
-            raise invalid(f"cache={cache} must be a {kind} cache of this engine that peers reach")
-        table = block_indices("blocks" if paged else "batch_index", blocks, entry.side)
+        if entry.side is None or not entry.remote_accessible:
+            raise invalid(f"cache={cache} must be a cache of this engine that peers reach")
+        paged = entry.side.paged
+        table = block_indices("blocks", blocks, entry.side)
         if not table.size:
             raise invalid("blocks is empty; a lease has at least one block")
+        if not paged and (len(table) > 1 or tokens is not None):
+            raise invalid(
+                f"blocks={shown(blocks)} and tokens={tokens} of a contiguous cache must be one "
+                "slot, as [slot], and None"
+            )
         check_distinct("blocks", table, entry.side)
         if tokens is not None:
             tokens = _check_tokens(tokens, len(table), entry.side)
@@ -154,7 +157,7 @@ class Leases:
 
         return remove
 
-    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+    def renew(self, lease: BlockLease, ttl_ms: float) -> float:
         """See `LeaseOperations.renew`."""
         renewed_ns = _deadline_ns(ttl_ms)
         with self._changed:
@@ -168,6 +171,7 @@ class Leases:
                     self._renew_words(lease, deadline_ns)
                 raise not_exist(f"{lease} expired just now") from error
             self._wake_at(lease.lease_id, renewed_ns)
+        return renewed_ns / 1e9
 
     def standing(self, lease: BlockLease) -> BlockLease:
         """Return a lease of this engine that has not ended.
@@ -180,12 +184,6 @@ class Leases:
             if held is None or not self._is_live(lease.lease_id, time.monotonic_ns()):
                 raise not_exist(f"{lease} was released or has expired")
         return lease
-
-    def deadline(self, lease: BlockLease) -> float | None:
-        """See `LeaseOperations.lease_deadline`."""
-        with self._changed:
-            deadline_ns = self._deadlines.get(self.standing(lease).lease_id)
-        return None if deadline_ns is None else deadline_ns / 1e9
 
     def end_cache(self, cache_id: int) -> None:
         """End the leases of a cache that was freed; those that a peer holds up end later."""

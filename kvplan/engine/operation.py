@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvplan.lease import BlockLease
     from kvplan.links import PeerClaim, PeerLink
     from kvplan.planning.transfer import PeerTensors
+    from kvplan.recording.writer import Ended
     from kvplan.types import AnyCacheKey
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
@@ -83,15 +84,6 @@ class Operation:
 
     In flight from the beginning of that to its end; once submitted, to the outcome of its task. One
     that is only planned has no such block: it holds nothing, and is not counted.
-
-    Args:
-        name: of the public call.
-        speculative: whether the caller can prepare again what `speculated`.
-        notify: what the peer is sent when every byte has arrived; None: nothing.
-        notify_failure: what it is sent if the operation fails before; None: nothing.
-        verify: read all that has moved again, and compare; False: as the engine's options say.
-        tag: what logs and recordings call it.
-        after: what it comes after: work of the model on the accelerator; None: nothing.
 
     Attributes:
         name, tag: as given.
@@ -215,9 +207,6 @@ class Operation:
         """End what was submitted: its bytes have arrived, or `error` says why not.
 
         Called again with an error when it was interrupted.
-
-        Raises:
-            LLMException: as for `verify` and `send_notification`.
         """
         failure: BaseException | None = error
         try:
@@ -237,30 +226,18 @@ class Operation:
             self.end(failure)
 
     def begin_to_move(self, src: TensorMemory, dst: TensorMemory) -> None:
-        """Know what will move between these, where that is compared.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: it cannot be.
-        """
+        """Know what will move between these, where that is compared."""
         if self.verify_every:
             check_verifiable(src, dst)
             self._memories = src, dst
 
     def verify(self, timeout_ms: float | None) -> None:
-        """Every byte has moved: read it again and compare, if that was asked for.
-
-        Raises:
-            LLMException: bytes differ, or could not be read.
-        """
+        """Every byte has moved: read it again and compare, if that was asked for."""
         if self._memories is not None and self.plan is not None:
             self.engine.transfers.verify(self.plan, *self._memories, self.verify_every, timeout_ms)
 
     def send_notification(self) -> None:
-        """Every byte has arrived: tell the peer, if it is to be told.
-
-        Raises:
-            LLMException: it could not be delivered, and that the bytes have arrived.
-        """
+        """Every byte has arrived: tell the peer, if it is to be told."""
         if self._notify is None or self.link is None:
             return
         try:
@@ -304,10 +281,7 @@ class Operation:
                 if error is not None and not status.is_failure:
                     failure = None
                 if not recorded:
-                    if engine.recorder is not None:  # first: what is counted is recorded
-                        reason = "" if error is None else error_text(error)
-                        engine.recorder.transfer(self, status, seconds, nbytes, reason)
-                    engine.metrics.record(self.name, status, nbytes, seconds)
+                    conclude(engine, self.name, self, status, nbytes, seconds, error)
                     self._recorded = True
                     if self.span is not None and engine.tracer is not None:
                         engine.tracer.end(self, self.span, status, error)
@@ -353,13 +327,24 @@ class Operation:
         link.begin(self)
 
 
-def check_notification(name: str, data: bytes) -> bytes:
-    """Return the bytes of a notification.
+def conclude(
+    engine: Engine,
+    name: str,
+    ended: Ended | None,
+    status: LLMStatusCode,
+    nbytes: int,
+    seconds: float,
+    error: BaseException | None = None,
+) -> None:
+    """Record and count a transfer that has its outcome; `ended` is None if nothing records."""
+    if ended is not None and engine.recorder is not None:  # first: what is counted is recorded
+        reason = "" if error is None else error_text(error)
+        engine.recorder.transfer(ended, status, seconds, nbytes, reason)
+    engine.metrics.record(name, status, nbytes, seconds)
 
-    Raises:
-        TypeError: no bytes.
-        LLMException: LLM_PARAM_INVALID: none, or too many.
-    """
+
+def check_notification(name: str, data: bytes) -> bytes:
+    """Return the bytes of a notification."""
     check_type(name, data, bytes)
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
@@ -367,12 +352,7 @@ def check_notification(name: str, data: bytes) -> bytes:
 
 
 def check_tag(tag: str) -> str:
-    """Return what a transfer is called.
-
-    Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID: too long, or not printable.
-    """
+    """Return what a transfer is called."""
     if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
         raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
     return tag
@@ -402,11 +382,7 @@ class InFlight:
         return [it for held in list(self._operations) if (it := held()) is not None]
 
     def add(self, operation: Operation) -> None:
-        """An operation begins; `remove` ends it.
-
-        Raises:
-            LLMException: LLM_ENGINE_FINALIZED.
-        """
+        """An operation begins; `remove` ends it."""
         self._operations.add(ref(operation, self._operations.discard))
         if self.closed:
             self.remove(operation)

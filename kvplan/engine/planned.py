@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 
 
 class PlannedOperation(TransferOperation):
-    """An operation that executes a plan which was made before.
-
-    Args:
-        planned: the plan and its caches.
-        by_layer, options: as of `TransferOperation`.
-
-    Raises:
-        TypeError, LLMException: as `TransferOperation`.
-    """
+    """An operation that executes a plan which was made before."""
 
     __slots__ = ("_planned",)
 
@@ -53,11 +45,7 @@ class PlannedOperation(TransferOperation):
         self.name = f"{VERBS[self._local]}_layers" if by_layer else part.operation
 
     def prepare(self) -> Prepared:
-        """Find both caches, and compare them with what the plan says.
-
-        Raises:
-            TypeError, LLMException: as `own`, `peer` and `fitted`.
-        """
+        """Find both caches, and compare them with what the plan says."""
         planned = self._planned
         part, src, dst = check_plan(planned.plan), planned.src, planned.dst
         src_slot = dst_slot = 0
@@ -84,12 +72,7 @@ class PlannedOperation(TransferOperation):
 
 
 def check_plan(plan: object) -> Part:
-    """Return the part of the plan of a `Planned`.
-
-    Raises:
-        TypeError: it is no `Plan`.
-        LLMException: LLM_PARAM_INVALID: it has several parts.
-    """
+    """Return the part of the plan of a `Planned`."""
     parts = check_type("plan", plan, Plan).parts
     if len(parts) > 1:
         raise invalid(
@@ -100,19 +83,7 @@ def check_plan(plan: object) -> Part:
 
 
 def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Part:
-    """Return the part that is planned, with the names of the caches that it is executed between.
-
-    Args:
-        planned: the plan and its caches.
-        source, target: the sides as they are now.
-        local: the side that is this process's.
-        by_layer: whether each layer is to move by itself.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a plan of another direction, or one that breaks the
-            invariants of plans; a cache that is not what the plan says; a block that the lease
-            does not have; several layers in one tensor, by layers.
-    """
+    """Return the part that is planned, with the names of the caches that it is executed between."""
     part = check_plan(planned.plan)
     if part.local != local:
         needed = f'kvplan.plan(..., local="{local}")'

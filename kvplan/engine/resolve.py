@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn, Unpack, cast
 
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
+from kvplan.engine.pairs import Request, request_tables
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind
     from kvplan.planning.part import Operation as PlanOperation
+    from kvplan.transport.protocol import PeerMemory
     from kvplan.types import AnyCacheKey
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
@@ -48,12 +50,7 @@ _OTHER_KIND = {
 
 
 def local_of(src: Rows, dst: Rows) -> Local:
-    """Return which side of a transfer is this process's.
-
-    Raises:
-        TypeError: a side that is not `Rows`.
-        LLMException: LLM_PARAM_INVALID: both sides are a peer's.
-    """
+    """Return which side of a transfer is this process's."""
     if type(src) is not Rows or type(dst) is not Rows:
         check_type("src", src, Rows)
         check_type("dst", dst, Rows)
@@ -69,66 +66,44 @@ def local_of(src: Rows, dst: Rows) -> Local:
 class TransferOperation(Operation):
     """An operation between two caches: of this process, or one of them of a peer.
 
-    Args:
-        transfer: what to move.
-        by_layer: whether each layer is to move by itself.
-        options: as of `Operation`.
-
     Attributes:
         by_layer: as given.
-
-    Raises:
-        TypeError, LLMException: an option, as `Operation`; as `local_of`.
     """
 
-    __slots__ = ("_local", "_transfer", "by_layer")
+    __slots__ = ("_local", "_request", "_transfer", "by_layer")
+    _local: Local
 
     def __init__(
         self,
         engine: Engine,
         transfer: Transfer,
+        request: Request | None = None,
         *,
         by_layer: bool = False,
         speculative: bool = False,
         **options: Unpack[SubmitOptions],
     ) -> None:
         src, dst = cast(Rows, transfer.src), transfer.dst
-        self._transfer, self.by_layer = transfer, by_layer
-        self._local: Local = local_of(src, dst)
-        if self._local == "both":
-            refuse_notices(options)
-        # What logs, metrics and recordings call the transfer, such as "pull_blocks".
-        verb = VERBS[self._local]
-        cache = dst.cache
-        if by_layer:
-            rows = "layers"
-        elif dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
-            rows = "cache"
+        self._transfer, self.by_layer, self._request = transfer, by_layer, request
+        if request is not None and request.pair is not None:
+            self._local = "dst" if request.pulls else "src"
+            name: str = request.pair.rows.operation
+            if by_layer:
+                name = f"{VERBS[self._local]}_layers"
         else:
-            rows = "blocks"
-            if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
-                placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
-                if len(placements) > 1:
-                    verb = "swap"
-        super().__init__(engine, f"{verb}_{rows}", speculative=speculative, **options)
+            self._local = local_of(src, dst)
+            if self._local == "both":
+                refuse_notices(options)
+            name = _operation_name(self._local, src, dst, by_layer=by_layer)
+        super().__init__(engine, name, speculative=speculative, **options)
 
     def prepare(self) -> Prepared:
-        """Find both caches, plan the transfer, and lower it where that needs no plan.
-
-        Raises:
-            TypeError, ValueError, LLMException: as `own`, `peer` and `kvplan.plan`.
-        """
+        """Find both caches, plan the transfer, and lower it where that needs no plan."""
+        if (request := self._request) is not None and (known := self._known(request)) is not None:
+            return known
         transfer, local = self._transfer, self._local
         src, dst = cast(Rows, transfer.src), transfer.dst
-        src_blocks, dst_blocks, num_tokens = src.blocks, dst.blocks, transfer.num_tokens
-        if type(src.cache) is BlockLease and src.cache.paged and dst_blocks is not None:
-            src_blocks, num_tokens = src.cache.request(
-                "src_blocks", src_blocks, num_tokens, src.first_token
-            )
-        if type(dst.cache) is BlockLease and dst.cache.paged:
-            dst_blocks, num_tokens = dst.cache.request(
-                "dst_blocks", dst_blocks, num_tokens, dst.first_token
-            )
+        src_blocks, dst_blocks, num_tokens = request_tables(src, dst, transfer.num_tokens)
         to_blocks = dst_blocks is not None
         # None: no block is moved, so the source may be paged or not.
         from_blocks: bool | None = False
@@ -169,14 +144,20 @@ class TransferOperation(Operation):
             src_rows = src_blocks if source.paged else (src_slot or 0,)
             dst_rows = dst_blocks if to_blocks else (dst_slot or 0,)
             kind: Kind = "C2C" if not to_blocks else "B2B" if source.paged else "C2B"
-            rows_word = "blocks" if to_blocks else "cache"
+            operation = cast(
+                "PlanOperation",
+                self.name.replace("layers", "blocks" if to_blocks else "cache"),
+            )
             bound = self.engine.transfers.rows.bind(
-                cast("PlanOperation", self.name.replace("layers", rows_word)), kind, source,
-                target, src_memory, dst_memory, cast("Blocks", src_rows), cast("Blocks", dst_rows),
-                layers, by_layer=self.by_layer, num_tokens=num_tokens, src_token=src.first_token,
-                dst_token=dst.first_token, reinterpret=reinterpret,
+                operation, kind, source, target, src_memory, dst_memory, cast("Blocks", src_rows),
+                cast("Blocks", dst_rows), layers, by_layer=self.by_layer, num_tokens=num_tokens,
+                src_token=src.first_token, dst_token=dst.first_token, reinterpret=reinterpret,
             )  # fmt: skip
             if bound is not None:
+                if request is not None:
+                    self._keep_pair(
+                        request, operation, kind, source, target, src_memory, dst_memory
+                    )
                 return bound[0], src_memory, dst_memory, bound[1]
         if source.paged and local == "dst":
             src_slot = None  # the key's
@@ -190,20 +171,76 @@ class TransferOperation(Operation):
         part = plan_pair(planned, source, target, local, by_layer=self.by_layer)
         return Plan.made(part), src_memory, dst_memory, None
 
+    def _known(self, request: Request) -> Prepared | None:
+        """Return what a request of a known pair executes; None: its names are to be resolved."""
+        pair, link = request.pair, request.link
+        # Only before the link is held: what its peer publishes later, checks of the memory find.
+        if (
+            pair is None
+            or not self.moves
+            or self.link is not None
+            or request.pairs is not link.pairs
+        ):
+            return None
+        is_key = type(request.key) is BlocksCacheKey  # the peer says of which cache it is now
+        if is_key and not self._speculative:
+            return None
+        bound = pair.rows.bind(
+            request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
+            request.dst_token,
+        )  # fmt: skip
+        if bound is None:
+            return None
+        self.hold(link)
+        entry, theirs = request.entry, pair.theirs
+        self.cache_id = entry.cache.cache_id
+        self.speculated = is_key
+        if request.lease is not None:
+            self.leases = (request.lease.lease_id,)
+            theirs = theirs.leased([request.lease])
+        plan, descriptors = bound
+        if request.pulls:
+            return plan, theirs, entry.memory, descriptors
+        return plan, entry.memory, theirs, descriptors
+
+    def _keep_pair(
+        self,
+        request: Request,
+        operation: PlanOperation,
+        kind: Kind,
+        source: Side,
+        target: Side,
+        src: TensorMemory,
+        dst: TensorMemory,
+    ) -> None:
+        """Let requests of the same caches find their pair, if the peer's memory is mapped here."""
+        link, writable = request.link, not request.pulls
+        theirs = cast("PeerMemory", src if request.pulls else dst)
+        if theirs.guard is None or self.link is not link or request.pair is not None:
+            return
+        if kind != request.kind:  # an empty table of the source, say, and a slot that is meant
+            return
+        pairs = link.pairs  # before what follows: another dict, if that changes later
+        try:
+            found = (
+                link.cache(request.key, writable=writable, speculative=True)
+                if request.lease is None
+                else link.leased(request.lease, writable=writable)
+            )
+            shared = link.memory(found, writable=writable)  # of a lease: that of all leases
+        except LLMException:
+            return  # freed meanwhile, which the transfer finds
+        rows = self.engine.transfers.rows.pair(
+            operation, kind, source, target, src, dst, self._transfer.layers,
+            by_layer=self.by_layer, by_tokens=request.by_tokens,
+        )  # fmt: skip
+        if rows is not None and rows.cuts and shared.addresses is theirs.addresses:
+            request.keep(pairs, rows, shared)
+
     def own(
         self, argument: str, cache: Cache, *, paged: bool | None, table: str = ""
     ) -> tuple[Side, TensorMemory]:
-        """Return the cache of this process that an argument names, to plan with and to transfer.
-
-        Args:
-            paged: whether rows are blocks; None: nothing is moved, and they may be either.
-            table: the argument that would name blocks of it, where the caller might have given it.
-
-        Raises:
-            TypeError: no Cache.
-            LLMException: as `CacheRegistry.resolve`; LLM_PARAM_INVALID: it is contiguous where a
-                paged one is needed, or the other way round.
-        """
+        """Return the cache of this process that an argument names, to plan with and to transfer."""
         registry = self.engine.registry
         entry = registry.resolve(cache, argument)
         if self.cache_id < 0:
@@ -228,17 +265,6 @@ class TransferOperation(Operation):
         """Return the cache and the slot of a peer that an argument names; a `CacheKey` is claimed.
 
         No transfer with the memory of a lease succeeds once the lease has ended.
-
-        Args:
-            kinds: of key that the operation takes.
-            paged, table: as for `own`.
-
-        Raises:
-            TypeError: another kind of key.
-            LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
-                request and prefix, a slot of a paged cache, or a cache that is not `paged` as
-                needed; LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST,
-                LLM_REPEAT_REQUEST.
         """
         key = rows.cache
         if not isinstance(key, kinds):
@@ -281,17 +307,7 @@ class TransferOperation(Operation):
     def _tensors(
         self, given: PeerTensors, stride: int, *, paged: bool
     ) -> tuple[Side, TensorMemory]:
-        """Return the memory of a peer that `dst` names by addresses, to be written.
-
-        Args:
-            stride: bytes of a row, where `given` does not say it.
-            paged: whether rows are blocks.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: this engine's own cluster, addresses of several caches,
-                no room for a row, or a cache that must not be written; LLM_KV_CACHE_NOT_EXIST: an
-                address that lies in no cache of the peer; LLM_NOT_YET_LINK, LLM_LINK_FAILED.
-        """
+        """Return the memory of a peer that `dst` names by addresses, to be written."""
         link = self._linked("dst", given)
         return link.tensors(given.addresses, given.stride or stride, paged=paged)
 
@@ -319,6 +335,20 @@ class TransferOperation(Operation):
         if table:
             raise invalid(f"{message}, or no {table}: then a slot is moved")
         raise invalid(message + _OTHER_KIND.get(self.name, ""))
+
+
+def _operation_name(local: Local, src: Rows, dst: Rows, *, by_layer: bool) -> str:
+    """Return what logs, metrics and recordings call a transfer, such as "pull_blocks"."""
+    verb, cache = VERBS[local], dst.cache
+    if by_layer:
+        return f"{verb}_layers"
+    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
+        return f"{verb}_cache"
+    if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
+        placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
+        if len(placements) > 1:
+            verb = "swap"
+    return f"{verb}_blocks"
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
@@ -367,11 +397,7 @@ def _check_addresses(dst: PeerTensors, source: Side, layers: KvCacheExtParam) ->
 
 
 def refuse_notices(options: TransferOptions) -> None:
-    """Refuse notifications of a transfer that has no peer.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Refuse notifications of a transfer that has no peer."""
     for name in ("notify", "notify_failure"):
         if options.get(name) is not None:
             raise invalid(f"{name} must be None: a copy inside this process has no peer")

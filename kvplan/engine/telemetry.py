@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from bisect import bisect_left
-from collections import defaultdict
 from itertools import accumulate
 from typing import TypedDict
 
-from kvnative._signals import Mutex
+from kvnative._tally import Histogram
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -52,8 +50,7 @@ class Metrics:
     """Counters of one engine; any thread may record."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
-        self._mutex = Mutex()  # re-entrant: a signal handler may transfer too
+        self._rows: dict[str, dict[LLMStatusCode, Histogram]] = {}
 
     def record(self, operation: str, status: LLMStatusCode, nbytes: int, seconds: float) -> None:
         """Count one call.
@@ -62,37 +59,28 @@ class Metrics:
             nbytes: bytes that it moved; 0 if it failed.
             seconds: how long it took.
         """
-        row = self._rows.get(operation)
-        if row is None:
-            row = self._rows.setdefault(operation, _Row())
-        with self._mutex:
-            row.statuses[status] += 1
-            row.nbytes += nbytes
-            row.seconds += seconds
-            row.buckets[bisect_left(BUCKETS, seconds)] += 1
+        try:
+            histogram = self._rows[operation][status]
+        except KeyError:
+            first = Histogram(BUCKETS)
+            histogram = self._rows.setdefault(operation, {status: first}).setdefault(status, first)
+        histogram.add(seconds, nbytes)
 
     def snapshot(self) -> dict[str, OperationMetrics]:
         """Return what was counted, by operation."""
-        with self._mutex:
-            return {operation: row.snapshot() for operation, row in list(self._rows.items())}
+        return {operation: _row(dict(row)) for operation, row in list(self._rows.items())}
 
 
-class _Row:
-    __slots__ = ("buckets", "nbytes", "seconds", "statuses")
-
-    def __init__(self) -> None:
-        self.statuses: defaultdict[LLMStatusCode, int] = defaultdict(int)
-        self.nbytes = 0
-        self.seconds = 0.0
-        self.buckets = [0] * (len(BUCKETS) + 1)
-
-    def snapshot(self) -> OperationMetrics:
-        buckets = dict(zip((*BUCKETS, math.inf), accumulate(self.buckets), strict=True))
-        return {
-            "statuses": {status.name: count for status, count in self.statuses.items()},
-            "nbytes": self.nbytes,
-            "seconds": {"count": buckets[math.inf], "sum": self.seconds, "buckets": buckets},
-        }
+def _row(histograms: dict[LLMStatusCode, Histogram]) -> OperationMetrics:
+    found = {status.name: it.snapshot() for status, it in histograms.items()}
+    counts = [sum(column) for column in zip(*(it[2] for it in found.values()), strict=True)]
+    buckets = dict(zip((*BUCKETS, math.inf), accumulate(counts), strict=True))
+    total = sum(it[1] for it in found.values())
+    return {
+        "statuses": {name: sum(it[2]) for name, it in found.items()},
+        "nbytes": sum(it[0] for it in found.values()),
+        "seconds": {"count": buckets[math.inf], "sum": total, "buckets": buckets},
+    }
 
 
 def status_of(error: BaseException | None) -> LLMStatusCode:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.gather import Several, shares_of
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation
-from kvplan.engine.operation import MAX_TAG, Operation, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.pairs import Request, find_request, move_now
 from kvplan.engine.planned import PlannedOperation
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
-from kvplan.engine.routes import UndeliveredError
-from kvplan.engine.runner import OperationRunner
+from kvplan.engine.runner import OperationRunner, PlanEvent
+from kvplan.execution.memory import revocation
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
-from kvplan.status import LLMException
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
-    from kvplan.engine.operation import Prepared
+    from kvplan.engine.operation import Operation, Prepared
     from kvplan.execution import LayerTask, TransferTask
     from kvplan.planning.plan import Plan
 
@@ -92,20 +94,28 @@ class TransferOperations(OperationRunner):
                 where that was asked for; LLM_ENGINE_FINALIZED.
             GatherError: of a transfer with several peers: it names each that failed.
         """
-        if (
-            type(transfer) is Transfer
-            and (not options or _is_simple(options))
-            and self._moved_now(transfer, options)
-        ):
-            return
+        started = perf_counter()
+        request, engine = None, self._engine
+        if engine is None or engine.inherited:
+            engine = self._running()
+        if type(transfer) is Transfer:
+            request = find_request(engine, transfer)
+            if (
+                request is not None
+                and not self._hooks
+                and (not options or _is_simple(options))
+                and move_now(
+                    engine, request, started, options.get("tag", ""), options.get("notify")
+                )
+            ):
+                return
         timeout_ms = options.pop("timeout_ms", None)
         others = cast(SubmitOptions, options)
-        engine = self._running()
         if others.get("after") is not None:
             task = self.submit(transfer, **others)
             task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
             return
-        operation = _operation(engine, transfer, speculative=True, **others)
+        operation = _operation(engine, transfer, request, speculative=True, **others)
         if isinstance(operation, Several):
             self._run_several(operation, timeout_ms)
             return
@@ -156,7 +166,9 @@ class TransferOperations(OperationRunner):
                 in `completions()`. The task raises what fails later.
         """
         _refuse_timeout(cast("dict[str, Any]", options))
-        operation = _operation(self._running(), transfer, **options)
+        engine = self._running()
+        request = find_request(engine, transfer) if type(transfer) is Transfer else None
+        operation = _operation(engine, transfer, request, **options)
         if isinstance(operation, Several):
             return self._submit_several(operation)
         with operation:
@@ -197,23 +209,95 @@ class TransferOperations(OperationRunner):
             raise TypeError("after is not of layered; ready(layer, event) takes that of each layer")
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
-        operation = _operation(self._running(), transfer, by_layer=True, **options)
+        engine = self._running()
+        request = None
+        if type(transfer) is Transfer:
+            request = find_request(engine, transfer, by_layer=True)
+        operation = _operation(engine, transfer, request, by_layer=True, **options)
         if isinstance(operation, Several):
             return self._layer_several(operation)
         with operation:
             return self._layer(operation, operation.prepare())
 
-    def _moved_now(self, transfer: Transfer, options: RunOptions) -> bool:
-        """Move whole rows by a route, if there is one and nothing else is to be done for them."""
-        engine = self._engine
-        if engine is None or self._hooks or engine.is_observed:  # an operation says why
-            return False
+    def _execute(self, operation: Operation, prepared: Prepared, timeout_ms: float | None) -> None:
+        """Move what was prepared: it is done then, or `operation` is to be prepared again."""
+        plan, src, dst, descriptors = prepared
+        operation.plan = plan
+        if plan.reinterpret or self._hooks:
+            self._show(operation, plan)
+        if timeout_ms is None and operation.link is not None:
+            timeout_ms = operation.engine.wait_ms
+        if operation.retried and timeout_ms is not None:
+            timeout_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
         try:
-            return engine.routes.move(transfer, options.get("notify"))
-        except UndeliveredError as late:
-            with Operation(engine, late.operation, tag=options.get("tag", "")) as operation:
-                operation.hold(late.link)
-                raise operation.undelivered(late.error) from None
+            operation.engine.transfers.execute(plan, src, dst, timeout_ms, descriptors)
+        except LLMException as error:
+            missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+            if not (operation.speculated and missing) or revocation((src, dst)):
+                raise
+            operation.disable_speculation()  # the key may be another cache's by now
+        else:
+            if operation.verify_every:
+                operation.verify(timeout_ms)
+            operation.done = True
+            if operation.notifies:
+                operation.send_notification()
+
+    def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
+        """Begin to move what was prepared; `operation` ends with the task."""
+        plan, src, dst, descriptors = prepared
+        operation.plan = plan
+        if plan.reinterpret or self._hooks:
+            self._show(operation, plan)
+        engine = operation.engine
+        report = None if operation.is_part else engine.completion.report()
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
+        on_outcome = operation.finish if operation.follows_up else operation.end
+        stream_of = None if engine.device is None else engine.device.stream
+        task = engine.transfers.submit(
+            plan, src, dst, on_outcome, descriptors, operation.after, stream_of
+        )
+        try:
+            operation.submitted = True
+            engine.completion.track(task, report, aside=operation.follows_up)
+        except BaseException:  # an interrupt: nobody else could stop it
+            task.cancel()
+            raise
+        return task
+
+    def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
+        """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
+        plan, src, dst, descriptors = prepared
+        assert isinstance(plan, Plan)  # layers of several caches are an operation each
+        operation.plan = plan
+        if plan.reinterpret or self._hooks:
+            self._show(operation, plan)
+        engine = operation.engine
+        report = None if operation.is_part else engine.completion.report()
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
+        on_last = partial(engine.completion.track, report=report, aside=operation.follows_up)
+        on_outcome = operation.finish if operation.follows_up else operation.end
+        gate_of = None if engine.device is None else engine.device.gate
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)
+        operation.submitted = True
+        engine.completion.watch(task)
+        return task
+
+    def _show(self, operation: Operation, plan: Plan) -> None:
+        """Let the hooks see the plan that is about to be executed; warn if it reinterprets."""
+        if plan.reinterpret and operation.engine.reinterpret:
+            for part in plan.parts:
+                if part.reinterpret:
+                    operation.engine.warn_reinterpret(operation, part)
+        event = PlanEvent(
+            plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
+        )
+        for hook in list(self._hooks.values()):
+            hook(event)
 
     def _run_several(self, several: Several, timeout_ms: float | None) -> None:
         check_timeout(timeout_ms)
@@ -250,6 +334,7 @@ class TransferOperations(OperationRunner):
 def _operation(
     engine: Engine,
     transfer: object,
+    request: Request | None = None,
     *,
     by_layer: bool = False,
     speculative: bool = False,
@@ -262,7 +347,7 @@ def _operation(
     if isinstance(transfer, Transfer):
         if isinstance(transfer.src, Rows):
             return TransferOperation(
-                engine, transfer, by_layer=by_layer, speculative=speculative, **options
+                engine, transfer, request, by_layer=by_layer, speculative=speculative, **options
             )
         alone = {"": transfer}
         shares = shares_of(alone, by_layer=by_layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kvnative._executor import LayeredTask, Task
 
 _logger: Final = Log("kvplan")
+_MAX_ASIDE: Final = 32  # threads of a process
+_IDLE_S: Final = 0.5  # after which a thread without a call ends
 
 
 class AwaitableTask(ABC):
@@ -139,12 +142,56 @@ class NativeTask(AwaitableTask):
     is_followed = False  # the thread settles it
 
 
+class _Aside:
+    """Threads for calls that may take a while; a call waits only while all of them are busy."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._num_threads = self._num_idle = 0
+
+    def call(self, call: Callable[[], object]) -> None:
+        with self._changed:
+            self._calls.append(call)
+            if len(self._calls) <= self._num_idle or self._num_threads >= _MAX_ASIDE:
+                self._changed.notify()
+                return
+            self._num_threads += 1
+        try:
+            start_thread("kvplan-aside", self._run)
+        except LLMException:
+            with self._changed:
+                self._num_threads -= 1
+            while (waiting := self._take(0)) is not None:
+                _call_safely(waiting)
+
+    def _run(self) -> None:
+        while self._take_and_call():
+            pass
+
+    def _take_and_call(self) -> bool:
+        # A frame of its own: what the call held is not kept while the thread waits.
+        call = self._take(_IDLE_S)
+        if call is None:
+            return False
+        _call_safely(call)
+        return True
+
+    def _take(self, idle_s: float) -> Callable[[], object] | None:
+        """Return a call; None: none came in `idle_s` seconds, and the thread is not counted."""
+        with self._changed:
+            if idle_s:
+                self._num_idle += 1
+                self._changed.wait_for(lambda: bool(self._calls), idle_s)
+                self._num_idle -= 1
+                if not self._calls:
+                    self._num_threads -= 1
+            return self._calls.popleft() if self._calls else None
+
+
 def run_aside(call: Callable[..., object], *args: object) -> None:
-    """Call what may take a while in a thread of its own; here if there is no more."""
-    try:
-        start_thread("kvplan-aside", call, *args)
-    except LLMException:
-        call(*args)
+    """Call what may take a while in another thread; here if the system has no more threads."""
+    _process.aside.call(partial(call, *args))
 
 
 class Report(Protocol):
@@ -176,7 +223,7 @@ class Tracker:
 
         Args:
             report: where it is put then.
-            aside: whether that may take a while, and so has a thread of its own.
+            aside: whether that may take a while, and so is done by a thread aside.
         """
         if task.done and not aside:
             _settle(task, report)
@@ -411,6 +458,7 @@ class _OfThisProcess:
         self._starting = Mutex()
         self._thread = None
         self.tracker: Tracker = Tracker()
+        self.aside = _Aside()
 
     def begun_thread(self) -> CompletionThread | None:
         return self._thread

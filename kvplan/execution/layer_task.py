@@ -18,6 +18,7 @@ from kvnative._executor import (
 )
 from kvplan.execution.completion import tracker
 from kvplan.execution.compute_events import GateOf, no_accelerator
+from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.contents import model_note
 from kvplan.inspection.units import span
@@ -130,7 +131,8 @@ class LayerTask(TransferTask):
             return
         try:
             for memory, tensors in zip(self._memories, self._part.tensors_of(index), strict=True):
-                memory.check_tensors(tensors)
+                if type(memory) is not HostMemory or not memory.held:  # what is held cannot go
+                    memory.check_tensors(tensors)
         except LLMException as error:
             self._lost = error  # first: whoever finds the end says why
             self.cancel()

@@ -50,22 +50,86 @@ class _Cut(NamedTuple):
     part: dict[str, Any]  # the fields that all parts have in common
 
 
-class _Pair(NamedTuple):
-    """What is known of two memories. It holds their addresses, and keeps no memory alive."""
+class RowPair(NamedTuple):
+    """Two memories and all that requests between them share.
 
+    It holds the addresses of the memories, and keeps no memory alive.
+    """
+
+    operation: Operation
+    kind: Kind
     src: Addresses
     dst: Addresses
     source: Side
     target: Side
+    layers: KvCacheExtParam
+    by_layer: bool
+    reinterpret: bool
+    heads: range | None
     cuts: tuple[_Cut, ...]  # the first that takes a request lowers it; none: the planner is asked
+
+    def bind(
+        self,
+        src_rows: Blocks,
+        dst_rows: Blocks,
+        num_tokens: int | None,
+        src_token: int,
+        dst_token: int,
+    ) -> tuple[Plan, Descriptors] | None:
+        """Return the plan of a request, and its descriptors; None: the planner has to be asked."""
+        if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
+            return None
+        if self.kind != "C2C":  # the caller may change them
+            src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
+        for cut in self.cuts:
+            lowered = cut.rows.lower(
+                src_rows,
+                dst_rows,
+                num_tokens or 0,
+                src_token,
+                dst_token,
+                type(src_rows) is RequestBlocks,
+                type(dst_rows) is RequestBlocks,
+            )
+            if lowered is not None:
+                descriptors, num_slices = lowered
+                part = self.part(
+                    cut, descriptors.total_nbytes, src_rows, dst_rows, num_tokens, src_token,
+                    dst_token,
+                )  # fmt: skip
+                vars(part).update(num_slices=num_slices, num_descriptors=len(descriptors))
+                return Plan.made(part), descriptors
+        return None
+
+    def part(
+        self,
+        cut: _Cut,
+        nbytes: int,
+        src_rows: Blocks,
+        dst_rows: Blocks,
+        num_tokens: int | None,
+        src_token: int,
+        dst_token: int,
+    ) -> Part:
+        """Return the part of a plan that a request would have, which was lowered without."""
+        known = cut.part.copy()
+        known["unplanned"] = (
+            src_rows, dst_rows, self.layers, self.by_layer, num_tokens, src_token, dst_token,
+            self.reinterpret, self.heads,
+        )  # fmt: skip
+        known["nbytes"] = nbytes
+        known["nbytes_per_tensor"] = nbytes // cut.num_pairs
+        part = _new(Part)
+        _assign(part, "__dict__", known)  # past a constructor that sets each field by itself
+        return part
 
 
 class RowRequests:
-    """Lowers requests; any thread may."""
+    """The pairs of memories that are known; any thread may ask."""
 
     def __init__(self) -> None:
         self._mutex = Mutex()
-        self._pairs: dict[_Key, _Pair] = {}
+        self._pairs: dict[_Key, RowPair] = {}
 
     def bind(
         self,
@@ -97,48 +161,17 @@ class RowRequests:
         if type(src_token) is not int or type(dst_token) is not int:
             return None
         by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
-        if by_tokens and not _are_tokens(kind, num_tokens, src_token, dst_token):
+        if by_tokens and not are_tokens(kind, num_tokens, src_token, dst_token):
             return None
-        if heads is not None and (kind == "C2C" or heads.step != 1):
-            return None
-        pair = self._pair(
-            operation, kind, source, target, src, dst, ext_param, by_layer, by_tokens,
-            bool(reinterpret), heads,
+        pair = self.pair(
+            operation, kind, source, target, src, dst, ext_param, by_layer=by_layer,
+            by_tokens=by_tokens, reinterpret=reinterpret, heads=heads,
         )  # fmt: skip
-        if pair is None or type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
+        if pair is None:
             return None
-        if kind != "C2C":  # the caller may change them
-            src_rows = tuple(src_rows) if type(src_rows) is list else _copied(src_rows)
-            dst_rows = tuple(dst_rows) if type(dst_rows) is list else _copied(dst_rows)
-        for rows, num_pairs, common in pair.cuts:
-            lowered = rows.lower(
-                src_rows,
-                dst_rows,
-                num_tokens or 0,
-                src_token,
-                dst_token,
-                type(src_rows) is RequestBlocks,
-                type(dst_rows) is RequestBlocks,
-            )
-            if lowered is None:
-                continue
-            descriptors, num_slices = lowered
-            nbytes = descriptors.total_nbytes
-            known = common.copy()
-            known["unplanned"] = (
-                src_rows, dst_rows, ext_param, by_layer, num_tokens, src_token, dst_token,
-                reinterpret, heads,
-            )  # fmt: skip
-            known["num_slices"] = num_slices
-            known["nbytes"] = nbytes
-            known["nbytes_per_tensor"] = nbytes // num_pairs
-            known["num_descriptors"] = len(descriptors)
-            part = _new(Part)
-            _assign(part, "__dict__", known)  # past a constructor that sets each field by itself
-            return Plan.made(part), descriptors
-        return None
+        return pair.bind(src_rows, dst_rows, num_tokens, src_token, dst_token)
 
-    def known(
+    def pair(
         self,
         operation: Operation,
         kind: Kind,
@@ -148,38 +181,23 @@ class RowRequests:
         dst: TensorMemory,
         ext_param: KvCacheExtParam,
         *,
-        by_tokens: bool,
-    ) -> RowLowering | None:
-        """Return what lowers requests of two memories; None: the planner is always asked.
+        by_layer: bool = False,
+        by_tokens: bool = False,
+        reinterpret: bool = False,
+        heads: range | None = None,
+    ) -> RowPair | None:
+        """Return what is known of two memories; None: the planner has to be asked.
 
         Args:
             by_tokens: whether the requests say tokens, or move whole rows.
         """
-        pair = self._pair(
-            operation, kind, source, target, src, dst, ext_param,
-            by_layer=False, by_tokens=by_tokens,
-        )  # fmt: skip
-        return pair.cuts[0].rows if pair is not None and pair.cuts else None
-
-    def _pair(
-        self,
-        operation: Operation,
-        kind: Kind,
-        source: Side,
-        target: Side,
-        src: TensorMemory,
-        dst: TensorMemory,
-        ext_param: KvCacheExtParam,
-        by_layer: bool,
-        by_tokens: bool = False,
-        reinterpret: bool = False,
-        heads: range | None = None,
-    ) -> _Pair | None:
-        """Return what is known of two memories; None: the planner has to be asked."""
         if OBSERVERS:  # they look at each plan that is made
+            return None
+        if heads is not None and (kind == "C2C" or heads.step != 1):
             return None
         if ext_param is not ALL_LAYERS and not are_plain(ext_param):
             return None
+        reinterpret = bool(reinterpret)
         layers = None if ext_param is ALL_LAYERS else ext_param
         key: _Key = (
             id(src.addresses), id(dst.addresses), operation, layers, by_layer, by_tokens,
@@ -198,8 +216,12 @@ class RowRequests:
                 if rows is None:
                     break
                 fields = template.part | {"as_bytes": template.as_bytes}
+                fields["common"] = object()  # by which recordings know parts of one pair
                 cuts.append(_Cut(rows, len(fields["src_tensors"]), fields))
-        pair = _Pair(src.addresses, dst.addresses, source, target, tuple(cuts))
+        pair = RowPair(
+            operation, kind, src.addresses, dst.addresses, source, target, ext_param, by_layer,
+            reinterpret, heads, tuple(cuts),
+        )  # fmt: skip
         with self._mutex:
             if len(self._pairs) >= _MAX_PAIRS:
                 self._pairs = {}
@@ -280,7 +302,7 @@ def _fits(side: Side, memory: TensorMemory) -> bool:
     )
 
 
-def _are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: int) -> bool:
+def are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: int) -> bool:
     """Whether numbers of tokens are as usual; otherwise they are the planner's to refuse."""
     if num_tokens is not None and not (type(num_tokens) is int and 1 <= num_tokens <= INT64_MAX):
         return False
@@ -290,4 +312,6 @@ def _are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: i
 
 
 def _copied(rows: Blocks) -> Blocks:
+    if type(rows) is list:
+        return tuple(rows)
     return rows.copy() if type(rows) is np.ndarray else rows

@@ -42,8 +42,8 @@ class PeerCaches(LinkLifecycle, ABC):
         instance: Of the peer's engine.
         transport: The name of the transport of the link.
         transport_link: The connection of the transport; None: it is not made yet, or has ended.
-        routes: What users of the link remember of its caches: another dict whenever what is known
-            of them has changed.
+        pairs: Pairs of the peer's caches and others, as users of the link remember them: another
+            dict whenever what is known of the peer's caches has changed.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -52,7 +52,7 @@ class PeerCaches(LinkLifecycle, ABC):
         self.transport = ""
         self.transport_link: TransportLink | None = None
         self._table = PeerTable(cluster_id)
-        self.routes: dict[Any, Any] = {}
+        self.pairs: dict[Any, Any] = {}
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
@@ -231,7 +231,7 @@ class PeerCaches(LinkLifecycle, ABC):
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
-        self.routes = {}
+        self.pairs = {}
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
@@ -239,7 +239,7 @@ class PeerCaches(LinkLifecycle, ABC):
     def apply(self, table: Table) -> None:
         """Apply what the peer publishes of its caches."""
         changed = self._table.apply(table)
-        self.routes = {}
+        self.pairs = {}
         self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)

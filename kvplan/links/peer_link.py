@@ -267,9 +267,9 @@ class PeerLink(PeerCaches):
             since=self.since,
             age_s=max(0.0, time.time() - self.since),
             caches=len(self._table),
-            bytes_pulled=self.bytes_pulled,
-            bytes_pushed=self.bytes_pushed,
-            operations=self.operations,
+            bytes_pulled=self.traffic.pulled,
+            bytes_pushed=self.traffic.pushed,
+            operations=self.traffic.operations,
             in_flight=self.in_flight,
             last_error=self.last_error,
         )

@@ -14,6 +14,7 @@ from typing import Any, Self
 from weakref import ref
 
 from kvnative._signals import Mutex
+from kvnative._tally import Traffic
 from kvplan.control.endpoint import Endpoint
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -269,6 +270,7 @@ class LinkLifecycle:
         since: when the state began, in seconds since the epoch.
         reason: why the link is broken or closed, or why its handshake failed; empty otherwise.
         settled: set once the handshake has succeeded or failed.
+        traffic: what operations have moved.
         ended: set once the link is broken, closed or unlinked.
     """
 
@@ -279,9 +281,7 @@ class LinkLifecycle:
         self.reason = ""
         self.settled = asyncio.Event()
         self.ended = asyncio.Event()
-        self.operations = 0
-        self.bytes_pulled = 0
-        self.bytes_pushed = 0
+        self.traffic = Traffic()
         self.last_error = ""
         # Operations call nothing while they hold it: a signal handler that ran then, and finalized
         # the engine, would wait for the control thread, and that for the lock. Re-entrant: garbage
@@ -319,9 +319,9 @@ class LinkLifecycle:
         with self._mutex:
             if is_linked := self.state is LinkState.LINKED:
                 self._in_flight.add(ref(operation, self._in_flight.discard))
-                self.operations += 1
         if not is_linked:
             raise self.refusal()
+        self.traffic.add(1)
 
     def add_pending_release(self, claim_id: int) -> None:
         """The link is busy until `remove_pending_release`, which must follow in any state."""
@@ -349,17 +349,9 @@ class LinkLifecycle:
         finally:
             with self._mutex:
                 self._in_flight.discard(begun)
-                self.bytes_pulled += nbytes_pulled
-                self.bytes_pushed += nbytes_pushed
+            self.traffic.add(0, nbytes_pulled, nbytes_pushed)
             if self._waiting:
                 self._wake()
-
-    def count(self, nbytes_pulled: int, nbytes_pushed: int) -> None:
-        """Count an operation that nobody could see in flight."""
-        with self._mutex:
-            self.operations += 1
-            self.bytes_pulled += nbytes_pulled
-            self.bytes_pushed += nbytes_pushed
 
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:

@@ -48,7 +48,7 @@ Operation = Literal[
 Kind = Literal["C2C", "C2B", "B2B"]
 
 
-_LATER = ("segments", "tables")
+_LATER = ("segments", "tables", "num_slices")
 """Fields that a part has once somebody looks at them, where its request was lowered without."""
 
 

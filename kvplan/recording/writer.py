@@ -131,7 +131,7 @@ class Recorder:
         self._dropped = 0
         self._awake = False
         self._ended = False
-        self._known: dict[tuple[object, ...], tuple[int, Side, Side]] = {}
+        self._known: dict[object, tuple[int, Side, Side]] = {}
         self._numbers: dict[bytes, int] = {}
         self._previous: dict[bytes, int] = {}
         self._last_number = 0
@@ -253,11 +253,13 @@ class Recorder:
     def _part(self, part: Part) -> tuple[object, ...]:
         """A `PartRow`."""
         label, src, dst = part.label, part.src, part.dst
-        read, written = part.src_tensors, part.dst_tensors  # of equal length: their hash is dear
-        key = (
-            id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
-            part.coalesce, part.tensors_per_layer, part.reinterpret, part.kind,
-        )  # fmt: skip
+        key: object = vars(part).get("common")  # with all requests of its pair
+        if key is None:
+            read, written = part.src_tensors, part.dst_tensors  # of equal length: a hash is dear
+            key = (
+                id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
+                part.coalesce, part.tensors_per_layer, part.reinterpret, part.kind,
+            )  # fmt: skip
         known = self._known.get(key)
         number = self._number(key, part) if known is None else known[0]
         if (rows := part.unplanned_rows) is not None:  # planning it would take several times this
@@ -273,7 +275,7 @@ class Recorder:
             return label, number, b"", b"", segments_of(part)
         return label, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
 
-    def _number(self, key: tuple[object, ...], part: Part) -> int:
+    def _number(self, key: object, part: Part) -> int:
         """The number of the template of a part, which is recorded if it is a new one."""
         src, dst = part.src, part.dst
         template = encode([template_of(part), (src.way, dst.way), (src.cache_id, dst.cache_id)])

@@ -31,7 +31,7 @@ class Leasing(Protocol):
     ) -> BlockLease:
         """As `LlmDataDist.lease_blocks`."""
 
-    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+    def renew(self, lease: BlockLease, ttl_ms: float) -> object:
         """As `LlmDataDist.renew`."""
 
     def release(self, lease: BlockLease) -> None:

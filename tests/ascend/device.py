@@ -45,11 +45,11 @@ class OnDevice(LlmDataDist):
                 memory.device.write(address, bytes(cache.cache_desc.tensor_nbytes))
         return cache
 
-    def arrays(self, cache: Cache) -> list[NDArray[Any]]:
-        """Return a view of each tensor, as what computes on the device has one."""
+    def arrays(self, cache: Cache, *, copy: bool = False) -> list[NDArray[Any]]:
+        """Return a view of each tensor, as what computes on the device has one, or copies."""
         entry = self._running().registry.resolve(cache)
-        if not entry.memory.on_device:
-            return super().arrays(cache)
+        if copy or not entry.memory.on_device:
+            return super().arrays(cache, copy=copy)
         return tensor_arrays(entry.cache.cache_desc, Seen(entry.memory))
 
 

@@ -44,7 +44,7 @@ def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
     addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]
     cache = datadist.register_blocks_cache(DEVICE, addresses)
     datadist.write_cache(cache, contents(1))
-    assert same(datadist.read_cache(cache), contents(1))
+    assert same(datadist.arrays(cache, copy=True), contents(1))
     host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
         datadist.register_blocks_cache(DEVICE, [it.ctypes.data for it in host])
@@ -68,7 +68,7 @@ def test_a_swap_is_one_batch_and_one_wait(datadist: LlmDataDist, sim_log: Log) -
     datadist.swap_blocks(host, device, {row: ROWS - 1 - row for row in range(ROWS)})
     waited = [it for it in sim_log.calls("aclrtSynchronizeStreamWithTimeout") if it.code == 0]
     assert (len(sim_log.calls("aclrtMemcpyBatchAsync")), len(waited)) == (1, 1)
-    assert same(datadist.read_cache(device), [it[::-1] for it in contents(1)])
+    assert same(datadist.arrays(device, copy=True), [it[::-1] for it in contents(1)])
 
 
 class TestFailures:
@@ -93,7 +93,7 @@ class TestFailures:
             datadist.swap_blocks(host, device, {0: 1})
         assert caught.value.unconfirmed == ((0, NUM_TENSORS),)
         datadist.swap_blocks(host, device, {0: 1})
-        assert np.array_equal(datadist.read_cache(device)[2][1], contents(2)[2][0])
+        assert np.array_equal(datadist.arrays(device, copy=True)[2][1], contents(2)[2][0])
 
     def test_finalize_stops_what_hangs(self, simulator: Controls) -> None:
         with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:

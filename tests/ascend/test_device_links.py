@@ -90,7 +90,7 @@ class TestHostPeer:
         cache = datadist.allocate_blocks_cache(DEVICE)
         datadist.pull_blocks(BlocksCacheKey(5), cache, ALL, ALL[::-1])
         expected = [THEIR_ROWS[::-1] + number for number in range(NUM_TENSORS)]
-        assert same(datadist.read_cache(cache), expected)
+        assert same(datadist.arrays(cache, copy=True), expected)
         datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [0, 1])
         sums = peer.run("result = [int(it[:2].astype(int).sum()) for it in other.arrays(cache)]")
         assert sums == [int(it[:2].astype(int).sum()) for it in expected]
@@ -122,7 +122,7 @@ class TestHostPeer:
         datadist.copy_cache(host, device, 1, 1)
         assert all(
             np.array_equal(it[1], THEIR_ROWS[3] + number)
-            for number, it in enumerate(datadist.read_cache(device))
+            for number, it in enumerate(datadist.arrays(device, copy=True))
         )
 
 
@@ -143,7 +143,7 @@ class TestHostPeerOverTcp:
         cache = datadist.allocate_blocks_cache(DEVICE, BlocksCacheKey(2))
         datadist.pull_blocks(BlocksCacheKey(5), cache, ALL, ALL[::-1])
         pulled = [THEIR_ROWS[::-1] + number for number in range(NUM_TENSORS)]
-        assert same(datadist.read_cache(cache), pulled)
+        assert same(datadist.arrays(cache, copy=True), pulled)
         datadist.write_cache(cache, contents(1))
         datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [2, 3])
         assert peer.run("result = [it[2:4].tolist() for it in held]") == [
@@ -156,7 +156,7 @@ class TestHostPeerOverTcp:
         peer.run("other.push_blocks(cache, BlocksCacheKey(2), [6], [5])")
         assert all(
             np.array_equal(it[5], THEIR_ROWS[6] + number)
-            for number, it in enumerate(datadist.read_cache(cache))
+            for number, it in enumerate(datadist.arrays(cache, copy=True))
         )
 
 
@@ -202,10 +202,10 @@ class TestDevicePeer:
             on_device.write_cache(theirs, contents(1))
         mine = datadist.allocate_blocks_cache(DEVICE)
         datadist.pull_blocks(BlocksCacheKey(1), mine, ALL, ALL)
-        assert same(datadist.read_cache(mine), contents(1))
+        assert same(datadist.arrays(mine, copy=True), contents(1))
         datadist.write_cache(mine, contents(2))
         datadist.push_blocks(mine, BlocksCacheKey(1), ALL, ALL)
-        assert same(on_device.read_cache(theirs), contents(2))
+        assert same(on_device.arrays(theirs, copy=True), contents(2))
 
 
 def test_what_was_mapped_again_is_published(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
@@ -214,7 +214,7 @@ def test_what_was_mapped_again_is_published(on_device: LlmDataDist, datadist: Ll
     addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]
     cache = datadist.register_cache(DEVICE, addresses)
     datadist.remap_registered_memory([(buffer.address, DEVICE.nbytes)])
-    assert datadist.read_cache(cache)
+    assert datadist.arrays(cache, copy=True)
     with refused("LLM_PARAM_INVALID", "the byte at .* is in none of the 1 registered cache"):
         datadist.remap_registered_memory([(buffer.address, DEVICE.nbytes + 1)])
     del buffer

@@ -60,7 +60,7 @@ class TestPeers:
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0, 1, 5], [7, 2, 0])
         rows = np.arange(8 * 96, dtype=np.uint16).reshape(8, 96)
-        for number, it in enumerate(user.read_cache(cache)):
+        for number, it in enumerate(user.arrays(cache, copy=True)):
             assert np.array_equal(it[[7, 2, 0]], rows[[0, 1, 5]] + number)
         user.write_cache(cache, contents(1))
         user.push_blocks(cache, BlocksCacheKey(1), [3, 4], [6, 0])
@@ -98,7 +98,7 @@ class TestOneHost:
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0, 5], [2, 1])
         rows = np.arange(8 * 96, dtype=np.uint16).reshape(8, 96)
-        assert np.array_equal(user.read_cache(cache)[1][[2, 1]], rows[[0, 5]] + 1)
+        assert np.array_equal(user.arrays(cache, copy=True)[1][[2, 1]], rows[[0, 5]] + 1)
 
     def test_memory_of_the_program_that_peers_cannot_map(
         self, machine: Machine, user: LlmDataDist, peer: Peer
@@ -138,7 +138,7 @@ class TestOneHost:
         one = CacheDesc(1, (8, 96), DataType.DT_UINT16, shard=Shard(num_layers=1))
         cache = user.allocate_blocks_cache(one)
         user.pull_blocks(BlocksCacheKey(1, 2), cache, [3], [0])
-        assert user.read_cache(cache)[0][0].tobytes() == pattern(1, 1536)[576:768].tobytes()
+        assert user.arrays(cache, copy=True)[0][0].tobytes() == pattern(1, 1536)[576:768].tobytes()
         assert len(sim_log.calls("cuIpcOpenMemHandle_v2")) == 1
         peer.run("datadist.unregister_cache(cache.cache_id)")
         wait_until(lambda: bool(sim_log.calls("cuIpcCloseMemHandle")))
@@ -208,7 +208,7 @@ def test_two_engines_of_one_process(
     user.pull_cache(CacheIndex(1, there.cache_id, 2), here, 5)
     assert all(
         np.array_equal(mine[5], theirs[2])
-        for mine, theirs in zip(user.read_cache(here), contents(1), strict=True)
+        for mine, theirs in zip(user.arrays(here, copy=True), contents(1), strict=True)
     )
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_left_of_pools(cuda_simulator: CudaControls) -> None:
     with engine_on(cuda_simulator, **pools) as datadist:
         device, host = (filled(datadist, it, 1, paged=True) for it in (DEVICE, HOST))
         datadist.swap_blocks(host, device, {row: row for row in range(8)})
-        assert same(datadist.read_cache(device), contents(1))
+        assert same(datadist.arrays(device, copy=True), contents(1))
     gc.collect()
     assert cuda_simulator.contexts() <= before
 

@@ -133,7 +133,7 @@ def test_nor_read_or_written(engine: LlmDataDist, program: Program) -> None:
     program.free(address)
     assert program.allocate() == address
     with refused("LLM_KV_CACHE_NOT_EXIST", "not that which was registered there"):
-        engine.read_cache(cache)
+        engine.arrays(cache, copy=True)
     with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
         engine.write_cache(cache, [np.ones(ONE.shape, np.uint8)])
     engine.unregister_cache(cache.cache_id)

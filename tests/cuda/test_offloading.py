@@ -54,7 +54,7 @@ def contents(seed: int, desc: CacheDesc) -> Blocks:
 
 
 def held(datadist: LlmDataDist, cache: Cache) -> Blocks:
-    return np.stack(datadist.read_cache(cache))
+    return np.stack(datadist.arrays(cache, copy=True))
 
 
 def test_blocks_wait_in_pinned_memory_and_come_back_elsewhere(datadist: LlmDataDist) -> None:

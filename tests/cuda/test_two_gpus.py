@@ -266,7 +266,7 @@ class TestEnginesOfOneProcess:
             here = two[1].allocate_blocks_cache(DEVICE)
             if taken == "tcp":
                 two[1].pull_blocks(BlocksCacheKey(1), here, [0, 5], [3, 4])
-                assert np.array_equal(two[1].read_cache(here)[1][3], contents(1)[1][0])
+                assert np.array_equal(two[1].arrays(here, copy=True)[1][3], contents(1)[1][0])
             else:
                 with refused("LLM_FEATURE_NOT_ENABLED", "device 1 cannot reach .* device 0"):
                     two[1].pull_blocks(BlocksCacheKey(1), here, [0], [3])

@@ -103,7 +103,7 @@ def test_one_pull_moves_all_groups(user: LlmDataDist, keys: dict[str, CacheIndex
     user.run(groups_of(keys, mine))
     remove()
     for name, cache in mine.items():
-        assert_arrived(name, user.read_cache(cache))
+        assert_arrived(name, user.arrays(cache, copy=True))
     (event,) = seen
     assert event.operation == "pull_groups"
     assert event.plan == user.plan(groups_of(keys, mine))
@@ -123,7 +123,7 @@ def test_one_push_moves_all_groups(
     peer.run(
         """
         for cache in caches.values():
-            empty = [np.zeros_like(it) for it in datadist.read_cache(cache)]
+            empty = [np.zeros_like(it) for it in datadist.arrays(cache, copy=True)]
             datadist.write_cache(cache, empty)
         """
     )
@@ -132,7 +132,7 @@ def test_one_push_moves_all_groups(
     assert isinstance(task.plan, Plan)
     assert "group indexer\nlayer 0  " in task.explain()
     assert task.explain().endswith("LLM_SUCCESS")
-    there = peer.run("result = {n: datadist.read_cache(it) for n, it in caches.items()}")
+    there = peer.run("result = {n: datadist.arrays(it, copy=True) for n, it in caches.items()}")
     for name in DESCS:
         assert_arrived(name, there[name])
 
@@ -189,7 +189,7 @@ def test_a_cache_that_took_over_a_key_is_found(
         """
     )
     user.run(groups_of(by_key, mine))
-    assert (user.read_cache(mine["state"])[0][1] == 77).all()
+    assert (user.arrays(mine["state"], copy=True)[0][1] == 77).all()
     with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=|deregistered"):
         user.run(groups_of(keys, mine))  # by id it was that one, which has gone
     assert user.metrics()["in_flight"] == 0
@@ -231,7 +231,7 @@ def test_what_is_wrong_says_of_which_group(
     with pytest.raises(TypeError, match=r"transfer\['state'\]='state' must be Transfer"):
         user.run({"state": "state"})  # type: ignore[dict-item]
     for name, cache in mine.items():
-        assert not any(it.any() for it in user.read_cache(cache)), name
+        assert not any(it.any() for it in user.arrays(cache, copy=True)), name
     assert user.metrics()["in_flight"] == 0
     assert [it.in_flight for it in user.links()] == [0]
 
@@ -247,10 +247,10 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
     }
     with refused(INVALID, "group full: .* and group window: .* write the same bytes|window.*full"):
         user.run(groups)
-    assert not any(it.any() for it in user.read_cache(mine))
+    assert not any(it.any() for it in user.arrays(mine, copy=True))
     groups["full"] = Transfer(Rows(keys["latent"], [6, 7]), Rows(mine, [0, 5]))
     user.run(groups)
-    for source, array in zip(held("latent"), user.read_cache(mine), strict=True):
+    for source, array in zip(held("latent"), user.arrays(mine, copy=True), strict=True):
         wanted = np.zeros_like(source)
         wanted[[3, 4, 0, 5]] = source[[1, 2, 6, 7]]
         assert np.array_equal(array, wanted)
@@ -359,14 +359,14 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     user.on_plan(seen.append)
     user.run(groups, timeout_ms=5000)
     for name, axis in (("values", 2), ("scales", 1)):
-        for number, array in enumerate(user.read_cache(mine[name])):
+        for number, array in enumerate(user.arrays(mine[name], copy=True)):
             by_token = np.moveaxis(array, axis, 0)  # (head, block, token, dim)
             assert not by_token[:, :4].any()
             for head in range(4):
                 tokens = by_token[head, 4:].reshape(8, -1)
                 assert (tokens[:7] == 10 * (head // 2) + number + 1).all()
                 assert not tokens[7:].any()
-    assert user.read_cache(mine["state"])[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
+    assert user.arrays(mine["state"], copy=True)[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
     assert [event.cluster_id for event in seen] == [1, 3]
     first, second = (event.plan for event in seen)
     assert isinstance(first, Plan)
@@ -428,10 +428,10 @@ def test_groups_by_leases(
         if src is whole:
             groups["state"] = groups_of(keys, mine)["state"]
         for cache in mine.values():
-            user.write_cache(cache, [np.zeros_like(it) for it in user.read_cache(cache)])
+            user.write_cache(cache, [np.zeros_like(it) for it in user.arrays(cache, copy=True)])
         user.run(groups)
         for name, cache in mine.items():
-            assert_arrived(name, user.read_cache(cache))
+            assert_arrived(name, user.arrays(cache, copy=True))
     back = {
         name: Transfer(
             Rows(mine[name], TABLES[name][1]), Rows(leases[name]), num_tokens=TOKENS[name]
@@ -469,7 +469,7 @@ def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
             Rows(mine, [4, 5]),
         )
     )
-    for array in user.read_cache(mine):
+    for array in user.arrays(mine, copy=True):
         by_head = np.moveaxis(array, 2, 0)
         assert [set(by_head[it, 4:].flat) for it in range(4)] == [{1}, {1}, {2}, {2}]
     with refused(INVALID, r"src_blocks\[1\]\[0\]=3 is no block of lease 1 of rank 1"):

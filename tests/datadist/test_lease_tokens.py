@@ -166,8 +166,8 @@ def test_tokens_need_a_layout(user: LlmDataDist) -> None:
 
 def test_they_go_with_the_lease(user: LlmDataDist) -> None:
     cache = user.allocate_blocks_cache(DESC)
-    with user.leased_blocks(cache, [2, 0], tokens=17) as lease:
-        assert BlockLease.from_bytes(lease.to_bytes()) == lease
-        assert lease.tokens == 17
+    lease = user.lease_blocks(cache, [2, 0], tokens=17)
+    assert BlockLease.from_bytes(lease.to_bytes()) == lease
+    assert lease.tokens == 17
     with pytest.raises(TypeError, match="tokens="):
         user.lease_blocks(cache, [2, 0], tokens="3")  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
     "arrays": lambda it: it.arrays(CACHE),
     "links": lambda it: it.links(),
     "caches": lambda it: it.caches(),
-    "peer_caches": lambda it: it.peer_caches(1),
+    "caches of a peer": lambda it: it.caches(1),
     "pull_cache": lambda it: it.pull_cache(CacheIndex(1, 1), CACHE),
     "plan": lambda it: it.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
     "submit": lambda it: it.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
@@ -79,14 +79,14 @@ def test_calls_are_taken_between_initialize_and_finalize_only(name: str) -> None
 def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
     datadist = machine.engine(2, LlmRole.MIX)
     datadist.finalize()
-    assert not datadist.initialized
+    assert "not initialized" in repr(datadist)
     datadist.initialize()
     cache = datadist.allocate_cache(DESC)
     datadist.initialize()
     assert [it.cache_id for it in datadist.caches()] == [cache.cache_id]
     datadist.finalize()
     datadist.finalize()
-    assert not datadist.initialized
+    assert "not initialized" in repr(datadist)
 
 
 def test_a_second_initialize_with_other_options_is_refused() -> None:
@@ -124,8 +124,8 @@ def test_an_engine_that_is_initialized_again_has_no_old_state(make_engine: MakeE
 def test_leaving_the_with_block_finalizes() -> None:
     with LlmDataDist(2, LlmRole.MIX) as datadist:
         datadist.initialize()
-        assert datadist.initialized
-    assert not datadist.initialized
+        assert "not initialized" not in repr(datadist)
+    assert "not initialized" in repr(datadist)
 
 
 def test_nothing_is_left_behind(machine: Machine) -> None:
@@ -157,7 +157,7 @@ def test_an_initialize_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(LLMException, match=f"127.0.0.1:{port}"):
             datadist.initialize({"ListenIpInfo": f"127.0.0.1:{port}"})
         before.check_nothing_new()
-    assert not datadist.initialized
+    assert "not initialized" in repr(datadist)
     datadist.initialize({"ListenIpInfo": f"127.0.0.1:{port}"})
     assert datadist.listen_address == f"127.0.0.1:{port}"
     datadist.finalize()
@@ -176,7 +176,7 @@ def test_options_that_cannot_be_are_refused(options: object, error: type[Excepti
     datadist = LlmDataDist(2, LlmRole.MIX)
     with pytest.raises(error):
         datadist.initialize(options)  # type: ignore[arg-type]
-    assert not datadist.initialized
+    assert "not initialized" in repr(datadist)
 
 
 @pytest.mark.parametrize("cluster_id", [-1, 2**64])

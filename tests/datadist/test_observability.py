@@ -63,20 +63,20 @@ def test_calls_are_counted_by_operation_and_status(pulled: tuple[LlmDataDist, Ca
 
 def test_the_caches_that_a_peer_offers_are_those_that_it_has_now(pair: Pair) -> None:
     owner, user = pair
-    assert user.peer_caches(1) == []
+    assert user.caches(1) == []
     slots = owner.allocate_cache(DESC)
     key = BlocksCacheKey(1, 5)
     owner.allocate_blocks_cache(LAYERED, key)
-    found = user.peer_caches(1)
+    found = user.caches(1)
     assert [(it.cache_id, it.cache_desc, it.paged, it.blocks_key) for it in found] == [
         (1, DESC, False, None),
         (2, LAYERED, True, key),
     ]
     assert all(it.reachable and it.writable for it in found)
     owner.deallocate_cache(slots)
-    assert [it.cache_id for it in user.peer_caches(1)] == [2]
+    assert [it.cache_id for it in user.caches(1)] == [2]
     with refused(LLMStatusCode.LLM_NOT_YET_LINK, "9"):
-        user.peer_caches(9)
+        user.caches(9)
 
 
 def test_counters_go_on_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> None:

@@ -101,7 +101,7 @@ def test_a_golden_plan_is_what_moves(
         task.ready(0)
         task.wait()
     remove()
-    assert_pulled(user.read_cache(mine))
+    assert_pulled(user.arrays(mine, copy=True))
     (event,) = seen
     assert (event.plan if isinstance(event.plan, Plan) else event.plan.by_part()["all"]) == plan
     assert user.plan(planned) == plan
@@ -112,13 +112,13 @@ def test_a_plan_is_pushed_and_copied(
 ) -> None:
     user.write_cache(mine, [np.full((8, 16), number + 7, np.int32) for number in range(4)])
     user.run(Planned(golden(tmp_path, "src"), mine, KEY))
-    there = peer.run("result = datadist.read_cache(cache)")
+    there = peer.run("result = datadist.arrays(cache, copy=True)")
     for number, (array, source) in enumerate(zip(there, SOURCE, strict=True)):
         assert (array[[6, 1]] == number + 7).all()
         assert (array[[0, 2, 3, 4, 5, 7]] == source[[0, 2, 3, 4, 5, 7]]).all()
     other = user.allocate_blocks_cache(DESC)
     user.run(Planned(golden(tmp_path, "both"), mine, other))
-    assert (user.read_cache(other)[3][[6, 1]] == 10).all()
+    assert (user.arrays(other, copy=True)[3][[6, 1]] == 10).all()
     overlapping = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(replace(DESC), [1, 2])))
     with refused(INVALID, "the result would depend on the order"):
         user.run(Planned(overlapping, mine, mine))  # one cache, which the plan could not know
@@ -135,7 +135,7 @@ def test_a_plan_of_a_slot_moves_the_slot_that_is_named(
     with refused(INVALID, r"names slot 3, and the plan moves slot 4"):
         user.run(Planned(plans[1], src, mine))
     user.run(Planned(plans[0], src, mine))
-    assert (user.read_cache(mine)[2][1] == SOURCE[2][3]).all()
+    assert (user.arrays(mine, copy=True)[2][1] == SOURCE[2][3]).all()
     if isinstance(src, CacheKey):  # it was consumed
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.run(Planned(plans[0], src, mine))
@@ -166,7 +166,7 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
         user.run(Planned(plan, mine, KEY))
     with refused(INVALID, "outside the tensor's"):
         user.run(Planned(replace(plan, segments=beyond(plan)), KEY, mine))
-    assert not user.read_cache(mine)[0].any()
+    assert not user.arrays(mine, copy=True)[0].any()
     assert user.metrics()["in_flight"] == 0
 
 
@@ -189,7 +189,7 @@ def test_a_group_plan_moves_by_its_parts(user: LlmDataDist, mine: Cache, lease: 
     planned = {name: Planned(part, sources[name], mine) for name, part in plan.by_part().items()}
     assert user.plan(planned) == plan
     user.run(planned)
-    assert_pulled(user.read_cache(mine))
+    assert_pulled(user.arrays(mine, copy=True))
 
 
 def test_layers_inside_of_a_tensor_move_one_by_one_only_as_planned(

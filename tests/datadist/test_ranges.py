@@ -57,12 +57,12 @@ def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) 
     expected[1, 5:235] = tensor(0)[7:237]
     expected[0, :24] = tensor(2)[1000:]
     expected[2, 100:400] = tensor(1)[:300]
-    found = np.stack(user.read_cache(cache)).reshape(3, SIZE)
+    found = np.stack(user.arrays(cache, copy=True)).reshape(3, SIZE)
     np.testing.assert_array_equal(found, expected)
 
     back = AddressRanges(1, [here[1] + 5], [there[2]], [230], "push")
     user.submit(back).wait(30_000)
-    pushed = peer.run("result = datadist.read_cache(cache)[2].reshape(-1)")
+    pushed = peer.run("result = datadist.arrays(cache, copy=True)[2].reshape(-1)")
     assert pushed[:230].tolist() == tensor(0)[7:237].tolist()
     assert pushed[230:].tolist() == tensor(2)[230:].tolist()
 

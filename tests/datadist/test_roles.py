@@ -38,11 +38,11 @@ def test_a_client_becomes_a_server_and_a_client_again(make_engine: MakeEngine) -
     owner.set_role(LlmRole.PROMPT, ANYWHERE)
     address = owner.listen_address
     assert address is not None
-    assert owner.role == LlmRole.PROMPT
+    assert owner._role == LlmRole.PROMPT
     assert can_link(user, owner, address)
     owner.set_role(LlmRole.DECODER)
     assert owner.listen_address is None
-    assert owner.role == LlmRole.DECODER
+    assert owner._role == LlmRole.DECODER
     assert not can_link(user, owner, address)
 
 
@@ -79,7 +79,7 @@ def test_a_role_does_not_change_while_links_live(
     address = pair[end].listen_address
     with refused(LLMStatusCode.LLM_EXIST_LINK):
         pair[end].set_role(LlmRole.DECODER)
-    assert (pair[end].role, pair[end].listen_address) == (LlmRole.MIX, address)
+    assert (pair[end]._role, pair[end].listen_address) == (LlmRole.MIX, address)
     pair[1].unlink_clusters([1]).raise_for_status()
     pair[end].set_role(LlmRole.DECODER)
 
@@ -90,7 +90,7 @@ def test_an_address_that_is_taken_is_refused(make_engine: MakeEngine) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(LLMException, match=address):
             owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
-    assert (owner.role, owner.listen_address) == (LlmRole.MIX, None)
+    assert (owner._role, owner.listen_address) == (LlmRole.MIX, None)
     owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
 
 
@@ -104,7 +104,7 @@ def test_a_server_that_cannot_move_stays(make_engine: MakeEngine, same_port: boo
         address = f"127.0.0.2:{taken.getsockname()[1]}"
         with pytest.raises(LLMException, match=f"cannot listen on {address}: Address already in"):
             owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
-    assert (owner.role, owner.listen_address) == (LlmRole.MIX, before)
+    assert (owner._role, owner.listen_address) == (LlmRole.MIX, before)
     assert can_link(user, owner, before)
 
 
@@ -130,7 +130,7 @@ def test_a_warning_that_is_an_error_changes_nothing(make_engine: MakeEngine) -> 
     before = owner.listen_address
     with pytest.raises(RuntimeWarning):
         owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": "0.0.0.0:0"})
-    assert (owner.role, owner.listen_address) == (LlmRole.MIX, before)
+    assert (owner._role, owner.listen_address) == (LlmRole.MIX, before)
 
 
 @pytest.mark.filterwarnings("ignore:listening on 0.0.0.0")

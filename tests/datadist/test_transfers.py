@@ -140,8 +140,7 @@ FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
         paged, Cache(replace(BLOCKS, placement=Placement.HOST), 3), {0: 1}
     ),
     "arrays": lambda it, slots, paged: it.arrays(slots),
-    "memory": lambda it, slots, paged: it.memory(slots),
-    "read": lambda it, slots, paged: it.read_cache(slots),
+    "read": lambda it, slots, paged: it.arrays(slots, copy=True),
     "write": lambda it, slots, paged: it.write_cache(slots, []),
     "fingerprint": lambda it, slots, paged: it.fingerprint(paged),
     "lease": lambda it, slots, paged: it.lease_blocks(paged, [0]),

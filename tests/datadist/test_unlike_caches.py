@@ -274,7 +274,7 @@ def test_one_request_from_two_engines(make_engine: MakeEngine) -> None:
             Rows(mine, [3]),
         )
     )
-    arrays = user.read_cache(mine)
+    arrays = user.arrays(mine, copy=True)
     assert [int(it[3].min()) for it in arrays] == [1, 2, 11, 12]
     assert [int(it[:3].max()) for it in arrays] == [0, 0, 0, 0]
     with refused(INVALID, r"no source has layers 1\.\.1"):

@@ -36,7 +36,7 @@ class Pair:
         self.compute = compute_on(simulator)
 
     def arrived(self) -> list[Any]:
-        return self.decode.read_cache(self.theirs)
+        return self.decode.arrays(self.theirs, copy=True)
 
     def close(self) -> None:
         self.compute.close()

@@ -83,7 +83,7 @@ class TestOffloading:
             compute.fill(address, ROW_NBYTES, 4)
         compute.wait()
         assert all((it[7] == row(3)).all() for it in datadist.arrays(host))
-        assert all((it[0] == row(4)).all() for it in datadist.read_cache(gpu))
+        assert all((it[0] == row(4)).all() for it in datadist.arrays(gpu, copy=True))
         task.wait(FOREVER)
 
     @only_cuda

@@ -50,7 +50,7 @@ class TestInside:
         for it in tasks:
             it.wait(FOREVER)
         for tensor, (copied, swapped) in enumerate(
-            zip(datadist.read_cache(cache), datadist.arrays(host), strict=True)
+            zip(datadist.arrays(cache, copy=True), datadist.arrays(host), strict=True)
         ):
             assert (copied[[0, 5, 6]] == row(tensor + 1)).all()
             assert (swapped[3] == row(tensor + 1)).all()
@@ -72,7 +72,7 @@ class TestInside:
         self, datadist: LlmDataDist, compute: Compute, of: Any
     ) -> None:
         cache = datadist.allocate_blocks_cache(of)
-        before = datadist.read_cache(cache)
+        before = datadist.arrays(cache, copy=True)
         compute.hold()
         task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
         with refused("LLM_TIMEOUT", r"0 of \d+ bytes were moved") as caught:
@@ -80,7 +80,7 @@ class TestInside:
         assert caught.value.unconfirmed == ((0, NUM_TENSORS),)
         compute.release()
         compute.wait()
-        after = datadist.read_cache(cache)
+        after = datadist.arrays(cache, copy=True)
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
         datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute).wait(FOREVER)
 
@@ -119,7 +119,7 @@ class TestInside:
         assert still(task)
         compute.release()
         task.wait(FOREVER)
-        assert not any(it.any() for it in datadist.read_cache(other))
+        assert not any(it.any() for it in datadist.arrays(other, copy=True))
 
 
 class TestBetween:

@@ -49,7 +49,7 @@ def test_without_a_pool_each_cache_has_its_own(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         first, second = datadist.allocate_cache(DEVICE), datadist.allocate_cache(DEVICE)
         assert simulator.left()["device_bytes"] == 2 * one
-        assert not np.any(datadist.read_cache(first))
+        assert not np.any(datadist.arrays(first, copy=True))
         datadist.deallocate_cache(first)
         assert simulator.left()["device_bytes"] == one
         datadist.deallocate_cache(second)
@@ -63,7 +63,7 @@ def test_caches_of_the_host_are_pinned(simulator: Controls) -> None:
         assert datadist.device is not None
         assert datadist.device.native.locate(cache.tensor_addrs[0])[0] == "host"
         datadist.arrays(cache)[1][:] = 7
-        assert (datadist.read_cache(cache)[1] == 7).all()
+        assert (datadist.arrays(cache, copy=True)[1] == 7).all()
 
 
 def test_an_array_over_a_pinned_cache_outlives_the_engine(simulator: Controls) -> None:
@@ -84,7 +84,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
         expected = contents(1)
         datadist.write_cache(host, expected)
         datadist.swap_blocks(host, device, {row: row for row in range(8)})
-        assert same(datadist.read_cache(device), expected)
+        assert same(datadist.arrays(device, copy=True), expected)
 
 
 def test_what_one_user_has_pinned_is_unpinned_though_others_go_on(simulator: Controls) -> None:
@@ -138,9 +138,9 @@ def test_what_is_written_is_read(
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(cache_desc)
         datadist.write_cache(cache, np.stack(given))
-        assert same(datadist.read_cache(cache), given)
+        assert same(datadist.arrays(cache, copy=True), given)
         datadist.write_cache(cache, [np.asfortranarray(it[:, ::-1]) for it in given])
-        assert same(datadist.read_cache(cache), [it[:, ::-1] for it in given])
+        assert same(datadist.arrays(cache, copy=True), [it[:, ::-1] for it in given])
 
 
 @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_not_written(simulator: Controls, of: CacheDesc) ->
             datadist.write_cache(cache, [good[0], good[1].astype(np.uint32), good[2]])
         with pytest.raises(TypeError, match="not str"):
             datadist.write_cache(cache, "abc")
-        assert not np.any(datadist.read_cache(cache))
+        assert not np.any(datadist.arrays(cache, copy=True))
         with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=9"):
             datadist.read_cache(Cache(of, 9))
 
@@ -194,8 +194,8 @@ def test_a_device_error_names_the_call(simulator: Controls) -> None:
         simulator.add_fault(f"{kind.read}:1={kind.not_read}")
         said = f"device 3 at 0x[0-9a-f]+: {kind.read}: {kind.not_read} "
         with refused("LLM_DEVICE_MEM_ERROR", said):
-            datadist.read_cache(cache)
-        assert not np.any(datadist.read_cache(cache))
+            datadist.arrays(cache, copy=True)
+        assert not np.any(datadist.arrays(cache, copy=True))
 
 
 class TestChoice:

@@ -37,8 +37,8 @@ def test_slots_are_copied_between_all_placements(
     expected = contents(2)
     for to, by in zip(expected, contents(1), strict=True):
         to[5, 5:35] = by[2, 5:35]  # two bytes each
-    assert same(datadist.read_cache(target), expected)
-    assert same(datadist.read_cache(source), contents(1))
+    assert same(datadist.arrays(target, copy=True), expected)
+    assert same(datadist.arrays(source, copy=True), contents(1))
 
 
 @pytest.mark.parametrize(("src", "dst"), [(DEVICE, HOST), (HOST, DEVICE)], ids=["out", "in"])
@@ -48,7 +48,7 @@ def test_blocks_are_swapped(datadist: LlmDataDist, src: CacheDesc, dst: CacheDes
     expected = contents(1)
     for to, by in zip(expected, contents(0), strict=True):
         to[[7, 6, 0]] = by[[0, 1, 5]]
-    assert same(datadist.read_cache(target), expected)
+    assert same(datadist.arrays(target, copy=True), expected)
 
 
 @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
@@ -64,7 +64,7 @@ def test_blocks_of_a_device_cache_are_copied(datadist: LlmDataDist) -> None:
     expected = contents(1)
     for it in expected:
         it[[4, 6, 5]] = it[[1, 1, 2]]
-    assert same(datadist.read_cache(cache), expected)
+    assert same(datadist.arrays(cache, copy=True), expected)
 
 
 def test_a_task_holds_the_memory_that_it_copies(datadist: LlmDataDist, simulator: Controls) -> None:
@@ -87,12 +87,12 @@ def test_arrays_of_the_host_are_a_side(datadist: LlmDataDist) -> None:
     cache = filled(datadist, DEVICE, 1, paged=False)
     arrays = contents(2)
     plan = kvplan.plan(Transfer(Rows(DEVICE, slot=3), Rows(DEVICE, slot=4)))
-    kvplan.execute(plan, datadist.memory(cache), arrays)  # pageable
+    kvplan.execute(plan, datadist._running().registry.resolve(cache).memory, arrays)  # pageable
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(arrays, contents(1), strict=True))
     for it in arrays:
         it[3] += 1
-    kvplan.execute(plan, arrays, datadist.memory(cache))
-    found = datadist.read_cache(cache)
+    kvplan.execute(plan, arrays, datadist._running().registry.resolve(cache).memory)
+    found = datadist.arrays(cache, copy=True)
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(found, arrays, strict=True))
 
 
@@ -109,7 +109,9 @@ def test_what_overlaps_on_the_device_is_seen(datadist: LlmDataDist) -> None:
 def test_two_devices_of_one_process(simulator: Controls) -> None:
     with engine_on(simulator, 3, 1) as one, LlmDataDist(2, LlmRole.MIX) as two:
         two.initialize(Options(accelerator=simulator.accelerator, device_id=4, transport="local"))
-        sides = [it.memory(it.allocate_cache(DEVICE)) for it in (one, two)]
+        sides = [
+            it._running().registry.resolve(it.allocate_cache(DEVICE)).memory for it in (one, two)
+        ]
         with refused("LLM_FEATURE_NOT_ENABLED", "device 3 .* device 4; .*linked engines"):
             kvplan.execute(kvplan.plan(Transfer(Rows(DEVICE), Rows(DEVICE))), *sides)
         del sides
@@ -137,10 +139,14 @@ class TestAnyPlan:
                 ),
                 local="src",
             )
-            expected = datadist.read_cache(target)
-            reference.execute(plan, datadist.read_cache(source), expected)
-            kvplan.execute(plan, datadist.memory(source), datadist.memory(target))
-            assert same(datadist.read_cache(target), expected)
+            expected = datadist.arrays(target, copy=True)
+            reference.execute(plan, datadist.arrays(source, copy=True), expected)
+            kvplan.execute(
+                plan,
+                datadist._running().registry.resolve(source).memory,
+                datadist._running().registry.resolve(target).memory,
+            )
+            assert same(datadist.arrays(target, copy=True), expected)
 
         check()
 

@@ -66,7 +66,7 @@ def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist)
     datadist.write_cache(cache, contents(1))
     host = datadist.allocate_blocks_cache(HOST)
     datadist.swap_blocks(cache, host, {row: row for row in range(ROWS)})
-    assert same(datadist.read_cache(host), contents(1))
+    assert same(datadist.arrays(host, copy=True), contents(1))
     datadist.unregister_cache(cache.cache_id)
     assert datadist.device is not None
     datadist.device.read(addresses[0], bytearray(10))  # it is the program's, still
@@ -77,10 +77,10 @@ def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> N
     arrays = contents(1)
     host = Cache(HOST, tensor_addrs=tuple(it.ctypes.data for it in arrays))
     datadist.swap_blocks(host, ad_hoc, {row: ROWS - 1 - row for row in range(ROWS)})
-    assert same(datadist.read_cache(ad_hoc), [it[::-1] for it in arrays])
+    assert same(datadist.arrays(ad_hoc, copy=True), [it[::-1] for it in arrays])
     datadist.copy_blocks(ad_hoc, {0: [1]})
     datadist.copy_cache(ad_hoc, ad_hoc, 0, 2)
-    found = datadist.read_cache(ad_hoc)
+    found = datadist.arrays(ad_hoc, copy=True)
     assert all(np.array_equal(it[0], it[1]) and np.array_equal(it[0], it[2]) for it in found)
 
 
@@ -92,12 +92,12 @@ def test_memory_that_is_freed_is_found_gone(
     registered = datadist.register_cache(DEVICE, addresses)
     allocate.free()  # type: ignore[attr-defined]
     with refused("LLM_PARAM_INVALID", "tensor 0|address"):
-        datadist.read_cache(ad_hoc)
+        datadist.arrays(ad_hoc, copy=True)
     with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
     # A registered cache is the program's word; the device knows better.
     with refused(kind_of(simulator).gone, kind_of(simulator).refusal):
-        datadist.read_cache(registered)
+        datadist.arrays(registered, copy=True)
 
 
 def test_what_it_is_unregistered_under_never_moves(
@@ -126,11 +126,11 @@ def test_what_it_is_unregistered_under_never_moves(
     compute.wait()
     goes_on.wait()
     again = datadist.register_blocks_cache(DEVICE, addresses)
-    assert same(datadist.read_cache(again), contents(1))
+    assert same(datadist.arrays(again, copy=True), contents(1))
     expected = contents(2, HOST)
     for it in expected:
         it[5] = it[0]
-    assert same(datadist.read_cache(host), expected)
+    assert same(datadist.arrays(host, copy=True), expected)
     datadist.unregister_cache(again.cache_id)
     compute.close()
 
@@ -161,7 +161,7 @@ class TestTensors:
         del tensors
         assert held() is not None
         datadist.write_cache(cache, contents(1))
-        assert same(datadist.read_cache(cache), contents(1))
+        assert same(datadist.arrays(cache, copy=True), contents(1))
         datadist.unregister_cache(cache.cache_id)
         gc.collect()
         assert held() is None
@@ -171,7 +171,7 @@ class TestTensors:
         tensors = [GpuTensor(shown, it, device=(12, 3)) for it in allocate()]
         cache = datadist.register_blocks_cache(DEVICE, tensors)
         datadist.write_cache(cache, contents(1))
-        assert same(datadist.read_cache(cache), contents(1))
+        assert same(datadist.arrays(cache, copy=True), contents(1))
 
     def test_read_only_ones_are_not_written(
         self, allocate: Allocate, datadist: LlmDataDist
@@ -261,4 +261,4 @@ def test_arrays_are_registered_as_the_hosts(datadist: LlmDataDist) -> None:
     host = datadist.register_blocks_cache(HOST, arrays)
     device = datadist.allocate_blocks_cache(desc(Placement.DEVICE))
     datadist.swap_blocks(host, device, {2: 3})
-    assert np.array_equal(datadist.read_cache(device)[1][3], arrays[1][2])
+    assert np.array_equal(datadist.arrays(device, copy=True)[1][3], arrays[1][2])

@@ -68,7 +68,7 @@ class Gathered:
 
     def found(self, cache: Cache | None = None) -> list[list[int]]:
         """What blocks 5 and 6 hold, by tensor."""
-        tensors = self.pair.prefill.read_cache(cache or self.mine)
+        tensors = self.pair.prefill.arrays(cache or self.mine, copy=True)
         return [np.unique(it[[5, 6]]).tolist() for it in tensors]
 
     def release(self) -> None:

@@ -189,9 +189,6 @@ def test_life(engine: LlmDataDist, cache: Cache) -> None:
     for _ in range(2):
         engine.release(first)
         assert engine.leases() == [second]
-    with engine.leased_blocks(cache, [0]) as third:
-        assert engine.leases() == [second, third]
-    assert engine.leases() == [second]
     engine.deallocate_cache(cache)
     assert engine.leases() == []
     engine.release(second)
@@ -215,8 +212,6 @@ def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
     for _ in range(2):
         with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 was released or has expired"):
             engine.renew(short, 5)
-        with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 was released or has expired"):
-            engine.lease_deadline(short)
         assert engine.leases() == [lease, for_ever]
         engine.release(short)
     with refused("LLM_PARAM_INVALID", "cluster 7"):
@@ -224,25 +219,17 @@ def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
 
 
 def test_deadlines(engine: LlmDataDist, cache: Cache) -> None:
-    assert engine.lease_deadline(engine.lease_blocks(cache, [3])) is None
-    for began, lease in (
-        (time.monotonic(), engine.lease_blocks(cache, [3], ttl_ms=60_000)),
-        (time.monotonic(), engine.lease_slot(engine.allocate_cache(DESC), ttl_ms=60_000)),
+    for lease in (
+        engine.lease_blocks(cache, [3], ttl_ms=60_000),
+        engine.lease_blocks(engine.allocate_cache(DESC), [0], ttl_ms=60_000),
     ):
-        deadline = engine.lease_deadline(lease)
-        assert deadline is not None
-        assert began + 60 <= deadline <= time.monotonic() + 60
-        engine.renew(lease, 120_000)
-        renewed = engine.lease_deadline(lease)
-        assert renewed is not None
-        assert deadline + 59 < renewed <= time.monotonic() + 120
+        began = time.monotonic()
+        assert began + 120 <= engine.renew(lease, 120_000) <= time.monotonic() + 120
         engine.release(lease)
         with refused("LLM_KV_CACHE_NOT_EXIST", "was released"):
-            engine.lease_deadline(lease)
-    with refused("LLM_PARAM_INVALID", "cluster 7"):
-        engine.lease_deadline(LEASE)
+            engine.renew(lease, 120_000)
     with pytest.raises(TypeError, match="BlockLease"):
-        engine.lease_deadline(b"lease")  # type: ignore[arg-type]
+        engine.renew(b"lease", 5)  # type: ignore[arg-type]
 
 
 def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
@@ -334,7 +321,7 @@ def blocks(registry: CacheRegistry) -> Cache:
 def test_a_transport_that_is_held_up_keeps_no_word_of_others(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
-    lease = leases.begin(blocks, [1], "", None, paged=True)
+    lease = leases.begin(blocks, [1], "", None)
     words[0].held_up = 1
     with refused("LLM_TIMEOUT", "it is stopped"):
         leases.end(lease)
@@ -344,13 +331,13 @@ def test_a_transport_that_is_held_up_keeps_no_word_of_others(
 def test_a_renewal_that_one_transport_refuses_is_none(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
-    lease = leases.begin(blocks, [1], "", 1e9, paged=True)
-    before, deadline = [dict(it.standing) for it in words], leases.deadline(lease)
+    lease = leases.begin(blocks, [1], "", 1e9)
+    before, deadlines = [dict(it.standing) for it in words], dict(leases._deadlines)
     words[1].refuses = True
     with refused("LLM_KV_CACHE_NOT_EXIST", "expired just now"):
         leases.renew(lease, 2e9)
     assert [it.standing for it in words] == before
-    assert leases.deadline(lease) == deadline
+    assert leases._deadlines == deadlines
 
 
 @pytest.mark.parametrize("end", LeaseEnd)
@@ -367,7 +354,7 @@ def test_held_up_leases_end_later_and_are_reported_then(
     # All are late before the thread has a look.
     with leases._changed:
         ttl_ms = 1e-6 if end is LeaseEnd.EXPIRED else None
-        made = [leases.begin(blocks, [it], "", ttl_ms, paged=True) for it in (1, 2)]
+        made = [leases.begin(blocks, [it], "", ttl_ms) for it in (1, 2)]
         words[0].held_up = 1
         if end is LeaseEnd.CACHE_FREED:
             leases.end_cache(blocks.cache_id)
@@ -387,18 +374,18 @@ def test_held_up_leases_end_later_and_are_reported_then(
 
 def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
     contiguous = engine.allocate_cache(DESC)
-    lease = engine.lease_slot(contiguous, 7, tag="a")
+    lease = engine.lease_blocks(contiguous, [7], tag="a")
     assert (lease.blocks, lease.paged) == ((7,), False)
     assert BlockLease.from_bytes(lease.to_bytes()) == lease
     for index in (-1, 8):
-        with refused("LLM_PARAM_INVALID", "batch_index"):
-            engine.lease_slot(contiguous, index)
-    with pytest.raises(TypeError, match="batch_index="):
-        engine.lease_slot(contiguous, True)
-    with refused("LLM_PARAM_INVALID", "must be a contiguous cache"):
-        engine.lease_slot(cache, 0)
-    with refused("LLM_PARAM_INVALID", "must be a paged cache"):
-        engine.lease_blocks(contiguous, [0])
+        with refused("LLM_PARAM_INVALID", "blocks"):
+            engine.lease_blocks(contiguous, [index])
+    with pytest.raises(TypeError, match="blocks must hold int, not bool"):
+        engine.lease_blocks(contiguous, [True])
+    with refused("LLM_PARAM_INVALID", r"blocks=\[0, 1\] and tokens=None .* must be one slot"):
+        engine.lease_blocks(contiguous, [0, 1])
+    with refused("LLM_PARAM_INVALID", "tokens=1 of a contiguous cache"):
+        engine.lease_blocks(contiguous, [0], tokens=1)
 
 
 def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
@@ -439,8 +426,6 @@ def test_what_cannot_be_leased(engine: LlmDataDist, cache: Cache) -> None:
         engine.lease_blocks(cache, [])
     with refused("LLM_PARAM_INVALID", "tag"):
         engine.lease_blocks(cache, [0], tag="x" * 65)
-    with refused("LLM_PARAM_INVALID", "paged"):
-        engine.lease_blocks(engine.allocate_cache(DESC), [0])
     engine.deallocate_cache(cache)
     with refused("LLM_KV_CACHE_NOT_EXIST"):
         engine.lease_blocks(cache, [0])

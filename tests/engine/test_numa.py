@@ -53,7 +53,7 @@ def test_an_engine_refuses_it_with_the_range() -> None:
     with LlmDataDist(1, LlmRole.MIX) as engine:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, r"numa_node \(kvplan.numa_node\)=1023"):
             engine.initialize({"kvplan.numa_node": "1023"})
-        assert not engine.initialized
+        assert engine._engine is None
 
 
 def copying_threads() -> dict[int, set[int]]:

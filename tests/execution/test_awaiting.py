@@ -26,6 +26,7 @@ from kvplan import (
     Transfer,
     Transfers,
 )
+from kvplan.execution.completion import run_aside
 from tests.support.held import Held
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, hold, let_go
@@ -280,3 +281,21 @@ def test_awaited_outside_a_loop_it_is_refused():
             next(task.__await__())
         task.cancel()
     assert ready.is_set()
+
+
+def test_calls_aside_share_threads_that_end_when_no_call_comes():
+    before = Held.now()
+    threads: SimpleQueue[threading.Thread] = SimpleQueue()
+    for _ in range(50):
+        run_aside(lambda: threads.put(threading.current_thread()))
+    made_by = {threads.get(timeout=10) for _ in range(50)}
+    assert {it.name for it in made_by} == {"kvplan-aside"}
+    assert len(made_by) <= 32
+    before.check_new_threads(set())
+
+
+def test_calls_aside_do_not_wait_for_one_another():
+    several = threading.Barrier(4, timeout=10)
+    for _ in range(3):
+        run_aside(several.wait)
+    several.wait()

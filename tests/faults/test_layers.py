@@ -229,7 +229,7 @@ def test_finalize_waits_for_layers_that_do_come(
     task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(29))
     ending = attempt(user.finalize)
-    while user.initialized:
+    while user._engine is not None:
         time.sleep(0.001)
     task.ready(29)
     assert ending.result(30) is None

@@ -396,7 +396,7 @@ cache = datadist.allocate_cache(DESC)
 arrays = datadist.arrays(cache)
 for array, tensor in zip(arrays, pattern(1)):
     array[:] = tensor
-lease = datadist.lease_slot(cache, 2, tag="cmpl-3")
+lease = datadist.lease_blocks(cache, [2], tag="cmpl-3")
 result = lease.to_bytes()
 """
 

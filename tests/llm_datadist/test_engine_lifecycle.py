@@ -332,7 +332,7 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
     assert engine.listen_address is None
     datadist.switch_role(LLMRole.PROMPT, options(**{LISTEN: "127.0.0.1:0"}))
     assert engine.listen_address is not None
-    assert engine.role.name == "PROMPT"
+    assert engine._role.name == "PROMPT"
     datadist.switch_role(role=LLMRole.MIX, switch_options={})
     assert engine.listen_address is None
     with pytest.raises(TypeError):
@@ -343,7 +343,7 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
         datadist.switch_role(LLMRole.MIX, {LISTEN: 1})  # type: ignore[dict-item]
     with refused("LLM_PARAM_INVALID"):
         datadist.switch_role(LLMRole.MIX, {LISTEN: "x"})
-    assert engine.role.name == "MIX"
+    assert engine._role.name == "MIX"
 
 
 @pytest.mark.parametrize("key", ["listen_ip_info", "llm.ListenIPInfo"])

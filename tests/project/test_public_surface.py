@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from kvplan import LlmDataDist
+
 ROOT = Path(__file__).parents[2]
 DIRECTIVE = re.compile(r"^\.\. auto(module|class|function|exception):: ([\w.]+)", re.MULTILINE)
 SECTION = r"^{title}:\n((?:(?:    .*)?\n?)*)"
@@ -38,7 +40,7 @@ NEVER_THERE = {
     # No number of tensors is given that could be wrong.
     "kvplan.planning.side.Side.usual_tensors_per_layer": {"LLMException"},
     # What peers say of their caches was checked when it came.
-    "kvplan.engine.cache_api.CacheOperations.peer_caches": {"TypeError", "ValueError"},
+    "kvplan.engine.cache_api.CacheOperations.caches": {"TypeError", "ValueError"},
     # Addresses come as columns of uint64.
     "kvplan.hixl.hixl.Hixl.plan_transfer": {"ValueError"},
     # The cluster id was checked when the object was made.
@@ -207,6 +209,11 @@ def test_errors_are_said_where_they_are_raised() -> None:
 def said(it: object) -> set[str]:
     """The names in its section Raises."""
     return set(re.findall(r"\w+", section(it, "Raises")))
+
+
+def test_an_engine_has_few_public_members() -> None:
+    names = [it for it in dir(LlmDataDist) if not it.startswith("_")]
+    assert len(names) <= 50, names
 
 
 def test_a_class_says_what_its_constructor_raises_and_nothing_else() -> None:

@@ -231,14 +231,6 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
         INVALID,
         lambda it: it.user.lease_blocks(it.cache, [1], ttl_ms=0),
     ),
-    "kvplan.LlmDataDist.lease_slot": (
-        INVALID,
-        lambda it: it.user.lease_slot(it.slots[0], ttl_ms=0),
-    ),
-    "kvplan.LlmDataDist.leased_blocks": (
-        INVALID,
-        lambda it: it.user.leased_blocks(it.cache, [1], ttl_ms=0).__enter__(),
-    ),
     "kvplan.LlmDataDist.renew": (
         INVALID,
         lambda it: it.user.renew(it.user.lease_blocks(it.cache, [1], ttl_ms=FOR_EVER_MS), 0),

@@ -128,7 +128,7 @@ def there_and_back(
         datadist.pull_blocks(key_of(str(name)), cache, src, dst, timeout_ms=LINK_MS)
         expected = np.zeros_like(before)
         expected[:, dst] = before[:, src]
-        notes.same(f"{step}: pulled", np.stack(datadist.read_cache(cache)), expected)
+        notes.same(f"{step}: pulled", np.stack(datadist.arrays(cache, copy=True)), expected)
         datadist.write_cache(cache, list(random_bytes(99, *before.shape)))
         datadist.push_blocks(cache, key_of(str(name)), whole, whole, timeout_ms=LINK_MS)
         notes.expect(f"{step}: pushed", other.do("check", name, 99) == "True")
@@ -158,14 +158,14 @@ def try_freed(notes: Notes) -> None:
                 same_address.add(other.do(kind, *arguments))
                 datadist.pull_blocks(key_of("1"), cache, whole, whole, timeout_ms=LINK_MS)
                 stale += not np.array_equal(
-                    np.stack(datadist.read_cache(cache)), other.content(seed)
+                    np.stack(datadist.arrays(cache, copy=True)), other.content(seed)
                 )
                 task = datadist.submit(Transfer(Rows(key_of("1"), whole), Rows(cache, whole)))
                 other.say("free", 1)
                 try:
                     task.wait(timeout_ms=LINK_MS)
                     stale += not np.array_equal(
-                        np.stack(datadist.read_cache(cache)), other.content(seed)
+                        np.stack(datadist.arrays(cache, copy=True)), other.content(seed)
                     )
                 except LLMException as error:
                     refused += 1
@@ -217,7 +217,7 @@ def try_killed(notes: Notes) -> None:
                 datadist.pull_blocks(key_of("1"), cache, whole, whole, timeout_ms=LINK_MS)
             given = random_bytes(5, other.tensors, *other.shape)
             datadist.write_cache(cache, list(given))
-            notes.same("the device goes on", np.stack(datadist.read_cache(cache)), given)
+            notes.same("the device goes on", np.stack(datadist.arrays(cache, copy=True)), given)
 
 
 def try_leases(notes: Notes) -> None:
@@ -227,14 +227,14 @@ def try_leases(notes: Notes) -> None:
         other.do("make", 1, "DEVICE", 1)
         lease = BlockLease.from_bytes(bytes.fromhex(other.do("lease", 1, 3, 7, 5)))
         datadist.pull_blocks(lease, cache, None, [0, 1, 2], timeout_ms=LINK_MS)
-        found = np.stack(datadist.read_cache(cache))
+        found = np.stack(datadist.arrays(cache, copy=True))
         notes.same("by a lease", found[:, :3], other.content(1)[:, [3, 7, 5]])
         other.do("release", 1)
         with notes.refusal("released", "LLM_KV_CACHE_NOT_EXIST", "LLM_PARAM_INVALID"):
             datadist.pull_blocks(lease, cache, None, [0, 1, 2], timeout_ms=LINK_MS)
         again = BlockLease.from_bytes(bytes.fromhex(other.do("lease", 1, 3, 7, 5)))
         datadist.pull_blocks(again, cache, None, [3, 4, 5], timeout_ms=LINK_MS)
-        found = np.stack(datadist.read_cache(cache))
+        found = np.stack(datadist.arrays(cache, copy=True))
         notes.same("leased again", found[:, 3:6], other.content(1)[:, [3, 7, 5]])
         with notes.refusal("the old one stays stale", *GONE):
             datadist.pull_blocks(lease, cache, None, [0, 1, 2], timeout_ms=LINK_MS)

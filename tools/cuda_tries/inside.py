@@ -208,15 +208,17 @@ def try_offloading(notes: Notes) -> None:
         rng = np.random.default_rng(3)
         hot, cold = (rng.permutation(blocks)[: blocks // 2].tolist() for _ in range(2))
         datadist.swap_blocks(on_device, on_host, dict(zip(hot, cold, strict=True)))
-        notes.same("swapped out", np.stack(datadist.read_cache(on_host))[:, cold], given[:, hot])
+        notes.same(
+            "swapped out", np.stack(datadist.arrays(on_host, copy=True))[:, cold], given[:, hot]
+        )
         datadist.write_cache(on_device, list(np.zeros_like(given)))
         datadist.swap_blocks(on_host, on_device, dict(zip(cold, hot, strict=True)))
         expected = np.zeros_like(given)
         expected[:, hot] = given[:, hot]
-        notes.same("and in again", np.stack(datadist.read_cache(on_device)), expected)
+        notes.same("and in again", np.stack(datadist.arrays(on_device, copy=True)), expected)
         datadist.copy_blocks(on_device, {hot[0]: [hot[1], hot[2]]})
         expected[:, [hot[1], hot[2]]] = expected[:, [hot[0]]]
-        notes.same("copied on the GPU", np.stack(datadist.read_cache(on_device)), expected)
+        notes.same("copied on the GPU", np.stack(datadist.arrays(on_device, copy=True)), expected)
         slots = [
             datadist.allocate_cache(CacheDesc(2, (4, 999), DataType.DT_UINT8, it))
             for it in (Placement.DEVICE, Placement.HOST)
@@ -227,7 +229,7 @@ def try_offloading(notes: Notes) -> None:
             datadist.write_cache(dst, list(np.zeros_like(rows)))
             datadist.copy_cache(src, dst, 1, 3)
             name = f"copy_cache {src.cache_desc.placement.name} to {dst.cache_desc.placement.name}"
-            notes.same(name, np.stack(datadist.read_cache(dst))[:, 3], rows[:, 1])
+            notes.same(name, np.stack(datadist.arrays(dst, copy=True))[:, 3], rows[:, 1])
 
 
 class CudaArray:
@@ -258,7 +260,7 @@ def try_registering(notes: Notes) -> None:
             datadist.copy_blocks(cache, {0: [1]})
             expected = given.copy()
             expected[:, 1] = given[:, 0]
-            notes.same(name, np.stack(datadist.read_cache(cache)), expected)
+            notes.same(name, np.stack(datadist.arrays(cache, copy=True)), expected)
             datadist.unregister_cache(cache.cache_id)
         notes.expect("described", CacheDesc.from_tensors(arrays, None).placement is desc.placement)
         for it in addresses:
@@ -293,7 +295,7 @@ def try_events(notes: Notes) -> None:
         driver.synchronize()
         expected = later.copy()
         expected[:, 1] = later[:, 0]
-        notes.same("copied after the event", np.stack(datadist.read_cache(cache)), expected)
+        notes.same("copied after the event", np.stack(datadist.arrays(cache, copy=True)), expected)
         driver.destroy_event(event)
         driver.free(staging)
         driver.close()

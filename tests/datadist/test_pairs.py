@@ -1,4 +1,4 @@
-"""Small transfers by a route: what they do and refuse is what an operation does and refuses."""
+"""Requests of known pairs do and refuse what requests do whose names are resolved."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.engine.routes import Routes
+from kvplan.engine.pairs import find_request, move_now
 from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.values import LinkState
+from kvplan.testing import observe_plans
 from tests.datadist.conftest import link
 from tests.datadist.layers import wait_until
 from tests.datadist.machine import Machine, on_host_only
@@ -46,13 +47,13 @@ from tests.datadist.peer import Peer
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
 
-pytestmark = pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL there are no routes")
+pytestmark = pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL nothing moves at once")
 
 PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)
 LAID = CacheDesc(4, (8, 4, 2, 2), DataType.DT_INT32, kv_tensor_format="block token head dim")
 KEY = BlocksCacheKey(1, 5)
-ROUTE = [Routes.move.__code__]
+STEPS = [find_request.__code__, move_now.__code__]
 
 
 class Ends(NamedTuple):
@@ -82,7 +83,7 @@ def ends() -> Iterator[Ends]:
             CacheIndex(1, slots.cache_id, 9), CacheIndex(1, 99), CacheIndex(1, other.cache_id),
             CacheIndex(2, 1), None, BlocksCacheKey(1, 7), ended,
             owner.lease_blocks(paged, [3, 1, 5]), owner.lease_blocks(laid, [3, 1]),
-            owner.lease_blocks(laid, [5, 2, 7], tokens=9), owner.lease_slot(slots, 1),
+            owner.lease_blocks(laid, [5, 2, 7], tokens=9), owner.lease_blocks(slots, [1]),
         ]  # fmt: skip
         gone = user.allocate_blocks_cache(PAGED)
         user.deallocate_cache(gone)
@@ -189,7 +190,7 @@ EXTRAS: dict[str, list[Any]] = {
 def test_a_transfer_does_and_refuses_what_an_operation_does(
     ends: Ends, data: st.DataObject
 ) -> None:
-    """A hook makes it one: errors word for word, bytes, and what is counted."""
+    """Errors word for word, bytes, and what is counted."""
     user = ends.user
     usual = data.draw(st.booleans())
     blocks = usual or data.draw(st.booleans())
@@ -214,12 +215,19 @@ def test_a_transfer_does_and_refuses_what_an_operation_does(
         verb = user.pull_cache if pulls else user.push_cache
         rows = data.draw(numbers), data.draw(st.sampled_from([-1, 8, -1.0]))
     arguments = (there, here, *rows) if pulls else (here, there, *rows)
-    quick = outcome(ends, lambda: verb(*arguments, **extras))
-    remove = user.on_plan(lambda _: None)
+    check_ways(ends, lambda: verb(*arguments, **extras))
+
+
+def check_ways(ends: Ends, call: Callable[[], object]) -> None:
+    """Compare a call that may move at once with one by an operation, of a known pair and not."""
+    quick = outcome(ends, call)
+    remove = ends.user.on_plan(lambda _: None)
     try:
-        assert quick == outcome(ends, lambda: verb(*arguments, **extras))
+        assert quick == outcome(ends, call)
     finally:
         remove()
+    with observe_plans():  # then every name is resolved, and every request planned
+        assert quick == outcome(ends, call)
 
 
 @pytest.mark.parametrize("name", sorted(EXTRAS))
@@ -232,12 +240,7 @@ def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) ->
             (user.push_blocks, mine, KEY),
         ):
             call: Any = partial(verb, first, second, [1], [2], **extras)  # type: ignore[arg-type]
-            quick = outcome(ends, call)
-            remove = user.on_plan(lambda _: None)
-            try:
-                assert quick == outcome(ends, call), value
-            finally:
-                remove()
+            check_ways(ends, call)
 
 
 OFFER = """
@@ -299,7 +302,7 @@ def test_what_the_peer_frees_is_not_pulled_any_more(
         pulled(user, theirs, mine)
 
 
-def test_a_link_that_ends_has_no_route_and_a_new_one_has(
+def test_a_link_that_ends_has_no_pairs_and_a_new_one_has(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
@@ -381,7 +384,7 @@ def test_who_looks_at_transfers_sees_each(
     assert pulled(user, theirs, mine) == 7
 
 
-def test_a_route_keeps_no_memory(
+def test_a_pair_keeps_no_memory(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     """Neither of the peer, once it is known to be freed, nor of this process."""
@@ -398,10 +401,10 @@ def test_a_route_keeps_no_memory(
     assert mapped_arenas() == before - 2
 
 
-def test_a_route_keeps_no_link(
+def test_a_pair_keeps_no_link(
     machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    on_host_only(machine, "devices take no route")
+    on_host_only(machine, "memory of devices is not mapped")
     assert pulled(user, theirs, mine) == 7
     links = [ref(it) for it in gc.get_objects() if type(it) is PeerLink and it.cluster_id == 1]
     user.unlink_clusters([1]).raise_for_status()
@@ -414,18 +417,26 @@ def test_a_route_keeps_no_link(
     wait_until(are_gone)  # the control thread has it a little longer
 
 
+def pair_with(user: LlmDataDist, call: Callable[[], object]) -> None:
+    """Transfer until the link knows the pair; it forgets pairs when the peer publishes caches."""
+    link = user._running().links.get(1)
+    call()
+    while not link.pairs:
+        call()
+
+
 @pytest.mark.parametrize("ends", ["cache", "link"])
 def test_what_has_ended_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str
 ) -> None:
-    """At any line of the route: once the call that ends the cache or the link has returned."""
-    on_host_only(machine, "devices take no route")
+    """At any line of these: once the call that ends the cache or the link has returned."""
+    on_host_only(machine, "memory of devices is not mapped")
     array = np.zeros((8, 16), np.int32)
     rest = [np.zeros((8, 16), np.int32) for _ in range(3)]
     found: list[list[int]] = []
     for line in range(1, 100):
         cache = user.register_blocks_cache(PAGED, [array, *rest])
-        user.pull_blocks(theirs, cache, [0], [0])  # there is a route
+        pair_with(user, partial(user.pull_blocks, theirs, cache, [0], [0]))
         array[:] = 0
 
         def end(cache_id: int = cache.cache_id) -> None:
@@ -437,7 +448,7 @@ def test_what_has_ended_in_the_middle_is_not_written(
 
         with suppress(LLMException):
             pull = partial(user.pull_blocks, theirs, cache, [0], [1])
-            if not interrupted(line, pull, end, ROUTE):
+            if not interrupted(line, pull, end, STEPS):
                 break
         assert array[:, 0].tolist() == found[-1], line
         user.unregister_cache(cache.cache_id)
@@ -449,7 +460,7 @@ def test_what_has_ended_in_the_middle_is_not_written(
 def test_what_the_peer_frees_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    on_host_only(machine, "devices take no route")
+    on_host_only(machine, "memory of devices is not mapped")
     user.arrays(mine)[0][:] = 5
     found = []
     free = (
@@ -458,10 +469,10 @@ def test_what_the_peer_frees_in_the_middle_is_not_written(
         "result = kept[:, 0].tolist()",
     )
     for line in range(1, 100):
-        user.push_blocks(mine, KEY, [1], [0])
+        pair_with(user, partial(user.push_blocks, mine, KEY, [1], [0]))
         push = partial(user.push_blocks, mine, KEY, [1], [2])
         with suppress(LLMException):
-            if not interrupted(line, push, lambda: found.append(peer.run(*free)), ROUTE):
+            if not interrupted(line, push, lambda: found.append(peer.run(*free)), STEPS):
                 break
         assert peer.run("result = kept[:, 0].tolist()") == found[-1], line
         peer.run("cache = offer(7)")
