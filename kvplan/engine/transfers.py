@@ -271,7 +271,6 @@ class TransferOperations(OperationRunner):
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
         plan, src, dst, descriptors = prepared
-        assert isinstance(plan, Plan)  # layers of several caches are an operation each
         operation.plan = plan
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)

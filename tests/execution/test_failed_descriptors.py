@@ -34,10 +34,9 @@ def cache(axes: str, tensors: int, layers: range, heads: range, **lengths: int) 
 
 
 def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
-    plans = plan.by_part().values() if isinstance(plan, Plan) else [plan]
 
     def zeros(name: str) -> list[np.ndarray]:
-        sides = [getattr(it, name) for it in plans]
+        sides = [getattr(it, name) for it in plan.parts]
         return [np.zeros(it.tensor_nbytes, np.uint8) for it in sides for _ in range(it.num_tensors)]
 
     with Transfers(wrap=lambda backend: fail_at(backend, descriptor)) as transfers:
@@ -118,7 +117,7 @@ def test_each_group_counts_its_own_descriptors(descriptor: int) -> None:
     error, task = fails_at(joined({"whole": WHOLE, "split": SPLIT}), descriptor)
     assert error.unconfirmed == ((descriptor, 14),)
     done = [min(2, descriptor), *(min(4, max(0, descriptor - it)) for it in (2, 6, 10))]
-    assert re.findall(r"^group .*| (\d+/\d+) desc", task.explain(), re.MULTILINE) == [
+    assert re.findall(r"^part .*| (\d+/\d+) desc", task.explain(), re.MULTILINE) == [
         "",
         f"{done[0]}/2",
         "",

@@ -20,7 +20,7 @@ from kvplan.execution.transfers import bind
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.kinds import plan_rows
 from kvplan.planning.layers import ALL_LAYERS
-from kvplan.planning.plan import Kind, Operation
+from kvplan.planning.part import Kind, Operation
 from kvplan.planning.side import Side, side
 from tests.planning.transfers import block_to_block, slot_to_blocks, slot_to_slot
 from tests.planning.unlike import Cache, Model, caches, models, of_one_request, parts
@@ -56,10 +56,11 @@ class Request(NamedTuple):
 
     def planned(self) -> tuple[Plan, Descriptors]:
         more = {name: it for name, it in self.more.items() if name != "by_layer"}
-        plan = plan_rows(
+        part = plan_rows(
             self.operation, self.kind, self.source, self.target, self.src_rows, self.dst_rows,
             self.ext_param, self.more.get("by_layer", False), **more,
         )  # fmt: skip
+        plan = Plan([part])
         return plan, bind(plan, self.src, self.dst, one_space=True)
 
 
@@ -86,21 +87,22 @@ def assert_lowered_as_planned(request: Request) -> None:
         assert request.src is request.dst or plan.nbytes == 0
         return
     assert columns(bound[1]) == columns(descriptors)
-    assert "segments" not in vars(bound[0])
+    lowered, part = bound[0].part, plan.part
+    assert "segments" not in vars(lowered)
     for name in (
         "nbytes", "nbytes_per_tensor", "num_slices", "num_descriptors", "split", "src_tensors",
         "dst_tensors", "tensors_per_layer", "reinterpret", "coalesce",
     ):  # fmt: skip
-        assert getattr(bound[0], name) == getattr(plan, name), name
-    assert "segments" not in vars(bound[0])
+        assert getattr(lowered, name) == getattr(part, name), name
+    assert "segments" not in vars(lowered)
     assert bound[0] == plan
-    if plan.tables is None:
-        assert bound[0].tables is None
+    if part.tables is None:
+        assert lowered.tables is None
     else:
-        assert bound[0].tables is not None
-        for found, wanted in zip(bound[0].tables, plan.tables, strict=True):
+        assert lowered.tables is not None
+        for found, wanted in zip(lowered.tables, part.tables, strict=True):
             np.testing.assert_array_equal(found, wanted)
-    assert bound[0].by_rows == plan.by_rows
+    assert lowered.by_rows == part.by_rows
 
 
 forms = st.sampled_from([list, tuple, RequestBlocks, np.array, lambda it: np.array(it, np.int32)])

@@ -46,7 +46,7 @@ def rows_of(bands: Bands, band: int) -> Iterator[Span]:
 @given(transfers(), st.sampled_from(Coalesce))
 def test_bands_join_the_rows_that_the_reference_moves(example: Example, coalesce: Coalesce) -> None:
     plan = example.plan(coalesce)
-    bands = Bands(plan)
+    bands = Bands(plan.part)
     drawn = [pair for band in range(len(bands)) for pair in rows_of(bands, band)]
     assert {*drawn} == {(it.src_row, it.dst_row) for it in example.moves}
     tensors = [
@@ -78,7 +78,7 @@ def numbers(text: str, word: str) -> set[int]:
 
 def assert_is_all_of(plan: Plan) -> None:
     """Rows, contents and bytes in the titles of the bands are those of the plan's origins."""
-    bands = Bands(plan)
+    bands = Bands(plan.part)
     drawn: Counter[tuple[Span, Span]] = Counter()
     texts: dict[tuple[Span, Span], list[str]] = {}
     for band in range(len(bands)):
@@ -91,7 +91,7 @@ def assert_is_all_of(plan: Plan) -> None:
     wanted: Counter[tuple[Span, Span]] = Counter()
     tokens: dict[tuple[Span, Span], set[int]] = {}
     heads: dict[tuple[Span, Span], set[int]] = {}
-    for run in range(plan.segments.num_runs):
+    for run in range(plan.part.segments.num_runs):
         origin = plan.origin(run)
         key = origin.src_rows, origin.dst_rows
         wanted[key] += 1
@@ -110,7 +110,7 @@ def assert_is_all_of(plan: Plan) -> None:
 @given(unlike_transfers(), st.booleans())
 def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> None:
     src, dst, _, _, src_token, dst_token, _ = transfer
-    bands = Bands(planned(transfer, coalesce))
+    bands = Bands(planned(transfer, coalesce).part)
     for side, parts, cache, shift in (
         (bands.src, bands.parts[0], src, 0),
         (bands.dst, bands.parts[1], dst, dst_token - src_token),
@@ -130,7 +130,7 @@ def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> 
 def test_a_band_of_bytes_begins_and_ends_where_they_do(
     example: Example, coalesce: Coalesce
 ) -> None:
-    bands = Bands(example.plan(coalesce))
+    bands = Bands(example.plan(coalesce).part)
     for name, stride, parts in zip(
         ("src", "dst"), (example.src.stride, example.dst.stride), bands.parts, strict=True
     ):
@@ -148,13 +148,13 @@ def test_a_band_of_bytes_begins_and_ends_where_they_do(
 @given(unlike_transfers(), st.booleans())
 def test_a_band_says_keys_or_values_as_the_origins_do(transfer: Any, coalesce: bool) -> None:
     plan = planned(transfer, coalesce)
-    bands = Bands(plan)
+    bands = Bands(plan.part)
     said = "".join(bands.text(range(band, band + 1)) + ";" for band in range(len(bands)))
     found = {letter for it in re.findall(r"; ([KV+]+);", said) for letter in it.split("+")}
-    if "kv" in plan.split or plan.tensors_per_layer == 2:
+    if "kv" in plan.part.split or plan.part.tensors_per_layer == 2:
         assert not found  # the slider's text says which
     else:
-        known = {plan.origin(it).kv for it in range(plan.segments.num_runs)} - {""}
+        known = {plan.origin(it).kv for it in range(plan.part.segments.num_runs)} - {""}
         assert found == {letter for it in known for letter in it.split("+")}
 
 
@@ -164,8 +164,8 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
 ) -> None:
     """Runs of rows whose places in the block table are in another order."""
     plan = kvplan.plan(Transfer(Rows(FP16, src), Rows(FP16, dst), coalesce=coalesce), local="dst")
-    bands = Bands(plan)
-    runs = {plan.rows(index)[1]: segment for index, segment in enumerate(plan.segments)}
+    bands = Bands(plan.part)
+    runs = {plan.part.rows(index)[1]: segment for index, segment in enumerate(plan.part.segments)}
     for band in range(len(bands)):
         low, high = ends(bands.dst, band)
         _, offset, nbytes = runs[low, high]
@@ -181,7 +181,7 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
 def test_neighbours_that_share_a_mark_are_counted() -> None:
     table = np.arange(0, 64, 2)
     plan = kvplan.plan(Transfer(Rows(FP16, table), Rows(FP16, table[::-1].copy())), local="dst")
-    bands = Bands(plan)
+    bands = Bands(plan.part)
     assert len(bands) == 32
     assert bands.text(range(4, 8)) == (
         "4 runs, from blocks 8 to 14 → blocks 48 to 54; entries 4..7 of 32 in the block table"
@@ -190,6 +190,6 @@ def test_neighbours_that_share_a_mark_are_counted() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), [(0, 1), (63, 0)])
 def test_one_block_is_one_band(src: int, dst: int) -> None:
-    bands = Bands(kvplan.plan(Transfer(Rows(FP16, [src]), Rows(FP16, [dst])), local="dst"))
+    bands = Bands(kvplan.plan(Transfer(Rows(FP16, [src]), Rows(FP16, [dst])), local="dst").part)
     assert len(bands) == 1
     assert (ends(bands.src, 0), ends(bands.dst, 0)) == ((src, src), (dst, dst))

@@ -22,7 +22,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 import kvplan
 from kvplan import CacheDesc, DataType, Plan, Rows, Shard, Transfer
-from kvplan.planning.groups import AnyPlan
 from tests.support.plans import joined
 
 DEADLINE_S = 60
@@ -75,7 +74,7 @@ class Page:
     def __init__(self, driver: webdriver.Chrome, folder: Path) -> None:
         self.driver, self.folder = driver, folder
 
-    def open(self, plan: AnyPlan, *, diff: Any = None, width: int = 1280) -> None:
+    def open(self, plan: Plan, *, diff: Any = None, width: int = 1280) -> None:
         self.show(plan.to_html(diff=diff), width)
 
     def show(self, document: str, width: int = 1280) -> None:

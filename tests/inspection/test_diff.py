@@ -253,7 +253,8 @@ def test_only_tensors_that_there_are_are_mentioned() -> None:
 
 
 def test_names_are_no_difference() -> None:
-    named = dataclasses.replace(PLAN, src=dataclasses.replace(PLAN.part.src, name="cache 1"))
+    src = dataclasses.replace(PLAN.part.src, name="cache 1")
+    named = Plan([dataclasses.replace(PLAN.part, src=src)])
     assert PLAN.diff(named).endswith("verdict: identical")
 
 

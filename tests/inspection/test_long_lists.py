@@ -136,7 +136,7 @@ def test_groups_of_the_same_blocks() -> None:
         local="dst",
     )
     assert_text(plan.explain(), GROUPS)
-    assert plan.explain("table").count("\ngroup") == 3
+    assert plan.explain("table").count("\npart") == 3
 
 
 def test_groups_of_one_request_in_another_order_are_not_the_same() -> None:
@@ -288,9 +288,9 @@ TABLE = """
 497881  60>60  121>121  8100-8115>8050-8065  t121+0xfb90000  t121+0xfd20000  524288
 """
 GROUPS = """
-pull_groups  B2B   4 groups   plan 2d3a09
+pull_groups  B2B   4 parts   plan 2d3a09
   427 descriptors | 7.9 MiB
-groups latent, again
+parts latent, again
   pull_blocks  B2B   src -> dst   plan 3a6859
     DT_FLOAT16 (block 8192, token 16, dim 576), both sides
     layers 0..60 -> 0..60 | tensors/layer 1 | 3 blocks x 18 KiB
@@ -299,15 +299,15 @@ groups latent, again
   |   `-- tensor 0 -> 0   4-5 -> 7-8  36 KiB   merged 2  tokens 0..31
   |                       9   -> 2    18 KiB   alone: not adjacent (src 5 -> 9, dst 8 -> 2)  tokens 32..47
   `-- layers 1..60 -> 1..60   desc [2:122)   3.2 MiB   same blocks
-group indexer
+part indexer
   pull_blocks  B2B   src -> dst   plan 544c9d
     DT_UINT8 (block 8192, token 16, dim 132), both sides
     layers 0..60 -> 0..60 | tensors/layer 1 | 3 blocks x 2.1 KiB
     183 slices -> 122 descriptors (61 merged) | 377.4 KiB
   |-- layer 0 -> 0   desc [0:2)   6.2 KiB
-  |   `-- tensor 0 -> 0   same blocks as group latent
+  |   `-- tensor 0 -> 0   same blocks as part latent
   `-- layers 1..60 -> 1..60   desc [2:122)   371.2 KiB   same blocks
-group window
+part window
   pull_blocks  B2B   src -> dst   plan 2972c7
     DT_FLOAT16 (block 8192, token 16, dim 576), both sides
     layers 0..60 -> 0..60 | tensors/layer 1 | 1 block x 18 KiB
@@ -317,7 +317,7 @@ group window
   `-- layers 1..60 -> 1..60   desc [1:61)   1.1 MiB   same blocks
 """  # noqa: E501
 GROUP_CHANGES = """
-groups a, b: identical
+parts a, b: identical
     verdict: different bytes - 1,124,352 destination bytes from another source
-verdict: groups c, d, e: different bytes - 1,124,352 destination bytes from another source
+verdict: parts c, d, e: different bytes - 1,124,352 destination bytes from another source
 """

@@ -108,7 +108,7 @@ def test_names_of_users_cannot_end_an_element() -> None:
 
 def test_half_a_character_in_a_name_is_replaced(tmp_path: Path) -> None:
     evil = PLAN.to_dict()
-    evil["src"]["name"] = "half \ud800"
+    evil["parts"][0]["src"]["name"] = "half \ud800"
     Plan.from_dict(evil).to_html(tmp_path / "page.html")
     assert "of a peer half �: " in (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -132,7 +132,7 @@ def test_notes_are_text_above_the_picture() -> None:
 
 
 def test_what_is_not_a_plan_is_refused() -> None:
-    with pytest.raises(TypeError, match="other"):
+    with pytest.raises(TypeError, match="diff"):
         PLAN.to_html(diff=PLAN.part)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="notes"):
         PLAN.to_html(notes=[1])  # type: ignore[list-item]
@@ -141,7 +141,7 @@ def test_what_is_not_a_plan_is_refused() -> None:
 def test_what_is_odd_is_said_in_words() -> None:
     bf16 = CacheDesc(4, (16, 16, 8, 128), DataType.DT_BF16, kv_tensor_format="NHD")
     assert oddities(
-        kvplan.plan(Transfer(Rows(DESC, [0]), Rows(bf16, [1]), reinterpret=True), local="dst")
+        kvplan.plan(Transfer(Rows(DESC, [0]), Rows(bf16, [1]), reinterpret=True), local="dst").part
     ) == [
         "REINTERPRETED: the bytes are copied as they are, whatever the two sides say that they "
         "mean: DT_FLOAT16 (block 16, token 16, head 8, dim 128) at the source, DT_BF16 (block 16, "
@@ -154,7 +154,7 @@ def test_what_is_odd_is_said_in_words() -> None:
     assert oddities(
         kvplan.plan(
             Transfer(Rows(source, [5, 9, 6]), Rows(turned, [3, 1]), num_tokens=40), local="dst"
-        )
+        ).part
     ) == [
         "Transposing: the axes lie in another order at the two ends, so that each block is moved "
         "in 32 runs of 256 B.",
@@ -163,26 +163,28 @@ def test_what_is_odd_is_said_in_words() -> None:
     ]
     half = CacheDesc(4, (64, 16, 4, 128), FP16, kv_tensor_format="NHD",
                      shard=Shard(heads=range(2, 6), num_heads=8))  # fmt: skip
-    assert oddities(kvplan.plan(Transfer(Rows(source, [5]), Rows(half, [3])), local="dst"))[0] == (
-        "Cut by head or token: each block is moved in 16 runs of 512 B."
-    )
-    assert oddities(kvplan.plan(Transfer(Rows(DESC, [1, 3]), Rows(DESC, [4, 9])), local="dst")) == [
-        "Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."
-    ]
-    assert oddities(PLAN) == [
+    assert oddities(kvplan.plan(Transfer(Rows(source, [5]), Rows(half, [3])), local="dst").part)[
+        0
+    ] == ("Cut by head or token: each block is moved in 16 runs of 512 B.")
+    assert oddities(
+        kvplan.plan(Transfer(Rows(DESC, [1, 3]), Rows(DESC, [4, 9])), local="dst").part
+    ) == ["Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."]
+    assert oddities(PLAN.part) == [
         "Alone: 1 of 2 runs is one block, which has no neighbour at both ends."
     ]
     assert oddities(
         kvplan.plan(
             Transfer(Rows(DESC, [1, 2]), Rows(DESC, [4, 5]), coalesce=Coalesce.NONE), local="dst"
-        )
+        ).part
     ) == ["Not merged: 1 run could be one with the run before (coalesce is none)."]
     assert oddities(
-        kvplan.plan(Transfer(Rows(DESC, [1, 1, 2, 2]), Rows(DESC, [1, 2, 4, 6])), local="src")
+        kvplan.plan(Transfer(Rows(DESC, [1, 1, 2, 2]), Rows(DESC, [1, 2, 4, 6])), local="src").part
     )[0] == ("Source block 1 is read 2 times, and 1 more are: is the block table right?")
     large = CacheDesc(4, (16, 64, 8, 128), FP16, kv_tensor_format="NHD")
     assert (
-        oddities(kvplan.plan(Transfer(Rows(DESC, [5, 2, 9, 1]), Rows(large, [3])), local="dst"))
+        oddities(
+            kvplan.plan(Transfer(Rows(DESC, [5, 2, 9, 1]), Rows(large, [3])), local="dst").part
+        )
         == []
     )  # runs, and no blocks
-    assert oddities(kvplan.plan(Transfer(Rows(DESC, [1, 1]), Rows(DESC, [2, 3])))) != []
+    assert oddities(kvplan.plan(Transfer(Rows(DESC, [1, 1]), Rows(DESC, [2, 3]))).part) != []

@@ -84,8 +84,8 @@ def test_every_band_is_drawn(example: Example, coalesce: Coalesce) -> None:
     plan = example.plan(coalesce)
     root = well_formed(plan.to_svg())
     ribbons = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "ribbon"]
-    assert len(ribbons) <= plan.segments.num_runs
-    rows = {row for it in range(plan.segments.num_runs) for row in [plan.origin(it).dst_rows]}
+    assert len(ribbons) <= plan.part.segments.num_runs
+    rows = {row for it in range(plan.part.segments.num_runs) for row in [plan.origin(it).dst_rows]}
     assert len(ribbons) >= len(rows)
 
 
@@ -118,10 +118,10 @@ def test_of_very_many_bands_some_are_drawn() -> None:
     root = well_formed(text)
     lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]
     drawn = sum(it.get("d", "").count("M") for it in lines)
-    assert drawn == -(-plan.segments.num_runs // 5) <= 4096
-    assert f"Only one of 5 runs is drawn: there are {plan.segments.num_runs:,}." in text
+    assert drawn == -(-plan.part.segments.num_runs // 5) <= 4096
+    assert f"Only one of 5 runs is drawn: there are {plan.part.segments.num_runs:,}." in text
     titles = [it[0].text or "" for it in root.iter(f"{SPACE}g")]
-    assert sum(int(it.split()[0]) for it in titles) == plan.segments.num_runs
+    assert sum(int(it.split()[0]) for it in titles) == plan.part.segments.num_runs
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_placement_is_named_where_it_says_something(
 def test_names_are_escaped(name: str) -> None:
     root = ET.fromstring(joined({name: SMALL, "b": SMALL}).to_svg())
     texts = [it.text or "" for it in root.iter(f"{SPACE}text")]
-    assert any(it.endswith(f"group {name}") for it in texts)
+    assert any(it.endswith(f"part {name}") for it in texts)
 
 
 def test_bands_from_one_block_stand_side_by_side() -> None:

@@ -251,13 +251,8 @@ def test_groups_are_listed_once_and_each_is_named(
     for text in (*texts(plan, 16), *texts(plan, None)):
         assert_narrow(text)
         heads = [it for it in text.splitlines()[2:] if not it.startswith(" ")]
-        assert sorted(
-            " ".join(heads)
-            .replace("groups ", "")
-            .replace("part group", "group")
-            .replace(", ", " ")
-            .split()[1::2]
-        ) == sorted(it[-1] for it in plans)
+        labels = [it for head in heads for it in head.partition(" ")[2].split(", ")]
+        assert sorted(labels) == sorted(plans)
     assert_narrow(plan.diff(joined({"group a": plans["group a"]})))
 
 
