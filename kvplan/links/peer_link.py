@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _Reply = TypeVar("_Reply", bound=Body)
 _T = TypeVar("_T")
 _MAY_HAVE_ARRIVED: Final = "; the notification may have been delivered"
+_cache_id: Final = attrgetter("cache_id")
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
 _MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
@@ -245,9 +247,9 @@ class PeerLink(LinkLifecycle):
         """
         if len(caches) == 1:
             return self.memory(caches[0], writable=writable)
-        key = (tuple(it.cache_id for it in caches), writable, any_holder)
+        key = (tuple(map(_cache_id, caches)), writable, any_holder)
         held = self._joined.get(key)
-        if held is not None and all(a is b for a, b in zip(held[0], caches, strict=True)):
+        if held is not None and all(map(is_, held[0], caches)):
             return held[1]
         link, *_ = [self._transport_link_to(it) for it in caches]
         memory = link.memory(
