@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Unpack, cast
 
 import msgspec
@@ -225,11 +226,12 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """The memory of several caches of this process, one after another."""
     if len(memories) == 1:
         return memories[0]
-    addresses = np.concatenate([it.addresses for it in memories])
-    nbytes = np.concatenate([it.nbytes for it in memories])
-    writable = all(it.writable for it in memories)
-    if len(on_host := tuple(it for it in memories if isinstance(it, HostMemory))) == len(memories):
-        owner = on_host if all(it.held for it in on_host) else None
+    addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
+    nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
+    writable = all(map(attrgetter("writable"), memories))
+    if {*map(type, memories)} == {HostMemory}:
+        on_host = cast("tuple[HostMemory, ...]", tuple(memories))
+        owner = on_host if all(map(attrgetter("held"), on_host)) else None
         return HostMemory(addresses, nbytes, writable=writable, owner=owner, parts=on_host)
     on_device = tuple(it for it in memories if isinstance(it, DeviceMemory))
     if len(on_device) < len(memories) or len({id(it.device) for it in on_device}) > 1:

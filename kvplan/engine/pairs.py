@@ -271,7 +271,7 @@ def move_now(
                 operation.hold(link)
                 raise operation.undelivered(error) from None
     ended = None
-    if engine.recorder is not None:
+    if (recorder := engine.recorder) is not None and not recorder.ended:
         part = rows.part(
             cut, nbytes, request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
             request.dst_token,

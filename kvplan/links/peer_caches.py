@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvplan.lease import BlockLease
     from kvplan.transport.protocol import PeerMemory, TransportLink
 
+_cache_id: Final = attrgetter("cache_id")
 _MAX_JOINED: Final = 64  # sets of caches whose memory is kept joined
 
 
@@ -157,9 +159,9 @@ class PeerCaches(LinkLifecycle, ABC):
         """The tensors of several caches, one cache after another, as one side of a transfer."""
         if len(caches) == 1:
             return self.memory(caches[0], writable=writable)
-        key = (tuple(it.cache_id for it in caches), writable, any_holder)
+        key = (tuple(map(_cache_id, caches)), writable, any_holder)
         held = self._joined.get(key)
-        if held is not None and all(a is b for a, b in zip(held[0], caches, strict=True)):
+        if held is not None and all(map(is_, held[0], caches)):
             return held[1]
         link, *_ = [self._transport_link_to(it) for it in caches]
         memory = link.memory(

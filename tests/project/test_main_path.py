@@ -35,7 +35,7 @@ MOST = {
     "planned": (53, 17),  # something needs a plan, as an order of its segments
     "submit": (47, 14),
     "layered": (89, 17),  # four layers
-    "groups": (184, 21),  # two caches
+    "groups": (167, 21),  # two caches
 }
 """Calls and files of each, in the calling thread."""
 
