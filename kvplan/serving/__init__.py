@@ -2,9 +2,9 @@
 
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.exchange import Exchange, ExchangeOptions
+from kvplan.serving.messages import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.puller import PullResult, Target
 from kvplan.serving.pusher import Chunk
-from kvplan.serving.reference import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.tables import CacheGroup, Table
 
 __all__ = [
