@@ -189,6 +189,8 @@ class PeerCaches(LinkLifecycle, ABC):
                 copies = link.copies(cache.metadata, on_device=on_device)
             side = replace(cache.side, way=self._described_way, copies=copies)
             known = self._sides[cache.cache_id] = cache, side
+            if self._table.by_id.get(cache.cache_id) is not cache:  # a reply may name any cache
+                self._sides.pop(cache.cache_id, None)
         return known[1]
 
     def tensors(
