@@ -1,1 +1,4 @@
-"""The control protocol: typed messages, authentication, channels between engines."""
+"""Messages between engines: typed, authenticated, on one event loop in a thread of its own.
+
+No plan, no memory and no transport may enter: what transports say of themselves is carried unread.
+"""

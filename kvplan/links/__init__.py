@@ -1,4 +1,7 @@
-"""Links with other engines: how they are made and ended, and the caches reached over them."""
+"""Links with other engines: how they begin, are renewed and end, and which caches peers offer.
+
+No operation of an engine and no transport by name may enter: transports are used by their protocol.
+"""
 
 from kvplan.links.links import Links
 from kvplan.links.peer_link import PeerClaim, PeerLink

@@ -187,6 +187,8 @@ class PeerCaches(LinkLifecycle, ABC):
         if known is None or known[0] is not cache:
             side = replace(cache.side, way=self._described_way)
             known = self._sides[cache.cache_id] = cache, side
+            if self._table.by_id.get(cache.cache_id) is not cache:  # a reply may name any cache
+                self._sides.pop(cache.cache_id, None)
         return known[1]
 
     def tensors(

@@ -20,7 +20,6 @@ from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from kvplan.links.peer_link import PeerLink
     from kvplan.transport.protocol import TransportLink
 
 

@@ -1,10 +1,13 @@
-"""What a serving engine needs besides transfers: see docs/how-to/serving.md."""
+"""Requests that finish in one serving engine and go on in another: docs/how-to/serving.md.
+
+No serving engine by name and no transport may enter: bytes move by the verbs of `LlmDataDist`.
+"""
 
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.exchange import Exchange, ExchangeOptions
+from kvplan.serving.messages import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.puller import PullResult, Target
 from kvplan.serving.pusher import Chunk
-from kvplan.serving.reference import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.tables import CacheGroup, Table
 
 __all__ = [

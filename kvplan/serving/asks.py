@@ -10,6 +10,7 @@ from kvplan.serving.book import LeaseBook, NotYetError
 from kvplan.serving.messages import (
     MAX_REASON,
     Ask,
+    Handle,
     Message,
     Refusal,
     Waiting,
@@ -17,7 +18,6 @@ from kvplan.serving.messages import (
     peer_log,
 )
 from kvplan.serving.pusher import Goal, Pusher
-from kvplan.serving.reference import Handle
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import PeerThreads, Tasks
 from kvplan.status import LLMException

@@ -16,9 +16,12 @@ from kvplan.serving.book import LeaseBook
 from kvplan.serving.messages import (
     MAX_INSTANCE,
     Ask,
+    Compatibility,
     Done,
+    Handle,
     Hello,
     Message,
+    Reference,
     Renew,
     decode,
     peer_log,
@@ -26,7 +29,6 @@ from kvplan.serving.messages import (
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Pusher
-from kvplan.serving.reference import Compatibility, Handle, Reference
 from kvplan.serving.tables import Blocks, CacheGroup, groups_of, share_of
 from kvplan.serving.tasks import OWN, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid

@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvplan.links import ClusterInfo, LinkState, LinkStatus
-from kvplan.serving.messages import Hello, Message, encode
-from kvplan.serving.reference import Compatibility, Source
+from kvplan.serving.messages import Compatibility, Hello, Message, Source, encode
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:

@@ -19,17 +19,19 @@ from kvplan.serving.messages import (
     Ask,
     Done,
     Grant,
+    Handle,
     Hello,
     Message,
+    Reference,
     Refusal,
     Renew,
+    Source,
     Waiting,
     encode,
     pieces,
 )
 from kvplan.serving.producers import Producers
 from kvplan.serving.pusher import Goal
-from kvplan.serving.reference import Handle, Reference, Source
 from kvplan.serving.tables import (
     Blocks,
     CacheGroup,

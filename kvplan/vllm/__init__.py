@@ -1,4 +1,8 @@
-"""The connector that vLLM loads (docs/how-to/vllm.md); vLLM is imported with `KvplanConnector`."""
+"""The connector that vLLM loads (docs/how-to/vllm.md), in two halves: scheduler and worker.
+
+Only `connector` and `stats` import vLLM, so that all else is tested without it. How bytes move may
+not enter: that is `kvplan.serving`.
+"""
 
 from __future__ import annotations
 

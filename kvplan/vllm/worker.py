@@ -17,9 +17,8 @@ from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
 from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, LlmRole
-from kvplan.vllm.figures import Figures
 from kvplan.vllm.options import ConnectorOptions
-from kvplan.vllm.step import Step, WorkerAddress
+from kvplan.vllm.step import Figures, Step, WorkerAddress
 
 logger = Log("kvplan.vllm")
 

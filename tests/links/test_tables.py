@@ -328,6 +328,15 @@ class TestMessages:
             PeerCache.of(1, TableEntry(**fields))
 
 
+def test_caches_of_replies_alone_are_not_remembered(pair: tuple[End, End]) -> None:
+    """A peer may name another cache in each reply, whatever it has published."""
+    link = pair[0].links.get(2)
+    for cache_id in range(1000, 1020):
+        entry = PublishedTable("local").describe(_entry(cache_id, DESC, b""))
+        link.side(PeerCache.of(2, entry))
+    assert len(link._sides) == 0
+
+
 def _entry(cache_id: int, desc: CacheDesc, metadata: bytes) -> CacheEntry:
     cache = kvplan.Cache(desc, cache_id, tuple(range(1, desc.num_tensors + 1)))
     memory = kvplan.HostMemory.from_arrays([np.zeros(1, np.uint8)])

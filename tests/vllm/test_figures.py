@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.serving import PullResult
-from kvplan.vllm.figures import Figures, reason_of
+from kvplan.vllm.step import Figures, reason_of
 
 MISSING = LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 

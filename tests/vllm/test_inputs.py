@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvplan.serving import token_digest
-from kvplan.vllm.inputs import UnknownInputError, digest_of
+from kvplan.vllm.scheduler import UnknownInputError, digest_of
 
 TOKENS = list(range(100, 170))
 
