@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
@@ -206,22 +205,6 @@ class Transfers:
         except BaseException:
             task.cancel()  # nobody could: without a handle it would stay until the end
             raise
-
-    def stage(
-        self,
-        plan: Plan,
-        src: Memory,
-        dst: Memory,
-        on_outcome: Callable[[LLMException | None], None] | None = None,
-        on_last: Callable[[LayerTask], None] | None = None,
-    ) -> LayerTask:
-        """Deprecated: the old name of `layered`.
-
-        Raises:
-            TypeError, LLMException: as `layered`.
-        """
-        warnings.warn("Transfers.stage is now Transfers.layered", DeprecationWarning, stacklevel=2)
-        return self.layered(plan, src, dst, on_outcome, on_last)
 
     def execute(
         self,

@@ -91,18 +91,6 @@ def test_tensors_that_are_lost_end_it_with_the_layer_that_needs_them(transfers, 
         task.wait()
 
 
-def test_the_old_name_of_layered_goes_on_with_a_warning(transfers):
-    src, dst, outcomes, ready = filled(1), filled(2), [], []
-    with pytest.warns(DeprecationWarning, match="stage is now Transfers.layered") as caught:
-        task = transfers.stage(PLAN, src, dst, outcomes.append, ready.append)
-    assert caught[0].filename == __file__
-    for layer in task.layers:
-        task.ready(layer)
-    task.wait()
-    assert_equal(dst, expected(PLAN, src, set(task.layers)))
-    assert (outcomes, ready) == ([None], [task])
-
-
 def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
     src, dst = filled(1), filled(2)
     task = transfers.layered(PLAN, src, dst)

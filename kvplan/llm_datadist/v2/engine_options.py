@@ -113,5 +113,6 @@ def _is_possible(key: str, text: str) -> bool:
 
 
 def is_known(key: str) -> bool:
-    """Whether an option has that key, here or in the original."""
-    return key in SPELLINGS or key.removeprefix("llm.") in WITHOUT_MEANING or key.startswith("ge.")
+    """Return whether an option has that key, here or in the original."""
+    name = f"llm.{key.removeprefix('llm.')}"
+    return key in SPELLINGS or name in WITHOUT_MEANING or key.startswith("ge.")
