@@ -91,7 +91,7 @@ class _Filter(NamedTuple):
     help="Write a trace for ui.perfetto.dev and chrome://tracing.",
 )
 @json_option
-def command(
+def trace(
     files: tuple[Path, ...],
     *,
     tag: str | None,

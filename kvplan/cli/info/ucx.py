@@ -26,7 +26,10 @@ def look(note: Callable[..., None]) -> None:
     Raises:
         LLMException, NativeError: what cannot be had, and why.
     """
-    note(step="looking for UCX", ucx={"places": _places(), "environment": _environment()})
+    note(
+        step="looking for UCX",
+        ucx={"places": _places(), "environment": _environment()},
+    )
     found = find()
     note(
         step=f"loading UCX ({found.path})",
