@@ -284,11 +284,7 @@ class Ping:
     cluster_id: int = field(default_factory=lambda: secrets.randbits(63) + 2**63)
 
     def run(self, peer: int | None) -> Report:
-        """Link with the cluster `peer` (None: whichever listens there), measure, and unlink.
-
-        Raises:
-            LLMException: it cannot be linked, and why; it does not answer.
-        """
+        """Link with the cluster `peer` (None: whichever listens there), measure, and unlink."""
         with self._engine(self.options) as engine:
             if peer is None:
                 peer = self._ask(engine)

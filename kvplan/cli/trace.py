@@ -163,11 +163,7 @@ def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
-    """Refuse an operation that neither engines have nor the recordings.
-
-    Raises:
-        click.UsageError: with the nearest names.
-    """
+    """Refuse an operation that neither engines have nor the recordings."""
     known = sorted(
         OPERATIONS.union(
             row.operation

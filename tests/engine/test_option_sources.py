@@ -11,7 +11,7 @@ import pytest
 from kvplan import LlmDataDist, LlmRole, Options, PoolConfig
 from kvplan.engine.option_sources import VARIABLES
 from kvplan.hixl.options import read as hixl_settings
-from kvplan.llm_datadist.v2.engine_options import engine_options
+from kvplan.llm_datadist.v2.config import engine_options
 from kvplan.vllm.options import ConnectorOptions
 from tests.support.refusals import refused
 

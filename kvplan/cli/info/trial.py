@@ -194,11 +194,7 @@ def _wrong_within(way: Way, device: Device | None, transfers: Transfers, stack: 
 
 
 def between_engines(transport: str) -> str:
-    """Pull and push over that transport, by the loopback; returns the way that the bytes took.
-
-    Raises:
-        LLMException: they cannot be moved, or came wrong.
-    """
+    """Pull and push over that transport, by the loopback; returns the way that the bytes took."""
     from kvplan.control.auth import ClusterKey
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.options import Options
