@@ -128,17 +128,6 @@ def table(*columns: str) -> Table:
     return made
 
 
-def write_table(out: Console, rows: Table) -> None:
-    """Print it; in a file or a pipe no line ends with blanks."""
-    if out.is_terminal:
-        out.print(rows)
-        return
-    with out.capture() as printed:
-        out.print(rows)
-    lines = [line.rstrip() for line in printed.get().splitlines()]
-    out.file.write("\n".join(lines) + "\n")
-
-
 _STYLES: Final = tuple(
     (re.compile(pattern), style)
     for pattern, style in (
