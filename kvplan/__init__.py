@@ -130,7 +130,6 @@ __all__ = [
     "Transfers",
     "execute",
     "load_plan",
-    "memory_report",
     "plan",
     "reference",
     "submit",

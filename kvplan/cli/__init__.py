@@ -20,9 +20,10 @@ __all__ = ["main"]
 
 
 class Command(NamedTuple):
-    """A subcommand: its one-line help, and the module whose `command` it is, loaded when used.
+    """A subcommand: its one-line help, and the module of its function, loaded when it is used.
 
-    That `command` is a click.Command whose function returns an `ExitCode`, or None for OK.
+    The function has the name of the subcommand; it is a click.Command that returns an `ExitCode`,
+    or None for OK.
     """
 
     help: str
@@ -30,15 +31,15 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
-    "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
-    "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
+    "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.plans"),
+    "diff": Command("Print how two plans differ.", "kvplan.cli.plans"),
     "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
-    "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.replay"),
+    "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.plans"),
     "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
-    "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.ping"),
+    "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.engines"),
     "tune": Command("Measure how this machine copies best.", "kvplan.cli.tune"),
-    "keygen": Command("Make the key of a cluster.", "kvplan.cli.keygen"),
+    "keygen": Command("Make the key of a cluster.", "kvplan.cli.engines"),
 }
 
 
@@ -52,7 +53,7 @@ class _Commands(click.Group):
         row = COMMANDS.get(cmd_name)
         if row is None:
             return None
-        command = import_module(row.module).command
+        command = getattr(import_module(row.module), cmd_name)
         assert isinstance(command, click.Command), row.module
         return command
 

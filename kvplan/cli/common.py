@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -11,7 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import click
 
+from kvplan.validation import printable
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
     from rich.table import Table
 
@@ -122,12 +127,34 @@ def table(*columns: str) -> Table:
     return made
 
 
-def write_table(out: Console, rows: Table) -> None:
-    """Print it; in a file or a pipe no line ends with blanks."""
-    if out.is_terminal:
-        out.print(rows)
+_STYLES: Final = tuple(
+    (re.compile(pattern), style)
+    for pattern, style in (
+        (r"\s*(verdict: )?(group \S+: )?identical\b", "green"),
+        (r"\s*verdict: equivalent", "green"),
+        (r"\s*verdict: ", "bold red"),
+        (r"\s*group .*: different", "red"),
+        (r"\s*[-]  ", "red"),
+        (r"\s*[+]  ", "green"),
+        (r".*\b(transposing|REINTERPRETED)\b", "yellow"),
+        (r"\s*over ", "cyan"),
+        (r"\s*(group|plan) ", "bold"),
+        (r"[a-z_]+  .*plan [0-9a-f]{6}$", "bold"),
+        (r"\s*#  ", "bold"),
+    )
+)
+"""The first that fits counts."""
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Print each line when it comes, with colours on a terminal.
+
+    Names in plans are whatever a file says.
+    """
+    out, lines = console(), map(printable, lines)
+    if not out.is_terminal or out.no_color:
+        out.file.writelines(f"{line}\n" for line in lines)
         return
-    with out.capture() as printed:
-        out.print(rows)
-    lines = [line.rstrip() for line in printed.get().splitlines()]
-    out.file.write("\n".join(lines) + "\n")
+    for line in lines:
+        style = next((style for pattern, style in _STYLES if pattern.match(line)), "")
+        out.print(line, style=style, overflow="ignore", crop=False, no_wrap=True)

@@ -136,7 +136,7 @@ class Engine:
 @click.option("--cluster", type=int, metavar="ID", help="Only engines of this cluster.")
 @click.option("--pid", type=int, help="Only engines of this process.")
 @json_option
-def command(
+def top(
     interval: float, *, once: bool, cluster: int | None, pid: int | None, as_json: bool
 ) -> ExitCode:
     """Show what the engines of this user do: links, transfers, leases, GB/s.

@@ -99,7 +99,7 @@ class _Filter(NamedTuple):
     help="Write a trace for ui.perfetto.dev and chrome://tracing.",
 )
 @json_option
-def command(
+def trace(
     files: tuple[Path, ...],
     *,
     tag: str | None,
@@ -174,11 +174,7 @@ def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
-    """Refuse an operation that neither engines have nor the recordings.
-
-    Raises:
-        click.UsageError: with the nearest names.
-    """
+    """Refuse an operation that neither engines have nor the recordings."""
     known = sorted(
         OPERATIONS.union(
             row.operation

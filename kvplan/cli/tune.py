@@ -46,7 +46,7 @@ class TunedCuda(NamedTuple):
 )
 @click.option("--dry-run", is_flag=True, help="Store nothing.")
 @json_option
-def command(only: str | None, *, dry_run: bool, as_json: bool) -> ExitCode:
+def tune(only: str | None, *, dry_run: bool, as_json: bool) -> ExitCode:
     """Measure how this machine copies best, and store it.
 
     Copies in host memory are compared with the built-in ones, for a third of a second. On a host

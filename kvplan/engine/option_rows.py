@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -135,10 +135,6 @@ def _check_json(name: str, value: object) -> None:
         _json_object(name, text)
 
 
-def _json(name: str, key: str) -> Row:
-    return Row(name, (key,), _text, _check_json)
-
-
 def _check_resources(name: str, value: object) -> None:
     text = check_type(name, value, str)
     given = _json_object(name, text) if text else {}
@@ -261,10 +257,8 @@ ROWS: Final = (
     ),
     _pool("mem_pool_config", OPTION_MEM_POOL_CONFIG),
     _pool("host_mem_pool_config", OPTION_HOST_MEM_POOL_CONFIG),
-    _json("buf_pool_cfg", OPTION_BUF_POOL_CFG),
-    _json("local_comm_res", OPTION_LOCAL_COMM_RES),
+    Row("local_comm_res", (OPTION_LOCAL_COMM_RES,), _text, _check_json),
     Row("global_resource_config", (OPTION_GLOBAL_RESOURCE_CONFIG,), _text, _check_resources),
-    Row("transfer_backend", (OPTION_TRANSFER_BACKEND,), _text, _check_backend),
     _boolean("prefault", "kvplan.prefault"),
     _boolean("allow_overcommit", "kvplan.allow_overcommit"),
     _word("pages", "kvplan.pages", PAGES),
@@ -276,9 +270,6 @@ ROWS: Final = (
         optional=True,
     ),
     _word("populate", "kvplan.populate", POPULATE),
-    _boolean("enable_switch_role", OPTION_ENABLE_SET_ROLE),
-    _boolean("enable_cache_manager", "llm.EnableCacheManager"),
-    _boolean("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible"),
     _number("link_total_time", "llm.LinkTotalTime", low=0, high=UINT32_MAX),
     _number("link_retry_count", "llm.LinkRetryCount", low=1, high=100),
     Row(
@@ -336,15 +327,37 @@ LISTENING: Final = frozenset(
 )
 """Those of where to listen."""
 
-WITHOUT_MEANING: Final = frozenset(
-    {
-        "ClusterInfo",
-        "ListenIp",
-        "ListenPort",
-        "MemoryUtilization",
-        "OutputMaxSize",
-        "Role",
-        "deployResPath",
-    }
-)
-"""Options of the reference that nothing here reads; so are all that begin with `ge.`."""
+WITHOUT_MEANING: Final[Mapping[str, Callable[[str, str], object]]] = {
+    OPTION_BUF_POOL_CFG: _check_json,
+    OPTION_ENABLE_SET_ROLE: _flag,
+    OPTION_TRANSFER_BACKEND: _check_backend,
+    "llm.ClusterInfo": _text,
+    "llm.EnableCacheManager": _flag,
+    "llm.EnableRemoteCacheAccessible": _flag,
+    "llm.ListenIp": _text,
+    "llm.ListenPort": _text,
+    "llm.MemoryUtilization": _text,
+    "llm.OutputMaxSize": _text,
+    "llm.Role": _text,
+    "llm.deployResPath": _text,
+}
+"""Options of the reference that have no effect here, each with the check of its text."""
+
+
+def ignored(key: str, name: str, text: str) -> bool:
+    """Return whether `key` is an option of the reference that has no effect here.
+
+    Args:
+        key: with or without the prefix `llm.`.
+        name: what messages call it.
+        text: its value.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a value that the option cannot have.
+    """
+    if key.startswith("ge."):
+        return True
+    check = WITHOUT_MEANING.get(f"llm.{key.removeprefix('llm.')}")
+    if check is not None:
+        check(name, text)
+    return check is not None

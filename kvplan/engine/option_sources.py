@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
-from kvplan.engine.option_rows import ROWS, SPELLINGS, WITHOUT_MEANING, Row
+from kvplan.engine.option_rows import ROWS, SPELLINGS, Row, ignored
 from kvplan.status import LLMException, invalid
 from kvplan.validation import open_regular, shown
 
@@ -74,15 +74,13 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Setting]:
     """
     name = os.fspath(path)
     found: dict[str, Setting] = {}
-    other: dict[str, str] = {}
     for key, value in _flat(_table_of(name)):
         source = f"{name}: {key}"
         row = _KEYS.get(key)
         if row is None:
-            if key.removeprefix("llm.") not in WITHOUT_MEANING and not key.startswith("ge."):
+            if not ignored(key, source, _text(source, value)):
                 near = get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
                 raise invalid(f"{source} is not an option; the nearest is {near!r}")
-            other[key] = _text(source, value)
         elif row.field in found:
             raise invalid(f"{source} and {found[row.field].source} are the same option")
         elif isinstance(value, bool) is not row.is_flag and not isinstance(value, str):
@@ -90,7 +88,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Setting]:
             raise invalid(f"{source}={shown(value)} must be {kind}")
         else:
             found[row.field] = Setting(_read(row, source, _text(source, value)), source)
-    return found | ({"other": Setting(other, name)} if other else {})
+    return found
 
 
 def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:

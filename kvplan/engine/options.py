@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from kvplan.engine.option_rows import (
     OPTION_LISTEN_IP_INFO,
     ROWS,
     SPELLINGS,
-    WITHOUT_MEANING,
     check_resource_file,
+    ignored,
 )
 from kvplan.engine.option_sources import (
     configured,
@@ -74,10 +74,7 @@ class Options:
             once, which allocates what an owner has not touched; "off": each at its first use.
         allow_overcommit: let a pool, or a cache without one, be larger than all memory and swap
             there is, here or in the cgroup.
-        buf_pool_cfg, local_comm_res, global_resource_config: JSON of the reference.
-        transfer_backend: of the reference: empty or "hixl".
-        enable_switch_role, enable_cache_manager, enable_remote_cache_accessible: of the
-            reference; here all three always are.
+        local_comm_res, global_resource_config: JSON of the reference.
         link_total_time: s within which all members of a `link` must have come; 0: 60. What
             `link_clusters` may take is its timeout_ms.
         link_retry_count: times that `link_clusters` tries to connect, within its timeout_ms; `link`
@@ -127,7 +124,6 @@ class Options:
         opentelemetry: make a span of OpenTelemetry of each transfer; needs the extra `otel`.
         status_socket: let programs of this user on this host ask what the engine does, as
             `kvplan top` does; nothing runs until one asks.
-        other: options of the reference without meaning here, by key, kept as given.
 
     Raises:
         TypeError: a field of another type.
@@ -145,13 +141,8 @@ class Options:
     pages: str = "auto"
     numa_node: int | None = None
     populate: str = "background"
-    buf_pool_cfg: str = ""
     local_comm_res: str = ""
     global_resource_config: str = ""
-    transfer_backend: str = ""
-    enable_switch_role: bool = True
-    enable_cache_manager: bool = True
-    enable_remote_cache_accessible: bool = True
     link_total_time: int = 0
     link_retry_count: int = 1
     rdma_traffic_class: int | None = None
@@ -179,7 +170,6 @@ class Options:
     verify: str = "off"
     opentelemetry: bool = False
     status_socket: bool = True
-    other: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for row in ROWS:
@@ -192,8 +182,6 @@ class Options:
             )
         if not self.local_comm_res:  # it is used in place of the file
             check_resource_file("global_resource_config", self.global_resource_config)
-        check_mapping("other", self.other)
-        object.__setattr__(self, "other", dict(self.other))  # the caller's may change
 
     def differences(self, other: Options) -> str:
         """Return the options that differ from those of `other`, each with both values."""
@@ -228,9 +216,9 @@ class Options:
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:
         """Return `options` as this type; a mapping has the reference's keys and text values.
 
-        Keys may omit the prefix `llm.` (or `kvplan.`, of options that the reference has not). An
-        unknown key is warned of, naming the nearest; one that is nearly `llm.ListenIpInfo` is
-        refused.
+        Keys may omit the prefix `llm.` (or `kvplan.`, of options that the reference has not).
+        Options of the reference that have no effect here are checked and ignored. An unknown key
+        causes a warning that names the nearest; one that is nearly `llm.ListenIpInfo` is refused.
 
         Raises:
             TypeError: neither of these, or a key or value that is not text.
@@ -243,15 +231,12 @@ class Options:
         check_mapping("options", options)
         values: dict[str, Any] = {}
         texts: dict[str, tuple[str, str]] = {}  # field -> key, text
-        other: dict[str, str] = {}
         for key, text in options.items():
             check_type("options key", key, str)
             check_type(f"options[{key!r}]", text, str)
             row = SPELLINGS.get(key)
             if row is None:
-                if key.removeprefix("llm.") in WITHOUT_MEANING or key.startswith("ge."):
-                    other[key] = text
-                else:
+                if not ignored(key, key, text):
                     warnings.warn(unknown_key(key), stacklevel=2)
                 continue
             before = texts.setdefault(row.field, (key, text))
@@ -260,7 +245,7 @@ class Options:
                     f"{key}={shown(text)} and {before[0]}={shown(before[1])} are the same option"
                 )
             values[row.field] = row.read(key, text)
-        return cls(**values, other=other)
+        return cls(**values)
 
 
 def unknown_key(key: str) -> str:

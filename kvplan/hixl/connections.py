@@ -1,31 +1,30 @@
-"""Connections with remote engines, by their names; and the messages that come over them.
-
-The original has a connection for each direction; the engine below has one link for both. So an end
-that finds the link made tells the other that it uses it too, and the link is ended by the end that
-disconnects last.
-"""
+"""Remote engines by their names, and those that are connected in the background."""
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from kvnative._signals import Mutex
 from kvplan.control.endpoint import Endpoint
 from kvplan.hixl.options import cluster_id_of, peer_endpoint
-from kvplan.hixl.values import NotifyDesc
+from kvplan.hixl.values import AsyncConnectStatus, NotifyDesc
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.values import cluster_here
 from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system_limits import start_thread
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.links import PeerLink
+
 
 _log = Log("kvplan.hixl")
 _peer_log = LimitedLog(_log)
@@ -65,11 +64,7 @@ class Connections:
         self._messages: list[NotifyDesc] = []
 
     def cluster_of(self, remote_engine: str) -> int:
-        """The cluster id of a connected engine; whether the link stands, a transfer finds out.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: it is not connected; LLM_PARAM_INVALID: it is no name.
-        """
+        """The cluster id of a connected engine; whether the link stands, a transfer finds out."""
         found = self._connected.get(remote_engine)
         if found is None:
             found = self._connected.get(str(peer_endpoint(remote_engine)))
@@ -85,12 +80,7 @@ class Connections:
             return False
 
     def connect(self, remote_engine: str, timeout_ms: int) -> None:
-        """Connect with an engine that listens.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it is no name, or this engine's own; LLM_ALREADY_LINK;
-                LLM_TIMEOUT; LLM_FAILED: why not.
-        """
+        """Connect with an engine that listens."""
         endpoint = peer_endpoint(remote_engine)
         started = time.monotonic()
         with self._one_call(remote_engine, str(endpoint), timeout_ms):
@@ -133,12 +123,7 @@ class Connections:
         raise _not_connected(remote_engine)
 
     def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
-        """End a connection; on return nothing moves over it for this end.
-
-        Raises:
-            LLMException: LLM_NOT_YET_LINK: there is none; LLM_TIMEOUT: transfers of the peer over
-                it go on, and it stays; or it has ended here, and the peer has not confirmed that.
-        """
+        """End a connection; on return nothing moves over it for this end."""
         deadline = time.monotonic() + timeout_ms / 1000
         with self._one_call(remote_engine, str(peer_endpoint(remote_engine)), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
@@ -179,12 +164,7 @@ class Connections:
             _log.info("disconnect: %s does not learn of it: %s", remote_engine, error)
 
     def notify(self, remote_engine: str, message: NotifyDesc, timeout_ms: int) -> None:
-        """Send a message; on return the remote engine has it.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it is too long; LLM_NOT_YET_LINK; LLM_LINK_BUSY: it has
-                too many that were not read; LLM_TIMEOUT.
-        """
+        """Send a message; on return the remote engine has it."""
         name, text = message.name.encode(), message.notify_msg.encode()
         for what, data in (("name", name), ("notify_msg", text)):
             if len(data) > _MAX_TEXT:
@@ -234,11 +214,7 @@ class Connections:
         return self._peer_uses.get(link, not link.phase)
 
     def _add(self, remote_engine: str, address: str, link: PeerLink) -> None:
-        """Know a connection by its names.
-
-        Raises:
-            LLMException: LLM_ALREADY_LINK: this link had another name before.
-        """
+        """Know a connection by its names."""
         connection = _Connection(link.cluster_id, ref(link))
         with self._mutex:
             known = connection in self._connected.values()
@@ -301,3 +277,117 @@ def _not_made(error: LLMException, started: float, timeout_ms: int) -> LLMExcept
         late = (time.monotonic() - started) * 1000 >= timeout_ms
         code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED
     return LLMException(error.args[0], status_code=code)
+
+
+_log = Log("kvplan.hixl")
+
+_WAITING = {
+    True: AsyncConnectStatus.CONNECT_PENDING,
+    False: AsyncConnectStatus.DISCONNECT_PENDING,
+}
+_RUNNING = {True: AsyncConnectStatus.CONNECTING, False: AsyncConnectStatus.DISCONNECTING}
+_ENDED = {
+    (True, True): AsyncConnectStatus.CONNECTED,
+    (True, False): AsyncConnectStatus.CONNECT_FAILED,
+    (False, True): AsyncConnectStatus.NOT_CONNECT,
+    (False, False): AsyncConnectStatus.NOT_CONNECT,
+}
+
+
+class _Task(NamedTuple):
+    connects: bool
+    run: Callable[[], bool]  # returns whether it did what it was asked
+
+
+class AsyncConnector:
+    """Runs such tasks in a few threads, which are there while there are tasks.
+
+    They keep no process from ending: one that ends without `finalize` does not wait for them.
+
+    Args:
+        threads: how many.
+        capacity: how many tasks may wait.
+        name: of the threads.
+    """
+
+    def __init__(self, threads: int, capacity: int, name: str) -> None:
+        self._most, self._capacity, self._name = threads, capacity, name
+        self._mutex = Mutex()
+        self._closed = False
+        self._threads: set[Thread] = set()
+        self._queues: dict[str, deque[_Task]] = {}  # of the remote engines that have a task
+        self._ready: deque[str] = deque()  # those that no thread is at
+        self._waiting = 0
+        self._states: dict[str, AsyncConnectStatus] = {}
+
+    def submit(self, remote_engine: str, *, connects: bool, run: Callable[[], bool]) -> None:
+        """Run a task after those of the same remote engine."""
+        with self._mutex:
+            if self._closed:
+                raise LLMException(
+                    "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
+                )
+            if self._waiting >= self._capacity:
+                raise LLMException(
+                    f"{self._waiting} asynchronous connects wait; at most {self._capacity} may "
+                    "(connect_pool.task_queue_capacity)",
+                    status_code=LLMStatusCode.LLM_LINK_BUSY,
+                )
+            queue = self._queues.get(remote_engine)
+            if queue is None:
+                queue = self._queues[remote_engine] = deque()
+                self._ready.append(remote_engine)
+                if len(self._threads) < self._most:
+                    self._threads.add(start_thread(self._name, self._work))
+            queue.append(_Task(connects, run))
+            self._waiting += 1
+            self._states[remote_engine] = _WAITING[connects]
+
+    def states(self) -> dict[str, AsyncConnectStatus]:
+        """That of the last task of each remote engine."""
+        with self._mutex:
+            return dict(self._states)
+
+    def stop(self) -> None:
+        """Begin no more tasks."""
+        with self._mutex:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.clear()
+
+    def join(self) -> None:
+        """Wait until those that were running have ended."""
+        with self._mutex:
+            threads = tuple(self._threads)
+        for it in threads:
+            it.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._mutex:
+                if not self._ready:
+                    self._threads.discard(current_thread())
+                    return
+                remote_engine = self._ready.popleft()
+            self._work_for(remote_engine)
+
+    def _work_for(self, remote_engine: str) -> None:
+        """Run the tasks of a remote engine until it has none."""
+        while True:
+            with self._mutex:
+                queue = self._queues[remote_engine]
+                if not queue:
+                    del self._queues[remote_engine]
+                    return
+                task = queue.popleft()
+                self._waiting -= 1
+                if not queue:
+                    self._states[remote_engine] = _RUNNING[task.connects]
+            done = False
+            try:
+                done = task.run()
+            except Exception:  # a mistake of ours; other tasks go on
+                _log.exception("connecting with %s in the background", remote_engine)
+            with self._mutex:
+                if not queue:  # else a later task's is what is asked for
+                    self._states[remote_engine] = _ENDED[task.connects, done]

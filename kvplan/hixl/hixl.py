@@ -13,8 +13,7 @@ from kvnative._ranges import TransferOpDesc, address_columns
 from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
-from kvplan.hixl.async_connector import AsyncConnector
-from kvplan.hixl.connections import Connections
+from kvplan.hixl.connections import AsyncConnector, Connections
 from kvplan.hixl.options import Settings, peer_endpoint, read
 from kvplan.hixl.requests import Requests
 from kvplan.hixl.values import (
@@ -78,11 +77,7 @@ class _Running:
         self.mutex = Mutex()  # of registering
 
     def place_of(self, mem_type: MemType) -> Placement:
-        """Return where memory of this type lies.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: MEM_DEVICE, and there is no device.
-        """
+        """Return where memory of this type lies."""
         if mem_type is MemType.MEM_HOST:
             return Placement.HOST
         if self.datadist.device is not None:

@@ -75,11 +75,7 @@ class Settings:
 
 
 def read(local_engine: str, options: Mapping[str, str]) -> Settings:
-    """Return what the arguments of `Hixl.initialize` mean.
-
-    Raises:
-        LLMException, ValueError: LLM_PARAM_INVALID: no such name, or an impossible option.
-    """
+    """Return what the arguments of `Hixl.initialize` mean."""
     listen = own_endpoint(local_engine)
     texts: dict[str, str] = {}
     for key, text in options.items():
@@ -136,11 +132,7 @@ def _mem_device(options: Mapping[str, str]) -> str:
 
 
 def own_endpoint(local_engine: str) -> Endpoint | None:
-    """Where an engine of this name listens; None: nowhere, as it has no port, or one below 1.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is no name of an engine.
-    """
+    """Where an engine of this name listens; None: nowhere, as it has no port, or one below 1."""
     host, port = _split(local_engine, "local_engine")
     if port is None or port < 1:
         Endpoint.parse(f"{host}:0")
@@ -149,11 +141,7 @@ def own_endpoint(local_engine: str) -> Endpoint | None:
 
 
 def peer_endpoint(remote_engine: str) -> Endpoint:
-    """Where a remote engine of this name listens.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is no name of an engine, or of one that does not listen.
-    """
+    """Where a remote engine of this name listens."""
     host, port = _split(remote_engine, "remote_engine")
     if port is None or port < 1:
         raise invalid(f"remote_engine={shown(remote_engine)} has no port: it listens nowhere")

@@ -70,11 +70,7 @@ class Requests:
             return self._last
 
     def status(self, number: int) -> tuple[int, TransferStatus]:
-        """How far a request is; one that has ended is forgotten.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: there is none of that number (any more).
-        """
+        """How far a request is; one that has ended is forgotten."""
         with self._mutex:
             request = self._requests.get(number)
             if request is None:

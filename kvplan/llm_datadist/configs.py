@@ -8,14 +8,16 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from kvplan.llm_datadist.fields import Checked, Field, checked_by
 from kvplan.llm_datadist.utils.utils import (
+    Checked,
+    Field,
     check_dict,
     check_int32,
     check_isinstance,
     check_uint16,
     check_uint32,
     check_uint64,
+    checked_by,
 )
 from kvplan.status import invalid
 from kvplan.validation import UINT32_MAX, shown
@@ -141,11 +143,7 @@ class _Setting(Checked[_T]):
         return self._none if held is None else held
 
     def written(self, config: object) -> dict[str, str]:
-        """Return the options of `config` that it makes; none while it is unset.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: an empty list.
-        """
+        """Return the options of `config` that it makes; none while it is unset."""
         held = self._held(config)
         if held is None or (held == self._initial and not held):
             return {}

@@ -1,26 +1,33 @@
-"""Converts official values to the engine's."""
+"""Convert official values and arguments to the engine's."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import IPv4Address
-from typing import overload
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 import kvplan
 from kvplan.layout import OPAQUE
 from kvplan.links import ClusterInfo, IpInfo
 from kvplan.llm_datadist.configs import LLMClusterInfo
-from kvplan.llm_datadist.utils.utils import check_isinstance
+from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance, check_uint32
 from kvplan.llm_datadist.v2.llm_types import (
     BlocksCacheKey,
     Cache,
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
+    check_layer_range,
 )
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.status import LLMException, invalid
-from kvplan.types import MAX_FORMAT
+from kvplan.types import MAX_FORMAT, KvCacheExtParam
 from kvplan.validation import UINT32_MAX, UINT64_MAX, shown
 
 AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
@@ -97,3 +104,182 @@ def _text_of(ip: int | None) -> str:
     if ip is None or not 0 <= ip <= UINT32_MAX:
         raise invalid(f"ip={shown(ip)} is out of range [0, 2**32)")
     return str(IPv4Address(int(ip).to_bytes(4, "little")))
+
+
+TENSORS_PER_LAYER = 2
+
+Indices = list[int] | tuple[int, ...]
+Table = list[int] | NDArray[np.int64]
+
+_LONG = 64  # blocks; from here on an array is faster
+
+
+def layers_of(
+    src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int
+) -> KvCacheExtParam:
+    """Return which layers go where; refuse what is not ranges of step 1 and uint32 > 0.
+
+    Without a range, 2 cannot be told from the default, with which any number of tensors moves.
+    """
+    check_uint32("tensor_num_per_layer", tensor_num_per_layer)
+    if tensor_num_per_layer == 0:
+        raise invalid("tensor_num_per_layer=0 is out of range [1, num_tensors]")
+    _check_layers("src_layer_range", src_layer_range)
+    _check_layers("dst_layer_range", dst_layer_range)
+    if src_layer_range is dst_layer_range is None and tensor_num_per_layer == TENSORS_PER_LAYER:
+        return ALL_LAYERS
+    return KvCacheExtParam(src_layer_range, dst_layer_range, int(tensor_num_per_layer))
+
+
+def pushed_layers_of(
+    src_layer_range: range | None,
+    dst_layer_range: range | None,
+    tensor_num_per_layer: int,
+    num_tensors: int,
+) -> KvCacheExtParam:
+    """As `layers_of`, where a range that is not given means the layers of the local cache.
+
+    The remote cache may have more: a push goes to its first ones.
+    """
+    layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
+    per_layer = int(tensor_num_per_layer)
+    if layers is ALL_LAYERS and num_tensors % per_layer:
+        return KvCacheExtParam(range(num_tensors), range(num_tensors), 1)
+    whole = range(num_tensors // per_layer)
+    src, dst = (whole if it is None else it for it in (src_layer_range, dst_layer_range))
+    if len(src) != len(dst):
+        raise invalid(f"src_layer_range={src} and dst_layer_range={dst} must be of equal length")
+    if src_layer_range is None and num_tensors % per_layer:
+        return layers  # no range names the tensors of the last layer
+    return KvCacheExtParam(src, dst, per_layer)
+
+
+def layers_given(kwargs: Mapping[str, Any]) -> KvCacheExtParam:
+    """Return `layers_of` the keyword arguments of a pull."""
+    return layers_of(
+        kwargs.get("src_layer_range"),
+        kwargs.get("dst_layer_range"),
+        kwargs.get("tensor_num_per_layer", TENSORS_PER_LAYER),
+    )
+
+
+def _check_layers(name: str, layers: range | None) -> None:
+    check_layer_range(name, layers)
+    if layers is not None:
+        check_uint32(f"{name}.stop - 1", layers.stop - 1)
+
+
+def indices_of(
+    name: str, blocks: Indices | None, refusal: type[Exception] = TypeError
+) -> list[int]:
+    """Return block indices as a list; None: none. One that is not a uint64 is a `refusal`."""
+    check_isinstance(name, blocks, [list, tuple])
+    if not blocks:
+        return []
+    # Almost always; several times faster for long tables.
+    if set(map(type, blocks)) == {int} and min(blocks) >= 0 and max(blocks) <= UINT64_MAX:
+        return list(blocks)
+    check_isinstance(name, blocks, [list, tuple], int)
+    return [_index(name, it, refusal) for it in blocks]
+
+
+def table_of(name: str, blocks: Indices | None, *, allow_none: bool = True) -> Table:
+    """As `indices_of`; a long table comes as an array, which is not checked element by element."""
+    check_isinstance(name, blocks, [list, tuple], allow_none=allow_none)
+    if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
+        with suppress(struct.error):  # beyond int64
+            table = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
+            if table.min() >= 0:
+                return table
+    return indices_of(name, blocks)
+
+
+@overload
+def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], list[int]]: ...
+@overload
+def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]: ...
+def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]:
+    """Drop the pairs whose destination comes again later: the last one counts.
+
+    Tables of unequal length come back as they are.
+    """
+    if len(src_blocks) != len(dst_blocks) or _are_distinct(dst_blocks):
+        return src_blocks, dst_blocks
+    source_of = dict(zip(_listed(dst_blocks), _listed(src_blocks), strict=True))
+    return list(source_of.values()), list(source_of)
+
+
+def _are_distinct(blocks: Table) -> bool:
+    if isinstance(blocks, list) or (end := int(blocks.max()) + 1) > 64 * len(blocks):
+        return len(set(_listed(blocks))) == len(blocks)
+    seen = np.zeros(end, np.bool_)
+    seen[blocks] = True
+    return int(np.count_nonzero(seen)) == len(blocks)
+
+
+def _listed(blocks: Table) -> list[int]:
+    return blocks if isinstance(blocks, list) else blocks.tolist()
+
+
+def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return the copies as `each_once` does; an index that is not a uint64 is a TypeError."""
+    return each_once(
+        (_index("copy_block_info", src), _index("copy_block_info", dst))
+        for src, targets in copy_block_info.items()
+        for dst in targets
+    )
+
+
+def each_once(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return {src: [dst, ...]} for copies inside one cache; of a destination the last one counts.
+
+    A copy of a block to itself changes nothing, so it does not count where there is another.
+    """
+    source_of: dict[int, int] = {}
+    for src, dst in pairs:
+        if src != dst or dst not in source_of:
+            source_of[dst] = src
+    copies: dict[int, list[int]] = {}
+    for dst, src in source_of.items():
+        copies.setdefault(src, []).append(dst)
+    return copies
+
+
+def _index(name: str, value: int, refusal: type[Exception] = TypeError) -> int:
+    if not 0 <= value <= UINT64_MAX:
+        raise refusal(f"{name} holds {shown(value)}; a block index is in [0, 2**64)")
+    return int(value)
+
+
+def check_size(size: int) -> None:
+    """Refuse a size that is neither -1 (the whole row) nor positive, or not an int64."""
+    check_int64("size", size)
+    if size != -1 and size <= 0:
+        raise invalid(f"size={size} must be -1 or > 0")
+
+
+def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
+    """Refuse a cache of the other kind."""
+    if cache.is_blocks_cache is not is_blocks:
+        raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
+
+
+def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
+    """Refuse caches that cannot swap any blocks: other placements, num_tensors, size of a block."""
+    ends = {src_name: desc_of(src.cache_desc), dst_name: desc_of(dst.cache_desc)}
+    for what, values in (
+        ("placement", [it.placement.name for it in ends.values()]),
+        ("num_tensors", [it.num_tensors for it in ends.values()]),
+        ("bytes of a block", [it.tensor_nbytes // it.shape[0] for it in ends.values()]),
+    ):
+        if (values[0] == values[1]) is (what == "placement"):
+            raise invalid(
+                f"{what} is {values[0]} of {src_name} and {values[1]} of {dst_name}; a swap is "
+                "between HOST and DEVICE, of as many tensors, and of blocks of one size"
+            )
+
+
+def check_some(name: str, blocks: Sized) -> None:
+    """Refuse an empty block table."""
+    if not len(blocks):
+        raise invalid(f"{name} is empty; at least one block is needed")

@@ -97,11 +97,7 @@ def in_use(official: str | None = None) -> str:
 
 
 def official_path(path: Sequence[str] | None = None) -> str | None:
-    """Return the file of an llm_datadist that is not this one and could be imported.
-
-    Args:
-        path: folders to look in, as `sys.path`; None: everywhere that an import looks.
-    """
+    """Return the file of an llm_datadist that is not this one and could be imported."""
     for spec in _specs("llm_datadist", sys.path if path is None else path, path is None):
         # A folder without __init__.py is a namespace package, not an installation.
         if spec.origin is not None and spec.has_location:

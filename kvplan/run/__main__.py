@@ -5,7 +5,124 @@ which the program and the Python processes that it starts import our `llm_datadi
 status, tracebacks and signals are then the interpreter's own.
 """
 
-from kvplan.run.launcher import main
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]
+from typing import Final, NamedTuple, NoReturn
+
+from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, official_path
+
+MODULE: Final = "kvplan.run"
+
+USAGE: Final = """\
+usage: python [OPTION OF PYTHON]... -m kvplan.run [--several-engines] PROGRAM [ARGUMENT]...
+
+Run a Python program, as it is, with kvplan's llm_datadist: `import llm_datadist` and every path
+below it give kvplan's, also in the Python processes that the program starts. So does `import hixl`
+where no other hixl is installed.
+
+PROGRAM is what python takes: a script, a folder or archive with a __main__.py, -m MODULE,
+-c COMMAND, or - for what comes by standard input.
+
+  --several-engines  let a process have several LLMDataDist objects initialized at once
+  -h, --help         print this text
+"""
+
+
+class Misuse(Exception):  # noqa: N818 - the command line's, not an error of the program
+    """A command line that is not understood, and why."""
+
+
+class Launch(NamedTuple):
+    """Options of the launcher, and the arguments of the interpreter."""
+
+    several_engines: bool
+    program: tuple[str, ...]
+
+
+def main() -> NoReturn:
+    """Become the program, or exit: 0 after --help, 2 where the command line is not understood."""
+    try:
+        launch = parse(sys.argv[1:])
+        flags = interpreter_flags(sys.orig_argv, len(sys.argv) - 1)
+    except Misuse as misuse:
+        sys.stderr.write(f"{MODULE}: {misuse}\n\n{USAGE}")
+        sys.exit(2)
+    if launch is None:
+        sys.stdout.write(USAGE)
+        sys.exit(0)
+    if (official := official_path(search_path(launch.program))) is not None:
+        ours = Path(STUBS).parents[1] / "llm_datadist"
+        sys.stderr.write(f"{MODULE}: llm_datadist is kvplan's, {ours}; {official} is not used\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, *flags, *launch.program]
+    os.execve(sys.executable, command, environment(os.environ, launch))
+
+
+def parse(arguments: Sequence[str]) -> Launch | None:
+    """Return what the arguments ask for; None: help."""
+    several_engines = False
+    for position, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            return None
+        if argument == "--several-engines":
+            several_engines = True
+        elif argument in ("-m", "-c") and position + 1 == len(arguments):
+            raise Misuse(f"{argument} needs an argument")
+        elif argument.startswith("-") and argument[:2] not in ("-m", "-c") and argument != "-":
+            raise Misuse(f"no option {argument}; those of python stand before -m {MODULE}")
+        else:
+            return Launch(several_engines, tuple(arguments[position:]))
+    raise Misuse("no program to run")
+
+
+def interpreter_flags(command: Sequence[str], num_arguments: int) -> list[str]:
+    """Return python's own options in the command that started the launcher.
+
+    Of `python -m cProfile -m kvplan.run` also `-m cProfile`: it is the program that counts.
+
+    """
+    if sys.flags.ignore_environment:
+        raise Misuse(
+            f"under python -I and -E nothing is found by PYTHONPATH; without the launcher, "
+            f"{OURS}.install() does the same inside the program"
+        )
+    own = list(command[1 : len(command) - num_arguments])
+    text = "\0".join(own)
+    for ending in (f"m\0{MODULE}", f"m{MODULE}"):
+        if text.endswith(ending):
+            # -m may be the last of several letters: -um
+            *before, last = text.removesuffix(ending).split("\0")
+            return before if last == "-" else [*before, last]
+    # Started by something else, such as runpy: what the interpreter knows of its options.
+    flags: list[str] = _args_from_interpreter_flags()
+    return flags
+
+
+def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
+    """Return the program's environment: ours first in PYTHONPATH, and the launcher's options."""
+    path = [it for it in inherited.get("PYTHONPATH", "").split(os.pathsep) if it != STUBS]
+    changed = {"PYTHONPATH": os.pathsep.join([STUBS, *path] if any(path) else [STUBS])}
+    if launch.several_engines:
+        changed[SEVERAL_ENGINES] = "1"
+    return {**inherited, **changed}
+
+
+def search_path(program: Sequence[str]) -> list[str]:
+    """Return where the program will look for modules, as far as that is known before it runs."""
+    if sys.flags.safe_path:
+        return sys.path
+    first = program[0]
+    if first[:2] in ("-", "-c", "-m"):
+        return [str(Path.cwd()), *sys.path[1:]]
+    script = Path(first).resolve()
+    return [str(script.parent if script.is_file() else script), *sys.path[1:]]
+
 
 if __name__ == "__main__":
     main()

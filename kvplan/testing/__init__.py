@@ -4,8 +4,7 @@ Planning only: nothing here needs memory of an engine, a peer, or anything that 
 """
 
 from kvplan.testing.caches import BlockTables, Executed, make_desc, run_reference
-from kvplan.testing.golden import GoldenPlans, difference, write_plan
-from kvplan.testing.observed import Budget, observe_plans
+from kvplan.testing.plans import Budget, GoldenPlans, difference, observe_plans, write_plan
 
 __all__ = [
     "BlockTables",

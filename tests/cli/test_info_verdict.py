@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvplan.cli.info.verdict import verdict
+from kvplan.cli.info.text import verdict
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from kvplan import LlmDataDist, LlmRole, Options, PoolConfig
 from kvplan.engine.option_sources import VARIABLES
 from kvplan.hixl.options import read as hixl_settings
-from kvplan.llm_datadist.v2.engine_options import engine_options
+from kvplan.llm_datadist.v2.config import engine_options
 from kvplan.vllm.options import ConnectorOptions
 from tests.support.refusals import refused
 
@@ -89,7 +89,6 @@ def test_a_file_is_read_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = Options.from_file(file, transport="local")
     assert (found.transport, found.max_links, found.sync_kv_cache_wait_time) == ("local", 9, 70)
     assert found.ucx_settings == '{"UCX_IB_GID_INDEX": "3"}'
-    assert found.other == {"llm.MemoryUtilization": "0.9"}
     named = file.with_name("named.toml")
     named.write_text("[kvplan]\nmax_links = 5\ncomm_port = 5\n")
     monkeypatch.setenv("KVPLAN_OPTIONS_FILE", str(named))
@@ -152,6 +151,6 @@ def test_what_a_file_cannot_hold(tmp_path: Path, text: str, error: str) -> None:
 
 def test_every_option_has_one_variable_which_is_nothing_else() -> None:
     others: set[Any] = {"KVPLAN_RECORD", "KVPLAN_EXPLAIN", "KVPLAN_DEBUG", "KVPLAN_MEM_DEVICE"}
-    fields = Options.__dataclass_fields__.keys() - {"other"}
+    fields = Options.__dataclass_fields__.keys()
     assert {row.field for row in VARIABLES.values()} == fields
     assert not VARIABLES.keys() & others

@@ -28,12 +28,7 @@ from tests.support.refusals import refused
         ("llm.HostMemPoolConfig", '{"memory_size": 65536}', "host_mem_pool_config",
          PoolConfig(65536, 16)),
         ("llm.MemPoolConfig", "", "mem_pool_config", None),
-        ("llm.BufPoolCfg", '{"buf_cfg":[]}', "buf_pool_cfg", '{"buf_cfg":[]}'),
         ("llm.LocalCommRes", "", "local_comm_res", ""),
-        ("llm.TransferBackend", "hixl", "transfer_backend", "hixl"),
-        ("llm.EnableSwitchRole", "0", "enable_switch_role", False),
-        ("llm.EnableCacheManager", "1", "enable_cache_manager", True),
-        ("llm.EnableRemoteCacheAccessible", "1", "enable_remote_cache_accessible", True),
         ("llm.LinkTotalTime", "4294967295", "link_total_time", 2**32 - 1),
         ("llm.LinkRetryCount", "100", "link_retry_count", 100),
         ("llm.RdmaTrafficClass", "252", "rdma_traffic_class", 252),
@@ -57,17 +52,28 @@ def test_the_constants_of_the_header_are_keys():
     names = [name for name in vars(option_rows) if name.startswith("OPTION_")]
     assert len(names) == 10
     for name in names:
-        assert getattr(option_rows, name) in option_rows.SPELLINGS
+        key = getattr(option_rows, name)
+        assert key in option_rows.SPELLINGS or key in option_rows.WITHOUT_MEANING
 
 
 def test_every_field_has_a_key():
     fields = {it.name for it in dataclasses.fields(Options)}
-    assert fields - {row.field for row in option_rows.ROWS} == {"other"}
+    assert fields == {row.field for row in option_rows.ROWS}
 
 
-def test_what_has_no_meaning_here_is_kept():
-    given = {"ge.flowGraphMemMaxSize": "10", "llm.MemoryUtilization": "0.95", "llm.Role": "1"}
-    assert Options.of(given).other == given
+def test_what_has_no_meaning_here_is_checked_and_ignored():
+    given = {
+        "ge.flowGraphMemMaxSize": "10",
+        "llm.MemoryUtilization": "0.95",
+        "llm.Role": "1",
+        "llm.BufPoolCfg": '{"buf_cfg":[]}',
+        "TransferBackend": "hixl",
+        "llm.EnableSwitchRole": "0",
+    }
+    assert Options.of(given) == Options()
+    for key, text in {"BufPoolCfg": "{", "TransferBackend": "x", "EnableCacheManager": "2"}.items():
+        with refused("LLM_PARAM_INVALID", f"llm.{key}"):
+            Options.of({f"llm.{key}": text})
 
 
 def test_nothing_given_is_the_defaults():
@@ -190,8 +196,7 @@ def test_other_types_and_widths(options, error):
         {"device_id": None},
         {"listen_ip_info": None},
         {"mem_pool_config": '{"memory_size": 65536}'},
-        {"enable_switch_role": 1},
-        {"other": 5},
+        {"encrypt": 1},
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvplan.hixl.async_connector import AsyncConnector
+from kvplan.hixl.connections import AsyncConnector
 from kvplan.hixl.values import AsyncConnectStatus
 from tests.support.refusals import refused
 

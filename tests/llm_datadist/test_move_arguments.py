@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan.llm_datadist.v2.move_arguments import indices_of, last_wins, table_of
+from kvplan.llm_datadist.conversion import indices_of, last_wins, table_of
 
 LENGTHS = (3, 64, 500)
 

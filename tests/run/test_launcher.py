@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvplan.run import launcher
+from kvplan.run import __main__ as launcher
 from tests.run.programs import ROOT, STUBS, Folder
 
 LOOK = f"""

@@ -14,7 +14,7 @@ import kvplan
 from kvplan import DataType, LLMStatusCode, Plan, Rows, Transfer, load_plan
 from kvplan.planning.plan import OBSERVERS
 from kvplan.testing import BlockTables, Budget, GoldenPlans, make_desc, observe_plans, run_reference
-from kvplan.testing.golden import write_plan
+from kvplan.testing.plans import write_plan
 from tests.planning.transfers import Example, transfers
 from tests.support.plans import joined
 from tests.support.refusals import refused

@@ -18,7 +18,7 @@ import click
 
 from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.cli.info import host, text
-from kvplan.cli.info.verdict import verdict
+from kvplan.cli.info.text import verdict
 
 SCHEMA_VERSION: Final = 1
 """Of `--json`: rises when a field changes its meaning or goes."""
@@ -47,7 +47,7 @@ _SAID: Final = 12
 )
 @click.option("-v", "--verbose", is_flag=True, help="All that was found, and where.")
 @json_option
-def command(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> ExitCode:
+def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> ExitCode:
     """Show whether kvplan works here, by which means, and what would make it better.
 
     Exits with 1 if it does not work here, or may not.

@@ -1,4 +1,4 @@
-"""Looks at accelerators and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`, see `apart`.
+"""Look at accelerators and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`.
 
 Writes a line of JSON to FD for each step that begins and for all that was found, so that nothing is
 lost where a library ends the process, or never comes back.
@@ -19,13 +19,16 @@ import msgspec
 from kvnative._backend import NativeError
 from kvnative.ascend_files import HOME_VARIABLES, homes
 from kvplan.cli.info import trial
-from kvplan.cli.info.cuda import look as look_at_cuda
-from kvplan.cli.info.ways import ways_between, ways_within
-from kvplan.device.ascend import OVERRIDE, load_library
+from kvplan.cli.info.trial import ways_between, ways_within
+from kvplan.device.ascend import OVERRIDE
+from kvplan.device.ascend import load_library as load_acl
+from kvplan.device.cuda import CudaDevice, driver_version
+from kvplan.device.cuda import load_library as load_cuda
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvnative._acl import AclLibrary
+    from kvnative._cuda import CudaLibrary
     from kvplan.device.ascend import AscendDevice
     from kvplan.device.device import Device
     from kvplan.transport.choice import TransportOptions
@@ -74,7 +77,7 @@ def look(note: Note, device_id: int) -> None:
 def _open_device(note: Note, device_id: int) -> Iterator[Device | None]:
     """Look at all devices, and hold the one that engines would take open; None: they take none."""
     ascend = _look_at_ascend(note, device_id)
-    cuda = look_at_cuda(note, device_id)
+    cuda = _look_at_cuda(note, device_id)
     try:
         yield ascend or cuda
     finally:
@@ -88,7 +91,7 @@ def _look_at_ascend(note: Note, device_id: int) -> AscendDevice | None:
 
     note(step="opening the ACL library", accelerator={"places": _places_of_acl()})
     try:
-        library = load_library()
+        library = load_acl()
         note(accelerator=_of_library(library))
         note(step="asking ACL for its devices (aclInit)")
         count = library.device_count()
@@ -239,6 +242,41 @@ def _reason(error: Exception) -> str:
     text = str(error.args[0]) if error.args else ""
     ours = isinstance(error, (LLMException, NativeError))
     return text if ours and text else f"{type(error).__name__}: {text}"
+
+
+def _look_at_cuda(note: Callable[..., None], device_id: int) -> CudaDevice | None:
+    """Report which devices there are, and return that one open; None where it cannot be."""
+    note(step="opening CUDA's library", cuda={"driver": driver_version()})
+    try:
+        library = load_cuda()
+        note(
+            step="asking CUDA for its devices (cuInit)",
+            cuda={"library": library.path, "version": library.version},
+        )
+        count = library.device_count()
+        note(cuda={"missing": list(library.missing), "num_devices": count})
+        note(cuda={"devices": [_of_cuda_device(note, library, it) for it in range(count)]})
+        note(step=f"opening CUDA device {device_id}")
+        return CudaDevice(device_id, library)
+    except (LLMException, NativeError) as error:
+        note(cuda={"why_not": str(error.args[0]) if error.args else type(error).__name__})
+    return None
+
+
+def _of_cuda_device(
+    note: Callable[..., None], library: CudaLibrary, device_id: int
+) -> dict[str, object]:
+    note(step=f"opening CUDA device {device_id}")
+    try:
+        device = CudaDevice(device_id, library)
+    except LLMException as error:
+        return {"id": device_id, "why_not": str(error.args[0])}
+    try:
+        return device.describe()
+    except (LLMException, NativeError) as error:
+        return {"id": device_id, "why_not": str(error.args[0])}
+    finally:
+        device.close()
 
 
 if __name__ == "__main__":

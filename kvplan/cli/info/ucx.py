@@ -21,12 +21,11 @@ _ANY_LIBRARY: Final = ""
 
 
 def look(note: Callable[..., None]) -> None:
-    """Report which library there is, what it was built with, what it finds and what is missing.
-
-    Raises:
-        LLMException, NativeError: what cannot be had, and why.
-    """
-    note(step="looking for UCX", ucx={"places": _places(), "environment": _environment()})
+    """Report which library there is, what it was built with, what it finds and what is missing."""
+    note(
+        step="looking for UCX",
+        ucx={"places": _places(), "environment": _environment()},
+    )
     found = find()
     note(
         step=f"loading UCX ({found.path})",
@@ -50,11 +49,7 @@ def look(note: Callable[..., None]) -> None:
 
 
 def look_at_transport(note: Callable[..., None], ours: UcxTransport, theirs: UcxTransport) -> None:
-    """Report how an engine's bytes would move, and move some between two ends of this process.
-
-    Raises:
-        LLMException: they cannot be moved, and why.
-    """
+    """Report how an engine's bytes would move, and move some between two ends of this process."""
     over = Metadata.from_bytes(ours.metadata(())).over
     note(step="trying a copy over UCX", ucx={"over": over.split()})
     tried = trial.over_ucx(ours, theirs)

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvplan.llm_datadist.conversion import cache_of, desc_of, key_of
+from kvplan.llm_datadist.conversion import (
+    TENSORS_PER_LAYER,
+    Indices,
+    cache_of,
+    check_alike,
+    check_kind,
+    check_size,
+    check_some,
+    copies_of,
+    desc_of,
+    key_of,
+    last_wins,
+    layers_given,
+    pushed_layers_of,
+    table_of,
+)
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import (
     check_dict,
@@ -13,7 +28,7 @@ from kvplan.llm_datadist.utils.utils import (
     check_uint32,
     check_uint64,
 )
-from kvplan.llm_datadist.v2.engine_options import HOST_POOL, POOL, REMOTE_ACCESS, wait_time_ms
+from kvplan.llm_datadist.v2.config import HOST_POOL, POOL, REMOTE_ACCESS, wait_time_ms
 from kvplan.llm_datadist.v2.layer_transfer import Configs, LayerSource, transfer_layers
 from kvplan.llm_datadist.v2.llm_types import (
     BlocksCacheKey,
@@ -28,19 +43,6 @@ from kvplan.llm_datadist.v2.llm_types import (
     Placement,
 )
 from kvplan.llm_datadist.v2.llm_utils import is_invalid_id
-from kvplan.llm_datadist.v2.move_arguments import (
-    TENSORS_PER_LAYER,
-    Indices,
-    check_alike,
-    check_kind,
-    check_size,
-    check_some,
-    copies_of,
-    last_wins,
-    layers_given,
-    pushed_layers_of,
-    table_of,
-)
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import UINT64_MAX, shown
 

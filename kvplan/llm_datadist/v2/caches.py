@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from kvplan.llm_datadist.data_type import DataType, calc_tensor_size
-from kvplan.llm_datadist.fields import Field
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import (
+    Field,
     check_int32,
     check_int64,
     check_isinstance,

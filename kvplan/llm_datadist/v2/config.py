@@ -1,9 +1,20 @@
-"""How the address that an engine listens at is read."""
+"""Options: those that a program gives, converted to those of the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from ipaddress import IPv4Address
+
+from kvplan.engine.option_rows import OPTION_GLOBAL_RESOURCE_CONFIG, SPELLINGS, WITHOUT_MEANING
+from kvplan.engine.option_sources import configured
+from kvplan.engine.options import Options, unknown_key
 from kvplan.llm_datadist.configs import trans_str_ip
+from kvplan.llm_datadist.utils import log
+from kvplan.llm_datadist.utils.utils import check_isinstance
 from kvplan.llm_datadist.v2 import llm_utils
+from kvplan.llm_datadist.v2.llm_utils import parse_listen_ip_info
+from kvplan.status import LLMException, invalid
+from kvplan.validation import shown
 
 
 class EngineConfig:
@@ -11,12 +22,102 @@ class EngineConfig:
 
     @staticmethod
     def parse_listen_ip_info(listen_ip_info: str) -> tuple[int, int]:
-        """Return the little-endian integer of the address, and the port, of "ip:port".
-
-        Raises:
-            TypeError: not a text.
-            RuntimeError: not an IPv4 address.
-            LLMException: LLM_PARAM_INVALID: another form, or a port that is not a number.
-        """
+        """Return the little-endian integer of the address, and the port, of "ip:port"."""
         ip, port = llm_utils.parse_listen_ip_info(listen_ip_info)
         return trans_str_ip(ip), port
+
+
+CACHE_MANAGER = "llm.EnableCacheManager"
+HOST_POOL = "llm.HostMemPoolConfig"
+LISTEN = "llm.listenIpInfo"
+LOCAL_COMM_RES = "llm.LocalCommRes"
+POOL = "llm.MemPoolConfig"
+REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
+BACKEND = "llm.TransferBackend"
+_FLOW_GRAPH = "ge.flowGraphMemMaxSize"
+_OF_RDMA = ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")  # no adapter here, no range
+_RESOURCES = (OPTION_GLOBAL_RESOURCE_CONFIG, "GlobalResourceConfig")
+_WAIT_TIME = "llm.SyncKvCacheWaitTime"
+
+
+def completed(options: dict[str, str], role: str) -> dict[str, str]:
+    """Return a copy with what options imply for each other, and with the role and listening ip."""
+    if (size := options.get(_FLOW_GRAPH)) is not None:
+        check_isinstance(_FLOW_GRAPH, size, str)
+        if not size.isdigit():
+            raise invalid(f"{_FLOW_GRAPH}={shown(size)} must be one number: there is one pool")
+    own = {**options, "llm.Role": role}
+    if LOCAL_COMM_RES in options:
+        own.setdefault(CACHE_MANAGER, "1")
+        own.setdefault(REMOTE_ACCESS, "1")
+        _check_together(LOCAL_COMM_RES, own, CACHE_MANAGER)
+    if BACKEND in options:
+        own.setdefault(REMOTE_ACCESS, "1")
+        _check_together(BACKEND, own, CACHE_MANAGER)
+        _check_together(BACKEND, own, REMOTE_ACCESS)
+        if LISTEN not in options:
+            raise invalid(f"{BACKEND} needs {LISTEN}")
+    if own.get(CACHE_MANAGER) == "1" and LISTEN in options:
+        ip, port = check_listen(options[LISTEN])
+        own |= {"llm.ListenIp": ip, "llm.ListenPort": str(port)}
+    return own
+
+
+def _check_together(option: str, options: dict[str, str], needed: str) -> None:
+    if options.get(needed) != "1":
+        raise invalid(f'{option} needs {needed}="1"; it is {shown(options.get(needed))}')
+
+
+def check_listen(listen_ip_info: str) -> tuple[str, int]:
+    """Read an "ip:port" to listen at; refuse another form, or what is not an IPv4 address."""
+    try:
+        ip, port = parse_listen_ip_info(listen_ip_info)
+        IPv4Address(ip)
+    except ValueError as error:
+        raise invalid(f"{LISTEN}={shown(listen_ip_info)}: {error}") from None
+    return ip, port
+
+
+def engine_options(options: dict[str, str]) -> Options:
+    """Return what the engine is initialized with.
+
+    What it does not know is logged and ignored, unless it is a misspelled LISTEN; so are numbers
+    for RDMA that no adapter takes, and the global resource config without the backend "hixl". A
+    SyncKvCacheWaitTime of "0" is the default.
+    """
+    known: dict[str, str] = {}
+    if "unlike_caches" not in configured():
+        known["kvplan.unlike_caches"] = "warn"  # what runs on the original runs
+    for key, text in options.items():
+        check_isinstance("options key", key, str, allow_none=False)
+        check_isinstance(f"options[{key!r}]", text, str, allow_none=False)
+        if key == _WAIT_TIME and text.isdigit() and int(text) == 0:
+            log.warn(f"{key}={text}: the default of {Options().sync_kv_cache_wait_time} ms is used")
+        elif not is_known(key):
+            log.warn(unknown_key(key))
+        elif key in _RESOURCES and options.get(BACKEND) != "hixl":
+            log.warn(f'{key} is ignored: it has an effect only with {BACKEND}="hixl"')
+        elif key in _OF_RDMA and not _is_possible(key, text):
+            log.warn(f"{key}={text} is ignored: no adapter takes it")
+        else:
+            known[key] = text
+    return Options.of(known)
+
+
+def wait_time_ms(options: Mapping[str, str]) -> int:
+    """Milliseconds that a transfer between clusters may take, once its bytes can move."""
+    return int(options.get(_WAIT_TIME, "0")) or Options().sync_kv_cache_wait_time
+
+
+def _is_possible(key: str, text: str) -> bool:
+    try:
+        Options.of({key: text})
+    except (ValueError, LLMException):
+        return not text.isdigit()  # what is not a number at all is refused
+    return True
+
+
+def is_known(key: str) -> bool:
+    """Return whether an option has that key, here or in the original."""
+    name = f"llm.{key.removeprefix('llm.')}"
+    return key in SPELLINGS or name in WITHOUT_MEANING or key.startswith("ge.")

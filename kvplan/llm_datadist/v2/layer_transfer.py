@@ -14,7 +14,13 @@ from traceback import format_exc
 from typing import TYPE_CHECKING, Self
 
 from kvplan.execution import LayerTask
-from kvplan.llm_datadist.conversion import key_of
+from kvplan.llm_datadist.conversion import (
+    TENSORS_PER_LAYER,
+    Indices,
+    indices_of,
+    key_of,
+    last_wins,
+)
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
 from kvplan.llm_datadist.v2.link_codes import about
@@ -23,12 +29,6 @@ from kvplan.llm_datadist.v2.llm_types import (
     LayerSynchronizer,
     TransferConfig,
     TransferWithCacheKeyConfig,
-)
-from kvplan.llm_datadist.v2.move_arguments import (
-    TENSORS_PER_LAYER,
-    Indices,
-    indices_of,
-    last_wins,
 )
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -154,20 +154,7 @@ def transfer_layers(
 def destinations_of(
     engine: LlmDataDist, source: LayerSource, configs: Configs, *, remote_mode: bool
 ) -> list[Destination]:
-    """Begin a push to each destination; one that cannot be begun has the status of its refusal.
-
-    Args:
-        engine: of the source.
-        source: what is pushed.
-        configs: read here, and never again.
-        remote_mode: whether they are TransferWithCacheKeyConfig, and not TransferConfig.
-
-    Raises:
-        TypeError: configs of another type.
-        LLMException: LLM_PARAM_INVALID: layers or a slot that the source does not have, another
-            number of addresses, or a slot of a paged source; LLM_ENGINE_FINALIZED. Nothing is
-            begun then.
-    """
+    """Begin a push to each destination; one that cannot be begun has the status of its refusal."""
     kind = TransferWithCacheKeyConfig if remote_mode else TransferConfig
     check_isinstance("transfer_configs", configs, [list, tuple], kind, allow_none=False)
     pushes = [_push_of(source, config) for config in configs]

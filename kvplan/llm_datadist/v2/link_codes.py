@@ -66,14 +66,7 @@ class OwnLinks(set[int]):
 def link(
     engine: LlmDataDist, clusters: Clusters, timeout: int, own: OwnLinks | None = None
 ) -> Codes:
-    """Link with those that can be; the others are LLM_PARAM_INVALID.
-
-    Args:
-        engine: of this process.
-        clusters: to link with, and their addresses.
-        timeout: milliseconds.
-        own: links of this process, where both sides link; None: one side links.
-    """
+    """Link with those that can be; the others are LLM_PARAM_INVALID."""
     codes: dict[int, LLMStatusCode] = {}
     linkable: dict[int, ClusterInfo] = {}
     for position, cluster in enumerate(clusters):

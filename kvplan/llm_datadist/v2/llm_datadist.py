@@ -23,7 +23,7 @@ from kvplan.llm_datadist.utils.utils import (
 )
 from kvplan.llm_datadist.v2 import link_codes
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
-from kvplan.llm_datadist.v2.engine_options import (
+from kvplan.llm_datadist.v2.config import (
     BACKEND,
     CACHE_MANAGER,
     LOCAL_COMM_RES,
@@ -70,14 +70,7 @@ class EngineSlots:
         return self.several or os.environ.get(SEVERAL_ENGINES) == "1"
 
     def check_free(self, other: LLMDataDist | None) -> None:
-        """Refuse one engine too many.
-
-        Args:
-            other: an engine that is initialized; None: there is no other.
-
-        Raises:
-            LLMException: LLM_FAILED.
-        """
+        """Refuse one engine too many."""
         if other is None or self._are_several:
             return
         raise LLMException(

@@ -8,13 +8,15 @@ from enum import Enum
 from typing import Protocol
 
 from kvplan.links import RegisterMemStatus
-from kvplan.llm_datadist.fields import Checked, Field, checked_by
 from kvplan.llm_datadist.utils.utils import (
+    Checked,
+    Field,
     check_int64,
     check_isinstance,
     check_list_uint64,
     check_uint32,
     check_uint64,
+    checked_by,
 )
 from kvplan.llm_datadist.v2.caches import Cache, CacheDesc, KvCache
 from kvplan.status import LLMStatusCode, invalid

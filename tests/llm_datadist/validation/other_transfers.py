@@ -15,7 +15,7 @@ from kvplan.llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from kvplan.llm_datadist.v2.engine_options import wait_time_ms
+from kvplan.llm_datadist.v2.config import wait_time_ms
 from tests.datadist.peer import Peer
 from tests.llm_datadist.validation.defects import FIRST_SLOT, theirs
 from tests.llm_datadist.validation.environments import (
