@@ -74,14 +74,17 @@ def explain(
     stdin. The HTML of --html is one file that loads nothing else. Exits with 0, or with 2 if it is
     not a plan.
     """
-    if [html is not None, svg is not None, as_json].count(True) > 1:
-        raise click.UsageError("only one of --html, --svg and --json can be given")
-    rows = None if everything else limit
+    drawn = html is not None or svg is not None
+    if drawn and as_json:
+        raise click.UsageError("--html and --svg cannot be combined with --json")
     if html is not None:
         write_text(plan.to_html(), html)
-    elif svg is not None:
+    if svg is not None:
         write_text(plan.to_svg(), svg)
-    elif as_json:
+    rows = None if everything else limit
+    if drawn:
+        return ExitCode.OK
+    if as_json:
         write_json(_explained(plan, rows))
     else:
         write_lines(plan.explain_lines(form, rows))

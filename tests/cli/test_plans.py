@@ -79,9 +79,9 @@ class TestExplain:
         both.save(tmp_path / "groups.json")
         assert printed(capsys, "explain", tmp_path / "groups.json")[1] == both.explain() + "\n"
         found = document(capsys, "explain", tmp_path / "groups.json", "--all")
-        assert found["groups"] == ["full", "window"]
+        assert found["parts"] == ["full", "window"]
         assert [it["index"] for it in found["descriptors"]] == list(range(both.num_descriptors))
-        assert {it["group"] for it in found["descriptors"]} == {"full", "window"}
+        assert {it["part"] for it in found["descriptors"]} == {"full", "window"}
 
     def test_json_has_each_descriptor(self, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         found = document(capsys, "explain", plan, "-n", "3")
@@ -119,7 +119,11 @@ class TestDiff:
             (push([7, 8, 2], coalesce=False), 0, "equivalent"),
             (push([7, 2, 8]), 1, "different bytes"),
             (push([7, 8, 2], HEADS_FIRST), 1, "different caches"),
-            (groups("full"), 1, "different - a plan of one cache, and one of groups"),
+            (
+                groups("full"),
+                1,
+                "part (unnamed) only in the old plan; part full only in the new plan",
+            ),
         ],
         ids=["identical", "equivalent", "blocks", "layout", "groups"],
     )
@@ -136,9 +140,6 @@ class TestDiff:
         got, out = printed(capsys, "diff", plan, tmp_path / "other.json")
         assert got == code
         assert out.splitlines()[-1].strip().startswith(f"verdict: {verdict}")
-        page = tmp_path / "changed.html"
-        assert printed(capsys, "diff", plan, tmp_path / "other.json", "--html", page) == (code, out)
-        assert page.read_text().count("<svg ") == 2
         found = document(capsys, "diff", plan, tmp_path / "other.json")
         assert (found["same"], found["identical"]) == (code == 0, verdict == "identical")
         assert found["verdict"].startswith(verdict)
@@ -163,10 +164,9 @@ class TestDiff:
         picture = tmp_path / "changed.html"
         assert printed(capsys, "diff", plan, tmp_path / "other.json", "--html", picture) == (1, "")
         assert picture.read_text() == PLAN.to_html(diff=other)
-        groups("full").save(tmp_path / "groups.json")
-        mixed = command("diff", plan, tmp_path / "groups.json", "--html", picture)
-        assert (mixed.returncode, mixed.stdout) == (2, "")
-        assert "beside one of groups" in mixed.stderr
+        assert picture.read_text().count("<svg ") == 2
+        groups("full").save(tmp_path / "parts.json")
+        assert printed(capsys, "diff", plan, tmp_path / "parts.json", "--html", picture) == (1, "")
 
 
 class TestRefusals:
@@ -177,10 +177,10 @@ class TestRefusals:
             (b"", "it is not JSON"),
             (b"[1, 2]", "it is [1, 2], and a plan is an object"),
             (b"[" * 100_000, "nested too deeply"),
-            (b'{"schema_version": 99}', "schema_version=99 must be 1 or 2"),
-            (b'{"schema_version": 2, "groups": {"a": {}}}', "groups['a']: document is not a plan"),
+            (b'{"schema_version": 99}', "schema_version=99 must be 1 to 3"),
+            (b'{"schema_version": 2, "groups": {"a": {}}}', "document is not a plan: groups['a']"),
             (
-                json.dumps(PLAN.to_dict() | {"num_slices": -1}).encode(),
+                json.dumps(PLAN.to_dict()).replace('"num_slices": 3', '"num_slices": -1').encode(),
                 "num_slices=-1 is out of range",
             ),
         ],
@@ -251,8 +251,8 @@ class TestOutput:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         evil = PLAN.to_dict()
-        evil["src"]["name"] = "\x1b]0;mine\x07"
-        evil["dst"]["name"] = "two\nlines"
+        evil["parts"][0]["src"]["name"] = "\x1b]0;mine\x07"
+        evil["parts"][0]["dst"]["name"] = "two\nlines"
         path = tmp_path / "evil.json"
         path.write_text(json.dumps(evil))
         _, out = printed(capsys, "explain", path)

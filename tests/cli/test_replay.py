@@ -78,7 +78,7 @@ def test_a_recording_says_who_wrote_the_block_that_is_wrong(
 def test_a_name_in_a_plan_does_not_command_the_terminal(dumps: dict[str, Any]) -> None:
     path = Path(dumps["plan.json"])
     evil = json.loads(path.read_text())
-    evil["dst"]["name"] = "\x1b]0;mine\x07"
+    evil["parts"][0]["dst"]["name"] = "\x1b]0;mine\x07"
     path.write_text(json.dumps(evil))
     found = command("replay", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
     assert "block 2 of ?]0;mine?\n" in found.stdout

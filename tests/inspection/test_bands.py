@@ -170,7 +170,9 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
         low, high = ends(bands.dst, band)
         _, offset, nbytes = runs[low, high]
         text = bands.text(range(band, band + 1))
-        assert f"; {spans_text('token', tokens_of(plan, offset, offset + nbytes - 1))};" in text
+        assert (
+            f"; {spans_text('token', tokens_of(plan.part, offset, offset + nbytes - 1))};" in text
+        )
         if ", ..." not in text:
             entries = {dst.index(it) for it in range(low, high + 1)}
             of = re.search(r"; entr(?:y|ies) (.*) of 12 in", text)

@@ -6,7 +6,6 @@ One headless Chromium for all of them: the system's, which `make unit` installs 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,16 @@ import numpy as np
 import pytest
 from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 import kvplan
 from kvplan import CacheDesc, DataType, Plan, Rows, Shard, Transfer
+from tests.support.browser import chromium, resize
 from tests.support.plans import joined
 
 DEADLINE_S = 60
-FLAGS = (
-    "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync",
-    "disable-background-networking", "disable-component-update", "disable-dev-shm-usage",
-)  # fmt: skip
-
 FP16 = DataType.DT_FLOAT16
 NHD = CacheDesc(4, (16, 16, 8, 128), FP16, kv_tensor_format="NHD")
 SMALL = kvplan.plan(Transfer(Rows(NHD, [4, 5, 9]), Rows(NHD, [7, 8, 2])), local="dst")
@@ -56,15 +50,7 @@ def large() -> Plan:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    binary, server = shutil.which("chromium"), shutil.which("chromedriver")
-    if binary is None or server is None:
-        pytest.skip("no Chromium: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, f"user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with webdriver.Chrome(options, Service(server)) as driver:
+    with chromium(tmp_path_factory.mktemp("browser")) as driver:
         yield driver
 
 
@@ -84,8 +70,7 @@ class Page:
         self.driver.get(path.as_uri())
 
     def size(self, width: int) -> None:
-        metrics = {"width": width, "height": 1100, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        resize(self.driver, width)
 
     def scheme(self, name: str) -> None:
         features = [{"name": "prefers-color-scheme", "value": name}]

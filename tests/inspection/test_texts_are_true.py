@@ -108,7 +108,7 @@ def rows_of(plan: Plan) -> list[tuple[list[int], list[int], str, list[int]]]:
     rows = [ROW.search(it) for it in lines if not it.endswith("...")]
     listed = sum(it is not None for it in rows) + sum(it.endswith("...") for it in lines)
     assert listed == len(plan.part.segments) or (
-        plan.tables is not None and len(plan.tables.dst) == 1
+        plan.part.tables is not None and len(plan.part.tables.dst) == 1
     )
     return [
         (numbers(it["src"]), numbers(it["dst"]), it["word"], numbers(it["spans"]))

@@ -10,10 +10,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from selenium.webdriver.support.ui import WebDriverWait
 from sphinx.util.inventory import InventoryFile
 
 import kvplan
 from kvplan import llm_datadist
+from tests.support.browser import chromium, resize
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,3 +143,43 @@ def test_docstrings_are_read_as_they_are_written(site: Path) -> None:
     for title in ("Parameters", "Returns", "Raises"):
         assert f"<dt>{title}" in described or re.search(rf"<dt[^>]*>{title}", described)
     assert "<strong>timeout_ms</strong>" in described
+
+
+LAID_OUT = """
+const found = [], columns = 120;
+const tooWide = (it) => it.scrollWidth > it.clientWidth + 1;
+if (document.documentElement.scrollWidth > innerWidth) found.push("the page");
+for (const it of document.querySelectorAll("pre")) {
+  const widest = Math.max(...it.innerText.split("\\n").map((line) => line.length));
+  if (widest <= columns && tooWide(it)) found.push(it.innerText.slice(0, 60));
+}
+for (const cell of document.querySelectorAll("table.docutils td, table.docutils th")) {
+  const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    for (const word of walker.currentNode.textContent.matchAll(/[\\w.]+/g)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, word.index);
+      range.setEnd(walker.currentNode, word.index + word[0].length);
+      const lines = new Set([...range.getClientRects()].map((it) => Math.round(it.top)));
+      if (lines.size > 1) found.push(word[0]);
+    }
+  }
+}
+return found;
+"""
+
+
+def test_plans_fit_and_words_in_tables_stay_whole(site: Path, tmp_path: Path) -> None:
+    """In windows of 1,400 pixels and more; and no page scrolls sideways."""
+    with chromium(tmp_path) as driver:
+        for width in (1400, 1920):
+            resize(driver, width)
+            for name in ("how-to/planning", "reference/options", "internals/architecture"):
+                driver.get((site / f"docs/{name}.html").as_uri())
+                assert driver.execute_script(LAID_OUT) == []
+        resize(driver, 1400)
+        (icon,) = driver.find_elements("css selector", ".toc-content-icon")
+        contents = driver.find_element("css selector", ".toc-drawer")
+        assert contents.location["x"] >= 1380  # out of sight
+        icon.click()
+        WebDriverWait(driver, 60, 0.02).until(lambda _: contents.location["x"] < 1300)
