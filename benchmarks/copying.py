@@ -211,7 +211,7 @@ def runs_of(run: Run, src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Descri
         tokens = desc.shape[(desc.kv_tensor_format or "").split().index("token")]
         tables.append(rng.permutation(desc.shape[0])[: num_tokens // tokens])
     plan = kvplan.plan(Transfer(Rows(src, tables[0]), Rows(dst, tables[1])), local="dst")
-    segments = plan.segments
+    segments = plan.part.segments
     return lower(
         segments.src_offsets,
         segments.dst_offsets,

@@ -82,7 +82,7 @@ def decode(pipe: Connection) -> None:
         key = BlocksCacheKey(PREFILL)
         transfer = Transfer(Rows(key, THEIRS), Rows(cache, MINE), num_tokens=TOKENS)
         plan = datadist.plan(transfer)
-        print(f"prefill: {plan.src}\ndecode:  {plan.dst}\n{plan!r}")
+        print(f"prefill: {plan.part.src}\ndecode:  {plan.part.dst}\n{plan!r}")
         datadist.run(transfer)
         pipe.send("done")
 

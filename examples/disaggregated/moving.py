@@ -33,7 +33,7 @@ def moved(
     return Moved(
         explanation=plan.explain(limit=EXPLAINED_ROWS),
         nbytes=plan.nbytes,
-        num_slices=plan.num_slices * plan.num_tensor_pairs,
+        num_slices=plan.part.num_slices * plan.num_tensor_pairs,
         num_descriptors=plan.num_descriptors,
         plan_seconds=plan_seconds,
         transfer_seconds=first,

@@ -103,7 +103,7 @@ def test_a_golden_plan_is_what_moves(
     remove()
     assert_pulled(user.arrays(mine, copy=True))
     (event,) = seen
-    assert (event.plan if isinstance(event.plan, Plan) else event.plan.by_part()["all"]) == plan
+    assert event.plan.parts == plan.parts
     assert user.plan(planned) == plan
 
 
@@ -172,7 +172,7 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
 
 def beyond(plan: Plan) -> Segments:
     """The segments of a plan that somebody has shifted out of the cache."""
-    it = plan.segments
+    it = plan.part.segments
     return Segments(it.src_offsets, it.dst_offsets + 512, it.nbytes)
 
 

@@ -367,7 +367,7 @@ def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> 
     assert not seen
     user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
     assert [it.plan for it in seen] == [plan]
-    assert plan.src.count == 4
+    assert plan.part.src.count == 4
 
 
 PULL, PUSH = "pull", "push"

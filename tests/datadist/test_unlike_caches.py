@@ -143,7 +143,7 @@ def test_shards_and_layouts_travel_and_the_peers_count(user: LlmDataDist, peer: 
     plan = user.plan(
         Transfer(Rows(BlocksCacheKey(1), [3, 1]), Rows(mine, [6, 0, 5]), num_tokens=11)
     )
-    assert plan.src.shard == Shard(num_layers=1, heads=range(2, 4), num_heads=4)
+    assert plan.part.src.shard == Shard(num_layers=1, heads=range(2, 4), num_heads=4)
     assert "heads 2..3 of 4" in plan.explain().splitlines()[1]
     user.pull_blocks(BlocksCacheKey(1), mine, [3, 1], [6, 0, 5], num_tokens=11)
     for kv, array in enumerate(user.arrays(mine)):

@@ -103,7 +103,7 @@ def test_a_range_may_pass_from_a_registration_into_the_next(
     memory = Memory(array, address, 0)
     ranges = [(0, 100, third + 5), (2 * third - 7, MIB // 2, 300), (third + 50, 4096 * 3 - 1, 2)]
     plan = engine.plan_transfer(peer.name, hixl.READ, descs(memory, peer, ranges))
-    assert len(plan.by_part()) >= 4
+    assert len(plan.parts) >= 4
     moved = descs(memory, peer, ranges)
     assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
     expected = np.zeros(MIB, np.uint8)
@@ -176,9 +176,9 @@ def test_the_plan_of_a_transfer_says_what_it_moves(
     plan = connected.plan_transfer(peer.name, hixl.READ, adjacent)
     assert (plan.num_descriptors, plan.nbytes) == (2, 120)
     assert "3 slices -> 2 descriptors (1 merged)" in plan.explain()
-    (group,) = plan.by_part().values()
-    assert sorted(group.segments) == [(0, 100, 100), (500, 0, 20)]
-    assert plan.range_text(0) == (
+    assert sorted(plan.part.segments) == [(0, 100, 100), (500, 0, 20)]
+    assert plan.ranges is not None
+    assert plan.ranges.text(0) == (
         f"local [{memory.address + 100:#x}, {memory.address + 200:#x}), "
         f"remote [{peer.address:#x}, {peer.address + 100:#x}), 100 bytes"
     )

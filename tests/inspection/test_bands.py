@@ -51,7 +51,7 @@ def test_bands_join_the_rows_that_the_reference_moves(example: Example, coalesce
     assert {*drawn} == {(it.src_row, it.dst_row) for it in example.moves}
     tensors = [
         tuple(map(int, pair.split()[:3:2]))
-        for text in layer_texts(plan)
+        for text in layer_texts(plan.part)
         for pair in re.sub("^.*: tensors? ", "", text).split(", ")
     ]
     assert tensors == example.tensor_pairs

@@ -161,7 +161,7 @@ def test_everything_can_be_done_by_keys(page: Page) -> None:
 def test_groups_are_below_one_another_and_their_names_are_only_text(page: Page) -> None:
     page.open(joined({EVIL: SMALL, "indexer": unlike()}))
     heads = page.all("svg > text.soft:first-of-type")
-    assert [it.text.partition(" · group ")[2] for it in heads] == [EVIL, "indexer"]
+    assert [it.text.partition(" · part ")[2] for it in heads] == [EVIL, "indexer"]
     assert page.all("img") == []
     assert page.driver.title.startswith("<Plan pull_groups")
     assert [it.text for it in page.all("tspan.odd")] == [

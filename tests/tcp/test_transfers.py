@@ -144,7 +144,7 @@ class TestShapes:
     ) -> None:
         transfer = Transfer(Rows(DESC, [7, 8, 9, 30, 2, 39]), Rows(DESC, [0, 20, 21, 22, 5, 39]))
         plan = kvplan.plan(transfer, local="dst" if direction == "get" else "src")
-        nbytes = plan.src.tensor_nbytes
+        nbytes = plan.part.src.tensor_nbytes
         sides = [steady_peer.memory, local]
         if direction == "put":
             sides.reverse()
@@ -156,7 +156,7 @@ class TestShapes:
             for tensor in range(TENSORS)
             for mine, theirs, size in (
                 (dst, src, size) if direction == "get" else (src, dst, size)
-                for src, dst, size in plan.segments
+                for src, dst, size in plan.part.segments
             )
         ]
         with Executor(steady_peer.backend(steady_link, direction)) as executor:

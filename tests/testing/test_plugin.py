@@ -480,69 +480,75 @@ def test_the_reference_is_executed_on_filled_arrays(folder: Folder) -> None:
 
 GOLDEN_TEXT = """\
 {
-  "coalesce": "sorted",
-  "dst": {
-    "count": 64,
-    "data_type": "DT_INT8",
-    "label": null,
-    "layout": null,
-    "name": "",
-    "num_tensors": 2,
-    "paged": true,
-    "placement": "DEVICE",
-    "shape": [64, 4],
-    "shard": null,
-    "stride": 4
-  },
-  "dst_tensors": [0, 2],
-  "kind": "B2B",
-  "num_slices": 12,
-  "operation": "pull_blocks",
-  "reinterpret": false,
-  "schema_version": 2,
-  "segments": {
-    "dst_offsets": [
-      0, 4, 8, 12, 16, 20, 24, 28, 32, 36,
-      40, 44
-    ],
-    "nbytes": [
-      4, 4, 4, 4, 4, 4, 4, 4, 4, 4,
-      4, 4
-    ],
-    "repeats": [],
-    "src_offsets": [
-      0, 8, 16, 24, 32, 40, 48, 56, 64, 72,
-      80, 88
-    ]
-  },
-  "split": [],
-  "src": {
-    "count": 64,
-    "data_type": "DT_INT8",
-    "label": null,
-    "layout": null,
-    "name": "",
-    "num_tensors": 2,
-    "paged": true,
-    "placement": "DEVICE",
-    "shape": [64, 4],
-    "shard": null,
-    "stride": 4
-  },
-  "src_tensors": [0, 2],
-  "tables": {
-    "dst": [
-      0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
-      10, 11
-    ],
-    "dst_token": 0,
-    "num_tokens": null,
-    "src": [
-      0, 2, 4, 6, 8, 10, 12, 14, 16, 18,
-      20, 22
-    ],
-    "src_token": 0
-  },
-  "tensors_per_layer": 2
+  "parts": [
+    {
+      "coalesce": "sorted",
+      "dst": {
+        "count": 64,
+        "data_type": "DT_INT8",
+        "label": null,
+        "layout": null,
+        "name": "",
+        "num_tensors": 2,
+        "paged": true,
+        "placement": "DEVICE",
+        "shape": [64, 4],
+        "shard": null,
+        "stride": 4
+      },
+      "dst_tensors": [0, 2],
+      "kind": "B2B",
+      "name": "",
+      "num_slices": 12,
+      "operation": "pull_blocks",
+      "reinterpret": false,
+      "segments": {
+        "dst_offsets": [
+          0, 4, 8, 12, 16, 20, 24, 28, 32, 36,
+          40, 44
+        ],
+        "nbytes": [
+          4, 4, 4, 4, 4, 4, 4, 4, 4, 4,
+          4, 4
+        ],
+        "repeats": [],
+        "src_offsets": [
+          0, 8, 16, 24, 32, 40, 48, 56, 64, 72,
+          80, 88
+        ]
+      },
+      "source": null,
+      "split": [],
+      "src": {
+        "count": 64,
+        "data_type": "DT_INT8",
+        "label": null,
+        "layout": null,
+        "name": "",
+        "num_tensors": 2,
+        "paged": true,
+        "placement": "DEVICE",
+        "shape": [64, 4],
+        "shard": null,
+        "stride": 4
+      },
+      "src_tensors": [0, 2],
+      "tables": {
+        "dst": [
+          0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
+          10, 11
+        ],
+        "dst_token": 0,
+        "num_tokens": null,
+        "src": [
+          0, 2, 4, 6, 8, 10, 12, 14, 16, 18,
+          20, 22
+        ],
+        "src_token": 0
+      },
+      "tensors_per_layer": 2
+    }
+  ],
+  "schema_version": 3
 }
 """
