@@ -1,4 +1,4 @@
-"""Counters that any thread adds to: one native call each, which no other thread or signal enters."""
+"""Counters that any thread adds to, by one native call that no signal handler interrupts."""
 
 cimport cython
 from libc.stdint cimport uint64_t
@@ -9,6 +9,7 @@ __all__ = ["Histogram", "Traffic"]
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class Histogram:
     """Durations by size, and the bytes that were moved in them.
 
@@ -16,7 +17,7 @@ cdef class Histogram:
         bounds: upper bounds of the buckets in seconds, ascending; a last one takes the rest.
 
     Raises:
-        MemoryError
+        MemoryError: no memory for the buckets.
     """
     cdef uint64_t *counts
     cdef double *bounds
@@ -56,6 +57,7 @@ cdef class Histogram:
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class Traffic:
     """What went over a link: operations, and bytes that were pulled and pushed."""
     cdef readonly uint64_t operations

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_not_written(simulator: Controls, of: CacheDesc) ->
             datadist.write_cache(cache, "abc")
         assert not np.any(datadist.arrays(cache, copy=True))
         with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=9"):
-            datadist.read_cache(Cache(of, 9))
+            datadist.arrays(Cache(of, 9), copy=True)
 
 
 def test_what_must_not_be_written_is_not(simulator: Controls) -> None:
@@ -176,7 +176,7 @@ def test_what_must_not_be_written_is_not(simulator: Controls) -> None:
 def test_no_array_shows_device_memory(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(DEVICE)
-        with refused("LLM_FEATURE_NOT_ENABLED", "device 3, which no array.*read_cache"):
+        with refused("LLM_FEATURE_NOT_ENABLED", "device 3, which no array.*copy=True"):
             datadist.arrays(cache)
         # An address that is taken for the host's all the same is not mapped there.
         with refused("LLM_PARAM_INVALID", "not mapped|not readable"):

@@ -228,7 +228,7 @@ class TestRefused:
         ):
             datadist.register_cache(HOST, addresses)
         with refused("LLM_PARAM_INVALID", "and not of the host"):
-            datadist.read_cache(Cache(HOST, -1, tuple(addresses)))
+            datadist.arrays(Cache(HOST, -1, tuple(addresses)), copy=True)
 
     def test_memory_of_another_device(self, allocate: Allocate, datadist: LlmDataDist) -> None:
         with refused("LLM_PARAM_INVALID", r"memory of another device \(5\), and not of device 3"):

@@ -268,7 +268,7 @@ def try_registering(notes: Notes) -> None:
         with notes.refusal("what was freed", "LLM_PARAM_INVALID"):
             datadist.register_blocks_cache(desc, addresses)
         with notes.refusal("freed since", "LLM_PARAM_INVALID"):
-            datadist.read_cache(Cache(desc, -1, tuple(addresses)))
+            datadist.arrays(Cache(desc, -1, tuple(addresses)), copy=True)
         driver.close()
 
 
