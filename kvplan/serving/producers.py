@@ -32,7 +32,7 @@ class _Peer:
         mutex: Held while the producer is linked with and asked what it is.
         greeted: The answer of the producer.
         hello: The same once it has come; None: the producer is to be greeted.
-        difference: What of it does not fit to this side; empty: nothing.
+        difference: How the producer differs from this side; empty: it fits.
         instance: Which engine of the cluster has answered.
         users: Requests that greet it, or have greeted it and not left; `requests`: the latter.
         failure: When greeting failed last, and of which process at which source.
@@ -74,7 +74,7 @@ class Producers:
         self._answer_timeout_ms = answer_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
-        # What is waited for: of which source, until when, and for how long in all.
+        # Answers that have not come: the source, the deadline, and the milliseconds up to that.
         self._awaited: dict[asyncio.Future[Any], tuple[Source, float, float]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:
@@ -219,7 +219,7 @@ class Producers:
             del self._awaited[answer]
 
     async def look(self) -> None:
-        """Fail what is waited for too long, or of a producer that is not linked any more."""
+        """Fail answers that are late, and those of producers that are not linked any more."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._awaited:
@@ -247,7 +247,7 @@ class Producers:
     def linked(self) -> dict[int, LinkStatus]:
         """Return the links with other engines, by cluster id."""
         links = self._engine.links()
-        return {it.cluster_id: it for it in links if it.state is LinkState.LINKED}
+        return {link.cluster_id: link for link in links if link.state is LinkState.LINKED}
 
     def _linked(self, source: Source) -> tuple[str, str]:
         """Return which engine of a cluster is linked, and its address; empty: none is."""

@@ -127,7 +127,7 @@ class Pusher:
         self._step: list[AnyLayerTask] = []  # of the step that the model is in
 
     def add(self, cluster_id: int, number: int, transfer: str, digest: bytes, goal: Goal) -> None:
-        """A consumer has asked for a transfer: push to it from the next step on."""
+        """Push a transfer to a consumer that has asked for it, from the next step on."""
         with self._mutex:
             push = _Push(digest, goal, goal.first_token, goal.first_token)
             self._pushes.setdefault(transfer, {})[cluster_id, number] = push
@@ -144,8 +144,8 @@ class Pusher:
         with self._mutex:
             for key in ended:
                 pushes.pop(key, None)
-            if not pushes:
-                self._pushes.pop(transfer, None)
+            if not pushes and self._pushes.get(transfer) is pushes:
+                del self._pushes[transfer]
 
     def end(self, transfer: str) -> bool:
         """Push a transfer no further; return True once none of its blocks is read.
@@ -185,9 +185,15 @@ class Pusher:
         return transfer in self._pushes
 
     def transfers(self) -> list[tuple[int, str]]:
-        """Cluster id and name of all that consumers wait for."""
+        """Return cluster id and name of all transfers that consumers wait for."""
         with self._mutex:
-            return list({(it, name) for name, pushes in self._pushes.items() for it, _ in pushes})
+            return list(
+                {
+                    (cluster_id, name)
+                    for name in self._pushes
+                    for cluster_id, _ in self._pushes[name]
+                }
+            )
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Prepare what the next step computes: layers move as they become ready."""

@@ -21,9 +21,7 @@ MAX_OF_PEER: Final = 8192
 A consumer that keeps to the rules stays below this also in a burst; what is dropped of it would
 leave blocks leased, or a request without an answer, until their time is over.
 """
-_MAX_THREADS: Final = (
-    1024  # made as they are needed; more peers than that are never stopped at once
-)
+_MAX_THREADS: Final = 4096  # started as they are needed: some for each peer that is stopped
 
 OWN: Final = -1
 """In place of a cluster id: the share of the program itself."""

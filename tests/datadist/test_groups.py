@@ -208,9 +208,9 @@ def test_what_is_wrong_says_of_which_group(
         return {**good, "state": Transfer(source, target)}
 
     for status, message, groups in (
-        (INVALID, "group state: src_blocks.* out of range", with_state(src_blocks=[9])),
-        (INVALID, "group state: src_blocks is None; it must name", with_state(src_blocks=None)),
-        (INVALID, "group state: .*data type: src is DT_INT16", with_state(src=keys["latent"])),
+        (INVALID, "part state: src_blocks.* out of range", with_state(src_blocks=[9])),
+        (INVALID, "part state: src_blocks is None; it must name", with_state(src_blocks=None)),
+        (INVALID, "part state: .*data type: src is DT_INT16", with_state(src=keys["latent"])),
         ("LLM_NOT_YET_LINK", "cluster 5", with_state(src=CacheIndex(5, 1))),
         (INVALID, "several directions", with_state(mine["state"], keys["state"])),
         (INVALID, "several directions", with_state(mine["state"])),
@@ -243,7 +243,7 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
         "window": Transfer(Rows(keys["latent"], [1, 2]), Rows(mine, [3, 4])),
         "full": Transfer(Rows(keys["latent"], [6, 7]), Rows(mine, [0, 4])),
     }
-    with refused(INVALID, "group full: .* and group window: .* write the same bytes|window.*full"):
+    with refused(INVALID, "part full: .* and part window: .* write the same bytes|window.*full"):
         user.run(groups)
     assert not any(it.any() for it in user.arrays(mine, copy=True))
     groups["full"] = Transfer(Rows(keys["latent"], [6, 7]), Rows(mine, [0, 5]))
@@ -376,14 +376,14 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     with refused(INVALID, "part state: src is empty; a gather needs at least one source"):
         user.run(nobody)
     no_table = {"state": Transfer([Rows(state_rows.cache)], Rows(mine["state"], [4]))}
-    with refused(INVALID, r"group state: src_blocks\[0\] is None"):
+    with refused(INVALID, r"part state: src_blocks\[0\] is None"):
         user.run(no_table)
     half = {
         "values": Transfer(
             [Rows(keys["values"][0], [1, 2])], Rows(mine["values"], [4, 5]), num_tokens=7
         )
     }
-    with refused(INVALID, r"group values: no source has layers 0..1, heads 2..3"):
+    with refused(INVALID, r"part values: no source has layers 0..1, heads 2..3"):
         user.run(half)
     sources[0].finalize()
     with pytest.raises(GatherError, match=r"gather_groups: .*sources\[0\]"):
@@ -428,7 +428,7 @@ def test_groups_by_leases(
     }
     user.run(back)
     other = {"latent": Transfer(back["latent"].src, Rows(leases["latent"], [6, 5, 2]))}
-    with refused(INVALID, r"group latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
+    with refused(INVALID, r"part latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
         user.run(other)
     peer.run("datadist.release(leases[1])")
     for move in (

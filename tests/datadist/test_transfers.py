@@ -89,7 +89,7 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
     expected[2, 8:] = theirs(SLOTS)[3][1, :56]
     assert (user.arrays(slots)[3] == expected).all()
     planned = user.plan(Transfer(Rows(src, offset=4), Rows(slots, slot=2, offset=8)))
-    assert planned.nbytes_per_tensor == 256 - 8
+    assert planned.part.nbytes_per_tensor == 256 - 8
     for wrong in ({"src_offset": -4}, {"dst_offset": 256}, {"src_offset": 4}):
         with refused(LLMStatusCode.LLM_PARAM_INVALID):
             user.pull_cache(src, slots, **wrong)

@@ -218,6 +218,28 @@ def test_goals_that_wait_are_bounded(make_worker: MakeWorker) -> None:
             name = f"never-{number}"
             ask = Ask(number, INSTANCE, b"", bytes(16), name, part, len(parts), data)
             producer.exchange._call(asks.take, 2, ask)
-    until(lambda: not producer.exchange._asks._consumers[2].parts)
+    taken: list[bool] = []
+    producer.exchange._call(taken.append, True)
+    until(lambda: bool(taken))
     assert asks._consumers[2].nbytes <= MAX_GOAL_NBYTES
     assert 1 <= len(asks.waiting) < 6
+
+
+def test_a_stopped_producer_holds_up_no_other(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    """Even where only one transfer at once is let through from each."""
+    tcp = {"engine_options": {"kvplan.transport": "tcp"}}
+    stopped, honest = make_peer(11, **tcp), make_worker(1, **tcp)
+    consumer = make_worker(2, max_pulls=1, **tcp)
+    stopped.worker.finish(0, 11, [4, 9, 2], 21)
+    honest.finish(0, 12, [4, 9, 2], 21)
+    held = reference([stopped.source], 0, 11, 21)
+    consumer.exchange.expect("held", held)
+    pulls = consumer.exchange._puller.pulls
+    until(lambda: any(pull.handles for pull in list(pulls.values())))  # it is granted
+    stopped.stop()
+    consumer.exchange.fetch("held", held, Target([8, 2, 29]))
+    assert consumer.fetch(reference([honest.source], 0, 12, 21), [7, 1, 30]).error is None
+    stopped.resume()
+    assert consumer.exchange.wait(60_000)
+    assert [(it.request, it.error) for it in consumer.exchange.take_results()] == [("held", None)]
+    assert consumer.has(11, [8, 2, 29], 0, 21)
