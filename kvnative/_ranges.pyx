@@ -133,6 +133,10 @@ cdef uint64_t *scratch_for(size_t count) except NULL:
     return scratch
 
 
+cdef tuple NAMES_OF_ONE = ("src", "dst", "nbytes", "out", "out", "out")
+cdef tuple NAMES_OF_GROUPS = ("src", "dst", "nbytes", "groups", "out", "out", "out", "out")
+
+
 def arrange(src, dst, nbytes, groups=None):
     """Order copies by group and source address, and merge those that go on on both sides.
 
@@ -148,9 +152,11 @@ def arrange(src, dst, nbytes, groups=None):
     cdef int given = 3 if groups is None else 4
     cdef size_t count = len(src), left
     cdef uint64_t *scratch
-    names = ("src", "dst", "nbytes", "groups")[:given]
     made = [numpy.empty(count, numpy.uint64) for _ in range(given)]
-    acquire_columns(columns, (*(src, dst, nbytes, groups)[:given], *made), (*names, *names))
+    if groups is None:
+        acquire_columns(columns, (src, dst, nbytes, *made), NAMES_OF_ONE)
+    else:
+        acquire_columns(columns, (src, dst, nbytes, groups, *made), NAMES_OF_GROUPS)
     try:
         scratch = scratch_for(count)
         from_.src = <uint64_t *>columns[0].buf

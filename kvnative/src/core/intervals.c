@@ -61,11 +61,17 @@ size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least)
     return i;
 }
 
+static uint64_t start_at(const void *item, const void *unused)
+{
+    (void)unused;
+    return *(const uint64_t *)item;
+}
+
 int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nbytes,
                       uint64_t *read, size_t num_read, uint64_t read_nbytes, uint64_t *scratch)
 {
-    written = kvn_sort(written, scratch, num_written, sizeof *written, 0);
-    read = kvn_sort(read, scratch + num_written, num_read, sizeof *read, 0);
+    written = kvn_sort(written, scratch, num_written, sizeof *written, start_at, NULL);
+    read = kvn_sort(read, scratch + num_written, num_read, sizeof *read, start_at, NULL);
     /* Of sorted starts the differences cannot wrap, as ends could. */
     for (size_t i = 1; i < num_written; i++)
         if (written[i] - written[i - 1] < written_nbytes)

@@ -5,41 +5,32 @@
 
 #include "core/sort.h"
 
-/* A range by its place in the caller's columns. */
-typedef struct keyed {
-    uint64_t key;
-    uint64_t index;
-} keyed;
+size_t kvn_ranges_scratch(size_t count) { return 2 * count; }
 
-size_t kvn_ranges_scratch(size_t count) { return 2 * count * (sizeof(keyed) / sizeof(uint64_t)); }
-
-/* The two arrays of `count` in the scratch memory. */
-static keyed *other_of(keyed *items, uint64_t *scratch, size_t count)
+static uint64_t key_at(const void *index, const void *keys)
 {
-    keyed *const first = (keyed *)scratch;
-
-    return items == first ? first + count : first;
+    return ((const uint64_t *)keys)[*(const uint64_t *)index];
 }
 
-static keyed *sort_by(const uint64_t *keys, keyed *items, uint64_t *scratch, size_t count)
+/* Numbers the ranges from 0, in the first half of the scratch memory. */
+static uint64_t *numbered(uint64_t *scratch, size_t count)
 {
     for (size_t i = 0; i < count; i++)
-        items[i].key = keys[items[i].index];
-    return kvn_sort(items, other_of(items, scratch, count), count, sizeof *items, offsetof(keyed, key));
+        scratch[i] = i;
+    return scratch;
 }
 
-static keyed *numbered(uint64_t *scratch, size_t count)
+/* Sorts the numbers by the keys of their ranges, into either half. */
+static uint64_t *sort_by(const uint64_t *keys, uint64_t *order, uint64_t *scratch, size_t count)
 {
-    keyed *const items = (keyed *)scratch;
+    uint64_t *const other = order == scratch ? scratch + count : scratch;
 
-    for (size_t i = 0; i < count; i++)
-        items[i].index = i;
-    return items;
+    return kvn_sort(order, other, count, sizeof *order, key_at, keys);
 }
 
 size_t kvn_ranges_arrange(const kvn_ranges *from, size_t count, kvn_ranges *to, uint64_t *scratch)
 {
-    keyed *order;
+    uint64_t *order;
     size_t last = 0;
 
     if (count == 0)
@@ -48,7 +39,7 @@ size_t kvn_ranges_arrange(const kvn_ranges *from, size_t count, kvn_ranges *to, 
     if (from->groups != NULL)
         order = sort_by(from->groups, order, scratch, count);
     for (size_t i = 0; i < count; i++) {
-        const uint64_t it = order[i].index;
+        const uint64_t it = order[i];
         const uint64_t group = from->groups == NULL ? 0 : from->groups[it];
 
         if (i > 0 && to->src[last] + to->nbytes[last] == from->src[it] &&
@@ -70,13 +61,13 @@ size_t kvn_ranges_arrange(const kvn_ranges *from, size_t count, kvn_ranges *to, 
 size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t count,
                           uint64_t *scratch, size_t *other)
 {
-    const keyed *const order = sort_by(starts, numbered(scratch, count), scratch, count);
+    const uint64_t *const order = sort_by(starts, numbered(scratch, count), scratch, count);
 
     /* Of sorted starts the differences cannot wrap, as ends could. */
     for (size_t i = 1; i < count; i++)
-        if (order[i].key - order[i - 1].key < nbytes[order[i - 1].index]) {
-            *other = (size_t)order[i].index;
-            return (size_t)order[i - 1].index;
+        if (starts[order[i]] - starts[order[i - 1]] < nbytes[order[i - 1]]) {
+            *other = (size_t)order[i];
+            return (size_t)order[i - 1];
         }
     return KVN_NO_OVERLAP;
 }

@@ -355,6 +355,18 @@ static void sort_few(kvn_run *runs, size_t num)
     }
 }
 
+static uint64_t src_of(const void *item, const void *unused)
+{
+    (void)unused;
+    return ((const kvn_run *)item)->src;
+}
+
+static uint64_t dst_of(const void *item, const void *unused)
+{
+    (void)unused;
+    return ((const kvn_run *)item)->dst;
+}
+
 /* Order runs by source, then destination, in one of two arrays. */
 static kvn_run *sort(bool orders_ties, kvn_run *runs, kvn_run *other, size_t num)
 {
@@ -369,13 +381,13 @@ static kvn_run *sort(bool orders_ties, kvn_run *runs, kvn_run *other, size_t num
         sort_few(runs, num);
         return runs;
     }
-    kvn_run *sorted = kvn_sort(runs, other, num, sizeof *runs, offsetof(kvn_run, src));
+    kvn_run *sorted = kvn_sort(runs, other, num, sizeof *runs, src_of, NULL);
     for (size_t i = 1; i < num; i++)
         if (is_after(&sorted[i - 1], &sorted[i])) { /* one source is copied to several rows */
             kvn_run *spare = sorted == runs ? other : runs;
-            sorted = kvn_sort(sorted, spare, num, sizeof *runs, offsetof(kvn_run, dst));
+            sorted = kvn_sort(sorted, spare, num, sizeof *runs, dst_of, NULL);
             spare = sorted == runs ? other : runs;
-            return kvn_sort(sorted, spare, num, sizeof *runs, offsetof(kvn_run, src));
+            return kvn_sort(sorted, spare, num, sizeof *runs, src_of, NULL);
         }
     return sorted;
 }

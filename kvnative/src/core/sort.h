@@ -7,20 +7,23 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Sorts `count` records of `size` bytes by the uint64_t at `key_at`; equal keys keep their order. `spare` has room
- * for as many records. Returns the array that holds the result: `items` or `spare`.
+/* The key of a record. */
+typedef uint64_t (*kvn_key_of)(const void *item, const void *context);
+
+/* Sorts `count` records of `size` bytes by their keys; equal keys keep their order. `spare` has room for as many
+ * records. Returns the array that holds the result: `items` or `spare`.
  *
  * One pass for each byte in which keys differ, the lowest first: addresses and offsets differ in few. Inlined, so
- * that `size` is a constant. */
+ * that `size` and `key_of` are constants. */
 __attribute__((always_inline)) static inline void *kvn_sort(void *items, void *spare, size_t count, size_t size,
-                                                            size_t key_at)
+                                                            kvn_key_of key_of, const void *context)
 {
     enum { BITS = 8, NUM_DIGITS = 1 << BITS };
-    uint64_t differing = 0, key, first = 0, before = 0;
+    uint64_t differing = 0, first = 0, before = 0;
     bool descends = false;
 
     for (size_t i = 0; i < count; i++) {
-        memcpy(&key, (char *)items + i * size + key_at, sizeof key);
+        const uint64_t key = key_of((char *)items + i * size, context);
         first = i == 0 ? key : first;
         differing |= key ^ first;
         descends |= key < before;
@@ -32,10 +35,8 @@ __attribute__((always_inline)) static inline void *kvn_sort(void *items, void *s
 
         if ((differing >> shift & (NUM_DIGITS - 1)) == 0)
             continue;
-        for (size_t i = 0; i < count; i++) {
-            memcpy(&key, (char *)items + i * size + key_at, sizeof key);
-            places[key >> shift & (NUM_DIGITS - 1)]++;
-        }
+        for (size_t i = 0; i < count; i++)
+            places[key_of((char *)items + i * size, context) >> shift & (NUM_DIGITS - 1)]++;
         for (size_t digit = 0; digit < NUM_DIGITS; digit++) {
             const size_t here = places[digit];
             places[digit] = next;
@@ -43,8 +44,8 @@ __attribute__((always_inline)) static inline void *kvn_sort(void *items, void *s
         }
         for (size_t i = 0; i < count; i++) {
             const char *item = (char *)items + i * size;
-            memcpy(&key, item + key_at, sizeof key);
-            memcpy((char *)sorted + places[key >> shift & (NUM_DIGITS - 1)]++ * size, item, size);
+            const size_t digit = key_of(item, context) >> shift & (NUM_DIGITS - 1);
+            memcpy((char *)sorted + places[digit]++ * size, item, size);
         }
         spare = items;
         items = sorted;
