@@ -67,12 +67,7 @@ def product_of(soc_name: str) -> Product | None:
 
 
 def load_library() -> AclLibrary:
-    """Return the ACL library, loaded once in a process.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
-            was looked for, and what the loader said.
-    """
+    """Return the ACL library, loaded once in a process."""
 
     def load(place: str | None) -> AclLibrary:
         from kvnative._acl import AclLibrary
@@ -86,13 +81,6 @@ class AscendDevice(Device):
     """An Ascend device of this process, as long as one engine uses it.
 
     May be used from several threads; in a forked child it is of no use.
-
-    Args:
-        device_id: its logical number.
-        library: of ACL; None: the one that is found.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
 
     Attributes:
         notes_pins: whether memory that is pinned is only noted, and not mapped for the device, as

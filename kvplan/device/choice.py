@@ -42,11 +42,7 @@ or one of its own."""
 
 
 def current_device(choice: str) -> int | None:
-    """The device that the calling thread has set in its own calls of the runtime; None: none.
-
-    Args:
-        choice: one of `ACCELERATORS`; "auto": the first of them that has one.
-    """
+    """The device that the calling thread has set in its own calls of the runtime; None: none."""
     from kvplan.device import ascend, cuda  # as above
 
     known: Mapping[str, tuple[Callable[[], DeviceLibrary], str]] = {
@@ -70,17 +66,7 @@ def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
 
 
 def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary") -> Device | None:
-    """Return the device to use; close it in the end.
-
-    Args:
-        choice: one of `ACCELERATORS`. "auto": the first of them where there is one; else none,
-            which is logged with the reasons.
-        device_id: its logical number.
-        cuda_context: that a CUDA device works in.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: the one that was asked for cannot be used, and why.
-    """
+    """Return the device to use; close it in the end."""
     if choice == "none":
         return None
     if choice != "auto":

@@ -22,10 +22,6 @@ class CudaSharing:
 
     Memory that kvplan has allocated is exported as a descriptor: a peer that has mapped it keeps
     it. Memory of users has a handle of cuIpcGetMemHandle, which keeps nothing.
-
-    Args:
-        native: the device.
-        uuid: of the GPU: 32 hexadecimal digits.
     """
 
     def __init__(self, native: NativeDevice, uuid: str) -> None:

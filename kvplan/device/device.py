@@ -71,13 +71,6 @@ class Device:
 
     May be used from several threads; in a forked child it is of no use.
 
-    Args:
-        device_id: its logical number.
-        library: of the accelerator.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: no such device; what the library says.
-
     Attributes:
         id: its logical number.
         native: the device itself, which other users in this process share.
@@ -127,11 +120,7 @@ class Device:
         return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New zeroed memory of the device; it goes with its last reference.
-
-        Raises:
-            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else its library says.
-        """
+        """New zeroed memory of the device; it goes with its last reference."""
         try:
             buffer = self.native.allocate(nbytes)
             self.native.clear(buffer.address, nbytes)
@@ -140,11 +129,7 @@ class Device:
         return buffer
 
     def allocate_host(self, nbytes: int) -> HostBuffer:
-        """New zeroed memory of the host from the runtime; it goes with its last reference.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; what its library says.
-        """
+        """New zeroed memory of the host from the runtime; it goes with its last reference."""
         try:
             return self.native.allocate_host(nbytes)
         except ValueError as error:
@@ -155,16 +140,7 @@ class Device:
             ) from error
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
-        """Let the device reach host memory by itself, until nobody holds the result, or `close`.
-
-        Args:
-            address, nbytes: of the memory, no byte of which is pinned already.
-            keep: what keeps the memory where it is: it is held until it is unpinned.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
-                what its library says.
-        """
+        """Let the device reach host memory by itself, until nobody holds the result, or `close`."""
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
         except ValueError as error:
@@ -181,26 +157,11 @@ class Device:
         addresses: NDArray[np.uint64],
         nbytes: NDArray[np.uint64],
     ) -> tuple[Watch, ...]:
-        """Have transfers refuse what is at these addresses once it is other memory than now.
-
-        Args:
-            addresses, nbytes: of memory of the program that is registered.
-
-        Returns:
-            What to hold meanwhile; nothing where the device's library tells no allocation from a
-            later one, as by default.
-
-        Raises:
-            LLMException: what the device says.
-        """
+        """Have transfers refuse what is at these addresses once it is other memory than now."""
         return ()
 
     def check_range(self, name: str, address: int, nbytes: int) -> None:
-        """Refuse a range that is not memory of this device, by its first and last byte.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: what it is instead; what its library says.
-        """
+        """Refuse a range that is not memory of this device, by its first and last byte."""
         for at in (address, address + nbytes - 1):
             kind, device_id = self._locate(at)
             if (kind, device_id) != ("device", self.id):
@@ -212,11 +173,7 @@ class Device:
                 )
 
     def check_host(self, name: str, address: int) -> None:
-        """Refuse an address that is memory of a device.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID; what its library says.
-        """
+        """Refuse an address that is memory of a device."""
         kind, device_id = self._locate(address)
         if kind == "device":
             raise invalid(
@@ -225,33 +182,21 @@ class Device:
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Fill `buffer` from the device; its bytes there must be valid.
-
-        Raises:
-            LLMException: what the device says.
-        """
+        """Fill `buffer` from the device; its bytes there must be valid."""
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Put the bytes of `buffer` to the device; there must be room for them.
-
-        Raises:
-            LLMException: what the device says.
-        """
+        """Put the bytes of `buffer` to the device; there must be room for them."""
         try:
             self.native.write(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def backend(self, direction: CopyDirection) -> Backend:
-        """What copies in that direction, the same for all users of the device.
-
-        Raises:
-            NativeError: the device is closed.
-        """
+        """What copies in that direction, the same for all users of the device."""
         if self._closed:
             raise NativeError(f"device {self.id} is closed")
         shared = self._shared
@@ -264,17 +209,7 @@ class Device:
         return known
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
-        """Take the point in the work of this device that a transfer is to come after.
-
-        Args:
-            name: of the argument, for messages.
-            event: as a program has it. On return it can be recorded again, or destroyed.
-
-        Raises:
-            TypeError: no event, nor a stream.
-            LLMException: LLM_PARAM_INVALID: of another accelerator, or never recorded; what its
-                library says, of one of another device or that was destroyed.
-        """
+        """Take the point in the work of this device that a transfer is to come after."""
         is_stream, handle = handle_of(name, event, self.tensor_kind)
         try:
             return self.native.take_stream(handle) if is_stream else self.native.take_event(handle)
@@ -283,16 +218,7 @@ class Device:
             raise device_error(error, what) from error
 
     def stream(self, name: str, stream: ComputeStream) -> int:
-        """Return the handle of a stream of this device.
-
-        Args:
-            name: of the argument, for messages.
-            stream: as a program has it.
-
-        Raises:
-            TypeError: no stream.
-            LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
-        """
+        """Return the handle of a stream of this device."""
         return stream_handle_of(name, stream, self.tensor_kind)
 
     def describe(self) -> dict[str, object]:
@@ -371,15 +297,7 @@ class PinnedMemory:
 
 
 def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> _L:
-    """Return what `load` makes of the place that an environment variable names.
-
-    Args:
-        what: the library, for messages.
-        override: the variable; None for its value if it is not set, and empty: there is none.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or `load` said why it cannot be used.
-    """
+    """Return what `load` makes of the place that an environment variable names."""
     place = os.environ.get(override)
     cause: NativeError | None = None
     if place != "":

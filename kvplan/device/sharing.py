@@ -57,13 +57,7 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Exported:
-    """An allocation that peers can map as long as this is held.
-
-    Args:
-        ref: as peers know it.
-        device: whose memory it is.
-        held: what exports it, and what must be there as long as this is.
-    """
+    """An allocation that peers can map as long as this is held."""
 
     __slots__ = ("__weakref__", "_held", "device", "ref")
 

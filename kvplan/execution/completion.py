@@ -48,11 +48,7 @@ class AwaitableTask(ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Have the process's thread settle this task when it ends, if that is not so already.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
-        """
+        """Have the process's thread settle this task when it ends, if that is not so already."""
 
     def result(self, timeout_ms: float | None = None) -> None:
         """Return None when every byte has arrived, as a future does: otherwise as `wait`.
@@ -172,12 +168,7 @@ class Tracker:
         *,
         aside: bool = False,
     ) -> None:
-        """Settle `task` when it is done: now, or later.
-
-        Args:
-            report: where it is put then.
-            aside: whether that may take a while, and so has a thread of its own.
-        """
+        """Settle `task` when it is done: now, or later."""
         if task.done and not aside:
             _settle(task, report)
             return
@@ -218,11 +209,7 @@ class Tracker:
             task.cancel(self._cancelled)
 
     def cancel(self, reason: LLMException) -> None:
-        """Stop all tasks in flight, and those that come; on return they move no byte any more.
-
-        Args:
-            reason: what they raise then.
-        """
+        """Stop all tasks in flight, and those that come; on return they move no byte any more."""
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
@@ -331,9 +318,6 @@ class CompletionThread:
 
     Attributes:
         queue: of the process.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: the system has no thread or descriptor left.
     """
 
     def __init__(self) -> None:
@@ -428,11 +412,7 @@ _process: Final = _OfThisProcess()
 
 
 def completion_thread() -> CompletionThread:
-    """Return the thread of this process.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: it cannot be started.
-    """
+    """Return the thread of this process."""
     return _process.thread()
 
 

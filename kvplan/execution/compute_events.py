@@ -80,18 +80,7 @@ def no_accelerator(name: str, event: object) -> LLMException:
 
 
 def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
-    """Return whether `event` is a stream, and the handle of it.
-
-    Args:
-        name: what messages call it.
-        event: as a program gave it.
-        prefix: of the attributes that objects of the accelerator have: "cuda", "npu".
-
-    Raises:
-        TypeError: nothing of the kind.
-        LLMException: LLM_PARAM_INVALID: of another accelerator, an event that was never recorded,
-            or no handle.
-    """
+    """Return whether `event` is a stream, and the handle of it."""
     if isinstance(event, int) and not isinstance(event, bool):
         return False, _checked(name, event, "the handle of an event", 1)
     handle = _read(name, event, f"{prefix}_event")
@@ -114,17 +103,7 @@ def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
 
 
 def stream_handle_of(name: str, stream: ComputeStream, prefix: str) -> int:
-    """Return the handle of a stream.
-
-    Args:
-        name: what messages call it.
-        stream: as a program gave it.
-        prefix: of the attribute that streams of the accelerator have: "cuda", "npu".
-
-    Raises:
-        TypeError: no stream: an event, or the handle of either.
-        LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
-    """
+    """Return the handle of a stream."""
     handle = _stream(name, stream, prefix)
     if handle is not None:
         return handle

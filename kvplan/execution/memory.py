@@ -275,11 +275,7 @@ _LOOK_S: Final = 0.1
 
 @contextmanager
 def using(*memories: TensorMemory) -> Iterator[None]:
-    """This thread itself reads or writes these inside, with no task: `take_back` waits for it.
-
-    Raises:
-        LLMException: LLM_KV_CACHE_NOT_EXIST: one of them was taken back.
-    """
+    """This thread itself reads or writes these inside, with no task: `take_back` waits for it."""
     use = _Use(get_ident(), memories)
     try:
         _USES.now.add(use)
@@ -297,9 +293,6 @@ def take_back(memory: Revocable, why: str) -> None:
     Transfers that use it end with LLM_KV_CACHE_NOT_EXIST, and are waited for as `cancel` waits for
     them. What the calling thread itself does with it, under a signal handler, say, is not: that
     ends when it looks next.
-
-    Args:
-        why: what they raise.
     """
     revoke(memory, why)
     mine = get_ident()
@@ -329,12 +322,7 @@ Memory = TensorMemory | Cache | Sequence[Any]
 
 
 def memory_of(name: str, memory: Memory) -> HostMemory:
-    """Return the memory of a `Cache`, or of arrays.
-
-    Raises:
-        TypeError: neither a Cache, nor a sequence of arrays; names the argument.
-        LLMException: LLM_PARAM_INVALID: as `HostMemory.from_addresses` and `from_arrays`.
-    """
+    """Return the memory of a `Cache`, or of arrays."""
     if isinstance(memory, Cache):
         return HostMemory.from_addresses(memory.cache_desc, memory.tensor_addrs)
     if isinstance(memory, str | bytes) or not isinstance(memory, Sequence):

@@ -24,9 +24,6 @@ def written_extents(
 
     Several groups may write to a tensor, as layers with and without a sliding window that share
     theirs: then their segments are compared, once for all tensors that the same groups share.
-
-    Returns:
-        None: some overlap otherwise, or groups write the same bytes, as far as this can tell.
     """
     order = np.argsort(addresses)
     starts, ends = addresses[order], addresses[order] + nbytes[order]

@@ -290,13 +290,7 @@ def failure(
     lost: LLMException | None = None,
     reason: LLMException | None = None,
 ) -> LLMException:
-    """What went wrong with a transfer that is not reported to be whole, or lost a memory.
-
-    Args:
-        missing: what a transfer that was given up still waited for besides the copying.
-        lost: the failed check of a memory that the transfer was given up for, or that followed it.
-        reason: what else it was cancelled for, if it was.
-    """
+    """What went wrong with a transfer that is not reported to be whole, or lost a memory."""
     if lost is None:
         # It may have failed because a side's owner, or the way to it, has gone: then that is the
         # reason.

@@ -479,15 +479,7 @@ class Bindable(Protocol):
 
 
 def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
-    """Return the descriptors of `plan` between two memories.
-
-    Args:
-        one_space: both sides' addresses are of this process, so they can be compared.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
-            ranges of it overlap so that the result would depend on the order of the copies.
-    """
+    """Return the descriptors of `plan` between two memories."""
     if isinstance(plan, GroupPlan):
         return _bind_groups(plan, src, dst, one_space)
     for name, side, memory in (("src", plan.src, src), ("dst", plan.dst, dst)):

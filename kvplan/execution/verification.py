@@ -28,11 +28,7 @@ _Column = NDArray[np.uint64]
 
 
 def verify_every(option: str) -> int:
-    """One descriptor of how many is compared, as an option says it; 0: none.
-
-    Raises:
-        ValueError: it is none of those.
-    """
+    """One descriptor of how many is compared, as an option says it; 0: none."""
     if option in ("off", "all"):
         return int(option == "all")
     if (found := _SAMPLE.fullmatch(option)) is None:
@@ -62,12 +58,6 @@ def verify(
     """Compare every `every`-th descriptor of a plan that has been executed, from a random one on.
 
     The side that is another process's is read again into `scratch`, some at a time.
-
-    Args:
-        read: moves descriptors from there, by a deadline in ms.
-
-    Raises:
-        LLMException: LLM_FAILED: bytes differ, and where; LLM_TIMEOUT; or the memory has gone.
     """
     deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
     chosen = np.arange(random.randrange(every), descriptors.count, every)

@@ -34,10 +34,6 @@ class GenerationTable:
     A peer that transfers reads the words of the ranges that it used after its bytes, in the order
     of its stream. If a word is not the published one, nothing of the transfer counts. The tickets
     of this process follow the words, then words that tickets of peers are read into.
-
-    Args:
-        device: The device whose memory it uses.
-        num_slots: Registrations at the same time.
     """
 
     def __init__(self, device: Device, num_slots: int) -> None:
@@ -106,11 +102,9 @@ class _Memory(NamedTuple):
 
 
 class HcclRegistrations(AnnouncedRegistrations[Range, Covered, "Connections"]):
-    """See `Registrations`. A write that is in flight is not waited for when memory is deregistered.
+    """See `Registrations`.
 
-    Args:
-        hccl: The device.
-        read, linked: As for `AnnouncedRegistrations`.
+    A write that is in flight is not waited for when memory is deregistered.
     """
 
     transport = "an hccl transport"

@@ -13,13 +13,16 @@ from kvnative._writers import Writer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import reason_of
 from kvplan.transport.base import BaseLink, check_process, link_failed
-from kvplan.transport.local.device_memory import (
-    LocalDeviceMemory,
-    PeerAllocations,
-    allocation_here,
-)
 from kvplan.transport.local.identity import advice, hold
-from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered, words_of
+from kvplan.transport.local.memory import (
+    LocalDeviceMemory,
+    LocalPeerMemory,
+    PeerAllocations,
+    PeerArenas,
+    allocation_here,
+    offered,
+    words_of,
+)
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
@@ -38,15 +41,16 @@ if TYPE_CHECKING:
 
 
 class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
-    """Made by `LocalTransport.connect`.
+    """The link that `LocalTransport.connect` makes.
 
-    The peer's Python takes no part in anything here. Each check finds the peer dead, or a range
-    deregistered, that was so before it: a transfer between two passed checks moved what it should.
+    The peer's Python takes no part in anything here.
+
+    A check finds everything that happened before it: the peer's death, and deregistered ranges. So
+    a transfer between two passed checks moved the right bytes.
 
     Attributes:
-        is_to_self: whether the peer is this process: its memory is not mapped again.
-        device: of this process, that memory of the peer's devices is mapped for; None: there is
-            none.
+        is_to_self: Whether the peer is this process, whose memory is not mapped again.
+        device: The device of this process that memory of the peer's devices is mapped for.
     """
 
     transport = "local"
@@ -60,7 +64,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate)
         self._can_reach_registered = False
-        self._mutex = Mutex()  # of the writer: one for all memory that is written to
+        self._mutex = Mutex()  # of the writer, which all written memory shares
         self._writer: Writer | None = None
         self.process = hold(metadata.identity)
         sharing = None if device is None else device.sharing
@@ -85,9 +89,9 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
     @property
     def death_fd(self) -> int | None:
-        """A pidfd: polls readable once the peer has died; None when the link is closed.
+        """A pidfd, which polls readable once the peer has died; None: the link is closed.
 
-        It is the link's: stop polling it before `close`.
+        It belongs to the link: stop polling it before `close`.
         """
         pidfd = self.process.pidfd
         return pidfd if pidfd >= 0 else None
@@ -121,24 +125,23 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._find_stale(b"")
 
     def check_ranges(self, ranges: Sequence[Range | BlockLease], words: bytes) -> None:
-        """As `check`, and LLM_KV_CACHE_NOT_EXIST for what is deregistered, or released, by now.
+        """Check the link, and refuse ranges and leases that have ended: LLM_KV_CACHE_NOT_EXIST.
 
-        Args:
-            words: of each of `ranges`, in that order.
+        `words` has the words of `ranges`, in that order.
         """
         check_process(self.pid, "link")
         stale = self._find_stale(words)
         if stale >= 0:
-            it = ranges[stale]
+            ended = ranges[stale]
             raise LLMException(
-                f"{self.peer} has deregistered {it}"
-                if isinstance(it, Range)
-                else f"{it} was released by {self.peer}, or has expired",
+                f"{self.peer} has deregistered {ended}"
+                if isinstance(ended, Range)
+                else f"{ended} was released by {self.peer}, or has expired",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
     def _find_stale(self, words: bytes) -> int:
-        """The index of the first range that is deregistered by now; -1: none is."""
+        """Return the index of the first range that was deregistered; -1: none was."""
         try:
             return self.process.check(words)
         except ValueError:
@@ -147,7 +150,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             raise self._refusal(error, "is lost") from error
 
     def reading(self, pool: ThreadPool) -> Backend:
-        """The backend that reads from this peer's own addresses."""
+        """Return the backend that reads from the peer's own addresses."""
         return process_backend(pool, self._peer_pid, "get")
 
     def prepare(self, job: Callable[[], object]) -> None:
@@ -160,10 +163,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return self._arenas.mapped()
 
     def unreached_from_device(self) -> LLMException:
-        """Why its own addresses and a device's memory are no two sides of one transfer."""
+        """Return the error of a transfer between the peer's own addresses and a device."""
         return LLMException(
             f"{self.peer} has registered this memory itself, and of another "
-            "process the system copies it to and from host memory alone; a cache that its engine "
+            "process the system copies it only to and from host memory; a cache that its engine "
             "allocates is reached, and so are caches on devices",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
@@ -171,10 +174,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     def close(self, why: LLMException | None = None) -> None:
         """See `BaseLink.close`.
 
-        Memory that `LocalPeerMemory` objects still use stays mapped until those are gone.
+        Memory that `LocalPeerMemory` objects use stays mapped until they end.
         """
         super().close(why)
-        self.process.close()  # in a forked child as well, which has descriptors of its own
+        self.process.close()  # also in a forked child, which has its own descriptors
 
     def _disconnect(self, why: LLMException) -> None:
         self._arenas.close()
@@ -183,10 +186,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._writer = None  # memory that is in use keeps it
 
     def _mapped(self, ranges: Sequence[Range]) -> tuple[list[Arena | Pin], Column]:
-        """What holds the arena of each range open here, and by how much addresses shift.
+        """Return the holder of each range's arena, and by how much addresses shift.
 
-        Nothing if one of them is in no arena: then all are reached by the peer's own addresses,
-        since a transfer has one way.
+        Return nothing if a range is not in an arena. A transfer has one way, so all ranges are then
+        reached by the peer's own addresses.
         """
         refs = [it.arena for it in ranges if it.arena is not None]
         arenas: list[Arena | Pin] = []
@@ -199,7 +202,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return arenas, np.array(shifts, dtype=np.uint64)
 
     def _mapped_for_device(self, ranges: Sequence[Range]) -> tuple[Sequence[object], Column]:
-        """As `_mapped`, of memory of the peer's devices; there is no other way to it."""
+        """Return the same for memory of the peer's devices, which must be mapped."""
         refs = [it.allocation for it in ranges if it.allocation is not None]
         if len(refs) < len(ranges):
             raise invalid(
@@ -220,39 +223,41 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return held, np.array(shifts, dtype=np.uint64)
 
     def _hold_allocation(
-        self, allocations: PeerAllocations, it: Range, ref: AllocationRef
+        self, allocations: PeerAllocations, memory: Range, ref: AllocationRef
     ) -> tuple[Exported | Mapped, int]:
-        """What holds an allocation open here, and where it is."""
-        if self.is_to_self and (here := allocation_here(it, allocations.device)) is not None:
+        """Return the holder of an allocation, and its address here."""
+        if self.is_to_self and (here := allocation_here(memory, allocations.device)) is not None:
             return here, ref.address
         try:
-            mapped = allocations.map(self, it)
+            mapped = allocations.map(self, memory)
         except LLMException:
-            self.check_ranges([it], words_of([it]))  # ended just now? then that is the reason
+            self.check_ranges(
+                [memory], words_of([memory])
+            )  # if it has ended just now, that is the reason
             raise
         except (OSError, ValueError) as error:
-            self.check_ranges([it], words_of([it]))
-            raise self._refusal(error, f"has {it}, which cannot be mapped") from error
+            self.check_ranges([memory], words_of([memory]))
+            raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
         return mapped, mapped.address
 
-    def _hold(self, it: Range) -> Arena | Pin | None:
-        """Of a peer a mapping; of this process its own arena, None where the like was not offered.
+    def _hold(self, memory: Range) -> Arena | Pin | None:
+        """Return a mapping of the peer's arena, or this process's own arena if it was offered.
 
-        Mapped a second time, one byte would have two addresses here, and no overlap would show.
+        A second mapping would give one byte two addresses, which hides overlaps.
         """
-        assert it.arena is not None
+        assert memory.arena is not None
         try:
             if not self.is_to_self:
-                return self._arenas.map(it)
-            arena = offered(it.arena)
-            return None if arena is None else Pin(arena, writable=it.writable)
+                return self._arenas.map(memory)
+            arena = offered(memory.arena)
+            return None if arena is None else Pin(arena, writable=memory.writable)
         except (OSError, ValueError, MemoryError) as error:
-            # It may have ended just now: then that is the true reason.
-            self.check_ranges([it], words_of([it]))
-            raise self._refusal(error, f"has {it}, which cannot be mapped") from error
+            # If it has ended just now, that is the true reason.
+            self.check_ranges([memory], words_of([memory]))
+            raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
 
     def _probe(self) -> None:
-        """Find out once, and not at the first transfer, if the system refuses process_vm_readv."""
+        """Find out once, before the first transfer, whether the system refuses process_vm_readv."""
         if self._can_reach_registered:
             return
         try:
@@ -271,7 +276,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return table if is_there is on_device else None
 
     def _writer_there(self) -> Writer:
-        """What announces to the peer what this process writes to its memory."""
+        """Return the writer that announces to the peer what this process writes."""
         peer = self.metadata
         generations, table = peer.generations, peer.writers
         with self._mutex:
@@ -300,7 +305,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
 
 def _between(sharing: Sharing, peer: Metadata) -> str:
-    """What GPU memory goes by, if the peer's is on another GPU; in the way of a link."""
+    """Return how GPU memory moves if the peer uses another GPU, as a part of `way`."""
     if peer.device in ("", sharing.uuid):
         return ""
     if sharing.shortfall(peer.device) is None:
