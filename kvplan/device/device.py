@@ -1,4 +1,4 @@
-"""A device as an engine uses it: memory on it, memory pinned for it, what copies to and from it."""
+"""A device as an engine uses it: its memory, memory that is pinned for it, and its copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _WHERE = {
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """What all users of a device in this process have in common."""
+    """The state that all users of a device in this process share."""
 
     native: NativeDevice
     users: int = 0
@@ -59,7 +59,7 @@ _mutex = Mutex()
 
 
 class Watch(Protocol):
-    """That registered memory stays what it was, as far as anything has looked."""
+    """A watch over registered memory, which tells whether it was replaced."""
 
     @property
     def is_replaced(self) -> bool:
@@ -67,15 +67,14 @@ class Watch(Protocol):
 
 
 class Device:
-    """A device of this process, as long as one engine uses it.
+    """A device of this process, for the lifetime of one engine. Any thread may use it.
 
-    May be used from several threads; in a forked child it is of no use.
+    A forked child cannot use it.
 
     Attributes:
-        id: its logical number.
-        native: the device itself, which other users in this process share.
-        tensor_kind: what torch calls such devices, and their events and streams: "npu" of
-            `npu_event`.
+        id: Its logical number.
+        native: The device itself, which all users in this process share.
+        tensor_kind: The name in torch of such devices, events and streams: "npu" of `npu_event`.
     """
 
     tensor_kind: ClassVar[str] = ""
@@ -83,7 +82,7 @@ class Device:
     def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
         self._key = os.getpid(), library, device_id
         self._pinned: WeakSet[PinnedMemory] = WeakSet()
-        self._closed = True  # until there is something to close
+        self._closed = True  # until the device is open
         self.id = device_id
         try:
             count = library.device_count()
@@ -106,12 +105,12 @@ class Device:
 
     @property
     def sharing(self) -> Sharing | None:
-        """How processes of this host share its memory; None: they do not, as by default."""
+        """How processes of this host share its memory; None: they do not."""
         return None
 
     @property
     def copies(self) -> CopyTable | None:
-        """Which way it copies what, now; None: there is but one."""
+        """Which way it copies what, now; None: it has only one way."""
         return None
 
     @property
@@ -120,7 +119,7 @@ class Device:
         return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New zeroed memory of the device; it goes with its last reference."""
+        """Return new zeroed memory of the device, which is freed with its last reference."""
         try:
             buffer = self.native.allocate(nbytes)
             self.native.clear(buffer.address, nbytes)
@@ -129,7 +128,7 @@ class Device:
         return buffer
 
     def allocate_host(self, nbytes: int) -> HostBuffer:
-        """New zeroed memory of the host from the runtime; it goes with its last reference."""
+        """Return new zeroed host memory of the runtime, which is freed with its last reference."""
         try:
             return self.native.allocate_host(nbytes)
         except ValueError as error:
@@ -140,7 +139,10 @@ class Device:
             ) from error
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
-        """Let the device reach host memory by itself, until nobody holds the result, or `close`."""
+        """Let the device reach host memory by itself, until the result is dropped, or `close`.
+
+        No byte of the memory may be pinned already. `keep` is held until the memory is unpinned.
+        """
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
         except ValueError as error:
@@ -157,7 +159,11 @@ class Device:
         addresses: NDArray[np.uint64],
         nbytes: NDArray[np.uint64],
     ) -> tuple[Watch, ...]:
-        """Have transfers refuse what is at these addresses once it is other memory than now."""
+        """Let transfers refuse the memory at these addresses once it has been replaced.
+
+        Hold the result meanwhile. It is empty if the library of the device cannot tell allocations
+        apart.
+        """
         return ()
 
     def check_range(self, name: str, address: int, nbytes: int) -> None:
@@ -182,21 +188,21 @@ class Device:
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Fill `buffer` from the device; its bytes there must be valid."""
+        """Fill `buffer` from the device, where its bytes must be valid."""
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Put the bytes of `buffer` to the device; there must be room for them."""
+        """Write the bytes of `buffer` to the device, which must have room for them."""
         try:
             self.native.write(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def backend(self, direction: CopyDirection) -> Backend:
-        """What copies in that direction, the same for all users of the device."""
+        """Return the copies in that direction, which all users of the device share."""
         if self._closed:
             raise NativeError(f"device {self.id} is closed")
         shared = self._shared
@@ -209,7 +215,10 @@ class Device:
         return known
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
-        """Take the point in the work of this device that a transfer is to come after."""
+        """Return the point in the work of this device that `event` marks, as a gate of a transfer.
+
+        On return the event can be recorded again, or destroyed. `name` is for messages.
+        """
         is_stream, handle = handle_of(name, event, self.tensor_kind)
         try:
             return self.native.take_stream(handle) if is_stream else self.native.take_event(handle)
@@ -222,7 +231,7 @@ class Device:
         return stream_handle_of(name, stream, self.tensor_kind)
 
     def describe(self) -> dict[str, object]:
-        """What people want to know of it, by name."""
+        """Return the properties of the device, for people, by name."""
         free, total = self.native.memory()
         return {
             "id": self.id,
@@ -236,9 +245,9 @@ class Device:
         }
 
     def close(self) -> None:
-        """Unpin what is pinned, and let the device go with its last user; idempotent.
+        """Unpin all memory, and close the device with its last user. Idempotent.
 
-        No transfer may use it any more. Memory that somebody holds stays until then.
+        No transfer may use it any more. Memory that is referenced stays until it is dropped.
         """
         if self._closed or os.getpid() != self._key[0]:
             return
@@ -266,18 +275,18 @@ class Device:
     def _memory(self) -> str:
         try:
             free, total = self.native.memory()
-        except NativeError:  # of interest is the error that it is asked for
+        except NativeError:  # the original error matters more
             return f"device {self.id}"
         return f"device {self.id}, which has {free} of {total} bytes free"
 
 
 class PinnedMemory:
-    """Host memory that a device reaches by itself: unpinned before what keeps it goes.
+    """Host memory that a device reaches by itself, unpinned before `keep` is dropped.
 
     Attributes:
-        address: of the first byte.
-        nbytes: its size in bytes.
-        keep: as given.
+        address: The first byte.
+        nbytes: The size in bytes.
+        keep: An object that is held until the memory is unpinned.
     """
 
     __slots__ = ("__weakref__", "_pinned", "address", "keep", "nbytes")
@@ -289,7 +298,7 @@ class PinnedMemory:
         self._pinned = pinned
 
     def close(self) -> None:
-        """Unpin it; idempotent."""
+        """Unpin the memory. Idempotent."""
         self._pinned.close()
 
     def __del__(self) -> None:
@@ -297,7 +306,13 @@ class PinnedMemory:
 
 
 def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> _L:
-    """Return what `load` makes of the place that an environment variable names."""
+    """Return what `load` makes of the place that an environment variable names.
+
+    Args:
+        what: The library, for messages.
+        override: The variable; if it is not set, `load` gets None; if it is empty, nothing is
+            loaded.
+    """
     place = os.environ.get(override)
     cause: NativeError | None = None
     if place != "":
@@ -312,6 +327,6 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
 
 
 def device_error(error: NativeError, what: str) -> LLMException:
-    """An error of the native layer as one of the interface; `what` begins its message."""
+    """Return an error of the native layer as one of the interface; `what` begins its message."""
     status = getattr(error, "status", None)
     return LLMException(f"{what}: {error}", status_code=status_code_of(status))

@@ -1,4 +1,4 @@
-"""The memory of a cache on a device: an address for each tensor, and whatever keeps it alive."""
+"""The memory of a cache on a device: an address for each tensor, and what keeps it alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:
-    """Refuse this side of a transfer if it is on another device than the link to `peer`."""
+    """Refuse a local side that is on another device than the link to `peer`."""
     if isinstance(side, DeviceMemory) and side.device.native is not device.native:
         raise LLMException(
             f"the local side is on device {side.device.id}, the link to {peer} is device "
@@ -31,7 +31,18 @@ def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> No
 
 
 class DeviceMemory(Revocable):
-    """Tensors in the memory of a device of this process."""
+    """Tensors in the memory of a device of this process.
+
+    Args:
+        device: The device.
+        addresses: The address of each tensor, on the device.
+        nbytes: The size of each tensor.
+        writable: Whether a transfer may write to them.
+        owner: Keeps the memory alive, or vouches for it; None: the addresses are checked before and
+            after each transfer.
+        watches: Of memory that its owner may free during a transfer; see `Device.watch`.
+        parts: Memory that this consists of; revoking one of them revokes this.
+    """
 
     __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "watches", "writable")
     in_process = True
@@ -68,7 +79,7 @@ class DeviceMemory(Revocable):
         writable: bool = True,
         owner: object = None,
     ) -> DeviceMemory:
-        """Return the memory at `addresses`, one for each tensor of `desc`; checked to be there."""
+        """Return the memory at `addresses`, one for each tensor of `desc`; check its place."""
         cache = Cache(desc, tensor_addrs=tuple(addresses))
         if not cache.tensor_addrs:
             raise invalid(f"addresses is empty; num_tensors={desc.num_tensors} are needed")
@@ -86,10 +97,7 @@ class DeviceMemory(Revocable):
 
     @classmethod
     def from_forms(cls, device: Device, forms: Sequence[TensorForm]) -> DeviceMemory:
-        """Return the memory of tensors that were read, and say that they are on the device.
-
-        Held.
-        """
+        """Return the memory of tensors that claim to be on the device, and hold them."""
         memory = cls(
             device,
             np.array([it.address for it in forms], dtype=np.uint64),
@@ -106,7 +114,7 @@ class DeviceMemory(Revocable):
     ) -> Backend | None:
         """See `TensorMemory`."""
         if not other.in_process:
-            return None  # how its peer is reached decides
+            return None  # the memory of the peer decides
         if not other.on_device:
             return self.device.backend("device_to_host" if direction == "get" else "host_to_device")
         if isinstance(other, DeviceMemory) and other.device.native is not self.device.native:
@@ -124,11 +132,11 @@ class DeviceMemory(Revocable):
 
     @property
     def held(self) -> bool:
-        """Whether something vouches that the memory stays where it is."""
+        """Whether something vouches that the memory stays in place."""
         return self._owner is not None
 
     def check(self) -> None:
-        """Check raw addresses again; what is held cannot have gone, but where that was seen."""
+        """Check raw addresses again, and memory that is watched."""
         self.check_tensors(range(len(self.addresses)))
 
     def check_tensors(self, tensors: range) -> None:
@@ -144,7 +152,7 @@ class DeviceMemory(Revocable):
             )
 
     def check_located(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not memory of the device any more."""
+        """Refuse tensors that are not in memory of the device any more."""
         for i in range(len(self.addresses)) if tensors is None else tensors:
             self.device.check_range(f"tensor {i}", int(self.addresses[i]), int(self.nbytes[i]))
 

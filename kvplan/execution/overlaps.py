@@ -1,4 +1,4 @@
-"""Whether the result of a transfer would depend on the order of its copies: that is refused."""
+"""The refusal of transfers whose result would depend on the order of their copies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def written_extents(
     parts: Sequence[Part], addresses: Addresses, nbytes: Addresses
 ) -> tuple[Addresses, Addresses] | None:
-    """First and last + 1 of the tensors that groups write to, ascending and apart.
+    """Return first and last + 1 of the tensors that groups write to, ascending and disjoint.
 
-    Several groups may write to a tensor, as layers with and without a sliding window that share
-    theirs: then their segments are compared, once for all tensors that the same groups share.
+    Several groups may write to a tensor, such as layers with and without a sliding window. Then
+    their segments are compared, once for all tensors that the same groups share. None: some tensors
+    overlap otherwise, or groups may write the same bytes.
     """
     order = np.argsort(addresses)
     starts, ends = addresses[order], addresses[order] + nbytes[order]
@@ -51,7 +52,7 @@ def written_extents(
 
 
 def check_order_free(plan: AnyPlan, descriptors: Descriptors, one_space: bool) -> None:
-    """Refuse descriptors whose result would depend on their order. Expanded: rare and exact."""
+    """Refuse descriptors whose result would depend on their order. It is slow and exact."""
     src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
     if (clash := first_overlap(dst, nbytes)) is not None:
         first, second = sorted(clash)
@@ -61,7 +62,7 @@ def check_order_free(plan: AnyPlan, descriptors: Descriptors, one_space: bool) -
         )
     if not one_space:
         return
-    # A copy onto itself changes nothing, so it neither spoils a reader nor is spoilt.
+    # A copy onto itself changes nothing, so it cannot conflict.
     writers = np.flatnonzero(src != dst)
     if not len(writers):
         return

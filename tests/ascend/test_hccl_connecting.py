@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from kvplan import LLMStatusCode
 from kvplan.transport.hccl.metadata import Metadata
 from tests.ascend.hccl_side import DEADLINE_S, Side, link_both
