@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -10,27 +11,27 @@ import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._executor import KVN_OK, Executor
-from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging
+from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging, Tickets
 from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
-from kvplan.device.device import device_error
+from kvplan.device.device import Device, device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.transport.base import link_failed
-from kvplan.transport.hccl.metadata import WORD_NBYTES
+from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef
 from kvplan.transport.hccl.regions import Regions
-from kvplan.transport.hccl.registrations import whole_pages
+from kvplan.transport.registrations import MAX_LEASES, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvnative._acl import DeviceBuffer
     from kvnative._hccl import HcclLibrary
     from kvplan.device.ascend import AscendDevice, Product
     from kvplan.device.device import PinnedMemory
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
-    from kvplan.transport.hccl.registrations import GenerationTable
 
 _LOG = Log("kvplan")
 MAX_LINKS: Final = 512  # per device, as in the vendor's own engine
@@ -75,6 +76,50 @@ def _run(todo: SimpleQueue[Callable[[], object] | None]) -> None:
         except Exception:
             _LOG.exception("event=background_failed thread=%s", threading.current_thread().name)
         del job  # it holds its objects
+
+
+class GenerationTable:
+    """`Generations` in device memory: a word per slot, with its generation or 0.
+
+    A peer that transfers reads the words of the ranges that it used after its bytes, in the order
+    of its stream. If a word is not the published one, nothing of the transfer counts. The tickets
+    of this process follow the words, then words that tickets of peers are read into.
+    """
+
+    def __init__(self, device: Device, num_slots: int) -> None:
+        self._slots = Slots(num_slots, MAX_SLOTS, min(MAX_LEASES, MAX_SLOTS - num_slots))
+        self._device = device
+        self.nbytes = (self._slots.num_slots + 2 * NUM_TICKETS) * WORD_NBYTES
+        self.buffer: DeviceBuffer | None = device.allocate(self.nbytes)
+        self.ref = GenerationTableRef(self.buffer.address, self._slots.num_slots)
+        device.write(self.ref.address, bytes(self.nbytes))
+        self.tickets = Tickets(self.ref.tickets, self.buffer)
+        self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
+
+    def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
+        """See `Generations.take`; an error of the device leaves the slot free."""
+        slot, generation = self._slots.take(is_lease)
+        try:
+            self._write(slot, generation)
+        except LLMException:
+            self._slots.release(slot, generation)
+            raise
+        return slot, generation
+
+    def release(self, slot: int, generation: int) -> None:
+        """See `Generations.release`; after an error of the device the slot is not used again."""
+        if self._slots.holds(slot, generation):
+            self._write(slot, 0)
+        self._slots.release(slot, generation)
+
+    def close(self) -> None:
+        """Let go of the memory, which no connection reaches any more."""
+        self.buffer = None
+        del self.tickets
+
+    def _write(self, slot: int, generation: int) -> None:
+        address = self.ref.address + WORD_NBYTES * slot
+        self._device.write(address, generation.to_bytes(WORD_NBYTES, "little"))
 
 
 class HcclDevice:
@@ -294,3 +339,14 @@ class HcclDevice:
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes at {address:#x}") from error
         return region, pinned
+
+
+def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
+    """Return the pages of a device or the host that hold a range: (address, nbytes).
+
+    HCCS shares memory by the page, and host memory is mapped by the page. One region that HCCL
+    refuses would make every connection fail.
+    """
+    page = mmap.PAGESIZE if device is None else device.native.page_nbytes(address) or 1
+    start = address - address % page
+    return start, -((start - address - nbytes) // page) * page

@@ -1,8 +1,10 @@
-"""A link to a peer on this host: its registered memory, reached without its help."""
+"""A link to a peer on this host, and tensors in its registered memory, reached without its help."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import os
+from array import array
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
@@ -10,18 +12,16 @@ from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._signals import Mutex
 from kvnative._writers import Writer
+from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import reason_of
-from kvplan.transport.base import BaseLink, check_process, link_failed
+from kvplan.transport.base import BaseLink, BasePeerMemory, check_process, link_failed, no_leases
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import (
-    LocalDeviceMemory,
-    LocalPeerMemory,
     PeerAllocations,
     PeerArenas,
     allocation_here,
     offered,
-    words_of,
 )
 from kvplan.transport.local.metadata import Metadata, Range
 
@@ -32,12 +32,169 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
+    from kvnative._process import Peer
+    from kvnative._writers import WriteGuard
     from kvplan.device.device import Device
     from kvplan.device.sharing import AllocationRef, Exported, Mapped, Sharing
-    from kvplan.inspection.copy_ways import CopyTable
+    from kvplan.execution.memory import Direction, TensorMemory
+    from kvplan.inspection.copy_ways import CopyDirection, CopyTable
     from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
+
+
+class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
+    """Tensors in a peer, either mapped here or at the peer's own addresses."""
+
+    def __init__(
+        self,
+        link: LocalLink,
+        addresses: Column,
+        nbytes: Column,
+        ranges: Sequence[Range],
+        words: bytes,
+        held: Sequence[object],
+        writer: Writer | None,
+        *,
+        writable: bool,
+        on_device: bool = False,
+    ) -> None:
+        super().__init__(
+            link,
+            addresses,
+            nbytes,
+            ranges,
+            writable=writable,
+            in_process=bool(held) or link.is_to_self,
+            on_device=on_device,
+        )
+        self._words = words  # of the ranges, then of the leases
+        self._leases: Sequence[BlockLease] = ()
+        # Keeps what the addresses point into mapped; empty for the peer's own addresses.
+        self._held = held
+        self._writer = writer  # announces writes; None: nothing is announced
+        self._write_guard: WriteGuard | None = None
+        self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
+
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+    ) -> Backend | None:
+        """Return the backend for the peer's own addresses; None: they are mapped here.
+
+        Every write is announced to the owner, whatever copies. LLM_FEATURE_NOT_ENABLED: the system
+        copies from the peer's own addresses only to host memory, and `other` is on a device.
+        """
+        device = None  # of `other`, which copies
+        if other.on_device:
+            if not self.in_process:
+                raise self._link.unreached_from_device()
+            if direction == "get":
+                return None
+            device = other.backend(pool, "get", self)
+        elif direction == "get" and self._held:
+            return None
+        known = self._backends.get(direction)
+        if known is None or known[0] is not pool or known[1] is not device:
+            made = self._writing(pool, device) if direction == "put" else self._link.reading(pool)
+            known = self._backends[direction] = pool, device, made
+        return known[2]
+
+    def _writing(self, pool: ThreadPool, device: Backend | None) -> Backend:
+        assert self._writer is not None, "memory that is not writable was refused before"
+        if device is not None:
+            return self._writer.around(device, self._words)
+        if self._held:
+            return self._writer.mapped(pool, self._words)
+        return self._writer.by_address(pool, self._words)
+
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """See `PeerMemory.guard`."""
+        return (self._link.process, self._words) if self._held else None
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """See `PeerMemory.write_guard`."""
+        if self._write_guard is None and self._writer is not None and self._held:
+            self._write_guard = self._writer.guarded(self._words)
+        return self._write_guard
+
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`: each check finds a lease that ended before it."""
+        words = self._words
+        for lease in leases:
+            word = lease.packed_word("local")
+            if word is None:
+                raise no_leases("local")
+            words += word
+        copy = self._copy()
+        copy._words = words
+        copy._leases = leases
+        copy._held = self._held
+        copy._writer = self._writer
+        copy._write_guard = None
+        copy._backends = {}
+        return copy
+
+    def check(self) -> None:
+        """Check the peer, its ranges and the leases, before and after a transfer.
+
+        Only if both checks pass has the transfer moved the right bytes.
+        """
+        link = self._link
+        try:
+            if os.getpid() == link.pid and link.process.check(self._words) < 0:
+                return
+        except (ValueError, OSError):
+            pass
+        held: list[Range | BlockLease] = [*self._ranges, *self._leases]
+        link.check_ranges(held, self._words)  # says what is wrong
+
+    def check_tensors(self, tensors: range) -> None:
+        """Check all ranges, whatever the part: it takes no system call."""
+        self.check()
+
+
+class LocalDeviceMemory(LocalPeerMemory):
+    """Tensors in the memory of a peer's device, mapped here."""
+
+    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+        """Return the copies of this side's device between the peer's device and `other`.
+
+        Writes are announced to the owner. So are reads, if only the announcement keeps the owner
+        from freeing the memory.
+        """
+        device = self._link.device
+        assert device is not None, "without one nothing is mapped"
+        if not other.in_process or isinstance(other, LocalPeerMemory):
+            raise invalid(
+                "src and dst are both memory of other processes; one of them must be this one's"
+            )
+        check_device_of_link(other, device, self._link.peer)
+        way: CopyDirection = (
+            "device_to_device"
+            if other.on_device
+            else "device_to_host"
+            if direction == "get"
+            else "host_to_device"
+        )
+        inner = device.backend(way)
+        if direction == "get" and not any(memory.announces_reads for memory in self._ranges):
+            return inner
+        known = self._backends.get(direction)
+        if known is None or known[1] is not inner:
+            assert self._writer is not None, "memory that is not writable is refused before"
+            made = self._writer.around(inner, self._words)
+            known = self._backends[direction] = pool, inner, made
+        return known[2]
+
+    @property
+    def guard(self) -> None:
+        """None: a plain copy does not reach the memory."""
+
+    @property
+    def write_guard(self) -> None:
+        """None: a plain copy does not reach the memory."""
 
 
 class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
@@ -229,7 +386,9 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         if self.is_to_self and (here := allocation_here(memory, allocations.device)) is not None:
             return here, ref.address
         try:
-            mapped = allocations.map(self, memory)
+            mapped = allocations.map(
+                memory, lambda: self.check_ranges([memory], words_of([memory]))
+            )
         except LLMException:
             self.check_ranges(
                 [memory], words_of([memory])
@@ -311,3 +470,8 @@ def _between(sharing: Sharing, peer: Metadata) -> str:
     if sharing.shortfall(peer.device) is None:
         return " (of another GPU, by peer access)"
     return " (of the same GPU alone: there is no peer access)"
+
+
+def words_of(ranges: Sequence[Range]) -> bytes:
+    """Return slot and generation of each range, by which a check finds it registered."""
+    return array("Q", [number for it in ranges for number in (it.slot, it.generation)]).tobytes()
