@@ -18,8 +18,9 @@ from kvnative._lower import Descriptors, lower
 from kvnative._tuning import builtin_tuning
 from kvplan import Rows, Transfer
 from kvplan.execution import calibration
+from kvplan.execution.binding import bind
 from kvplan.execution.memory import HostMemory
-from kvplan.execution.transfers import Transfers, bind
+from kvplan.execution.transfers import Transfers
 from kvplan.types import CacheDesc, DataType
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Final, Literal, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -23,28 +23,25 @@ from kvnative._executor import (
     ThreadPool,
     host_backend,
 )
-from kvnative._extents import extents_clash, first_below
-from kvnative._lower import Descriptors, lower
+from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
+from kvplan.execution.binding import bind
 from kvplan.execution.calibration import LARGE_TRANSFER_NBYTES, Calibration
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import (
-    Addresses,
     HostMemory,
     Memory,
     TensorMemory,
     memory_of,
     using,
 )
-from kvplan.execution.overlaps import check_order_free, written_extents
-from kvplan.execution.rows import RowRequests, view_addresses
+from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
-from kvplan.planning.segments import first_overlapped
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import system_error
 from kvplan.validation import check_type, shown
@@ -66,7 +63,6 @@ _NUMBERS: Final = (int, float)
 _LONG_MS: Final = (
     1 << 63
 )  # an int beyond every float is refused as other numbers are: by the executor
-_NONE = np.empty(0, dtype=np.uint64)
 
 
 class Transfers:
@@ -465,106 +461,3 @@ def execute(plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = 
         TypeError, ValueError, LLMException: as `Transfers.execute`.
     """
     default_transfers().execute(plan, src, dst, timeout_ms)
-
-
-class Bindable(Protocol):
-    """The part of `TensorMemory` that descriptors are made from."""
-
-    @property
-    def addresses(self) -> Addresses:
-        """See `TensorMemory`."""
-
-    @property
-    def nbytes(self) -> Addresses:
-        """See `TensorMemory`."""
-
-    @property
-    def writable(self) -> bool:
-        """See `TensorMemory`."""
-
-
-def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
-    """Return the descriptors of `plan` between two memories."""
-    if isinstance(plan, GroupPlan):
-        return _bind_groups(plan, src, dst, one_space)
-    for name, side, memory in (("src", plan.src, src), ("dst", plan.dst, dst)):
-        if len(memory.addresses) != side.num_tensors:
-            raise invalid(
-                f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
-            )
-        needed = side.tensor_nbytes
-        if (short := first_below(memory.nbytes, needed)) >= 0:
-            raise invalid(
-                f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs "
-                f"{needed}"
-            )
-    if not dst.writable:
-        raise invalid("dst is read-only")
-    read = src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
-    written = dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
-    if plan.split:  # views are adjacent in a tensor
-        views = plan.split, plan.tensors_per_layer
-        read, src_bases, _ = view_addresses(plan.src, src.addresses, plan.src_tensors, *views)
-        written, dst_bases, _ = view_addresses(plan.dst, dst.addresses, plan.dst_tensors, *views)
-    segments = plan.segments
-    descriptors = lower(
-        segments.src_offsets,
-        segments.dst_offsets,
-        segments.nbytes,
-        src_bases,
-        dst_bases,
-        None,
-        segments.repeats,
-    )
-    # First whether whole tensors overlap, which is cheap and almost always decides.
-    if extents_clash(
-        written,
-        plan.dst.tensor_nbytes,
-        read if one_space else _NONE,
-        plan.src.tensor_nbytes,
-    ):
-        check_order_free(plan, descriptors, one_space)
-    return descriptors
-
-
-class _Tensors(NamedTuple):
-    """Some of the tensors of a memory."""
-
-    addresses: Addresses
-    nbytes: Addresses
-    writable: bool
-
-    @classmethod
-    def of(cls, memory: Bindable, first: int, count: int) -> _Tensors:
-        part = slice(first, first + count)
-        return cls(memory.addresses[part], memory.nbytes[part], memory.writable)
-
-
-def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """Return the descriptors of all groups, one group after the other, as one array."""
-    parts = [*plan.parts()]
-    for name, memory in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.plan, name).num_tensors for it in parts)
-        if len(memory.addresses) != needed:
-            raise invalid(
-                f"{name} has {len(memory.addresses)} tensors; the groups of the plan need {needed}"
-            )
-    each = []
-    for name, part, _, src_tensor, dst_tensor in parts:
-        theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
-        ours = _Tensors.of(dst, dst_tensor, part.dst.num_tensors)
-        try:
-            bound = bind(part, theirs, ours, one_space=one_space)
-        except LLMException as error:
-            text = f"group {name}: {error.args[0]}"
-            raise LLMException(text, status_code=error.status_code) from None
-        each.append(bound)
-    descriptors = Descriptors.joined(each)
-    # As for one plan: whether whole tensors overlap, and only then which bytes.
-    extents = written_extents(parts, dst.addresses, dst.nbytes)
-    if extents is None or (
-        one_space
-        and first_overlapped(src.addresses, src.addresses + src.nbytes, *extents) is not None
-    ):
-        check_order_free(plan, descriptors, one_space)
-    return descriptors
