@@ -16,8 +16,9 @@ from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
 from kvplan import Rows, Transfer
+from kvplan.execution.binding import bind
 from kvplan.execution.memory import HostMemory
-from kvplan.execution.transfers import Transfers, bind
+from kvplan.execution.transfers import Transfers
 from kvplan.types import CacheDesc, DataType
 
 if TYPE_CHECKING:

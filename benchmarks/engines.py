@@ -21,7 +21,7 @@ from benchmarks.engine_peer import (
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvplan import BlockLease, ClusterInfo, LlmDataDist, LlmRole, Rows, Transfer
-from kvplan.execution.transfers import bind
+from kvplan.execution.binding import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

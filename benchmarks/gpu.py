@@ -28,8 +28,9 @@ from benchmarks.table import Row, Run, Topic, Unmeasured, timed
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors, lower
 from kvplan import ClusterInfo, KvCacheExtParam, LlmDataDist, LLMException, LlmRole, Rows, Transfer
+from kvplan.execution.binding import bind
 from kvplan.execution.layer_task import LayerTask
-from kvplan.execution.transfers import Transfers, bind
+from kvplan.execution.transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

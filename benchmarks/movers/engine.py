@@ -39,7 +39,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.execution.transfers import bind
+from kvplan.execution.binding import bind
 
 SERVING, MOVING = 1, 2
 PAGED = CacheDesc(TENSORS, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)

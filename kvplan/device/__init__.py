@@ -1,1 +1,4 @@
-"""Accelerators of this process: which there is, what it offers an engine, and memory on it."""
+"""Accelerators of this process: how to find them, and memory on them.
+
+The memory of other processes may not enter: that is `transport`.
+"""

@@ -1,4 +1,4 @@
-"""Ascend devices: the ACL library of this host, never linked, and what their products can do."""
+"""Ascend devices: the ACL library of this host, never linked, and the abilities of products."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Product:
     """A generation of devices that transfer one-sided over HCCL.
 
     Attributes:
-        name: as people call it.
-        max_batch: descriptors that one batch of HCCL takes.
-        registers: the kinds of memory that HCCL takes as they are; what it does not goes through
+        name: Its common name.
+        max_batch: The maximum number of descriptors of one batch of HCCL.
+        registers: The kinds of memory that HCCL transfers directly. Other memory is staged in
             device memory on this side, and cannot be offered to peers.
-        hccs: the same at this side of HCCS, which connects devices inside a host or super pod. What
-            it reaches at the other end is device memory alone.
+        hccs: The same at this side of HCCS, which connects devices inside a host or super pod. At
+            the other end HCCS reaches only device memory.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Product:
     hccs: frozenset[Kind]
 
     def local_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
-        """What HCCL takes as it is at this side of a link."""
+        """Return the kinds of memory that HCCL transfers directly at this side of a link."""
         return self.hccs if is_hccs else self.registers
 
     def remote_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
-        """What HCCL reaches at the other end of a link."""
+        """Return the kinds of memory that HCCL reaches at the other end of a link."""
         return self.registers & _DEVICE if is_hccs else self.registers
 
 
@@ -53,7 +53,7 @@ A2: Final = Product("A2", 256, _BOTH, _DEVICE)
 A3: Final = Product("A3", 256, _BOTH, _BOTH)
 A950: Final = Product("950", 64, _DEVICE, _DEVICE)
 
-# The first that matches counts: A3 chips have the name of A2's, and go on with _93.
+# The first match counts: names of A3 chips are those of A2, followed by _93.
 _SOCS: Final = (
     (re.compile(r"Ascend910_93"), A3),
     (re.compile(r"Ascend910B"), A2),
@@ -62,17 +62,12 @@ _SOCS: Final = (
 
 
 def product_of(soc_name: str) -> Product | None:
-    """The product of a chip ("Ascend910B3"); None: unknown, or it does not transfer one-sided."""
+    """Return the product of a chip ("Ascend910B3"); None: unknown, or not one-sided."""
     return next((product for soc, product in _SOCS if soc.match(soc_name)), None)
 
 
 def load_library() -> AclLibrary:
-    """Return the ACL library, loaded once in a process.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
-            was looked for, and what the loader said.
-    """
+    """Return the ACL library, which a process loads once; LLM_FEATURE_NOT_ENABLED: none."""
 
     def load(place: str | None) -> AclLibrary:
         from kvnative._acl import AclLibrary
@@ -83,21 +78,13 @@ def load_library() -> AclLibrary:
 
 
 class AscendDevice(Device):
-    """An Ascend device of this process, as long as one engine uses it.
+    """An Ascend device of this process, for the lifetime of one engine. Any thread may use it.
 
-    May be used from several threads; in a forked child it is of no use.
-
-    Args:
-        device_id: its logical number.
-        library: of ACL; None: the one that is found.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
+    A forked child cannot use it. Without `library` the installed one is used.
 
     Attributes:
-        notes_pins: whether memory that is pinned is only noted, and not mapped for the device, as
-            from CANN 8.5 on. What is mapped cannot be mapped again, as HCCL does with memory of
-            the host.
+        notes_pins: Whether pinning memory does not map it for the device, as from CANN 8.5 on.
+            Mapped memory cannot be mapped again, as HCCL does with host memory.
     """
 
     tensor_kind = "npu"
@@ -109,11 +96,11 @@ class AscendDevice(Device):
 
     @property
     def product(self) -> Product | None:
-        """Its generation; None: one that does not transfer one-sided."""
+        """Its generation; None: the device does not transfer one-sided."""
         return product_of(self.name)
 
     def describe(self) -> dict[str, object]:
-        """What people want to know of it, by name."""
+        """Return the properties of the device, for people, by name."""
         product = self.product
         name = None if product is None else product.name
         return {**super().describe(), "soc": self.name, "product": name, "driver": driver_version()}

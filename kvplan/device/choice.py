@@ -1,4 +1,4 @@
-"""Which accelerators there are, and whether this process has one."""
+"""The table of accelerators, and the one that this process uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = Log("kvplan")
 
 
 def _ascend(device_id: int, cuda_context: str) -> Device:
-    from kvplan.device.ascend import AscendDevice  # its modules only where it is used
+    from kvplan.device.ascend import AscendDevice  # loaded only if it is used
 
     del cuda_context
     return AscendDevice(device_id)
@@ -30,11 +30,11 @@ def _cuda(device_id: int, cuda_context: str) -> Device:
     return CudaDevice(device_id, load_library(cuda_context))
 
 
-# In the order in which "auto" tries them: no host has both, and Ascend was first.
+# In the order in which "auto" tries them.
 _OPEN: Final[Mapping[str, Callable[[int, str], Device]]] = {"ascend": _ascend, "cuda": _cuda}
 
 ACCELERATORS: Final = ("auto", "none", *_OPEN)
-"""What can be asked for."""
+"""The values of the option."""
 
 CUDA_CONTEXTS: Final = ("primary", "own")
 """Whose context a CUDA device works in: the primary one, which frameworks in the same process use,
@@ -42,11 +42,7 @@ or one of its own."""
 
 
 def current_device(choice: str) -> int | None:
-    """The device that the calling thread has set in its own calls of the runtime; None: none.
-
-    Args:
-        choice: one of `ACCELERATORS`; "auto": the first of them that has one.
-    """
+    """Return the device that the calling thread has set in its own calls; None: none."""
     from kvplan.device import ascend, cuda  # as above
 
     known: Mapping[str, tuple[Callable[[], DeviceLibrary], str]] = {
@@ -63,24 +59,14 @@ def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
     except LLMException:
         return None
     number = ctypes.c_int32()
-    # By the library's name: it is loaded, and the call is one of the program's, not of the engine.
+    # By the library's name, since the program has loaded it, and made the call itself.
     if getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number)) != 0:
         return None
     return number.value
 
 
 def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary") -> Device | None:
-    """Return the device to use; close it in the end.
-
-    Args:
-        choice: one of `ACCELERATORS`. "auto": the first of them where there is one; else none,
-            which is logged with the reasons.
-        device_id: its logical number.
-        cuda_context: that a CUDA device works in.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: the one that was asked for cannot be used, and why.
-    """
+    """Return the device to use, which the caller closes."""
     if choice == "none":
         return None
     if choice != "auto":

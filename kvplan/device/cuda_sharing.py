@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class CudaSharing:
-    """What a CUDA device shares with processes of this host; see `Sharing`.
+    """The sharing of a CUDA device; see `Sharing`.
 
-    Memory that kvplan has allocated is exported as a descriptor: a peer that has mapped it keeps
-    it. Memory of users has a handle of cuIpcGetMemHandle, which keeps nothing.
+    kvplan's own memory is exported as a descriptor, which a mapping keeps. Memory of users has a
+    handle of cuIpcGetMemHandle, which keeps nothing.
 
     Args:
-        native: the device.
-        uuid: of the GPU: 32 hexadecimal digits.
+        native: The device.
+        uuid: Of the GPU: 32 hexadecimal digits.
     """
 
     def __init__(self, native: NativeDevice, uuid: str) -> None:
@@ -41,7 +41,7 @@ class CudaSharing:
         if buffer is None:
             return self._export(address, nbytes, None, is_pool)
         with self._mutex:
-            # Held by what is found here, so at that address there is no other.
+            # The export holds the buffer, so no other buffer is at that address.
             known = self._buffers.get(buffer.address)
             if known is None:
                 known = self._export(address, nbytes, buffer, is_pool)
@@ -58,7 +58,7 @@ class CudaSharing:
             is_far = gpu != "same"
             if ref.fd >= 0:
                 return _cuda_share.import_descriptor(native, fd, ref.nbytes, is_far=is_far)
-            if here is not None:  # CUDA opens no handle in the process that it is of
+            if here is not None:  # CUDA does not open a handle in its own process
                 return _cuda_share.import_here(native, here.device, ref.address, ref.nbytes)
             handle = bytes.fromhex(ref.handle)
             return _cuda_share.import_handle(native, handle, ref.nbytes, is_far=is_far)

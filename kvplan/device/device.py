@@ -1,4 +1,4 @@
-"""A device as an engine uses it: memory on it, memory pinned for it, what copies to and from it."""
+"""A device as an engine uses it: its memory, memory that is pinned for it, and its copies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _WHERE = {
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """What all users of a device in this process have in common."""
+    """The state that all users of a device in this process share."""
 
     native: NativeDevice
     users: int = 0
@@ -60,7 +60,7 @@ _mutex = Mutex()
 
 
 class Watch(Protocol):
-    """That registered memory stays what it was, as far as anything has looked."""
+    """A watch over registered memory, which tells whether it was replaced."""
 
     @property
     def is_replaced(self) -> bool:
@@ -68,22 +68,14 @@ class Watch(Protocol):
 
 
 class Device:
-    """A device of this process, as long as one engine uses it.
+    """A device of this process, for the lifetime of one engine. Any thread may use it.
 
-    May be used from several threads; in a forked child it is of no use.
-
-    Args:
-        device_id: its logical number.
-        library: of the accelerator.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: no such device; what the library says.
+    A forked child cannot use it.
 
     Attributes:
-        id: its logical number.
-        native: the device itself, which other users in this process share.
-        tensor_kind: what torch calls such devices, and their events and streams: "npu" of
-            `npu_event`.
+        id: Its logical number.
+        native: The device itself, which all users in this process share.
+        tensor_kind: The name in torch of such devices, events and streams: "npu" of `npu_event`.
     """
 
     tensor_kind: ClassVar[str] = ""
@@ -91,7 +83,7 @@ class Device:
     def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
         self._key = os.getpid(), library, device_id
         self._pinned: WeakSet[PinnedMemory] = WeakSet()
-        self._closed = True  # until there is something to close
+        self._closed = True  # until the device is open
         self.id = device_id
         try:
             count = library.device_count()
@@ -114,7 +106,7 @@ class Device:
 
     @property
     def sharing(self) -> Sharing | None:
-        """How processes of this host share its memory; None: they do not, as by default."""
+        """How processes of this host share its memory; None: they do not."""
         return None
 
     @property
@@ -123,11 +115,7 @@ class Device:
         return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New zeroed memory of the device; it goes with its last reference.
-
-        Raises:
-            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else its library says.
-        """
+        """Return new zeroed memory of the device, which is freed with its last reference."""
         try:
             buffer = self.native.allocate(nbytes)
             self.native.clear(buffer.address, nbytes)
@@ -136,11 +124,7 @@ class Device:
         return buffer
 
     def allocate_host(self, nbytes: int) -> HostBuffer:
-        """New zeroed memory of the host from the runtime; it goes with its last reference.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; what its library says.
-        """
+        """Return new zeroed host memory of the runtime, which is freed with its last reference."""
         try:
             return self.native.allocate_host(nbytes)
         except ValueError as error:
@@ -151,15 +135,9 @@ class Device:
             ) from error
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
-        """Let the device reach host memory by itself, until nobody holds the result, or `close`.
+        """Let the device reach host memory by itself, until the result is dropped, or `close`.
 
-        Args:
-            address, nbytes: of the memory, no byte of which is pinned already.
-            keep: what keeps the memory where it is: it is held until it is unpinned.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
-                what its library says.
+        No byte of the memory may be pinned already. `keep` is held until the memory is unpinned.
         """
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
@@ -177,26 +155,15 @@ class Device:
         addresses: NDArray[np.uint64],
         nbytes: NDArray[np.uint64],
     ) -> tuple[Watch, ...]:
-        """Have transfers refuse what is at these addresses once it is other memory than now.
+        """Let transfers refuse the memory at these addresses once it has been replaced.
 
-        Args:
-            addresses, nbytes: of memory of the program that is registered.
-
-        Returns:
-            What to hold meanwhile; nothing where the device's library tells no allocation from a
-            later one, as by default.
-
-        Raises:
-            LLMException: what the device says.
+        Hold the result meanwhile. It is empty if the library of the device cannot tell allocations
+        apart.
         """
         return ()
 
     def check_range(self, name: str, address: int, nbytes: int) -> None:
-        """Refuse a range that is not memory of this device, by its first and last byte.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: what it is instead; what its library says.
-        """
+        """Refuse a range that is not memory of this device, by its first and last byte."""
         for at in (address, address + nbytes - 1):
             kind, device_id = self._locate(at)
             if (kind, device_id) != ("device", self.id):
@@ -208,11 +175,7 @@ class Device:
                 )
 
     def check_host(self, name: str, address: int) -> None:
-        """Refuse an address that is memory of a device.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID; what its library says.
-        """
+        """Refuse an address that is memory of a device."""
         kind, device_id = self._locate(address)
         if kind == "device":
             raise invalid(
@@ -221,33 +184,21 @@ class Device:
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Fill `buffer` from the device; its bytes there must be valid.
-
-        Raises:
-            LLMException: what the device says.
-        """
+        """Fill `buffer` from the device, where its bytes must be valid."""
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Put the bytes of `buffer` to the device; there must be room for them.
-
-        Raises:
-            LLMException: what the device says.
-        """
+        """Write the bytes of `buffer` to the device, which must have room for them."""
         try:
             self.native.write(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def backend(self, direction: CopyDirection) -> Backend:
-        """What copies in that direction, the same for all users of the device.
-
-        Raises:
-            NativeError: the device is closed.
-        """
+        """Return the copies in that direction, which all users of the device share."""
         if self._closed:
             raise NativeError(f"device {self.id} is closed")
         shared = self._shared
@@ -260,16 +211,9 @@ class Device:
         return known
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
-        """Take the point in the work of this device that a transfer is to come after.
+        """Return the point in the work of this device that `event` marks, as a gate of a transfer.
 
-        Args:
-            name: of the argument, for messages.
-            event: as a program has it. On return it can be recorded again, or destroyed.
-
-        Raises:
-            TypeError: no event, nor a stream.
-            LLMException: LLM_PARAM_INVALID: of another accelerator, or never recorded; what its
-                library says, of one of another device or that was destroyed.
+        On return the event can be recorded again, or destroyed. `name` is for messages.
         """
         is_stream, handle = handle_of(name, event, self.tensor_kind)
         try:
@@ -279,20 +223,11 @@ class Device:
             raise device_error(error, what) from error
 
     def stream(self, name: str, stream: ComputeStream) -> int:
-        """Return the handle of a stream of this device.
-
-        Args:
-            name: of the argument, for messages.
-            stream: as a program has it.
-
-        Raises:
-            TypeError: no stream.
-            LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
-        """
+        """Return the handle of a stream of this device."""
         return stream_handle_of(name, stream, self.tensor_kind)
 
     def describe(self) -> dict[str, object]:
-        """What people want to know of it, by name."""
+        """Return the properties of the device, for people, by name."""
         free, total = self.native.memory()
         return {
             "id": self.id,
@@ -306,9 +241,9 @@ class Device:
         }
 
     def close(self) -> None:
-        """Unpin what is pinned, and let the device go with its last user; idempotent.
+        """Unpin all memory, and close the device with its last user. Idempotent.
 
-        No transfer may use it any more. Memory that somebody holds stays until then.
+        No transfer may use it any more. Memory that is referenced stays until it is dropped.
         """
         if self._closed or os.getpid() != self._key[0]:
             return
@@ -336,18 +271,18 @@ class Device:
     def _memory(self) -> str:
         try:
             free, total = self.native.memory()
-        except NativeError:  # of interest is the error that it is asked for
+        except NativeError:  # the original error matters more
             return f"device {self.id}"
         return f"device {self.id}, which has {free} of {total} bytes free"
 
 
 class PinnedMemory:
-    """Host memory that a device reaches by itself: unpinned before what keeps it goes.
+    """Host memory that a device reaches by itself, unpinned before `keep` is dropped.
 
     Attributes:
-        address: of the first byte.
-        nbytes: its size in bytes.
-        keep: as given.
+        address: The first byte.
+        nbytes: The size in bytes.
+        keep: An object that is held until the memory is unpinned.
     """
 
     __slots__ = ("__weakref__", "_pinned", "address", "keep", "nbytes")
@@ -359,7 +294,7 @@ class PinnedMemory:
         self._pinned = pinned
 
     def close(self) -> None:
-        """Unpin it; idempotent."""
+        """Unpin the memory. Idempotent."""
         self._pinned.close()
 
     def __del__(self) -> None:
@@ -370,11 +305,9 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
     """Return what `load` makes of the place that an environment variable names.
 
     Args:
-        what: the library, for messages.
-        override: the variable; None for its value if it is not set, and empty: there is none.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or `load` said why it cannot be used.
+        what: The library, for messages.
+        override: The variable; if it is not set, `load` gets None; if it is empty, nothing is
+            loaded.
     """
     place = os.environ.get(override)
     cause: NativeError | None = None
@@ -390,6 +323,6 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
 
 
 def device_error(error: NativeError, what: str) -> LLMException:
-    """An error of the native layer as one of the interface; `what` begins its message."""
+    """Return an error of the native layer as one of the interface; `what` begins its message."""
     status = getattr(error, "status", None)
     return LLMException(f"{what}: {error}", status_code=status_code_of(status))

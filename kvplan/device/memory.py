@@ -1,4 +1,4 @@
-"""The memory of a cache on a device: an address for each tensor, and whatever keeps it alive."""
+"""The memory of a cache on a device: an address for each tensor, and what keeps it alive."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:
-    """Refuse this side of a transfer if it is on another device than the link to `peer`.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED.
-    """
+    """Refuse a local side that is on another device than the link to `peer`."""
     if isinstance(side, DeviceMemory) and side.device.native is not device.native:
         raise LLMException(
             f"the local side is on device {side.device.id}, the link to {peer} is device "
@@ -38,14 +34,14 @@ class DeviceMemory(Revocable):
     """Tensors in the memory of a device of this process.
 
     Args:
-        device: whose memory it is.
-        addresses: of each tensor, on the device.
-        nbytes: of each tensor.
-        writable: whether a transfer may write to them.
-        owner: keeps the memory alive, or vouches for it; None: the addresses are checked before
-            and after each transfer.
-        watches: of memory that its owner may free under it, see `Device.watch`.
-        parts: memory that this is made of; what revokes one of these revokes this.
+        device: The device.
+        addresses: The address of each tensor, on the device.
+        nbytes: The size of each tensor.
+        writable: Whether a transfer may write to them.
+        owner: Keeps the memory alive, or vouches for it; None: the addresses are checked before and
+            after each transfer.
+        watches: Of memory that its owner may free during a transfer; see `Device.watch`.
+        parts: Memory that this consists of; revoking one of them revokes this.
     """
 
     __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "watches", "writable")
@@ -83,13 +79,7 @@ class DeviceMemory(Revocable):
         writable: bool = True,
         owner: object = None,
     ) -> DeviceMemory:
-        """Return the memory at `addresses`, one for each tensor of `desc`; checked to be there.
-
-        Raises:
-            TypeError, ValueError: an address that is no uint64.
-            LLMException: LLM_PARAM_INVALID for another number of addresses, or a range that is not
-                of this device.
-        """
+        """Return the memory at `addresses`, one for each tensor of `desc`; check its place."""
         cache = Cache(desc, tensor_addrs=tuple(addresses))
         if not cache.tensor_addrs:
             raise invalid(f"addresses is empty; num_tensors={desc.num_tensors} are needed")
@@ -107,11 +97,7 @@ class DeviceMemory(Revocable):
 
     @classmethod
     def from_forms(cls, device: Device, forms: Sequence[TensorForm]) -> DeviceMemory:
-        """Return the memory of tensors that were read, and say that they are on the device; held.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: by its address, one of them is elsewhere.
-        """
+        """Return the memory of tensors that claim to be on the device, and hold them."""
         memory = cls(
             device,
             np.array([it.address for it in forms], dtype=np.uint64),
@@ -126,13 +112,9 @@ class DeviceMemory(Revocable):
     def backend(
         self, pool: ThreadPool, direction: Direction, other: TensorMemory
     ) -> Backend | None:
-        """See `TensorMemory`.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on another device.
-        """
+        """See `TensorMemory`."""
         if not other.in_process:
-            return None  # how its peer is reached decides
+            return None  # the memory of the peer decides
         if not other.on_device:
             return self.device.backend("device_to_host" if direction == "get" else "host_to_device")
         if isinstance(other, DeviceMemory) and other.device.native is not self.device.native:
@@ -150,24 +132,15 @@ class DeviceMemory(Revocable):
 
     @property
     def held(self) -> bool:
-        """Whether something vouches that the memory stays where it is."""
+        """Whether something vouches that the memory stays in place."""
         return self._owner is not None
 
     def check(self) -> None:
-        """Check raw addresses again; what is held cannot have gone, but where that was seen.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: it was
-                freed, and its addresses are other memory's.
-        """
+        """Check raw addresses again, and memory that is watched."""
         self.check_tensors(range(len(self.addresses)))
 
     def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`.
-
-        Raises:
-            LLMException: as `check`.
-        """
+        """See `TensorMemory`."""
         if self._owner is None:
             self.check_located(tensors)
         elif any(it.is_replaced for it in self.watches):
@@ -179,11 +152,7 @@ class DeviceMemory(Revocable):
             )
 
     def check_located(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not memory of the device any more.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID.
-        """
+        """Refuse tensors that are not in memory of the device any more."""
         for i in range(len(self.addresses)) if tensors is None else tensors:
             self.device.check_range(f"tensor {i}", int(self.addresses[i]), int(self.nbytes[i]))
 

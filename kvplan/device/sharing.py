@@ -1,7 +1,7 @@
 """Memory of devices that processes of one host share, and what a kind of device does for it.
 
-The owner exports an allocation, whole; a peer that holds its `AllocationRef` maps it for a device
-of its own, and copies to and from it as if it were that device's memory.
+The owner exports a whole allocation. A peer with its `AllocationRef` maps it for a device of its
+own, and copies to and from it as if it were memory of that device.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_kept_by_peers(self) -> bool:
-        """Whether a peer that has mapped it keeps it; else its owner must not free it meanwhile."""
+        """Whether a mapping keeps the memory. Otherwise its owner must not free it meanwhile."""
         return self.fd >= 0
 
 
 class Exported:
-    """An allocation that peers can map as long as this is held.
+    """An allocation that peers can map while this object exists.
 
     Args:
-        ref: as peers know it.
-        device: whose memory it is.
-        held: what exports it, and what must be there as long as this is.
+        ref: The allocation as peers name it.
+        device: The device of the memory.
+        held: Everything that the export needs.
     """
 
     __slots__ = ("__weakref__", "_held", "device", "ref")
@@ -75,18 +75,18 @@ class Exported:
 
 
 class Mapped(Protocol):
-    """An allocation of a peer, mapped here until this is let go."""
+    """An allocation of a peer, mapped here until this object is dropped."""
 
     @property
     def address(self) -> int:
-        """Where it is, for the device that it was mapped for."""
+        """The address for the device that it was mapped for."""
 
 
 class Sharing(Protocol):
-    """What a device adds that shares its memory with processes of this host.
+    """The interface of a device that shares its memory with processes of this host.
 
     Attributes:
-        uuid: of the device, as in `AllocationRef`.
+        uuid: The UUID of the device, as in `AllocationRef`.
     """
 
     @property
@@ -96,48 +96,48 @@ class Sharing(Protocol):
     def export(
         self, address: int, nbytes: int, buffer: DeviceBuffer | None, *, is_pool: bool = False
     ) -> Exported:
-        """Let peers map the allocation that a range is a part of.
+        """Let peers map the allocation that holds a range.
 
         Args:
-            address, nbytes: of the range.
-            buffer: what was allocated here, that it is a part of; None: it is the user's.
-            is_pool: whether peers shall keep it mapped though they use no part of it; of what is
-                exported already, as it was said first.
+            address, nbytes: The range.
+            buffer: kvplan's allocation that holds it; None: it is the user's.
+            is_pool: Whether peers should keep the mapping even if they use no part of it. The first
+                export of an allocation decides.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, and what to do; what the
-                device says.
+            LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, and what to do; an error of
+                the device.
         """
 
     def map(self, ref: AllocationRef, fd: int) -> Mapped:
         """Map an allocation of a peer.
 
         Args:
-            ref: the peer's; nothing in it is believed.
-            fd: of this process, for what `ref.fd` is in the peer; -1 where that is -1.
+            ref: The peer's; it is not trusted.
+            fd: A duplicate of `ref.fd` in this process; -1 if that is -1.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach that one, and why;
-                what the device says.
+            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach the other, and why; an
+                error of the device.
         """
 
     def shortfall(self, uuid: str) -> str | None:
-        """Why this device and the one with that UUID do not reach each other's memory.
+        """Return why this device and the one with that UUID do not reach each other's memory.
 
-        None: they do, or it shows only when memory is mapped.
+        None: they do, or only a mapping can tell.
         """
 
 
-# What this process exports, so that a link to itself finds it instead of mapping it again.
+# So that a link to this process finds an export instead of mapping it again.
 _EXPORTED: WeakValueDictionary[AllocationRef, Exported] = WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
 def next_number() -> int:
-    """The number of another export of this process."""
+    """Return the number for another export of this process."""
     return next(_numbers)
 
 
 def exported(ref: AllocationRef) -> Exported | None:
-    """What this process exports as `ref`, if it still does."""
+    """Return the export of this process that `ref` names, if it still exists."""
     return _EXPORTED.get(ref)

@@ -12,7 +12,7 @@ from kvnative._lower import Descriptors
 from kvnative._ranges import arrange, first_overlap
 from kvplan.engine.groups import joined
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions
-from kvplan.execution.overlaps import check_order_free
+from kvplan.execution.binding import check_order_free
 from kvplan.links.address_index import check_ranges
 from kvplan.planning.ranges import RangePart, Ranges, plan_ranges, span_text
 from kvplan.planning.side import Side

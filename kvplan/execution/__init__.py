@@ -1,4 +1,7 @@
-"""Plans meet memory here: addresses are checked and bound, descriptors lowered and submitted."""
+"""The execution of plans: memory is checked and bound, descriptors are lowered and submitted.
+
+Devices, transports and engines may not enter; memory comes as `TensorMemory`.
+"""
 
 from kvplan.execution.compute_events import ComputeEvent, ComputeStream
 from kvplan.execution.layer_task import LayerProgress, LayerTask

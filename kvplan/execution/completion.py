@@ -1,4 +1,4 @@
-"""How a process learns what has ended: one queue, one thread that reads it, and who is told."""
+"""The completion of tasks: a queue and a thread of the process settle tasks as they end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IDLE_S: Final = 0.5  # after which a thread without a call ends
 
 
 class AwaitableTask(ABC):
-    """A handle that comes to one outcome: waited for, awaited, or with calls at its end."""
+    """A handle with one outcome, which can be waited for, awaited, or notified by calls."""
 
     def __init__(self) -> None:
         self._is_settled = False
@@ -51,14 +51,10 @@ class AwaitableTask(ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Have the process's thread settle this task when it ends, if that is not so already.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
-        """
+        """Let the thread of the process settle this task when it ends. Idempotent."""
 
     def result(self, timeout_ms: float | None = None) -> None:
-        """Return None when every byte has arrived, as a future does: otherwise as `wait`.
+        """Return None when every byte has arrived, as a future does; otherwise raise as `wait`.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
@@ -72,13 +68,13 @@ class AwaitableTask(ABC):
     async def coroutine(self) -> None:
         """Await the task, for `asyncio.create_task` and task groups.
 
-        It costs no thread: of all tasks that are awaited one thread learns that they have ended.
+        It costs no thread: one thread learns of the end of all tasks that are awaited.
 
         Raises:
             LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
                 thread left.
         """
-        import asyncio  # where nobody awaits, it need not be there
+        import asyncio  # loaded only if a task is awaited
 
         loop = asyncio.get_running_loop()
         if not self._is_settled:
@@ -98,10 +94,10 @@ class AwaitableTask(ABC):
         self.wait()
 
     def when_settled(self, call: Callable[[], object]) -> None:
-        """Have `call()` called once `wait` returns or raises at once: now, or by another thread.
+        """Call `call()` once `wait` does not block any more: now, or later in another thread.
 
         Args:
-            call: it neither blocks nor raises.
+            call: Neither blocks nor raises.
 
         Raises:
             LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
@@ -109,7 +105,7 @@ class AwaitableTask(ABC):
         if not self._is_settled:
             self._follow()
         self._calls.append(call)
-        if self._is_settled:  # after it was put in: one of both sees it
+        if self._is_settled:  # after it was added, so that one of both sees it
             self._make_calls()
 
     def _note_settled(self) -> None:
@@ -126,17 +122,17 @@ class AwaitableTask(ABC):
 
 
 def _wake(ended: asyncio.Future[None]) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nobody awaits any more
+    with suppress(RuntimeError):  # the loop was closed
         ended.get_loop().call_soon_threadsafe(_end, ended)
 
 
 def _end(ended: asyncio.Future[None]) -> None:
-    if not ended.done():  # else cancelled
+    if not ended.done():  # otherwise it was cancelled
         ended.set_result(None)
 
 
 class NativeTask(AwaitableTask):
-    """An awaitable task that is one of the native layer."""
+    """An awaitable task of the native layer."""
 
     native: Task | LayeredTask
     is_followed = False  # the thread settles it
@@ -190,23 +186,23 @@ class _Aside:
 
 
 def run_aside(call: Callable[..., object], *args: object) -> None:
-    """Call what may take a while in another thread; here if the system has no more threads."""
+    """Run a call that may take long aside, or here if the system has no more threads."""
     _process.aside.call(partial(call, *args))
 
 
 class Report(Protocol):
-    """Where tasks are put that are settled."""
+    """A receiver of settled tasks."""
 
     def put(self, item: Any, /) -> None:
-        """Take one, by any thread."""
+        """Receive a task, in any thread."""
 
 
 class Tracker:
-    """Has tasks come to their outcome as they end, whether or not somebody waits for them."""
+    """Settles tasks as they end, even if no thread waits for them."""
 
     def __init__(self) -> None:
         self._flying: dict[_Flying, None] = {}
-        # Weakly: a task with a layer that nobody can say is ready any more has to end.
+        # Weak: a task whose layers cannot become ready any more has to end.
         self._open: set[ref[NativeTask]] = set()
         self._cancelled: LLMException | None = None
         self._closing = False
@@ -221,9 +217,7 @@ class Tracker:
     ) -> None:
         """Settle `task` when it is done: now, or later.
 
-        Args:
-            report: where it is put then.
-            aside: whether that may take a while, and so is done by a thread aside.
+        `report` receives the task then. `aside`: settling may take long, and gets its own thread.
         """
         if task.done and not aside:
             _settle(task, report)
@@ -241,45 +235,40 @@ class Tracker:
         except BaseException:
             self._flying.pop(flying, None)
             raise
-        if self._cancelled:  # after it was put in: one of both sees it
+        if self._cancelled:  # after it was added, so that one of both sees it
             task.cancel(self._cancelled)
 
     def _watch(self, task: NativeTask, flying: _Flying) -> None:
         queue, native = completion_thread().queue, task.native
-        # Nothing is called between these: no interrupt comes between them, so that what is held
-        # here ends.
+        # No call comes between these, so an interrupt cannot: what is held here ends.
         self._flying[flying] = None
         queue.watch(native, flying)
         task.is_followed = True
 
     def watch(self, task: NativeTask) -> None:
-        """Let `cancel` stop `task` too, which waits for its layers; `track` follows then.
+        """Let `cancel` also stop `task`, which waits for its layers; `track` follows then.
 
-        If a layer has failed, that is found out.
+        The failure of a layer is detected as well.
         """
         self._open.add(ref(task, self._open.discard))
-        with suppress(LLMException):  # no more threads: then by who looks at it
+        with suppress(LLMException):  # without a thread, the caller finds it
             completion_thread().queue.watch(task.native, _Open(task))
             task.is_followed = True
         if self._cancelled:
             task.cancel(self._cancelled)
 
     def cancel(self, reason: LLMException) -> None:
-        """Stop all tasks in flight, and those that come; on return they move no byte any more.
-
-        Args:
-            reason: what they raise then.
-        """
+        """Stop all tasks, now and later, with `reason`; on return they move no byte any more."""
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
                 task.cancel(reason)  # which tracks it
-        # What has not begun first, or it would begin when what is before it ends.
+        # Tasks that have not begun first: they would begin when earlier ones end.
         for flying in reversed(list(self._flying)):
             flying.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all tasks are settled and the thread holds none of them, or `timeout_s`."""
+        """Wait at most `timeout_s` until all tasks are settled, and the thread holds none."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._flying, timeout_s)
@@ -294,7 +283,7 @@ class Tracker:
 
 
 class _Flying:
-    """A task in flight, whom it is reported to, and whether to settle it may take a while."""
+    """A task in flight, its report, and whether settling it may take long."""
 
     def __init__(
         self,
@@ -309,7 +298,7 @@ class _Flying:
         self._aside = aside
 
     def on_end(self) -> None:
-        """The task has ended, or a layer of it has failed; by the thread of completions."""
+        """Handle the end of the task, or the failure of a layer, in the completion thread."""
         task = self.task
         if (
             not isinstance(task, NativeTask)
@@ -317,7 +306,7 @@ class _Flying:
             or not completion_thread().queue.forget(task.native, self)
         ):
             return
-        if self._aside:  # a peer that is slow to answer must delay no other
+        if self._aside:  # a slow peer must not delay others
             run_aside(self.settle)
         else:
             self.settle()
@@ -332,7 +321,7 @@ class _Flying:
 def _settle(task: AwaitableTask, report: Report | None) -> None:
     try:
         task.wait()
-    except LLMException:  # raised to those who wait for it
+    except LLMException:  # `wait` raises it again
         pass
     finally:
         if report is not None:
@@ -347,9 +336,9 @@ class _Open:
         self._native = task.native
 
     def on_end(self) -> None:
-        """As of what is in flight."""
+        """See `_Flying.on_end`."""
         task = self._task()
-        # To find its end is to have it tracked, if anything does: then this is not there any more.
+        # Finding the end lets the tracker take over, which removes this entry.
         if task is not None and not _has_ended(task):
             return
         if completion_thread().queue.forget(self._native, self) and task is not None:
@@ -357,30 +346,27 @@ class _Open:
 
 
 def _has_ended(task: NativeTask) -> bool:
-    """Whether it is done; it may be about to be, if the queue has told its end."""
+    """Return whether the task is done; if the queue has reported its end, wait for that moment."""
     if task.native.ended:
         task.native.wait()
     return task.done
 
 
 class Readable(Protocol):
-    """A descriptor, and what is done when something can be read there."""
+    """A descriptor, and the action when it becomes readable."""
 
     def fileno(self) -> int:
         """Return the descriptor."""
 
     def on_readable(self) -> None:
-        """Read it."""
+        """Read from the descriptor."""
 
 
 class CompletionThread:
-    """The thread that reads the queue of what has ended, and descriptors of others beside it.
+    """The thread that reads the completion queue, and descriptors of others.
 
     Attributes:
-        queue: of the process.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: the system has no thread or descriptor left.
+        queue: The queue of the process.
     """
 
     def __init__(self) -> None:
@@ -392,22 +378,22 @@ class CompletionThread:
             raise system_error("could not create the queue of completions", error) from error
         self._fd = self.queue.fileno()
         self._epoll.register(self._fd, select.EPOLLIN)
-        self._rounds: list[Event] = []  # set at the end of the next one
+        self._rounds: list[Event] = []  # set at the end of the next round
         self._thread = start_thread("kvplan-completions", self._run)
 
     def add_reader(self, reader: Readable) -> None:
-        """Call `on_readable` when something can be read there; the thread holds it weakly."""
+        """Call `on_readable` when the descriptor is readable; the reader is held weakly."""
         self._readers[reader.fileno()] = reader
         self._epoll.register(reader.fileno(), select.EPOLLIN)
 
     def remove_reader(self, fd: int) -> None:
-        """Before the descriptor is closed."""
+        """Forget a descriptor, before it is closed."""
         self._readers.pop(fd, None)
         with suppress(OSError):  # it was not even added
             self._epoll.unregister(fd)
 
     def wait_for_round(self, timeout_s: float) -> None:
-        """Wait until what the thread has taken before is done with, or `timeout_s` seconds."""
+        """Wait at most `timeout_s` until the thread has handled what it took before."""
         if self._thread is current_thread():
             return
         over = Event()
@@ -418,7 +404,7 @@ class CompletionThread:
     def _run(self) -> None:
         while True:
             for fd, _ in self._epoll.poll():
-                # A frame for each: what it held is not kept while the thread waits.
+                # A frame for each, so that the waiting thread keeps no objects alive.
                 if fd == self._fd:
                     self._read_queue()
                 else:
@@ -439,15 +425,17 @@ class CompletionThread:
 def _call_safely(call: Callable[[], object]) -> None:
     try:
         call()
-    except BaseException:  # it is one task's; others depend on this thread
+    except BaseException:  # of one task; others depend on this thread
         _logger.exception("operation=completion")
 
 
 class _OfThisProcess:
-    """Its thread and tracker, begun when they are needed; a forked child has its own."""
+    """The thread and tracker of this process, started on demand; a forked child has its own."""
 
     def __init__(self) -> None:
-        self._inherited: list[CompletionThread] = []  # a child collects nothing of its parent's
+        self._inherited: list[
+            CompletionThread
+        ] = []  # kept: a child must not finalize objects of its parent
         self._thread: CompletionThread | None = None
         self.renew()
         os.register_at_fork(after_in_child=self.renew)
@@ -476,14 +464,10 @@ _process: Final = _OfThisProcess()
 
 
 def completion_thread() -> CompletionThread:
-    """Return the thread of this process.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: it cannot be started.
-    """
+    """Return the thread of this process; LLM_OUT_OF_MEMORY: it cannot be started."""
     return _process.thread()
 
 
 def tracker() -> Tracker:
-    """Return what settles the tasks of this process that no engine does."""
+    """Return the tracker for tasks without an engine."""
     return _process.tracker

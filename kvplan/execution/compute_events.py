@@ -1,4 +1,4 @@
-"""Events and streams of a model's compute, as programs have them: what comes after what."""
+"""Events and streams of a model's compute, in the forms that programs have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CudaStream(Protocol):
 
 
 class SupportsCudaStream(Protocol):
-    """A CUDA stream of a library that names it in the common way, such as `cuda.core.Stream`."""
+    """A CUDA stream in the common protocol of libraries, such as `cuda.core.Stream`."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the version of this method, 0, and the CUstream."""
@@ -63,15 +63,15 @@ stream, all that was issued to it so far; an int, the handle of an event (CUeven
 
 
 GateOf: TypeAlias = "Callable[[str, ComputeEvent], Gate]"
-"""Makes what a transfer comes after of the name and the value of an argument."""
+"""Returns what a transfer comes after, from the name and the value of an argument."""
 
 
 StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
-"""Makes the handle of a stream of the name and the value of an argument."""
+"""Returns the handle of a stream, from the name and the value of an argument."""
 
 
 def no_accelerator(name: str, event: object) -> LLMException:
-    """The error for an event, or a stream, where no device was opened."""
+    """Return the error of an event or stream if no device was opened."""
     return LLMException(
         f"{name}={shown(event)}: the engine has no accelerator, whose events and streams it could "
         "know (option kvplan.accelerator)",
@@ -80,18 +80,7 @@ def no_accelerator(name: str, event: object) -> LLMException:
 
 
 def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
-    """Return whether `event` is a stream, and the handle of it.
-
-    Args:
-        name: what messages call it.
-        event: as a program gave it.
-        prefix: of the attributes that objects of the accelerator have: "cuda", "npu".
-
-    Raises:
-        TypeError: nothing of the kind.
-        LLMException: LLM_PARAM_INVALID: of another accelerator, an event that was never recorded,
-            or no handle.
-    """
+    """Return whether `event` is a stream, and the handle of it."""
     if isinstance(event, int) and not isinstance(event, bool):
         return False, _checked(name, event, "the handle of an event", 1)
     handle = _read(name, event, f"{prefix}_event")
@@ -114,17 +103,7 @@ def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
 
 
 def stream_handle_of(name: str, stream: ComputeStream, prefix: str) -> int:
-    """Return the handle of a stream.
-
-    Args:
-        name: what messages call it.
-        stream: as a program gave it.
-        prefix: of the attribute that streams of the accelerator have: "cuda", "npu".
-
-    Raises:
-        TypeError: no stream: an event, or the handle of either.
-        LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
-    """
+    """Return the handle of a stream."""
     handle = _stream(name, stream, prefix)
     if handle is not None:
         return handle
@@ -135,7 +114,7 @@ def stream_handle_of(name: str, stream: ComputeStream, prefix: str) -> int:
 
 
 def _stream(name: str, value: object, prefix: str) -> int | None:
-    """The handle of a stream; None: it is no stream, of no accelerator."""
+    """Return the handle of a stream; None: it is not a stream of a known accelerator."""
     handle = _read(name, value, f"{prefix}_stream")
     if handle is None and prefix == "cuda":
         handle = _named(name, value)
@@ -153,7 +132,7 @@ def _stream(name: str, value: object, prefix: str) -> int | None:
 
 
 def _read(name: str, event: object, attribute: str) -> object:
-    """An attribute of what a program gave; None: it has none."""
+    """Return an attribute of the program's object; None: it has none."""
     try:
         return getattr(event, attribute, None)
     except Exception as error:
@@ -161,7 +140,7 @@ def _read(name: str, event: object, attribute: str) -> object:
 
 
 def _named(name: str, event: object) -> object:
-    """The stream that `__cuda_stream__` names; None: there is no such method."""
+    """Return the stream that `__cuda_stream__` names; None: it has no such method."""
     method = _read(name, event, "__cuda_stream__")
     if method is None:
         return None

@@ -1,4 +1,4 @@
-"""A transfer that moves layer by layer, each as soon as it is said to be ready."""
+"""The handle of a transfer that moves layer by layer, each once the program says it is ready."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class LayerProgress(NamedTuple):
-    """Source layers of a plan by how far they are: each is in one tuple, ascending.
+    """The source layers of a plan by progress: each is in one tuple, ascending.
 
     Attributes:
-        waiting: nobody has said that they are ready.
-        moving: submitted, not through.
-        done: moved. That they count as arrived is for `wait` to say, when all are.
-        failed: submitted and not confirmed whole.
+        waiting: Not ready yet.
+        moving: Submitted, and not complete.
+        done: Moved. Whether they count as arrived is known when all are; see `wait`.
+        failed: Submitted, and not confirmed completely.
     """
 
     waiting: tuple[int, ...]
@@ -51,16 +51,16 @@ class LayerProgress(NamedTuple):
 class LayerTask(TransferTask):
     """The handle of a plan whose layers move one by one, each when `ready` is called for it.
 
-    As any `TransferTask`, but for this: the transfer cannot end before every layer was ready, so
+    Differs from `TransferTask` in one way: the transfer cannot end before every layer is ready. So
     dropping the last handle earlier cancels it, with a ResourceWarning. Bytes of layers that were
     never ready are not confirmed.
 
     Args:
-        gate_of: makes what a layer comes after of the name and the value of an argument; None: no
-            accelerator has events.
-        on_outcome: as for `TransferTask`.
-        on_last: called once with this task, by the thread that made the last layer ready, or that
-            found the task ended before that; not if the handle was dropped.
+        gate_of: Returns what a layer comes after, from the name and the value of an argument; None:
+            no accelerator has events.
+        on_outcome: As for `TransferTask`.
+        on_last: Called once with this task, by the thread that made the last layer ready, or that
+            found the task ended before; not if the handle was dropped.
     """
 
     def __init__(
@@ -75,34 +75,34 @@ class LayerTask(TransferTask):
         super().__init__(plan, task, memories, on_outcome)
         self._part = plan.part
         self._layers = self._part.src_layers
-        _ = plan.nbytes  # summed here, where nobody waits for the last layer
-        self._on_last = [] if on_last is None else [on_last]  # popped by whoever calls it
+        _ = plan.nbytes  # summed now, so that the last layer does not wait for it
+        self._on_last = [] if on_last is None else [on_last]  # popped by the thread that calls it
         self._gate_of = gate_of
-        self._layered = task  # last: without it there is nothing to cancel
+        self._layered = task  # last: `__del__` cancels it
 
     @property
     def layers(self) -> range:
-        """The source layers of the plan: those that have to be ready."""
+        """The source layers of the plan, all of which must become ready."""
         return self._layers
 
     def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
-        """Say that source layer `layer` holds its final values: it is submitted, now.
+        """Submit source layer `layer`, which holds its final values.
 
-        Small layers have moved on return. Idempotent; in any order, from any thread. After the
-        task has ended nothing happens: `wait` says why. It also ends here, and nothing more moves,
-        if one of the memories is no longer what was registered.
+        Small layers have moved on return. Idempotent; in any order, from any thread. After the task
+        has ended, nothing happens, and `wait` tells why. The task also ends here, and moves nothing
+        more, if one of the memories is not what was registered any more.
 
         Args:
-            layer: of the source.
-            event: an event or a stream of the model's compute, see `ComputeEvent`: the layer holds
-                its final values when that work is done, and no byte of it moves before. On return
-                the event can be recorded again, or destroyed. None: it holds them now.
+            layer: Of the source.
+            event: An event or a stream of the model's compute, see `ComputeEvent`. The layer holds
+                its final values when that work is done, and none of its bytes moves before. On
+                return the event can be recorded again, or destroyed. None: it holds them now.
 
         Raises:
-            TypeError: no integer (those of NumPy are); no event.
+            TypeError: not an integer (NumPy's are accepted), or not an event.
             LLMException: LLM_PARAM_INVALID: not a source layer of the plan, or an event that was
                 never recorded; LLM_FEATURE_NOT_ENABLED: an event, and the engine has no
-                accelerator; what the accelerator says of the event. The layer is not ready then.
+                accelerator; an error of the accelerator. The layer is not ready then.
         """
         layers = self._layers
         if type(layer) is not int:
@@ -114,7 +114,7 @@ class LayerTask(TransferTask):
             )
         index = layer - layers.start
         gate = None if event is None else self._gate(event)
-        if self.plan.nbytes:  # else it has ended
+        if self.plan.nbytes:  # otherwise it has ended
             self._check(index)
             self._layered.open(index, gate)
         if self._on_last and self._layered.sealed:
@@ -126,7 +126,7 @@ class LayerTask(TransferTask):
         return self._gate_of("event", event)
 
     def _check(self, index: int) -> None:
-        """End the transfer if a memory has gone since its beginning: it may be another's by now."""
+        """End the transfer if a memory has gone since it began, as it may be another's now."""
         if self._layered.sealed:
             return
         try:
@@ -134,11 +134,11 @@ class LayerTask(TransferTask):
                 if type(memory) is not HostMemory or not memory.held:  # what is held cannot go
                     memory.check_tensors(tensors)
         except LLMException as error:
-            self._lost = error  # first: whoever finds the end says why
+            self._lost = error  # first: the thread that finds the end raises it
             self.cancel()
 
     def block_stream(self, stream: ComputeStream) -> None:
-        """Refused: layers move when they are ready, and what is not ready yet cannot be waited for.
+        """Refuse: a stream cannot wait for layers that are not ready yet.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED, always.
@@ -160,24 +160,24 @@ class LayerTask(TransferTask):
 
     @property
     def done(self) -> bool:
-        """Whether there is an outcome, good or bad; never blocks."""
+        """Whether the transfer has an outcome, good or bad; never blocks."""
         if not self._layered.done:
             return False
         self._notify_last()
         return True
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
-        """Wait until every layer was ready and every byte has arrived; otherwise as `TransferTask`.
+        """Wait until every layer was ready and every byte has arrived; see `TransferTask.wait`.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
-            LLMException: as `TransferTask.wait`; what says LLM_TIMEOUT or that the transfer was
-                cancelled names the layers that were never ready.
+            LLMException: as `TransferTask.wait`; after a timeout or a cancellation it names the
+                layers that were never ready.
         """
         super().wait(timeout_ms, stop=stop)
 
     def cancel(self, reason: LLMException | None = None) -> None:
-        """As `TransferTask.cancel`; no further layer is submitted."""
+        """See `TransferTask.cancel`; no further layer is submitted."""
         super().cancel(reason)
         self._notify_last()
 
@@ -200,11 +200,11 @@ class LayerTask(TransferTask):
         super()._conclude()
 
     def _notify_last(self) -> None:
-        if os.getpid() != self._pid:  # a forked child, which has no part in it
+        if os.getpid() != self._pid:  # a forked child: the task is its parent's
             return
         try:
             on_last = self._on_last.pop()
-        except IndexError:  # called already, or nobody asked
+        except IndexError:  # called already, or not given
             return
         on_last(self)
 
@@ -216,9 +216,9 @@ class LayerTask(TransferTask):
         try:
             if self._layered.sealed:
                 return
-            self._on_last.clear()  # before it ends, which the thread of completions learns at once
+            self._on_last.clear()  # first: the completion thread finds the end at once
             self._layered.cancel()
-        except (AttributeError, NativeError):  # never begun; or its parent's, in a forked child
+        except (AttributeError, NativeError):  # never begun, or the parent's in a forked child
             return
         missing = self._missing()
         with suppress(LLMException):
@@ -232,13 +232,13 @@ class LayerTask(TransferTask):
 
 
 def _were(layers: Sequence[int]) -> str:
-    """`layer 3 was`, `layers 0-3, 7 were`."""
+    """Return "layer 3 was", or "layers 0-3, 7 were"."""
     one = len(layers) == 1
     return f"layer{'' if one else 's'} {_numbers(layers)} {'was' if one else 'were'}"
 
 
 def _numbers(layers: Sequence[int]) -> str:
-    """Ascending numbers, at least one, as runs: `0-3, 7`."""
+    """Return ascending numbers, at least one, as runs: "0-3, 7"."""
     gaps = [(a, b) for a, b in pairwise(layers) if b != a + 1]
     firsts = [layers[0], *(b for _, b in gaps)]
     lasts = [*(a for a, _ in gaps), layers[-1]]

@@ -1,4 +1,4 @@
-"""The memory of a cache: an address for each tensor, checked, and whatever keeps it alive."""
+"""The memory of a cache: a checked address for each tensor, and what keeps it alive."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Addresses = NDArray[np.uint64]
 
 
 class TensorMemory(Protocol):
-    """Memory that a plan's side can be bound to.
+    """Memory that a side of a plan can be bound to.
 
     Attributes:
-        addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
-        nbytes: as addresses; bytes that may be used from each address on.
-        writable: whether it can be a destination.
-        in_process: whether the addresses are of this process, so that overlaps with its own show,
-            and whatever copies in this process reaches them.
-        on_device: whether they are memory of an accelerator, which no plain copy reaches.
+        addresses: Contiguous, of shape (num_tensors,), as the backend reaches them.
+        nbytes: The usable bytes from each address on, in the same shape.
+        writable: Whether it can be a destination.
+        in_process: Whether the addresses are of this process: overlaps with its own memory are
+            visible, and any copy in this process reaches them.
+        on_device: Whether it is memory of an accelerator, which a plain copy does not reach.
     """
 
     @property
@@ -65,25 +65,26 @@ class TensorMemory(Protocol):
     ) -> Backend | None:
         """Return the backend that moves bytes between this memory and `other`.
 
-        Asked before each transfer, of both sides. What it returns is kept with this memory, so for
-        the same circumstances it must be the same object.
+        Both sides are asked before each transfer. The result is kept with this memory: under the
+        same circumstances it must be the same object.
 
         Args:
-            pool: the threads to copy with, if it is these that copy.
+            pool: The threads to copy with, if threads of the host copy.
             direction: "get": from this memory; "put": to it.
-            other: the other side.
+            other: The other side.
 
         Returns:
-            None: the other side's decision; where that has none either, a plain copy will do. What
-            is a peer's decides over what is a device's, of two devices the source.
+            None: the other side decides; if both return None, a plain copy moves the bytes. Memory
+                of
+            a peer decides before memory of a device, and of two devices the source.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: nothing moves bytes between the two, and why.
-            NativeError: there is no such backend any more.
+            NativeError: the backend does not exist any more.
         """
 
     def check(self) -> None:
-        """Refuse memory that is no longer what was registered.
+        """Refuse memory that is not what was registered any more.
 
         Called before a transfer is submitted and again after its bytes have moved.
 
@@ -92,10 +93,10 @@ class TensorMemory(Protocol):
         """
 
     def check_tensors(self, tensors: range) -> None:
-        """As `check`, of consecutive tensors alone.
+        """Check only consecutive tensors.
 
-        Called between the two, before a part of a transfer moves, by a thread that computes. It may
-        leave out whatever `check` finds at the end, if to move the part does no harm until then.
+        Called before a part of a transfer moves, by a thread that computes. It may leave out what
+        `check` finds at the end, if moving the part does no harm until then.
 
         Raises:
             LLMException: as `check`.
@@ -106,13 +107,13 @@ class HostMemory(Revocable):
     """Memory of this process: arrays, or addresses that were checked to be mapped.
 
     Args:
-        parts: memory that this is made of; what revokes one of these revokes this.
+        parts: Memory that this consists of; revoking one of them revokes this.
 
     Attributes:
-        held: whether something vouches that the memory stays where it is.
+        held: Whether something vouches that the memory stays in place.
     """
 
-    # Slots: to look other attributes up takes longer where a class has a native base.
+    # Slots: looking up other attributes takes longer in a class with a native base.
     __slots__ = ("__weakref__", "_owner", "addresses", "held", "nbytes", "writable")
     in_process = True
     on_device = False
@@ -132,7 +133,7 @@ class HostMemory(Revocable):
         self.addresses = addresses
         self.nbytes = nbytes
         self.writable = writable
-        # The arrays behind the addresses; None where the caller only gave numbers.
+        # The arrays behind the addresses; None if the caller only gave numbers.
         self._owner = owner
         self.held: bool = owner is not None
 
@@ -140,15 +141,15 @@ class HostMemory(Revocable):
     def from_arrays(cls, arrays: Sequence[Any], name: str = "arrays") -> HostMemory:
         """Return the memory of `arrays`: NumPy, torch, DLPack, or the buffer protocol.
 
-        They are held, and so live as long as this object and every transfer that uses it. An array
-        over a mapped file dies with SIGBUS, here as in NumPy, if the file is cut under it.
+        The arrays are held as long as this object and every transfer that uses it. An array over a
+        mapped file raises SIGBUS, here as in NumPy, if the file is truncated.
 
         Args:
-            arrays: one for each tensor.
-            name: what messages call them.
+            arrays: One for each tensor.
+            name: Of the arrays, for messages.
 
         Raises:
-            TypeError: an element that is no array, or an array of Python objects.
+            TypeError: an element that is not an array, or an array of Python objects.
             LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
                 host memory.
         """
@@ -159,7 +160,7 @@ class HostMemory(Revocable):
 
     @classmethod
     def from_forms(cls, forms: Sequence[TensorForm]) -> HostMemory:
-        """Return the memory of tensors that were read, and checked to be of the host and dense."""
+        """Return the memory of tensors that were checked to be dense and in host memory."""
         return cls(
             np.array([it.address for it in forms], dtype=np.uint64),
             np.array([it.nbytes for it in forms], dtype=np.uint64),
@@ -178,11 +179,11 @@ class HostMemory(Revocable):
     ) -> HostMemory:
         """Return the memory at `addresses`, one for each tensor of `desc`.
 
-        Each range is checked to be mapped, readable and (if `writable`) writable; again before
-        every transfer if no `owner` vouches that it stays so.
+        Each range is checked to be mapped, readable and (if `writable`) writable. The check is
+        repeated before every transfer unless an `owner` vouches for the memory.
 
         Raises:
-            TypeError, ValueError: an address that is no uint64.
+            TypeError, ValueError: an address that is not a uint64.
             LLMException: LLM_PARAM_INVALID for another number of addresses, or a range that is not
                 mapped so; names the address and the hole.
         """
@@ -199,7 +200,7 @@ class HostMemory(Revocable):
         return memory
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> None:
-        """Return None: plain memory, which everything reaches."""
+        """Return None: any backend reaches plain memory."""
 
     def check(self) -> None:
         """Check raw addresses again. Arrays are held: only a call such as `resize_` frees them.
@@ -220,7 +221,7 @@ class HostMemory(Revocable):
             self.check_mapped(tensors)
 
     def check_mapped(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not mapped as they are to be used.
+        """Refuse tensors that are not mapped as they will be used.
 
         Raises:
             LLMException: LLM_PARAM_INVALID.
@@ -236,11 +237,11 @@ class HostMemory(Revocable):
             )
         except ValueError as error:
             raise invalid(str(error)) from None
-        except OSError as error:  # /proc is not there, or no descriptor is left to read it
+        except OSError as error:  # /proc is not mounted, or no descriptor is left to read it
             raise system_error("memory cannot be looked at", error) from error
 
     def __reduce__(self) -> NoReturn:
-        # A copy would hold other arrays than those that its addresses point to.
+        # The addresses of a copy would point to the arrays of the original.
         raise TypeError("HostMemory cannot be copied or pickled: its addresses are this process's")
 
     def __repr__(self) -> str:
@@ -249,22 +250,22 @@ class HostMemory(Revocable):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Use:
-    """What a thread reads or writes itself, with no task."""
+    """Memory that a thread reads or writes itself, without a task."""
 
     thread: int
     memories: tuple[TensorMemory, ...]
 
 
 class _Uses:
-    """Those of this process."""
+    """The uses of this process."""
 
     def __init__(self) -> None:
         self.begin()
-        # In a forked child the threads are not there, and the lock may be held for ever.
+        # In a forked child the threads do not exist, and the lock may be held forever.
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """There are none."""
+        """Forget all uses."""
         self.changed = Condition()  # a signal handler may take memory back
         self.now: set[_Use] = set()
 
@@ -275,37 +276,30 @@ _LOOK_S: Final = 0.1
 
 @contextmanager
 def using(*memories: TensorMemory) -> Iterator[None]:
-    """This thread itself reads or writes these inside, with no task: `take_back` waits for it.
-
-    Raises:
-        LLMException: LLM_KV_CACHE_NOT_EXIST: one of them was taken back.
-    """
+    """Mark memory that this thread reads or writes itself inside, so that `take_back` waits."""
     use = _Use(get_ident(), memories)
     try:
         _USES.now.add(use)
-        check_lent(*memories)  # after it was put in: `take_back` finds it, or this finds that out
+        check_lent(*memories)  # after it was added: one of this and `take_back` sees the other
         yield
     finally:
-        _USES.now.discard(use)  # first, and one call: an interrupt comes before it or after it
+        _USES.now.discard(use)  # first, in one call, so that an interrupt cannot split it
         with _USES.changed:
             _USES.changed.notify_all()
 
 
 def take_back(memory: Revocable, why: str) -> None:
-    """The owner has it back: on return nothing of this process reads or writes it any more.
+    """Return memory to its owner: nothing of this process reads or writes it afterwards.
 
-    Transfers that use it end with LLM_KV_CACHE_NOT_EXIST, and are waited for as `cancel` waits for
-    them. What the calling thread itself does with it, under a signal handler, say, is not: that
-    ends when it looks next.
-
-    Args:
-        why: what they raise.
+    Transfers that use it end with LLM_KV_CACHE_NOT_EXIST and the message `why`, and are waited for
+    as by `cancel`. A use of the calling thread itself (under a signal handler) ends at its next
+    check.
     """
     revoke(memory, why)
     mine = get_ident()
-    others = {it for it in list(_USES.now) if it.thread != mine and revocation(it.memories)}
+    others = {use for use in list(_USES.now) if use.thread != mine and revocation(use.memories)}
     with _USES.changed:
-        # Now and then unasked: an interrupt may have come before a thread that has ended says so.
+        # Polls too, since an interrupt may keep a thread from notifying.
         while not _USES.changed.wait_for(lambda: others.isdisjoint(list(_USES.now)), _LOOK_S):
             pass
 
@@ -317,24 +311,19 @@ def check_lent(*memories: TensorMemory) -> None:
 
 
 def revocation(memories: Sequence[TensorMemory]) -> LLMException | None:
-    """That one of these was taken back, as what is to be raised; None: none of them was."""
-    for it in memories:
-        if isinstance(it, Revocable) and (why := it.revoked) is not None:
+    """Return the error of memory that was taken back; None: none of it was."""
+    for memory in memories:
+        if isinstance(memory, Revocable) and (why := memory.revoked) is not None:
             return LLMException(why, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
     return None
 
 
 Memory = TensorMemory | Cache | Sequence[Any]
-"""What a transfer takes for a side: memory, a `Cache` with addresses, or a sequence of arrays."""
+"""A side of a transfer: memory, a `Cache` with addresses, or a sequence of arrays."""
 
 
 def memory_of(name: str, memory: Memory) -> HostMemory:
-    """Return the memory of a `Cache`, or of arrays.
-
-    Raises:
-        TypeError: neither a Cache, nor a sequence of arrays; names the argument.
-        LLMException: LLM_PARAM_INVALID: as `HostMemory.from_addresses` and `from_arrays`.
-    """
+    """Return the memory of a `Cache`, or of arrays; `name` is the argument, for messages."""
     if isinstance(memory, Cache):
         return HostMemory.from_addresses(memory.cache_desc, memory.tensor_addrs)
     if isinstance(memory, str | bytes) or not isinstance(memory, Sequence):

@@ -1,4 +1,4 @@
-"""A transfer in flight."""
+"""The handle of a transfer, and the error of one that failed."""
 
 from __future__ import annotations
 
@@ -62,26 +62,26 @@ _CODES = {
 
 
 def status_code_of(status: int | None) -> LLMStatusCode:
-    """The code of the interface for a KVN_ status; of anything else: LLM_FAILED."""
+    """Return the code of the interface for a KVN_ status; LLM_FAILED for anything else."""
     return _FAILED if status is None else _CODES.get(status, _FAILED)
 
 
 class TransferTask(NativeTask):
     """The handle of a submitted plan.
 
-    The plan, its descriptors and both memories live until the outcome, whether or not the handle
-    does. Dropping the handle does not stop the transfer; `cancel` does. All methods may be called
-    from several threads; a forked child has no part in its parent's task, and gets a NativeError.
+    The plan, its descriptors and both memories live until the outcome, even if the handle does not.
+    Dropping the handle does not stop the transfer; `cancel` does. Any thread may call the methods.
+    A forked child gets a NativeError, since the task is its parent's.
 
     A task can be awaited under asyncio, which is `wait` without blocking the event loop: the result
     is None, or it raises. A cancelled await cancels the transfer.
 
     Args:
-        on_outcome: called with what went wrong or None, by whoever finds the outcome first: before
-            anyone gets it. If it raises after a success, that is the outcome. Once, or once more
-            with an error if it was interrupted, which may be before its first line.
-        stream_of: makes the handle of a stream of the name and the value of an argument; None: no
-            accelerator has streams.
+        on_outcome: Called with the error or None, by the thread that finds the outcome first,
+            before anyone gets it. If it raises after a success, that is the outcome. It is called
+            once, or a second time with an error if it was interrupted, even before its first line.
+        stream_of: Returns the handle of a stream, from the name and the value of an argument; None:
+            no accelerator has streams.
     """
 
     def __init__(
@@ -100,33 +100,33 @@ class TransferTask(NativeTask):
         self._stream_of = stream_of
         self._concluded = False
         self._error: LLMException | None = None
-        self._lost: LLMException | None = None  # why a memory went under it, where that was found
-        self._reason: LLMException | None = None  # why it was cancelled, where that was given
+        self._lost: LLMException | None = None  # the failed check of a memory during the transfer
+        self._reason: LLMException | None = None  # of `cancel`
         self._mutex = Mutex()  # re-entrant: a signal handler may wait for the task too
-        self._pid = os.getpid()  # elsewhere the lock may be held for ever
+        self._pid = os.getpid()  # in a child the lock may be held forever
 
     @property
     def done(self) -> bool:
-        """Whether there is an outcome, good or bad; never blocks."""
+        """Whether the transfer has an outcome, good or bad; never blocks."""
         return self.native.done
 
     def wait_done(self, timeout_ms: float) -> bool:
-        """Wait until `done`, or the time has passed; returns whether it is. Raises no outcome."""
+        """Wait until `done`, at most `timeout_ms`; return `done`. It does not raise the outcome."""
         return self.native.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
         """Wait until every byte has arrived.
 
         Args:
-            timeout_ms: milliseconds, >= 0; None waits for ever.
-            stop: what happens when they pass. True stops the transfer: it does not go on behind the
-                caller's back. False lets it go on: it can be waited for again.
+            timeout_ms: Milliseconds, >= 0; None waits forever.
+            stop: Whether a timeout stops the transfer. If False, the transfer goes on, and can be
+                waited for again.
 
         Raises:
             NativeError: this is a forked child, and the task its parent's.
             ValueError: timeout_ms < 0 or not a number.
-            LLMException: LLM_TIMEOUT when the time passed; the status of the failure otherwise.
-                `unconfirmed` says which descriptors may not have arrived, `origin` what failed.
+            LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
+                `unconfirmed` lists the descriptors that may not have arrived, `origin` what failed.
         """
         report = self.native.wait(timeout_ms, stop)
         if report.status == KVN_PENDING:
@@ -143,33 +143,33 @@ class TransferTask(NativeTask):
         )
 
     def _missing(self) -> str:
-        """What the transfer still waits for besides the copying, as part of a message."""
+        """Return what the transfer waits for besides the copies, as part of a message."""
         return ""
 
     def block_stream(self, stream: ComputeStream) -> None:
-        """Let what is issued to `stream` from here on come after the transfer's copies.
+        """Make `stream` wait for the transfer's copies before work that is issued to it later.
 
-        The device itself keeps that order: this returns when the copies were given to it, and does
-        not wait for them. It does wait for transfers that were submitted before on the same way.
-        Issue what reads the destination, or writes the source, after this.
+        The device keeps that order. This returns when the copies were issued to the device, and
+        does not wait for them. It does wait for transfers that were submitted before on the same
+        way. Afterwards issue the work that reads the destination, or writes the source.
 
-        A transfer that is over, or that ends early, does not hold the stream: what comes after it
-        then runs with what has arrived. So `wait` before you use what was computed. The event that
-        a transfer comes `after` is waited for by the stream, too, once the device keeps that order.
+        A transfer that is over, or that ends early, does not hold the stream: later work then runs
+        with what has arrived. So `wait` before you use a result. Once the device keeps the order,
+        the stream also waits for the event that the transfer comes `after`.
 
         Args:
-            stream: of the model's compute, on the engine's device, see `ComputeStream`. It must not
-                be captured into a graph.
+            stream: A stream of the model's compute, on the engine's device; see `ComputeStream`. It
+                must not be captured into a graph.
 
         Raises:
             NativeError: this is a forked child, and the task its parent's.
-            TypeError: no stream: an event, or a handle.
-            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`
-                or `ucx` does, or the host, in its own memory), or none does yet, as the host waits
-                for the event that they come after; the engine has no accelerator, or an Ascend
-                device: wait on the host then. LLM_PARAM_INVALID: a stream of another accelerator,
-                or one that is captured. Else what the accelerator says. The stream is not held
-                then, or by a part of the copies.
+            TypeError: not a stream, but an event or a handle.
+            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp` or
+                `ucx` does, or the host, in its own memory), or not yet, as the host waits for the
+                event that they come after; the engine has no accelerator, or an Ascend device: wait
+                on the host then. LLM_PARAM_INVALID: a stream of another accelerator, or one that is
+                captured. Otherwise an error of the accelerator. Then the stream is not held, or
+                only by a part of the copies.
         """
         if self._stream_of is None:
             raise no_accelerator("stream", stream)
@@ -184,7 +184,7 @@ class TransferTask(NativeTask):
 
     def _follow(self) -> None:
         if not self.is_followed:
-            completion_thread()  # if there can be none: before anything waits in vain
+            completion_thread()  # first, since it fails without a free thread
             self._track()
 
     def _track(self) -> None:
@@ -193,11 +193,11 @@ class TransferTask(NativeTask):
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
 
-        A finished transfer stays as it is; waiting for a cancelled one raises LLM_CANCELLED.
+        A finished transfer keeps its outcome. Waiting for a cancelled one raises LLM_CANCELLED.
 
         Args:
-            reason: what was wrong: its message and status are what is raised and logged then. Of
-                several the first counts.
+            reason: The message and status that are raised and logged instead. The first of several
+                counts.
         """
         self._reason = self._reason or reason
         self.native.cancel()
@@ -212,7 +212,7 @@ class TransferTask(NativeTask):
                 f"process {os.getpid()} was forked from it"
             )
         if self._error is not None:
-            # Without the frames, and what they hold, of those who got it before.
+            # Without the frames of earlier calls, which hold objects.
             raise self._error.with_traceback(None)
 
     def _find_outcome(self) -> None:
@@ -228,7 +228,7 @@ class TransferTask(NativeTask):
                 self._error = failure(
                     self.plan, report, self._memories, missing, lost, self._reason
                 )
-            # Only now: what interrupts the checks must not leave a success behind.
+            # Only now: an interrupt during the checks must not leave a success behind.
             self._concluded = True
             on_outcome, self._on_outcome = self._on_outcome, None
             if on_outcome is None:
@@ -246,7 +246,7 @@ class TransferTask(NativeTask):
                 raise
 
     def explain(self) -> str:
-        """Return how far each layer came, as text: confirmed descriptors, and what failed."""
+        """Return how far each layer came, as text: confirmed descriptors, and the failure."""
         if not self.native.done:
             held = getattr(self.native, "held", False)  # not of layers: they are ready one by one
             behind = ", behind an event that has not come" if held else ""
@@ -269,7 +269,7 @@ class TransferTask(NativeTask):
 
 
 def _by_layer(part: Part, first: int, unconfirmed: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """A line for each layer: how many of its descriptors, from `first` on, are confirmed."""
+    """Yield a line for each layer: how many of its descriptors, from `first` on, are confirmed."""
     for index, layer in enumerate(part.layers):
         last = first + len(layer.tensors) * part.segments.num_runs
         missing = sum(max(0, min(last, b) - max(first, a)) for a, b in unconfirmed)
@@ -287,23 +287,21 @@ def failure(
     lost: LLMException | None = None,
     reason: LLMException | None = None,
 ) -> LLMException:
-    """What went wrong with a transfer that is not reported to be whole, or lost a memory.
+    """Return the error of a transfer that is not reported as complete, or that lost a memory.
 
-    Args:
-        missing: what a transfer that was given up still waited for besides the copying.
-        lost: the failed check of a memory that the transfer was given up for, or that followed it.
-        reason: what else it was cancelled for, if it was.
+    `missing` is what a stopped transfer still waited for; `lost` the failed check of a memory;
+    `reason` why it was cancelled.
     """
     if lost is None:
-        # It may have failed because a side's owner, or the way to it, has gone: then that is the
-        # reason.
+        # It may have failed because the owner of a side, or the way to it, is gone. Then that is
+        # the reason.
         cause = _lost(memories) if report.status in _LOSING else None
         if report.status == KVN_CANCELLED:
             cause = cause or reason
         elif report.status == KVN_REVOKED:
             cause = revocation(memories)
         return _failure(plan, report, cause, missing if report.status in _ABANDONED else "")
-    # What was copied went through, but to or from what is not what was registered.
+    # The copies succeeded, but not with the memory that was registered.
     return LLMException(
         f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed",
         status_code=lost.status_code,
@@ -321,14 +319,14 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
 
 
 def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: str) -> LLMException:
-    """What a report says; `cause` is why the memory went, or why it was cancelled, if known."""
+    """Return the error of a report; `cause` is the loss of a memory or the reason of `cancel`."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
     words = cause.args[0] if cause and cause.args else report.message
     parts = [f"{plan.operation} {plan.kind}: {words}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
-    if cause is not None or report.status not in _ABANDONED:  # that report says it itself
+    if cause is not None or report.status not in _ABANDONED:  # such a report includes the number
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     return LLMException(
         "; ".join(parts),

@@ -1,4 +1,4 @@
-"""Executing plans: bind, lower, submit, and hand back a task."""
+"""The execution of plans: bind, lower, submit, and return a task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Final, Literal, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -22,27 +22,23 @@ from kvnative._executor import (
     ThreadPool,
     host_backend,
 )
-from kvnative._extents import extents_clash, first_below
-from kvnative._lower import Descriptors, lower
+from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
+from kvplan.execution.binding import bind
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import (
-    Addresses,
     HostMemory,
     Memory,
     TensorMemory,
     memory_of,
     using,
 )
-from kvplan.execution.overlaps import check_order_free, written_extents
-from kvplan.execution.rows import RowRequests, view_addresses
+from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
-from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
-from kvplan.planning.segments import first_overlapped
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import system_error
 from kvplan.validation import check_type
@@ -55,30 +51,29 @@ if TYPE_CHECKING:
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 SMALL_NBYTES: Final = 64 << 10 if _HAS_GIL else 0
-"""At most so much is copied by the calling thread with no task made: 3 us, at 20 GB/s.
+"""The largest transfer that the calling thread copies without a task: 3 us, at 20 GB/s.
 
-It holds the GIL meanwhile, and `close` needs that: without a GIL nothing is copied so.
+The copy holds the GIL, on which `close` relies: without a GIL every transfer has a task.
 """
 
 _NUMBERS: Final = (int, float)
 _LONG_MS: Final = (
     1 << 63
 )  # an int beyond every float is refused as other numbers are: by the executor
-_NONE = np.empty(0, dtype=np.uint64)
 
 
 class Transfers:
     """A thread pool, and the executors that submit plans over it.
 
     Args:
-        threads: copying threads; None for as many as the tuning says.
-        wrap: called with each backend, returns the one to use: a place for wrappers (faults,
+        threads: The number of copying threads; None: as the tuning says.
+        wrap: Called with each backend; returns the backend to use. A place for wrappers (faults,
             delays, limits, traces).
-        tuning: what copies are made with; None: what is built in.
+        tuning: The tuning of copies; None: the built-in one.
 
     Attributes:
-        rows: lowers requests of whole rows.
-        small_nbytes: at most so much is copied by the calling thread at once; 0: nothing.
+        rows: Lowers requests of whole rows.
+        small_nbytes: The largest transfer that the calling thread copies at once; 0: none.
 
     Raises:
         LLMException: LLM_OUT_OF_MEMORY: the system has too few threads.
@@ -102,16 +97,18 @@ class Transfers:
         self._executor = Executor(host)
         self.rows: RowRequests = RowRequests()
         self._closed = False
-        # Of a wrapper each copy is to be seen.
+        # A wrapper must see each copy.
         self.small_nbytes: int = SMALL_NBYTES if self._wrap is None else 0
-        self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
-        self._mutex = Mutex()  # of what follows; `wrap` may submit
+        self._shares: set[ref[Transfers]] = (
+            set()
+        )  # not a WeakSet: threads add while another iterates
+        self._mutex = Mutex()  # of `_wrapped`; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
 
     def share(self) -> Transfers:
-        """Return transfers over the same threads that can be closed without these.
+        """Return transfers over the same threads, which can be closed separately.
 
-        Closing these closes them too.
+        Closing these transfers also closes the result.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a forked child.
@@ -123,14 +120,14 @@ class Transfers:
         except NativeError as error:
             raise self._unusable(error) from error
         self._shares.add(ref(other, self._shares.discard))
-        if self._closed:  # after it was added: `close` or this closes it
+        if self._closed:  # after it was added, so that `close` or this closes it
             other.close()
             raise self._unusable(NativeError("the transfers are closed"))
         return other
 
     @property
     def threads(self) -> int:
-        """Number of copying threads."""
+        """The number of copying threads."""
         return self._pool.threads
 
     def submit(
@@ -143,21 +140,21 @@ class Transfers:
         after: Gate | None = None,
         stream_of: StreamOf | None = None,
     ) -> TransferTask:
-        """Start `plan` from `src` to `dst` and return at once (small transfers: done).
+        """Start `plan` from `src` to `dst`, and return at once. Small transfers are done then.
 
         Args:
             src, dst: TensorMemory, a `Cache` with addresses, or a sequence of arrays.
-            on_outcome: as for `TransferTask`; not called if this raises.
-            descriptors: of the plan between these memories, as `rows.bind` has made them; None:
-                the plan is lowered.
-            after: what it comes after, such as `Device.gate` makes it; None: nothing.
-            stream_of: as for `TransferTask`.
+            on_outcome: As for `TransferTask`; not called if this raises.
+            descriptors: Of the plan between these memories, as made by `rows.bind`; None: the plan
+                is lowered.
+            after: What the transfer comes after, as made by `Device.gate`; None: nothing.
+            stream_of: As for `TransferTask`.
 
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID if memory and plan do not fit; the memory's own status
-                if it is no longer valid; LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a forked
-                child. Nothing was copied then.
+                if it is not valid any more; LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a
+                forked child. Nothing was copied then.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
@@ -167,7 +164,7 @@ class Transfers:
         try:
             return TransferTask(plan, task, memories, on_outcome, stream_of)
         except BaseException:
-            task.cancel()  # nobody could: it would go on without a handle
+            task.cancel()  # it would go on without a handle
             raise
 
     def layered(
@@ -182,12 +179,11 @@ class Transfers:
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
-        Arguments as for `submit`. Both memories must stay what they are until the
-        outcome.
+        Arguments as for `submit`. Both memories must stay valid until the outcome.
 
         Args:
-            on_last: as for `LayerTask`; not called if this raises.
-            gate_of: as for `LayerTask`.
+            on_last: As for `LayerTask`; not called if this raises.
+            gate_of: As for `LayerTask`.
 
         Raises:
             TypeError, LLMException: as `submit`; LLM_PARAM_INVALID: also for a plan of several
@@ -196,7 +192,7 @@ class Transfers:
         part = check_type("plan", plan, Plan).part
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         per_pair = len(descriptors) // part.num_tensor_pairs
-        layer_size = part.tensors_per_layer * per_pair or 1  # of a plan of no bytes any
+        layer_size = part.tensors_per_layer * per_pair or 1  # any size will do without bytes
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:
@@ -204,7 +200,7 @@ class Transfers:
         try:
             return LayerTask(plan, task, memories, on_outcome, on_last, gate_of)
         except BaseException:
-            task.cancel()  # nobody could: without a handle it would stay until the end
+            task.cancel()  # it would stay forever without a handle
             raise
 
     def execute(
@@ -215,7 +211,7 @@ class Transfers:
         timeout_ms: float | None = None,
         descriptors: Descriptors | None = None,
     ) -> None:
-        """Submit `plan` and wait, the calling thread copying too.
+        """Submit `plan` and wait, with the calling thread copying too.
 
         Arguments as for `submit` and `TransferTask.wait`.
 
@@ -235,7 +231,7 @@ class Transfers:
             copied = self._copy_now(descriptors, src, dst)
             if copied == "done":
                 return
-            lost_before = copied == "lost"  # written, so it is not refused: what follows says why
+            lost_before = copied == "lost"  # bytes were written, so what follows raises why
         backend, descriptors, memories = self._prepare(
             plan, src, dst, descriptors, check=not lost_before
         )
@@ -253,7 +249,7 @@ class Transfers:
                 lost = error
             else:
                 return
-        elif report.status == KVN_CANCELLED:  # `close` did: nobody else has a handle of it
+        elif report.status == KVN_CANCELLED:  # by `close`: only it has a handle
             reason = LLMException("stopped, as the engine or its transfers were closed")
         raise failure(plan, report, memories, "", lost, reason)
 
@@ -265,18 +261,18 @@ class Transfers:
         every: int = 1,
         timeout_ms: float | None = None,
     ) -> None:
-        """Read what `plan` has moved again, and compare it with the other side; none on a device.
+        """Read the moved bytes of `plan` again, and compare both sides; neither may be on a device.
 
         Args:
-            every: look at one descriptor of so many, from a random one on.
-            timeout_ms: milliseconds that it may take.
+            every: Compare every so many descriptors, from a random one on.
+            timeout_ms: Milliseconds that the call may take.
 
         Raises:
-            TypeError: `plan` is no plan.
-            LLMException: LLM_FAILED: bytes differ, and where; else as for `execute`.
+            TypeError: `plan` is not a plan.
+            LLMException: LLM_FAILED: bytes differ, and where; otherwise as for `execute`.
         """
         scratch = HostMemory.from_arrays([np.empty(SCRATCH_NBYTES, np.uint8)])
-        # What lies in this process on both sides is read by plain copies.
+        # If both sides are in this process, plain copies read them.
         remote = dst if src.in_process else src
         backend, descriptors, memories = self._prepare(plan, src, dst)
         if not remote.in_process:
@@ -296,11 +292,12 @@ class Transfers:
     def _copy_now(
         self, descriptors: Descriptors, src: Memory, dst: Memory
     ) -> Literal["done", "refused", "lost"]:
-        """Copy here and now what is small, from a peer's mapped memory to memory that is held.
+        """Copy a small transfer from a peer's mapped memory to memory that is held.
 
-        Between two checks of the peer, and with the GIL: no other thread sees it under way.
+        It runs between two checks of the peer and with the GIL, so no other thread sees it in
+        flight.
         """
-        # Of memory that a peer on this host has mapped for us; others have none.
+        # Only memory of a peer that is mapped here has a guard.
         guard: tuple[Peer, bytes] | None = getattr(src, "guard", None)
         if guard is None or type(dst) is not HostMemory or not dst.held:
             return "refused"
@@ -319,14 +316,14 @@ class Transfers:
         *,
         check: bool = True,
     ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
-        """What moves the bytes (None: plain copies), which, and the memories as they were given."""
+        """Return the backend (None: plain copies), the descriptors, and both memories."""
         if type(plan) is not Plan:
             check_type("plan", plan, Plan)
-        # Not isinstance: of a protocol it takes 10 us, of a Sequence 0.3, twice a transfer.
+        # Not isinstance, which takes 10 us for a protocol and 0.3 us for a Sequence.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
         for given, memory in ((src, source), (dst, target)):
-            # What is held cannot go; what was made here, of a Cache's addresses, was just checked.
+            # Held memory stays valid, and memory that was made here was just checked.
             if check and memory is given and (type(memory) is not HostMemory or not memory.held):
                 memory.check()
         # Plain memory takes any backend that the other side needs.
@@ -346,7 +343,7 @@ class Transfers:
                 raise invalid(
                     "src and dst are both memory of other processes; one of them must be this one's"
                 )
-            getter = None  # a device's: the peer's decides
+            getter = None  # of a device: the peer's decides
         if descriptors is None:
             one_space = source.in_process and target.in_process
             descriptors = bind(plan, source, target, one_space=one_space)
@@ -355,7 +352,7 @@ class Transfers:
     def _wrapped_once(
         self, wrap: Callable[[Backend], Backend], memory: TensorMemory, backend: Backend | None
     ) -> Backend | None:
-        """The wrapper of a backend that `memory` needs: the same each time."""
+        """Return the wrapper of a backend that `memory` needs, the same each time."""
         if backend is None:
             return None
         with self._mutex:
@@ -370,9 +367,9 @@ class Transfers:
         return LLMException(str(error), status_code=code)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for what is in flight (or cancel it), and take no more; idempotent.
+        """Wait for transfers in flight (or cancel them), and refuse new ones; idempotent.
 
-        When it returns no byte is touched any more, by `execute` in other threads neither. A
+        When it returns, no byte is touched any more, not even by `execute` in other threads. A
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
@@ -400,14 +397,15 @@ class Transfers:
 def default_transfers(
     tuning: str | None = None, processors: frozenset[int] | None = None
 ) -> Transfers:
-    """Return this process's own `Transfers`, made at first use; a forked child has its own.
+    """Return the `Transfers` of this process, made at first use; a forked child has its own.
 
     Args:
-        tuning: as of `choose`; those who ask for the same share threads.
-        processors: that this thread is bound to, and its threads will be; None: not bound.
+        tuning: As for `choose`; callers with the same tuning share threads.
+        processors: The processors that this thread, and so its threads, are bound to; None: not
+            bound.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: what is wrong with the tuning.
+        LLMException: LLM_PARAM_INVALID: the tuning is not valid, and why.
     """
     return _transfers_of(os.getpid(), tuning, processors)
 
@@ -418,7 +416,7 @@ def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | N
 
 
 def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:
-    """`Transfers.submit` of the process's own transfers.
+    """Call `Transfers.submit` of the process's own transfers.
 
     Raises:
         TypeError, LLMException: as `Transfers.submit`.
@@ -427,125 +425,9 @@ def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:
 
 
 def execute(plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
-    """`Transfers.execute` of the process's own transfers.
+    """Call `Transfers.execute` of the process's own transfers.
 
     Raises:
         TypeError, ValueError, LLMException: as `Transfers.execute`.
     """
     default_transfers().execute(plan, src, dst, timeout_ms)
-
-
-class Bindable(Protocol):
-    """What of a `TensorMemory` descriptors are made from."""
-
-    @property
-    def addresses(self) -> Addresses:
-        """See `TensorMemory`."""
-
-    @property
-    def nbytes(self) -> Addresses:
-        """See `TensorMemory`."""
-
-    @property
-    def writable(self) -> bool:
-        """See `TensorMemory`."""
-
-
-def bind(plan: Plan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
-    """Return the descriptors of `plan` between two memories.
-
-    Args:
-        one_space: both sides' addresses are of this process, so they can be compared.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
-            ranges of it overlap so that the result would depend on the order of the copies.
-    """
-    if len(plan.parts) > 1:
-        return _bind_parts(plan, src, dst, one_space)
-    return _bind_part(plan.parts[0], src, dst, one_space)
-
-
-def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """`bind`, of one part."""
-    for name, side, memory in (("src", part.src, src), ("dst", part.dst, dst)):
-        if len(memory.addresses) != side.num_tensors:
-            raise invalid(
-                f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
-            )
-        needed = side.tensor_nbytes
-        if (short := first_below(memory.nbytes, needed)) >= 0:
-            raise invalid(
-                f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs "
-                f"{needed}"
-            )
-    if not dst.writable:
-        raise invalid("dst is read-only")
-    read = src_bases = src.addresses[part.src_tensors.start : part.src_tensors.stop]
-    written = dst_bases = dst.addresses[part.dst_tensors.start : part.dst_tensors.stop]
-    if part.split:  # views lie next to one another in a tensor
-        views = part.split, part.tensors_per_layer
-        read, src_bases, _ = view_addresses(part.src, src.addresses, part.src_tensors, *views)
-        written, dst_bases, _ = view_addresses(part.dst, dst.addresses, part.dst_tensors, *views)
-    segments = part.segments
-    descriptors = lower(
-        segments.src_offsets,
-        segments.dst_offsets,
-        segments.nbytes,
-        src_bases,
-        dst_bases,
-        None,
-        segments.repeats,
-    )
-    # Whether whole tensors overlap: cheap, and almost always the end of it.
-    if extents_clash(
-        written,
-        part.dst.tensor_nbytes,
-        read if one_space else _NONE,
-        part.src.tensor_nbytes,
-    ):
-        check_order_free(part, descriptors, one_space)
-    return descriptors
-
-
-class _Tensors(NamedTuple):
-    """Some of the tensors of a memory."""
-
-    addresses: Addresses
-    nbytes: Addresses
-    writable: bool
-
-    @classmethod
-    def of(cls, memory: Bindable, first: int, count: int) -> _Tensors:
-        part = slice(first, first + count)
-        return cls(memory.addresses[part], memory.nbytes[part], memory.writable)
-
-
-def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """`bind`, of tensors of one part after another: one array of descriptors."""
-    placed = [*plan.placed()]
-    for name, memory in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.part, name).num_tensors for it in placed)
-        if len(memory.addresses) != needed:
-            raise invalid(
-                f"{name} has {len(memory.addresses)} tensors; the parts of the plan need {needed}"
-            )
-    each = []
-    for part, _, src_tensor, dst_tensor in placed:
-        theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
-        ours = _Tensors.of(dst, dst_tensor, part.dst.num_tensors)
-        try:
-            bound = _bind_part(part.labelled(""), theirs, ours, one_space)
-        except LLMException as error:
-            text = f"part {part.label}: {error.args[0]}"
-            raise LLMException(text, status_code=error.status_code) from None
-        each.append(bound)
-    descriptors = Descriptors.joined(each)
-    # As of one part: whether whole tensors of two parts overlap, and only then which bytes.
-    extents = written_extents(placed, dst.addresses, dst.nbytes)
-    if extents is None or (
-        one_space
-        and first_overlapped(src.addresses, src.addresses + src.nbytes, *extents) is not None
-    ):
-        check_order_free(plan, descriptors, one_space)
-    return descriptors

@@ -1,4 +1,4 @@
-"""What a transfer has moved is read once more, and compared with where it came from."""
+"""The comparison of moved bytes with their source, after a transfer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode
 
 SCRATCH_NBYTES: Final = 4 << 20
-"""Of host memory, which one verification reads into."""
+"""The host memory that one verification reads into."""
 
 _SAMPLE: Final = re.compile("sample:1/([1-9][0-9]{0,5})")
 
@@ -28,11 +28,7 @@ _Column = NDArray[np.uint64]
 
 
 def verify_every(option: str) -> int:
-    """One descriptor of how many is compared, as an option says it; 0: none.
-
-    Raises:
-        ValueError: it is none of those.
-    """
+    """Return the interval of compared descriptors that an option gives; 0: none."""
     if option in ("off", "all"):
         return int(option == "all")
     if (found := _SAMPLE.fullmatch(option)) is None:
@@ -41,7 +37,7 @@ def verify_every(option: str) -> int:
 
 
 def check_verifiable(src: TensorMemory, dst: TensorMemory) -> None:
-    """Refuse what cannot be compared here: LLM_FEATURE_NOT_ENABLED."""
+    """Refuse memory that cannot be compared here: LLM_FEATURE_NOT_ENABLED."""
     if src.on_device or dst.on_device:
         raise LLMException(
             "verify: memory of a device cannot be compared; that is done for caches on hosts",
@@ -59,15 +55,9 @@ def verify(
     every: int,
     timeout_ms: float | None,
 ) -> None:
-    """Compare every `every`-th descriptor of a plan that has been executed, from a random one on.
+    """Compare every `every`-th descriptor of an executed plan, from a random one on.
 
-    The side that is another process's is read again into `scratch`, some at a time.
-
-    Args:
-        read: moves descriptors from there, by a deadline in ms.
-
-    Raises:
-        LLMException: LLM_FAILED: bytes differ, and where; LLM_TIMEOUT; or the memory has gone.
+    The side of another process is read again into `scratch`, a part at a time.
     """
     deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
     chosen = np.arange(random.randrange(every), descriptors.count, every)
@@ -79,7 +69,7 @@ def verify(
         here = base + np.concatenate(([0], np.cumsum(nbytes)[:-1])).astype(np.uint64)
         left = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
         report = read(Descriptors.from_columns(here, remote[index] + at, nbytes), left)
-        for memory in (src, dst):  # whatever was read: first, whether it is what was moved
+        for memory in (src, dst):  # first, whether it still is the memory that was moved
             memory.check()
         if report.status != KVN_OK:
             raise LLMException(
@@ -87,7 +77,7 @@ def verify(
             )
         found = first_different(here, local[index] + at, nbytes)
         if found >= 0:
-            for memory in (src, dst):  # mapped memory of a peer: another's since that look?
+            for memory in (src, dst):  # mapped memory of a peer may have changed hands since
                 memory.check()
             raise LLMException(
                 f"verify: {plan.origin(int(index[found]))} is not the same on both sides: it was "
@@ -96,7 +86,7 @@ def verify(
 
 
 def _batches(chosen: NDArray[np.int64], nbytes: _Column) -> Iterator[tuple[_Column, ...]]:
-    """Descriptors, in pieces that fit: index, first byte and length of each piece."""
+    """Yield descriptors in pieces that fit: index, first byte and length of each piece."""
     pieces: list[tuple[int, int, int]] = []
     room = SCRATCH_NBYTES
     for index in chosen.tolist():

@@ -51,11 +51,7 @@ class Writer(Generic[_Peer]):
 
 
 class Writers(Generic[_Peer]):
-    """The writers of one transport. Any thread may wait for them.
-
-    Args:
-        read: Returns the tickets of a peer now; None: they cannot be read.
-    """
+    """The writers of one transport. Any thread may wait for them."""
 
     def __init__(self, read: Callable[[_Peer], Tickets | None]) -> None:
         self._read = read
@@ -92,11 +88,6 @@ class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Ho
     """Registrations whose peers read the generation table, and announce what they write.
 
     A thread ends leases at their deadlines, since peers do not know the clock of this process.
-
-    Args:
-        thread: The name of that thread.
-        read: As for `Writers`.
-        linked: Returns the peers that may write now.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""What transports share: the transport itself, a link, and tensors in the memory of a peer."""
+"""Base classes of transports: the transport itself, a link, and tensors in the memory of a peer.
+
+Nothing here may know a particular transport.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def link_failed(message: str) -> LLMException:
-    """The peer cannot be reached, or no longer: LLM_LINK_FAILED."""
+    """Return the error of a peer that cannot be reached, or not any more: LLM_LINK_FAILED."""
     return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
 def no_leases(where: str) -> LLMException:
-    """Nothing checks leases there: LLM_FEATURE_NOT_ENABLED."""
+    """Return the error of a lease that this transport cannot check: LLM_FEATURE_NOT_ENABLED."""
     return LLMException(
         f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
         "docs/how-to/leases.md says which are",
@@ -45,7 +48,7 @@ def no_leases(where: str) -> LLMException:
 
 
 def check_process(pid: int, what: str) -> None:
-    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, whose `what` it is."""
+    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, the owner of `what`."""
     if os.getpid() != pid:
         raise LLMException(
             f"the {what} belongs to process {pid}; this is its forked child {os.getpid()}, "
@@ -57,7 +60,7 @@ _Registration = TypeVar("_Registration", bound=Registration[Any, Any])
 
 
 class BaseTransport(ABC, Generic[_Registration]):
-    """A `Transport` as far as it is the same for all. Subclasses set `_registrations`."""
+    """The common part of all transports. Subclasses set `_registrations`; see `Transport`."""
 
     name: ClassVar[str]
     maps_host = False
@@ -168,20 +171,21 @@ _Link = TypeVar("_Link", bound="BaseLink[Any, Any, Any]")
 
 
 class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
-    """A `TransportLink` as far as it is the same for all; also a context manager.
+    """The common part of all links; see `TransportLink`. Also a context manager.
 
     Attributes:
-        transport: its name, such as "local".
-        metadata: of the peer, when the link was made.
-        peer: the peer, for messages.
-        pid: of the process that the link belongs to.
+        transport: The name of the transport, such as "local".
+        metadata: The metadata of the peer when the link was made.
+        peer: The peer, for messages.
+        pid: The process that the link belongs to.
+        checks_every_range: Whether a transfer checks all ranges of its memory; False: it checks
+            each byte by its address.
     """
 
     transport: ClassVar[str]
     detects_freed: Literal["check", "before", "after"]
     way: str
     checks_every_range = True
-    """Whether a transfer checks all ranges of its memory; False: each byte's by its address."""
     renewable: Renewable | None = None
 
     def __init__(self, metadata: _Metadata) -> None:
@@ -197,7 +201,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         return None
 
     def prepare(self, job: Callable[[], object]) -> None:
-        """See `TransportLink.prepare`. Nothing to do: a first transfer is as fast as later ones."""
+        """See `TransportLink.prepare`: the first transfer needs no preparation."""
 
     def mapped(self) -> list[Arena]:
         """See `TransportLink.mapped`."""
@@ -212,9 +216,9 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         metadata: bytes | Sequence[bytes] | None = None,
         any_holder: bool = False,
     ) -> _Memory:
-        """See `TransportLink.memory`: which registration holds each tensor is decided here alone.
+        """See `TransportLink.memory`: only here is it decided which registration holds a tensor.
 
-        Whether those still stand is looked at here, or in the transfer, as `detects_freed` says.
+        `detects_freed` tells whether this method or the transfer finds out that one has ended.
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
@@ -228,30 +232,24 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         return self._memory(starts, sizes, ranges, held_by, several, writable=writable)
 
     def check(self) -> None:
-        """Raise LLMException unless the peer lives and the link is open.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: the peer is gone, and how that shows; LLM_NOT_YET_LINK,
-                or what the link was closed with; LLM_FAILED: this is a forked child, whose
-                parent's link it is.
-        """
+        """Raise LLMException unless the peer lives and the link is open."""
         check_process(self.pid, "link")
         if self._why_closed is not None:
             raise self._closed_error()
         self._check_peer()
 
     def close(self, why: LLMException | None = None) -> None:
-        """Let go of the peer, without waiting for it; idempotent.
+        """Let go of the peer, without waiting for it; idempotent. Does nothing in a forked child.
 
-        Transfers in flight fail their check from here on, with the message and status of `why`;
-        None: LLM_NOT_YET_LINK. In a forked child nothing happens: all of it is the parent's.
+        Transfers in flight fail their next check with the message and status of `why`; None:
+        LLM_NOT_YET_LINK.
         """
         if os.getpid() != self.pid:
             return
         if not self.closed and self._why_closed is None:
             self._why_closed = why or self._closed_error()
-        if self._why_closed is not None:  # else its transport has closed it
-            # A second time too: an interrupt may have ended the first close before this.
+        if self._why_closed is not None:  # otherwise its transport has closed it
+            # Also the second time: an interrupt may have ended the first call before this.
             self._disconnect(self._why_closed)
 
     @property
@@ -270,7 +268,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         *,
         writable: bool,
     ) -> _Memory:
-        """Tensors that lie in `ranges` of `known`, each in the one that `held_by` says."""
+        """Return the tensors, each of which lies in the range that `held_by` gives."""
 
     @abstractmethod
     def _check_peer(self) -> None:
@@ -278,10 +276,10 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
 
     @abstractmethod
     def _disconnect(self, why: LLMException) -> None:
-        """Let go of the peer; what is in flight ends with `why`. Idempotent."""
+        """Let go of the peer; transfers in flight end with `why`. Idempotent."""
 
     def _closed_error(self) -> LLMException:
-        """Why the link was closed, as a new exception: each is raised once."""
+        """Return why the link was closed, as a new exception: each is raised once."""
         if (why := self._why_closed) is None:
             return LLMException(
                 f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
@@ -305,18 +303,18 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         writable: bool,
         any_holder: bool,
     ) -> tuple[list[_Metadata], list[_Range], NDArray[np.intp]]:
-        """Each tensor in the ranges that its own metadata names: another's may be freed first."""
+        """Locate each tensor only in its own metadata: other ranges may be freed first."""
         if len(metadata) != len(starts):
             raise invalid(f"metadata is of {len(metadata)} tensors; there are {len(starts)}")
         known: list[_Metadata] = []
         places: dict[_Range, int] = {}
         held_by = np.empty(len(starts), dtype=np.intp)
         for blob in dict.fromkeys(metadata):
-            own = [i for i, it in enumerate(metadata) if it == blob]
+            own = [i for i, other in enumerate(metadata) if other == blob]
             newer, table = self._read(blob)
             found, holding = table.locate(starts[own], sizes[own], writable=writable)
             known.append(newer)
-            numbers = [places.setdefault(it, len(places)) for it in found]
+            numbers = [places.setdefault(item, len(places)) for item in found]
             held_by[own] = np.array(numbers, dtype=np.intp)[holding]
         ranges = [*places]
         ordered = sorted(range(len(ranges)), key=lambda i: ranges[i].address)
@@ -325,7 +323,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
                 if ranges[j].address < ranges[i].address + ranges[i].nbytes:
                     raise LLMException(
                         f"{self.peer} has registered memory twice, {ranges[i]} and {ranges[j]}, "
-                        "and one transfer would use both: register it once, or move each by itself",
+                        "and one transfer would use both: register it once, or transfer them apart",
                         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                     )
         return known, [ranges[i] for i in ordered], np.argsort(ordered)[held_by]
@@ -344,14 +342,14 @@ _new = object.__new__
 
 
 class BasePeerMemory(Generic[_Link, _Range]):
-    """A `TensorMemory` of a peer as far as it is the same for all transports.
+    """The common part of tensors of a peer; see `TensorMemory`.
 
     Attributes:
-        addresses: of each tensor, as the backend reaches them.
-        nbytes: of each tensor.
-        writable: whether a transfer may write to them.
-        in_process: whether the addresses are of this process.
-        on_device: whether they are in the memory of the peer's device.
+        addresses: The address of each tensor, as the backend reaches it.
+        nbytes: The size of each tensor.
+        writable: Whether a transfer may write to them.
+        in_process: Whether the addresses are of this process.
+        on_device: Whether they are in the memory of the peer's device.
     """
 
     def __init__(
@@ -390,26 +388,27 @@ class BasePeerMemory(Generic[_Link, _Range]):
         raise no_leases(self._link.transport)
 
     def _copy(self) -> Self:
-        """The same memory as another object, without what its own class adds.
+        """Return the same memory as another object, without what its subclass adds.
 
-        One by one: a copy of `__dict__` takes three times as long, and each access to it more.
+        It copies field by field: a copy of `__dict__` takes three times as long, and slows each
+        access.
         """
-        it: Self = _new(type(self))
-        it.addresses = self.addresses
-        it.nbytes = self.nbytes
-        it.writable = self.writable
-        it.in_process = self.in_process
-        it.on_device = self.on_device
-        it._link = self._link
-        it._ranges = self._ranges
-        return it
+        copy: Self = _new(type(self))
+        copy.addresses = self.addresses
+        copy.nbytes = self.nbytes
+        copy.writable = self.writable
+        copy.in_process = self.in_process
+        copy.on_device = self.on_device
+        copy._link = self._link
+        copy._ranges = self._ranges
+        return copy
 
     def check(self) -> None:
-        """As the link's: whether the ranges are still registered each transfer finds."""
+        """Check the link. Each transfer finds out whether the ranges still stand."""
         self._link.check()
 
     def check_tensors(self, tensors: range) -> None:
-        """As `check`."""
+        """See `check`."""
         self.check()
 
     def __repr__(self) -> str:
@@ -419,7 +418,7 @@ class BasePeerMemory(Generic[_Link, _Range]):
 
 
 def columns(ranges: Sequence[Range | LeaseWord], *names: str) -> tuple[Column, ...]:
-    """What each of `ranges` has by these names, a column for each name."""
+    """Return the attributes `names` of all ranges, a column for each name."""
     return tuple(
-        np.fromiter((getattr(it, name) for it in ranges), dtype=np.uint64) for name in names
+        np.fromiter((getattr(item, name) for item in ranges), dtype=np.uint64) for name in names
     )

@@ -1,4 +1,4 @@
-"""The table of transports, which alone names them: what they are made with, which work here."""
+"""The table of transports, the only place that names them all: options, and which work here."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _LOGGER = Log("kvplan")
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """What transports are made with; each takes what is meant for it.
+    """Options of all transports; each transport uses its own.
 
     Attributes:
-        permit_any_peer: let every process of this user trace this one, which Yama
-            (`kernel.yama.ptrace_scope=1`) asks for where memory is registered by its users.
-        device: of this process, whose memory is to be reached; None: there is none.
-        local_comm_res: JSON of the reference, with the addresses of the device; empty: found out.
-        rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
-        staging_nbytes: of device memory, for what a device cannot send from where it is.
-        ucx_devices: that UCX may use, such as "mlx5_0:1"; empty: it chooses.
-        ucx_settings: of UCX, JSON such as {"UCX_IB_GID_INDEX": "3"}.
-        tcp_connections: that a link over tcp has; None: by the number of cores.
-        tcp_encrypt: encrypt all data that goes over tcp.
-        tcp_congestion: congestion control of those connections, such as "bbr"; empty: the system's.
-        label: what the process is called by tools that look at transports.
-        populate: when pages of peers' arenas are mapped here, see `LocalTransport`.
+        permit_any_peer: Let every process of this user trace this one, which Yama
+            (`kernel.yama.ptrace_scope=1`) requires for memory that users register.
+        device: The device of this process, if it has one.
+        local_comm_res: The address of the device (llm.LocalCommRes, JSON); empty: detected.
+        rdma_traffic_class, rdma_service_level: For RDMA; None: the system's.
+        staging_nbytes: Size of the device memory that stages what a device cannot send directly.
+        ucx_devices: The devices that UCX may use, such as "mlx5_0:1"; empty: it chooses.
+        ucx_settings: Settings of UCX, JSON such as {"UCX_IB_GID_INDEX": "3"}.
+        tcp_connections: The number of connections of a tcp link; None: by the number of cores.
+        tcp_encrypt: Whether to encrypt all data that moves over tcp.
+        tcp_congestion: Congestion control of tcp, such as "bbr"; empty: the system's.
+        label: The name of the process in tools that look at transports.
+        populate: When to map pages of peers' arenas here; see `LocalTransport`.
     """
 
     permit_any_peer: bool = False
@@ -70,11 +70,11 @@ class TransportOptions:
 
 
 class Transports(NamedTuple):
-    """What `make_transports` has made.
+    """The result of `make_transports`.
 
     Attributes:
-        made: the preferred first.
-        missing: why the others are not there, by name.
+        made: The transports that work here, the preferred first.
+        missing: Why the others do not work, by name.
     """
 
     made: tuple[Transport, ...]
@@ -82,7 +82,7 @@ class Transports(NamedTuple):
 
 
 def _hccl(options: TransportOptions) -> Transport:
-    from kvplan.device.ascend import AscendDevice  # its modules only where it is used
+    from kvplan.device.ascend import AscendDevice  # loaded only if it is used
 
     if not isinstance(options.device, AscendDevice):
         raise LLMException(
@@ -101,7 +101,7 @@ def _hccl(options: TransportOptions) -> Transport:
 
 
 def _ucx(options: TransportOptions) -> Transport:
-    from kvplan.transport.ucx.transport import UcxTransport  # its modules only where it is used
+    from kvplan.transport.ucx.transport import UcxTransport  # loaded only if it is used
 
     return UcxTransport(
         devices=options.ucx_devices, settings=options.ucx_settings, label=options.label
@@ -109,7 +109,7 @@ def _ucx(options: TransportOptions) -> Transport:
 
 
 def _tcp(options: TransportOptions) -> Transport:
-    from kvplan.transport.tcp.transport import TcpTransport  # its modules only where it is used
+    from kvplan.transport.tcp.transport import TcpTransport  # loaded only if it is used
 
     return TcpTransport(
         device=options.device,
@@ -136,7 +136,7 @@ WHERE_MISSING: Final[Mapping[str, str]] = {
         "it needs RDMA there, the system's UCX, 1.13 or later, and kvplan.transport at auto or ucx"
     ),
 }
-"""What to do at a process that does not have a transport, by name."""
+"""Remedies for a process that lacks a transport, by name."""
 
 
 def make_transports(
@@ -147,7 +147,7 @@ def make_transports(
     Raises:
         LLMException: LLM_PARAM_INVALID: no transport has that name; LLM_FEATURE_NOT_ENABLED: none
             of them works here, and why.
-        TypeError: not a str.
+        TypeError: `choice` is not a str.
     """
     check_type("transport", choice, str)
     if choice != "auto" and choice not in TRANSPORTS:

@@ -1,4 +1,7 @@
-"""Ends leases whose time has passed, for peers that read their words and not this clock."""
+"""The deadlines of leases. Peers that read words of a table do not know this process's clock.
+
+Nothing here may know how a lease is ended.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOG: Final = Log("kvplan")
-_RETRY_NS: Final = 10_000_000  # after a device did not take it
+_RETRY_NS: Final = 10_000_000  # after an error of a device
 _MAX_OLD: Final = 64  # heap entries beyond twice the keys
 _Key = TypeVar("_Key", bound="int | tuple[int, int]")
 
@@ -68,12 +71,12 @@ def seconds_left(deadline_ns: int, clock: Callable[[], int] = time.monotonic_ns)
 
 
 class LeaseExpiry:
-    """The deadlines of one transport's leases; may be used from several threads.
+    """The deadlines of one transport's leases. Any thread may call its methods.
 
     Args:
-        end: ends a lease by slot and generation, if it has not ended; peers find that at once.
-        name: of the thread that does it, from the first deadline on.
-        clock: nanoseconds that never go back.
+        end: Ends a lease by slot and generation, if it has not ended; peers find that at once.
+        name: Of the thread that calls it, which starts with the first deadline.
+        clock: Returns nanoseconds that never decrease.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class LeaseExpiry:
         self._closed = False
 
     def add(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """End a lease at its deadline; where that has passed, on return."""
+        """End a lease at its deadline; if that has passed, before this returns."""
         with self._changed:
             is_first = self._deadlines.set((slot, generation), deadline_ns)
             self._end_late()
@@ -101,11 +104,7 @@ class LeaseExpiry:
                 self._changed.notify()
 
     def renew(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """Give a lease another deadline.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: it has ended.
-        """
+        """Set another deadline; LLM_KV_CACHE_NOT_EXIST: the lease has ended."""
         with self._changed:
             if (slot, generation) not in self._deadlines:
                 raise LLMException(
@@ -115,12 +114,12 @@ class LeaseExpiry:
             self.add(slot, generation, deadline_ns)
 
     def forget(self, slot: int, generation: int) -> None:
-        """The lease is ended by others; unknown: nothing happens."""
+        """Forget a lease that is ended in another way; an unknown one is ignored."""
         with self._changed:
             self._deadlines.pop((slot, generation), None)
 
     def close(self) -> None:
-        """Forget all, and wait for the thread's end."""
+        """Forget all leases, and wait for the end of the thread."""
         with self._changed:
             self._closed = True
             self._deadlines.clear()
@@ -137,7 +136,7 @@ class LeaseExpiry:
                 self._end_late()
 
     def _end_late(self) -> None:
-        """With the lock: end all whose deadline has passed."""
+        """End all leases whose deadline has passed; called with the lock."""
         while (late := self._deadlines.pop_late(self._clock())) is not None:
             try:
                 self._end(*late)

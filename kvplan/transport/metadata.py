@@ -115,12 +115,7 @@ class PeerMetadata(Record, frozen=True, tag_field="schema"):
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Self:
-        """Decode and validate the metadata of a peer.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID, with the field, its value and what is allowed.
-            TypeError: `blob` is not bytes.
-        """
+        """Decode and validate the metadata of a peer."""
         if not isinstance(blob, bytes | bytearray | memoryview):
             raise TypeError(f"metadata must be bytes, not {type(blob).__name__}")
         return read(cls, blob, "peer metadata", msgspec.msgpack.decode)
@@ -132,14 +127,7 @@ def read(
     name: str,
     decode: Callable[..., Any],
 ) -> _T:
-    """Decode `data` as a `kind`; refuse what does not conform to it with LLM_PARAM_INVALID.
-
-    Args:
-        kind: A `Record`.
-        data: Input from outside.
-        name: Of the document, for messages.
-        decode: `msgspec.msgpack.decode` or `msgspec.json.decode`.
-    """
+    """Decode `data` as a `kind`; refuse what does not conform to it with LLM_PARAM_INVALID."""
     if len(data) > MAX_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; at most {MAX_NBYTES} are allowed")
     try:

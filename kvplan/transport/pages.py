@@ -1,9 +1,9 @@
-"""Pages made ready ahead of their use, by one thread of the process: mapped, or made huge.
+"""A thread that prepares pages before their first use: it maps them, or makes them huge.
 
-A peer's arena that is mapped here has no page-table entries at first: each page, or few of them at
-a time, costs a fault at its first use. What its owner has filled is populated here, in steps of
-less than 1 ms, half of the time asleep. What its owner has not touched stays a hole: to populate it
-would allocate memory. So holes are looked at again, the less often the less was found.
+A peer's arena that is mapped here has no page-table entries at first, so each first use of a page
+costs a fault. The thread populates what the owner has filled, in steps of less than 1 ms, asleep
+for half of the time. Pages that the owner has not touched stay holes, since to populate one would
+allocate memory. The thread looks at holes again, less often if it finds less.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 _LOG = Log("kvplan")
-_TURN_S: Final = 0.02  # of one arena, before the next has its turn
+_TURN_S: Final = 0.02  # for one arena, before the next has its turn
 _FIRST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 10.0
 _SHARE_FOUND, _SHARE_IDLE = 5, 50
-"""Times as long as a pass took until the next: if that found pages, or found none."""
+"""The pause after a pass, in durations of that pass: if it found pages, or found none."""
 _STOPPED_S: Final = 1.0
-MOST_ARENAS: Final = 256
-"""That are mapped ahead, and populated; of others that is done at the first use."""
+MAX_PREMAPPED_ARENAS: Final = 256  # others are mapped and populated at their first use
 
 
 class _Task:
     """The pages of one arena."""
 
     def __init__(self, arena: Arena, owner: object, *, collapse: bool) -> None:
-        self.arena = ref(arena)  # a mapping goes with its last user, which this is not
+        self.arena = ref(arena)  # weak: a mapping is closed with its last user
         self.owner = owner
         self.nbytes = arena.nbytes
         self.walk = PageWalk(arena.nbytes, collapse=collapse)
@@ -57,19 +56,19 @@ class _Task:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left to do, and it takes no page tables that others could have."""
+        """Whether nothing is left to do, and its page tables are not counted any more."""
         done = self._collapse and self.walk.is_complete
         return done or self.walk.stopped or self.arena() is None
 
     def take_turn(self) -> None:
-        """Go on for a while."""
+        """Work for one turn."""
         if (arena := self.arena()) is None:
             return
         began = time.monotonic()
-        self.due = math.inf  # not again, should it fail in whatever way
+        self.due = math.inf  # not again if this fails in any way
         try:
             self._found += self.walk.advance(arena, _TURN_S)
-        except (NotImplementedError, ValueError) as error:  # an older kernel; it was closed
+        except (NotImplementedError, ValueError) as error:  # an older kernel, or it was closed
             _LOG.debug("pages of an arena of %d bytes are not made ready: %s", self.nbytes, error)
             return
         self.due = now = time.monotonic()  # behind the others that are due
@@ -89,9 +88,9 @@ class _Task:
 
 
 class BackgroundPages:
-    """One thread, `kvplan-pages`, as long as there is something to do.
+    """The thread `kvplan-pages`, which runs while it has work.
 
-    All methods may be called from any thread, and from signal handlers.
+    Any thread and any signal handler may call the methods.
     """
 
     def __init__(self) -> None:
@@ -102,65 +101,60 @@ class BackgroundPages:
         self._thread: Thread | None = None
         self._turn_of: object = None  # the owner of the job, or arena, that is worked on now
         self._closed = False
-        # Page tables take 1/512 of what is mapped in pages of 4 KiB: of this, 1/1024 of the memory.
+        # Page tables of 4 KiB pages take 1/512 of what they map: at most 1/1024 of the memory.
         limit = memory_limit()
-        self._most_nbytes = math.inf if limit is None else limit.nbytes / 2
+        self._max_nbytes = math.inf if limit is None else limit.nbytes / 2
         atexit.register(self.close)
 
     def submit(self, job: Callable[[], object], owner: object) -> None:
-        """Have `job`, which maps arenas, called soon, unless `owner` is cancelled by then.
+        """Call `job`, which maps arenas, soon, unless `owner` is cancelled before.
 
-        LLMException from it is no error, and there may be too many arenas already.
+        An LLMException from it is ignored. It is not called if there are too many arenas.
         """
         with self._changed:
             self._jobs.append((owner, job))
             self._wake()
 
     def add(self, arena: Arena, owner: object, *, collapse: bool = False) -> None:
-        """Make the pages of `arena` ready, as far as they are there, now and later.
+        """Prepare the pages of `arena` that exist, now and later; the arena is not held.
 
-        Too many arenas, or more than half of the machine's memory: their pages come at first use.
-
-        Args:
-            arena: not held.
-            owner: by which it is cancelled.
-            collapse: make huge pages of an arena of this process; otherwise map them.
+        `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. With
+        too many arenas, or more than half of the machine's memory, pages come at their first use.
         """
         with self._changed:
-            _discard(self._tasks, lambda it: it.is_over)
-            nbytes = sum(it.nbytes for it in self._tasks) + arena.nbytes
-            if len(self._tasks) >= MOST_ARENAS or nbytes > self._most_nbytes:
+            _discard(self._tasks, lambda task: task.is_over)
+            nbytes = sum(task.nbytes for task in self._tasks) + arena.nbytes
+            if len(self._tasks) >= MAX_PREMAPPED_ARENAS or nbytes > self._max_nbytes:
                 _LOG.debug(
                     "pages of an arena of %d bytes come at their first use: with it %d arenas "
                     "would have %d bytes, and at most %d of %.0f bytes are mapped ahead",
                     arena.nbytes,
                     len(self._tasks) + 1,
                     nbytes,
-                    MOST_ARENAS,
-                    self._most_nbytes,
+                    MAX_PREMAPPED_ARENAS,
+                    self._max_nbytes,
                 )
                 return
             self._tasks.append(_Task(arena, owner, collapse=collapse))
             self._wake()
 
     def cancel(self, owner: object) -> None:
-        """Do nothing more for `owner`; on return none of its arenas is held, or looked at.
+        """Stop all work for `owner`; on return none of its arenas is held or used.
 
-        A job or step that is under way, of less than 1 ms, is waited for; of huge pages, of some
-        ms.
+        A step in progress is waited for: less than 1 ms, or a few ms for huge pages.
         """
         with self._changed:
             for task in list(self._tasks):
                 if task.owner is owner:
                     task.walk.stop()
-            _discard(self._tasks, lambda it: it.owner is owner)
-            _discard(self._jobs, lambda it: it[0] is owner)
+            _discard(self._tasks, lambda task: task.owner is owner)
+            _discard(self._jobs, lambda job: job[0] is owner)
             self._changed.notify_all()
             if self._thread is not current_thread():
                 self._changed.wait_for(lambda: self._turn_of is not owner, _STOPPED_S)
 
     def close(self) -> None:
-        """Stop, and wait for the thread; idempotent. At exit: no mapping goes before this."""
+        """Stop, and wait for the thread; idempotent. At exit no mapping may go before this."""
         if os.getpid() != self._pid:
             return  # the thread is the parent's, and so may be the lock
         with self._changed:
@@ -178,7 +172,7 @@ class BackgroundPages:
         if self._thread is None and not self._closed:
             try:
                 self._thread = start_thread("kvplan-pages", self._run)
-            except LLMException as error:  # then pages come at first use
+            except LLMException as error:  # pages come at their first use then
                 _LOG.debug("pages are not made ready ahead of their use: %s", error)
         self._changed.notify_all()
 
@@ -193,18 +187,18 @@ class BackgroundPages:
             step = None  # a job holds its link
 
     def _next(self) -> Callable[[], object] | None:
-        """What to do next, once that is due; None: the thread ends."""
+        """Return the next step, once it is due; None: the thread ends."""
         with self._changed:
             self._turn_of = None
             self._changed.notify_all()
             while True:
-                _discard(self._tasks, lambda it: it.is_over)
+                _discard(self._tasks, lambda task: task.is_over)
                 while self._jobs and not self._closed:
                     owner, job = self._jobs.popleft()
-                    if len(self._tasks) < MOST_ARENAS:
+                    if len(self._tasks) < MAX_PREMAPPED_ARENAS:
                         self._turn_of = owner
                         return job
-                task = min(self._tasks, key=lambda it: it.due, default=None)
+                task = min(self._tasks, key=lambda task: task.due, default=None)
                 if task is None or self._closed or task.due == math.inf:
                     self._thread = None
                     return None
@@ -216,17 +210,17 @@ class BackgroundPages:
 
 
 def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool]) -> None:
-    """Remove these in place: a signal handler that comes meanwhile may add and remove others."""
-    for it in list(items):
-        if is_one(it):
+    """Remove items in place: a signal handler may add and remove others meanwhile."""
+    for item in list(items):
+        if is_one(item):
             with suppress(ValueError):
-                items.remove(it)
+                items.remove(item)
 
 
 def background_pages() -> BackgroundPages:
-    """This process's own; a forked child has its own."""
+    """Return the thread of this process; a forked child has its own."""
     pid = os.getpid()
-    # Of several that threads make at once, one is used; no lock, which a child may inherit held.
+    # If threads make several at once, one is used. A child could inherit a lock that is held.
     return _OF_PROCESS.get(pid) or _OF_PROCESS.setdefault(pid, BackgroundPages())
 
 

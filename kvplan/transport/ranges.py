@@ -1,4 +1,4 @@
-"""Registered memory as peers name it, and in which of those ranges tensors lie."""
+"""The search for the registered ranges that hold tensors of a peer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ _Range = TypeVar("_Range", bound=Range)
 
 
 class RangeTable(Generic[_Range]):
-    """What `peer` has registered, sorted so that a tensor's range is found by bisection.
+    """The registered memory of `peer`, sorted so that bisection finds the range of a tensor.
 
-    Args:
-        peer: for messages, such as "process 12 of node3".
-        ranges: of that peer.
+    `peer` is for messages, such as "process 12 of node3".
     """
 
     def __init__(self, peer: str, ranges: Sequence[_Range]) -> None:
         self._peer = peer
-        # Of ranges that begin together the last is looked at first: preferred, writable, shortest.
+        # Among ranges with the same start the last is tried first: preferred, writable, shortest.
         self._ranges = sorted(
             ranges, key=lambda it: (it.address, it.is_preferred, it.writable, -it.nbytes)
         )
@@ -46,13 +44,9 @@ class RangeTable(Generic[_Range]):
     def locate(
         self, starts: Column, sizes: Column, *, writable: bool
     ) -> tuple[list[_Range], NDArray[np.intp]]:
-        """The ranges that hold the tensors, each once, and which of them holds each tensor.
+        """Return the ranges that hold the tensors, each once, and which of them holds each tensor.
 
-        A preferred one is taken where there is a choice.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one range;
-                LLM_PARAM_INVALID: a bad size, or a range that must not be written.
+        A preferred range is chosen if several hold a tensor.
         """
         lasts = starts + (sizes - np.uint64(1))
         bad = np.flatnonzero((sizes < 1) | (lasts < starts))
@@ -76,7 +70,7 @@ class RangeTable(Generic[_Range]):
         return [self._ranges[k] for k in used], np.searchsorted(used, found)
 
     def _search(self, i: int, start: int, size: int, *, writable: bool) -> int:
-        """As `locate`, for tensor `i` and by looking at every range."""
+        """Return the range of tensor `i`, after a look at every range."""
         inside = np.flatnonzero((self._firsts <= start) & (start + size - 1 <= self._lasts))
         if not inside.size:
             raise LLMException(
@@ -101,13 +95,7 @@ class RangeTable(Generic[_Range]):
 def sized_tensors(
     addresses: Sequence[int] | Column, nbytes: int | Sequence[int] | Column
 ) -> tuple[Column, Column]:
-    """The address and the size of each tensor, in fresh columns.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: no tensor, another number of sizes than one or as many, or
-            a number of more than 64 bits.
-        TypeError: not whole numbers.
-    """
+    """Return the address and the size of each tensor, in new columns."""
     starts = _uint64("addresses", addresses)
     sizes = _uint64("nbytes", [nbytes] if isinstance(nbytes, int) else nbytes)
     if not starts.size or sizes.size not in (1, starts.size):
@@ -119,7 +107,7 @@ def sized_tensors(
 
 
 def _uint64(name: str, values: Sequence[int] | Column) -> Column:
-    """A fresh column; what is no whole number of 64 bits is refused and not rounded."""
+    """Return a new column; refuse values that are not whole numbers of 64 bits."""
     if isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {values.dtype}; it must be of whole numbers")
     numbers = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)

@@ -129,13 +129,7 @@ class LateWriters(NamedTuple):
 
 
 class Registrations(ABC, Generic[_Range, _Holder]):
-    """The registrations and leases of one transport. Any thread may call its methods.
-
-    Args:
-        range_type: Of the ranges that the transport publishes.
-        generations: Of registrations and leases.
-        max_slots: The largest number of registrations that a transport can be made for.
-    """
+    """The registrations and leases of one transport. Any thread may call its methods."""
 
     transport: ClassVar[str]  # for messages: "a local transport"
 
@@ -341,11 +335,6 @@ class Slots:
     """`Generations` in memory of this process only. Callers hold a lock of their own.
 
     Slots of leases follow those of registrations.
-
-    Args:
-        count: Registrations at the same time.
-        most: The upper limit of `count`.
-        num_leases: Leases at the same time.
     """
 
     def __init__(self, count: int, most: int, num_leases: int) -> None:

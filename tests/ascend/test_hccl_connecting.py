@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from kvplan import LLMStatusCode
+from kvplan.transport.hccl.metadata import Metadata
 from tests.ascend.hccl_side import DEADLINE_S, Side, link_both
 from tests.ascend.hccl_sides import MakeSide, error_of
 from tests.ascend.simulator import Controls, Log
@@ -72,13 +75,14 @@ def test_one_device_cannot_be_both_ends(one: Side, make_side: MakeSide) -> None:
 
 
 def test_other_products_are_refused(one: Side, two: Side) -> None:
-    metadata = two.transport.metadata().replace(b'"product":"A2"', b'"product":"950"')
+    theirs = Metadata.from_bytes(two.transport.metadata())
+    metadata = msgspec.structs.replace(theirs, product="950").to_bytes()
     assert "of product 950, this one of A2" in (one.transport.refusal(metadata) or "")
     with refused(LLMStatusCode.LLM_LINK_FAILED):
         one.transport.connect(metadata, timeout_ms=1)
 
 
 def test_bad_metadata_is_a_refusal(one: Side) -> None:
-    assert "no JSON" in (one.transport.refusal(b"{") or "")
+    assert "expected `object`" in (one.transport.refusal(b"{") or "")
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
         one.transport.connect(b"{", timeout_ms=1)

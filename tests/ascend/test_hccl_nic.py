@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.hccl.addresses import DeviceAddress, why_not
-from kvplan.transport.hccl.hccn import device_ip_of
+from kvplan.transport.hccl.addresses import DeviceAddress, device_ip_of, why_not
 from tests.ascend.hccl_ends import A2, two_ends
 from tests.ascend.hccl_side import DEADLINE_S, Side, link_both, on_a_host_of_its_own
 from tests.ascend.hccl_sides import MakeSide
@@ -130,7 +129,7 @@ def test_a_port_that_another_process_has(sides: tuple[Side, Side], sim_folder: P
 
 def test_encryption_at_one_end_alone(sides: tuple[Side, Side], change: Any) -> None:
     change("tls", 1)
-    assert "TLS is on at one end alone (`hccn_tool -i" in why_not_linked(*sides)
+    assert "TLS is on at only one end (`hccn_tool -i" in why_not_linked(*sides)
     change("tls", 3)
     link_both(*sides)
 

@@ -83,6 +83,6 @@ def test_the_product_that_registers_with_each_connection(tmp_path: Path) -> None
     assert report["reaches"] == ["device"]
     assert report["pulled"] is report["pushed"] is report["pulled to the host"] is True
     assert report["generation"] == 1
-    assert "on this product (950) HCCL reaches device memory alone" in report["host memory"]
+    assert "on this product (950) HCCL reaches only device memory" in report["host memory"]
     assert report["deregistered"] != "LLM_SUCCESS"
     assert report["left"] == {}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvnative._lower import Descriptors
 from kvplan import DataType, HostMemory, KvCacheExtParam, LLMException, Plan
+from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
-from kvplan.execution.transfers import bind
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.kinds import plan_rows
 from kvplan.planning.layers import ALL_LAYERS

@@ -31,8 +31,8 @@ from kvplan import (
     Transfer,
     Transfers,
 )
+from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
-from kvplan.execution.transfers import bind
 from kvplan.planning.side import Side, side
 
 ROW = 8

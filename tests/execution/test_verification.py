@@ -10,7 +10,7 @@ from kvnative._executor import Executor, Report, ThreadPool, host_backend
 from kvnative._lower import Descriptors
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
-from kvplan.execution.transfers import bind
+from kvplan.execution.binding import bind
 from kvplan.execution.verification import verify
 from tests.support.refusals import refused
 

@@ -20,7 +20,8 @@ from kvnative._executor import ThreadPool
 from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas
+from kvplan.transport.local.link import LocalPeerMemory
+from kvplan.transport.local.memory import PeerArenas
 from kvplan.transport.local.metadata import Metadata
 from tests.support.refusals import refused
 from tests.support.wrappers import limit_bandwidth

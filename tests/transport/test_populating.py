@@ -25,7 +25,7 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import PeerArenas, offer
 from kvplan.transport.local.metadata import Range
-from kvplan.transport.pages import MOST_ARENAS, BackgroundPages, _Task, background_pages
+from kvplan.transport.pages import MAX_PREMAPPED_ARENAS, BackgroundPages, _Task, background_pages
 from tests.support.refusals import refused
 from tests.support.smaps import num_mappings, smaps_of
 from tests.transport.owner import Owner
@@ -187,7 +187,7 @@ def test_a_signal_handler_may_come_at_any_line(pages: BackgroundPages) -> None:
     def handler(frame: FrameType, event: str, argument: object) -> TraceFunction:
         sys.settrace(None)
         here = frame.f_code.co_filename == BackgroundPages.cancel.__code__.co_filename
-        if here and len(handled) < MOST_ARENAS // 4:  # with more, jobs are not done
+        if here and len(handled) < MAX_PREMAPPED_ARENAS // 4:  # with more, jobs are not done
             pages.submit(partial(done.append, len(handled)), owner=4)
             handled.append(twin_of(arena))
             pages.add(handled[-1], owner=4)
@@ -258,7 +258,9 @@ def test_many_whose_huge_pages_are_made_leave_room_for_others(
     pages: BackgroundPages, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "kvplan")
-    arenas = [Arena(4096) for _ in range(MOST_ARENAS + 1)]  # too small for one: all is done
+    arenas = [
+        Arena(4096) for _ in range(MAX_PREMAPPED_ARENAS + 1)
+    ]  # too small for one: all is done
     for it in arenas:
         pages.add(it, owner=None, collapse=True)
     assert not [it for it in caplog.messages if "at their first use" in it]

@@ -9,8 +9,7 @@ import kvplan
 from kvnative._executor import ThreadPool
 from kvplan import CacheDesc, DataType, LLMStatusCode, Rows, Shard, Transfer
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.local.link import LocalLink
-from kvplan.transport.local.memory import LocalPeerMemory
+from kvplan.transport.local.link import LocalLink, LocalPeerMemory
 from tests.support.refusals import refused
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern

@@ -1,1 +1,4 @@
-"""Memory of Ascend devices of this and other hosts, reached by HCCL's one-sided operations."""
+"""Memory of Ascend devices of this host and others, by one-sided operations of HCCL.
+
+Devices of other makers may not enter.
+"""

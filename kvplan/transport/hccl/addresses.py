@@ -6,8 +6,12 @@ Both ends compute the same table, byte for byte. It is not the rank table that a
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,10 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import link_failed
-from kvplan.transport.hccl.hccn import device_ip_of, is_address
 from kvplan.transport.metadata import Record, read
 from kvplan.validation import shown
 
@@ -27,6 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvplan.device.ascend import AscendDevice, Product
+
+HCCN_CONF: Final = "/etc/hccn.conf"
+HCCN_CONF_VARIABLE: Final = "KVPLAN_HCCN_CONF"
+"""Environment variable with another file, for containers that lack this one."""
+
+_LOG = Log("kvplan")
+_TOOL_S: Final = 10.0  # timeout of the tool
+_KEYS: Final = ("address_{}", "IPv6address_{}")
+_QUERIES: Final = (("-ip", "-g"), ("-ip", "-inet6", "-g"))
 
 _OPTION: Final = "local_comm_res (llm.LocalCommRes)"
 _ROCE: Final = "HCCL_INTRA_ROCE_ENABLE"
@@ -147,14 +161,10 @@ def _check_device(device: DeviceAddress | _Device) -> None:
 
 
 def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
-    """The address of `device`: read from `local_comm_res`, or found out if that is empty.
+    """Return the address of `device`: read from `local_comm_res`, or detected if that is empty.
 
-    A host is called by the id of its running kernel: unlike an IP address, it is the same in all
-    containers of the host, and no other host's.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: `local_comm_res`, or /etc/hccn.conf, is not as it must be;
-            LLM_FEATURE_NOT_ENABLED: what the system does not say.
+    A host is named by the id of its running kernel. Unlike an IP address, the id is the same in all
+    containers of the host, and differs between hosts.
     """
     if local_comm_res:
         given = read_local_comm_res(local_comm_res)
@@ -177,7 +187,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
         name = "super_pod_id" if pod is None else "super_device_id"
         raise _unknown(name, "this CANN does not say it (8.5 and later do)")
     if pod < 0 or number < 0:
-        return found  # it is in no super pod
+        return found  # it is not in a super pod
     return DeviceAddress(
         "1.2",
         found.server_id,
@@ -197,12 +207,12 @@ def _unknown(field: str, why: str) -> LLMException:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """A rank table of two.
+    """A rank table of two devices.
 
     Attributes:
-        text: as HCCL takes it, JSON.
-        rank: of this process.
-        remote_rank: of the other.
+        text: The table as HCCL takes it, JSON.
+        rank: The rank of this process.
+        remote_rank: The rank of the peer.
     """
 
     text: str
@@ -211,20 +221,17 @@ class RankTable:
 
 
 def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
-    """The rank table of this device and a peer's, of the lower of both versions.
+    """Return the rank table of this device and a peer's, in the lower of both versions.
 
-    Ranks are numbered in the order of the hosts' names, then of the devices' numbers and addresses,
-    all as text; so `table_of(b, a)` has the same text, and the ranks the other way round.
-
-    Raises:
-        LLMException: LLM_LINK_FAILED: no table has both, and what is missing.
+    Ranks follow the order of the hosts' names, then of the devices' numbers and addresses, all as
+    text. So `table_of(b, a)` has the same text, with the ranks exchanged.
     """
     if reason := why_not(here, there):
         raise link_failed(reason)
     version = min(here.version, there.version)
     ranked = sorted((here, there), key=_order)
     table: dict[str, Any] = {"version": version}
-    # Of one host or super pod addresses need not be known: then neither is given.
+    # Inside one host or super pod addresses are optional: give both, or neither.
     with_ip = None not in (here.device_ip, there.device_ip)
     servers = [
         {
@@ -243,7 +250,7 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
 
 
 def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
-    """Why no rank table can have both devices; None: one can."""
+    """Return why a rank table cannot have both devices; None: it can."""
     same_host = here.server_id == there.server_id
     if same_host and here.device_id == there.device_id:
         return (
@@ -277,7 +284,7 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
 
 
 def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) -> bool:
-    """Whether HCCL takes HCCS between the two, as it decides from their rank table; else RDMA."""
+    """Return whether HCCL uses HCCS between the two, as the rank table tells it; otherwise RDMA."""
     if _is_rdma_wanted():
         return False
     if product is A3 and None not in (here.super_pod_id, there.super_pod_id):
@@ -286,23 +293,18 @@ def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) ->
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse variables with which HCCL makes no communicator at all.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: HCCL_INTRA_PCIE_ENABLE and HCCL_INTRA_ROCE_ENABLE
-            exclude each other.
-    """
+    """Refuse variables with which HCCL cannot make a communicator."""
     pcie, roce = (environment.get(it) for it in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
     if (pcie, roce) in (("1", "1"), ("0", None), (None, "0")):
         raise LLMException(
             f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and {_ROCE} is {roce or 'not set'}, "
-            "which HCCL refuses: set 0 and 1 for RDMA inside a host, neither for HCCS",
+            "which HCCL refuses: set 0 and 1 for RDMA inside a host, or unset both for HCCS",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
 
 def _is_rdma_wanted() -> bool:
-    """HCCL's own variable: RDMA inside a host, too. Both ends must have it alike."""
+    """Return whether HCCL must use RDMA inside a host too. Both ends must agree."""
     return os.environ.get(_ROCE) == "1"
 
 
@@ -326,9 +328,74 @@ def _device(it: DeviceAddress, rank: int, version: str, *, with_ip: bool) -> dic
 
 
 def _pods(ranked: Sequence[DeviceAddress]) -> list[dict[str, Any]]:
-    # Each host once, in the order of the ranks.
+    # Each host once, in the order of ranks.
     hosts = dict.fromkeys((it.super_pod_id or "", it.server_id) for it in ranked)
     return [
         {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_it]}
         for pod, of_it in groupby(sorted(hosts), key=lambda it: it[0])
     ]
+
+
+def device_ip_of(physical_id: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the address of a device's network port, IPv4 if it has one; None: not known.
+
+    Args:
+        physical_id: The physical number of the device.
+        environment: Names the file and the folder of the driver, and has the PATH.
+    """
+    path = Path(environment.get(HCCN_CONF_VARIABLE) or HCCN_CONF)
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return _ask_tool(physical_id, environment)
+    values: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition("=")
+        values.setdefault(key.strip(), value.strip())
+    for name in _KEYS:
+        key = name.format(physical_id)
+        if key in values:
+            return _checked(str(path), key, values[key])
+    return None
+
+
+def is_address(text: str) -> bool:
+    """Return whether `text` is an IPv4 or IPv6 address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _checked(source: str, name: str, text: str) -> str:
+    if not is_address(text):
+        raise invalid(f"{source}: {name} is {shown(text)}; it must be an IP address")
+    return text
+
+
+def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
+    """Return the answer of the driver's tool, for containers without the file; None: none."""
+    tool = driver_folder(environment) / "tools" / "hccn_tool"
+    command = (
+        str(tool) if tool.exists() else shutil.which("hccn_tool", path=environment.get("PATH"))
+    )
+    if command is None:
+        return None
+    for query in _QUERIES:
+        try:
+            done = subprocess.run(
+                (command, "-i", str(physical_id), *query),
+                check=False,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TOOL_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            _LOG.warning("event=no_device_ip device=%d reason=%s", physical_id, error)
+            return None
+        found = re.search(r"^ipaddr:\s*([^\s/]+)", done.stdout, re.MULTILINE)
+        if found:
+            return _checked(command, "ipaddr", found[1])
+    return None

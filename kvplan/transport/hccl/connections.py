@@ -1,45 +1,52 @@
-"""The connections behind one link, one after the other: each reaches what was there before it."""
+"""The successive connections of one link, each of which reaches what was registered before it."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from weakref import finalize, ref
 
 import msgspec
 
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
+from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import start_thread
 from kvplan.transport.base import link_failed
-from kvplan.transport.hccl.advice import advice
+from kvplan.transport.hccl.device import MAX_LINKS
 from kvplan.transport.hccl.metadata import Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvnative._hccl import Communicator
+    from kvnative._hccl import Communicator, HcclLibrary
     from kvplan.transport.announced import Tickets
-    from kvplan.transport.hccl.addresses import RankTable
+    from kvplan.transport.hccl.addresses import DeviceAddress, RankTable
     from kvplan.transport.hccl.device import HcclDevice
 
 
 _LOG = Log("kvplan")
 
+# Of HcclResult.
+_PTR, _INTERNAL, _UNAVAIL, _TIMEOUT = 2, 4, 7, 9
+_TCP_CONNECT, _ROCE_CONNECT, _RUNTIME, _DRV, _NETWORK = 11, 12, 15, 16, 19
+
+_DEFAULT_PORT: Final = 16666  # of HCCL on a device, if the rank table names none
+
 
 @dataclass(eq=False)
 class Connection:
-    """A communicator, as long as something here transfers over it, or may.
+    """A communicator, held as long as a transfer uses it or may use it.
 
     Attributes:
-        generation: its number.
+        generation: The number of the connection.
         communicator: HCCL's.
-        newest: the highest number of a region of this process that is bound to it.
-        peer_newest: the same of the peer.
+        newest: The highest number of a region of this process that is bound to it.
+        peer_newest: The same of the peer.
     """
 
     generation: int
@@ -49,18 +56,18 @@ class Connection:
 
 
 class Connections:
-    """Makes and renews the connection to one peer: see `Renewable`.
+    """The connections to one peer; see `Renewable`.
 
-    One that is not in use here any more is taken down when the peer has said the same: as long as
-    one end transfers over it, the other must hold it.
+    A connection that is not used here any more is closed when the peer does not use it either:
+    while one end transfers over it, the other must hold it.
 
     Args:
-        hccl: the device of this process.
-        peer: whom it is to.
-        table: both ranks.
-        session: what both ends name it by.
-        is_hccs: whether HCCL takes HCCS to the peer.
-        own_metadata: says to the peer what is bound.
+        hccl: The device of this process.
+        peer: The metadata of the peer.
+        table: The rank table of both.
+        session: Names the link at both ends.
+        own_metadata: Returns the metadata that tells the peer what is bound.
+        is_hccs: Whether HCCL uses HCCS to the peer.
     """
 
     def __init__(
@@ -75,7 +82,7 @@ class Connections:
     ) -> None:
         self.is_hccs = is_hccs
         self.request_renewal: Callable[[], None] | None = None
-        self.notify_unused: Callable[[int], None] = _notify_nobody
+        self.notify_unused: Callable[[int], None] = _ignore
         self._hccl = hccl
         self._peer = peer
         self._table = table
@@ -84,34 +91,26 @@ class Connections:
         # Re-entrant: letting go of a connection runs its finalizer.
         self._mutex = Mutex()
         self._current: Connection | None = None
-        self._communicators: dict[int, Communicator] = {}  # that are not taken down yet
-        self._opened_ever: set[Communicator] = set()  # less those that HCCL has closed
-        self._opened: dict[int, int] = {}  # not prepared yet: the newest region that is bound
+        self._communicators: dict[int, Communicator] = {}  # that are not closed yet
+        self._opened_ever: set[Communicator] = set()  # without those that HCCL has closed
+        self._opened: dict[int, int] = {}  # not prepared yet, with the newest bound region
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
         self._abandoned: set[int] = set()
-        # Generations that one end uses no more, and the other still may.
+        # Generations that one end does not use any more, while the other still may.
         self._unused_here: set[int] = set()
         self._unused_there: set[int] = set()
         self._why_closed: LLMException | None = None
-        self._renews = False  # since what a peer writes could not be read
+        self._renews = False  # because tickets could not be read
 
     def connect(self, timeout_ms: float) -> None:
-        """Make the first connection; blocks until the peer does so too.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: it cannot be had, and why.
-        """
+        """Make the first connection; block until the peer does so too."""
         self.open(0)
         self.renew(0, timeout_ms=timeout_ms)
         self._use(0, self._peer.newest)
 
     def current(self) -> Connection:
-        """The one to transfer over.
-
-        Raises:
-            LLMException: the link was closed, and why.
-        """
+        """Return the connection for new transfers; raise LLMException if the link was closed."""
         current = self._current
         if current is None:
             raise self._closed_error()
@@ -129,7 +128,9 @@ class Connections:
             with self._mutex:
                 self._check_wanted(generation)
                 self._communicators[generation] = communicator
-                self._opened_ever = {it for it in self._opened_ever if it.state != "closed"}
+                self._opened_ever = {
+                    other for other in self._opened_ever if other.state != "closed"
+                }
                 self._opened_ever.add(communicator)
                 self._opened[generation] = newest
         except BaseException:
@@ -155,7 +156,7 @@ class Connections:
             self._hccl.close(communicator)
             if not isinstance(error, NativeError):
                 raise
-            self._check_wanted(generation)  # else that is the reason
+            self._check_wanted(generation)  # otherwise that is the reason
             raise self._not_made(generation, error) from error
         finally:
             with self._mutex:
@@ -179,7 +180,7 @@ class Connections:
                 ending = self._communicators.pop(generation, None)
             else:
                 self._abandoned.add(generation)
-                is_made = generation in self._making  # its prepare still runs, which then ends it
+                is_made = generation in self._making  # `renew` is preparing it, and then ends it
                 ending = self._communicators.get(generation) if is_made else None
         if ending is not None:
             self._take_down(ending)
@@ -197,7 +198,7 @@ class Connections:
         self._take_down(communicator)
 
     def close(self, why: LLMException) -> None:
-        """Stop what is transferred, and take everything down, without waiting. Idempotent."""
+        """Stop all transfers and close all connections, without waiting. Idempotent."""
         with self._mutex:
             if self._why_closed is None:
                 self._why_closed = why
@@ -207,7 +208,7 @@ class Connections:
             self._made.clear()
             self._opened.clear()
         del dropped  # outside of the lock
-        while True:  # what an interrupt leaves is for the next call
+        while True:  # an interrupt leaves the rest to the next call
             with self._mutex:
                 if not self._communicators:
                     return
@@ -222,24 +223,24 @@ class Connections:
 
     @property
     def is_down(self) -> bool:
-        """Whether it is closed, and HCCL has taken down what the peer can write over."""
-        return self.closed and all(it.state != "ready" for it in list(self._opened_ever))
+        """Whether it is closed, and the peer can write over none of its connections."""
+        return self.closed and all(opened.state != "ready" for opened in list(self._opened_ever))
 
     def tickets(self, tag: int) -> Tickets | None:
-        """What the peer is writing to memory of the process with that tag, as it has announced.
+        """Return what the peer is writing to memory of the process with that tag.
 
-        None: that cannot be known now.
+        None: the tickets cannot be read now.
         """
         if self.closed:
             return frozenset() if self.is_down else None
-        if (current := self._current) is None:  # nobody can transfer over it yet
+        if (current := self._current) is None:  # no transfer can use it yet
             return frozenset()
         address = self._peer.generations.tickets
         words = self._hccl.read_tickets(current.communicator, address)
         if words is None:
             self._renew_disturbed(current)
             return None
-        return frozenset((i, it) for i, it in enumerate(words) if it and it >> 32 == tag)
+        return frozenset((i, word) for i, word in enumerate(words) if word and word >> 32 == tag)
 
     def _use(self, generation: int, peer_newest: int) -> None:
         with self._mutex:
@@ -247,12 +248,12 @@ class Connections:
             if made is None or self._why_closed is not None:
                 raise self._closed_error()
             made.peer_newest = peer_newest
-            self._abandoned = {it for it in self._abandoned if it > generation}
+            self._abandoned = {other for other in self._abandoned if other > generation}
             before, self._current = self._current, made
         del before  # outside of the lock
 
     def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
-        """It is made: a connection that is let go of with its last user."""
+        """Keep a connection that was made, until its last user lets go of it."""
         held = Connection(generation, communicator, newest)
         let_go = partial(_let_go, ref(self), self._hccl, generation, communicator)
         with self._mutex:
@@ -261,7 +262,7 @@ class Connections:
             self._made[generation] = held
 
     def _renew_disturbed(self, connection: Connection) -> None:
-        """Have another made, though perhaps nothing here will ever be transferred over it."""
+        """Renew a disturbed connection, even if no transfer needs it: it cannot read tickets."""
         with self._mutex:
             if self.request_renewal is None or self._renews or self._current is not connection:
                 return
@@ -298,7 +299,7 @@ class Connections:
 
     def _not_made(self, generation: int, error: NativeError) -> LLMException:
         hccl, address = self._hccl, self._own_metadata().device
-        hint = advice(
+        hint = _advice(
             getattr(error, "code", 0),
             hccl.library,
             hccl.device.id,
@@ -314,7 +315,7 @@ class Connections:
         return f"kvplan-{hashlib.sha256(identity).hexdigest()[:32]}-{generation}"
 
     def _retire(self, generation: int) -> bool:
-        """Nothing here uses it any more. Returns whether it can be taken down at once."""
+        """Note that the connection is unused here; return whether it can be closed now."""
         with self._mutex:
             if self._why_closed is not None:
                 return True
@@ -330,14 +331,73 @@ class Connections:
 def _let_go(
     owner: ref[Connections], hccl: HcclDevice, generation: int, communicator: Communicator
 ) -> None:
-    """The last user of a connection has gone; not in its thread, which may hold anything."""
+    """Close the connection after its last user. It runs in a thread that holds no locks."""
     connections = owner()
     if connections is None or connections._retire(generation):
         hccl.close(communicator)
 
 
 def _given_up(generation: int) -> LLMException:
-    return link_failed(f"generation {generation} was given up")
+    return link_failed(f"generation {generation} was abandoned")
 
 
-def _notify_nobody(_generation: int) -> None: ...
+def _ignore(_generation: int) -> None: ...
+
+
+def _advice(
+    code: int,
+    library: HcclLibrary,
+    device_id: int,
+    address: DeviceAddress,
+    *,
+    is_hccs: bool,
+    num_open: int,
+) -> str:
+    """Return what to check after HCCL's result `code` while connecting; "": nothing is known.
+
+    Args:
+        code: The result.
+        library: HCCL.
+        device_id: The logical number of the device of this process.
+        address: The address of that device, as in the rank table.
+        is_hccs: Whether HCCS connects the devices, and not RDMA.
+        num_open: The number of other connections of the transport.
+    """
+    if code in (_RUNTIME, _DRV, _NETWORK):
+        return f"; {_of_memory(library, device_id)}"
+    if code == _UNAVAIL:
+        port = address.device_port or _DEFAULT_PORT
+        return (
+            f"; port {port} of device {device_id} may be taken: another process that uses the "
+            "device over HCCL has it; give this one a device_port of its own (llm.LocalCommRes)"
+        )
+    if code == _ROCE_CONNECT and num_open:
+        return (
+            f"; device {device_id} has {plural(num_open, 'connection')} of this engine already, "
+            f"and queue pairs for {MAX_LINKS} of all processes at most"
+        )
+    if is_hccs:
+        return ""
+    number, ip = address.device_id, address.device_ip
+    if code in (_PTR, _INTERNAL):
+        return (
+            f"; is {ip} still the address of device {device_id} (physical {number})? Compare with "
+            f"`hccn_tool -i {number} -ip -g`"
+        )
+    if code in (_TIMEOUT, _TCP_CONNECT, _ROCE_CONNECT):
+        return (
+            f"; device {device_id} (physical {number}) at {ip} may not reach the peer's, or TLS "
+            f"is on at only one end (`hccn_tool -i {number} -tls -g`); with TLS, allow 2 s to link"
+        )
+    return ""
+
+
+def _of_memory(library: HcclLibrary, device_id: int) -> str:
+    """Return the most likely reason why HCCL does not register memory when it connects."""
+    host, device = library.registered(device_id)
+    hdk = library.driver or "of unknown version"
+    return (
+        f"{device >> 20} MiB of device {device_id} and {host >> 20} MiB of the host are to be "
+        f"registered, with HDK {hdk}: drivers before 25.5 take 20 GiB of the host, and the "
+        "device's page tables may hold less"
+    )

@@ -1,49 +1,50 @@
-"""The device of this process as HCCL has it: what of its memory is bound to each connection."""
+"""The device of this process in HCCL: its connections, and the memory that is bound to them."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._executor import KVN_OK, Executor
-from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging
+from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging, Tickets
 from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
-from kvplan.device.device import device_error
+from kvplan.device.device import Device, device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.transport.base import link_failed
-from kvplan.transport.hccl.advice import MAX_LINKS
-from kvplan.transport.hccl.metadata import WORD_NBYTES
+from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef
 from kvplan.transport.hccl.regions import Regions
-from kvplan.transport.hccl.registrations import whole_pages
+from kvplan.transport.registrations import MAX_LEASES, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvnative._acl import DeviceBuffer
     from kvnative._hccl import HcclLibrary
     from kvplan.device.ascend import AscendDevice, Product
     from kvplan.device.device import PinnedMemory
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
-    from kvplan.transport.hccl.registrations import GenerationTable
 
 _LOG = Log("kvplan")
+MAX_LINKS: Final = 512  # per device, as in the vendor's own engine
 _TICKETS_NBYTES = NUM_TICKETS * WORD_NBYTES
-_LOOK_MS = 500.0  # that it may take to see what a peer writes; what takes longer is given up
-_MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
+_LOOK_MS = 500.0  # timeout of reading a peer's tickets
+_MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region: on the device, on the host
 
 
 class BackgroundWorker:
-    """A thread for what may block and nobody needs to wait for, such as taking connections down.
+    """A thread for jobs that may block and are not waited for, such as closing connections.
 
-    It does one thing after the other. `do` may be called from anywhere, a finalizer that interrupts
-    a holder of locks too.
+    Jobs run one after the other. Anything may call `do`, even a finalizer that interrupts a holder
+    of locks.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,18 +53,18 @@ class BackgroundWorker:
         self._thread = start_thread(name, _run, self._todo)
 
     def do(self, job: Callable[[], object]) -> None:
-        """Have `job()` called later, unless closed; what it raises is logged."""
-        if not self._is_closed:  # else it would be held for ever
+        """Call `job()` later, unless closed; log an exception of it."""
+        if not self._is_closed:  # otherwise it would be held forever
             self._todo.put(job)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was given so far is done; returns whether it was in time."""
+        """Wait until all jobs so far are done; return whether they were in time."""
         done = threading.Event()
         self._todo.put(done.set)
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """End the thread once all is done; what comes later is not done any more."""
+        """End the thread after the jobs so far; ignore later ones."""
         self._is_closed = True
         self._todo.put(None)
 
@@ -74,23 +75,64 @@ def _run(todo: SimpleQueue[Callable[[], object] | None]) -> None:
             job()
         except Exception:
             _LOG.exception("event=background_failed thread=%s", threading.current_thread().name)
-        del job  # it holds what it was about
+        del job  # it holds its objects
+
+
+class GenerationTable:
+    """`Generations` in device memory: a word per slot, with its generation or 0.
+
+    A peer that transfers reads the words of the ranges that it used after its bytes, in the order
+    of its stream. If a word is not the published one, nothing of the transfer counts. The tickets
+    of this process follow the words, then words that tickets of peers are read into.
+    """
+
+    def __init__(self, device: Device, num_slots: int) -> None:
+        self._slots = Slots(num_slots, MAX_SLOTS, min(MAX_LEASES, MAX_SLOTS - num_slots))
+        self._device = device
+        self.nbytes = (self._slots.num_slots + 2 * NUM_TICKETS) * WORD_NBYTES
+        self.buffer: DeviceBuffer | None = device.allocate(self.nbytes)
+        self.ref = GenerationTableRef(self.buffer.address, self._slots.num_slots)
+        device.write(self.ref.address, bytes(self.nbytes))
+        self.tickets = Tickets(self.ref.tickets, self.buffer)
+        self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
+
+    def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
+        """See `Generations.take`; an error of the device leaves the slot free."""
+        slot, generation = self._slots.take(is_lease)
+        try:
+            self._write(slot, generation)
+        except LLMException:
+            self._slots.release(slot, generation)
+            raise
+        return slot, generation
+
+    def release(self, slot: int, generation: int) -> None:
+        """See `Generations.release`; after an error of the device the slot is not used again."""
+        if self._slots.holds(slot, generation):
+            self._write(slot, 0)
+        self._slots.release(slot, generation)
+
+    def close(self) -> None:
+        """Let go of the memory, which no connection reaches any more."""
+        self.buffer = None
+        del self.tickets
+
+    def _write(self, slot: int, generation: int) -> None:
+        address = self.ref.address + WORD_NBYTES * slot
+        self._device.write(address, generation.to_bytes(WORD_NBYTES, "little"))
 
 
 class HcclDevice:
-    """The device of this process as HCCL has it; may be used from several threads.
+    """The device of this process in HCCL. Any thread may call its methods.
 
     Args:
         library: HCCL.
-        device: of this process.
-        product: of the device.
-        generations: of registrations.
-        staging: for local memory that HCCL does not take as it is; None: that is refused.
-        background: takes connections down.
-        traffic_class, service_level: for RDMA; None: the system's.
-
-    Raises:
-        NativeError: HCCL does not take the generation table.
+        device: The device.
+        product: Of the device.
+        generations: The generation table.
+        staging: Stages local memory that HCCL does not transfer; None: such memory is refused.
+        background: Closes connections.
+        traffic_class, service_level: For RDMA; None: the system's.
     """
 
     def __init__(
@@ -123,20 +165,15 @@ class HcclDevice:
             owner=generations.buffer,
         )
         self._open: set[Communicator] = set()
-        self._mutex = Mutex()  # of what is open
-        self._reading = Mutex()  # tickets, into words that there are once
+        self._mutex = Mutex()  # of `_open`
+        self._reading = Mutex()  # of tickets: the words to read them into exist once
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
-        """A connection with all memory of now bound, and the highest number of its regions.
+        """Return a connection that binds all memory, and the highest number of its regions.
 
-        Of HCCS without the host's where the product does not take that.
-
-        Its prepare must follow, and `close`.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: there are as many as there can be.
-            NativeError: what HCCL says.
+        Over HCCS it does not bind host memory that the product does not transfer. The caller must
+        prepare and close it.
         """
         if (num_open := self.num_open) >= MAX_LINKS:
             raise link_failed(
@@ -156,7 +193,7 @@ class HcclDevice:
             max_batch=self.product.max_batch,
         )
         try:
-            # Whoever ends a region takes it out of `regions` first, and looks then at what is open.
+            # A thread that ends a region removes it from `regions` first, then looks at `_open`.
             with self.regions.mutex:
                 with self._mutex:
                     self._open.add(communicator)
@@ -174,9 +211,10 @@ class HcclDevice:
         return communicator, newest
 
     def close(self, communicator: Communicator) -> None:
-        """Take a connection down; waits for what it transfers. Idempotent.
+        """Close a connection after its transfers. Idempotent.
 
-        One that is being prepared ends when HCCL lets it: who prepares it must call this then.
+        A connection that is being prepared ends when HCCL permits it: the thread that prepares it
+        must call this then.
         """
         self._give_back(communicator.close)
         with self._mutex:
@@ -186,16 +224,16 @@ class HcclDevice:
 
     @property
     def num_open(self) -> int:
-        """Connections that are not taken down."""
+        """The number of connections that are not closed."""
         with self._mutex:
             return len(self._open)
 
     def read_tickets(self, communicator: Communicator, address: int) -> list[int] | None:
-        """The words of a peer's tickets; None: they cannot be read now."""
+        """Return the words of a peer's tickets; None: they cannot be read now."""
         seen = self.generations.seen
         columns = (np.array([it], np.uint64) for it in (seen, address, _TICKETS_NBYTES))
         words = bytearray(_TICKETS_NBYTES)
-        # A signal handler may come back here: then it does not see them.
+        # A signal handler may interrupt this and call it again: it fails then.
         if not self._reading.acquire(timeout=_LOOK_MS / 1000):
             return None
         try:
@@ -212,14 +250,14 @@ class HcclDevice:
 
     def forget(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
-        # Pinned memory of the host may be unpinned next, by whoever pinned it.
+        # The caller may unpin host memory next.
         if held.is_kept and held.on_device:
             self.background.do(lambda: self._forget(held))
         else:
             self._forget(held)
 
     def shut(self) -> None:
-        """Take all connections down, and when the last is, let HCCL forget all of this device."""
+        """Close all connections, and let HCCL forget the device after the last one."""
         with self._mutex:
             communicators = list(self._open)
             self._is_shutting = True
@@ -244,12 +282,12 @@ class HcclDevice:
             try:
                 it.unbind(held.native)
             except NativeError as error:
-                if held.native in it.regions:  # else it was closed meanwhile
+                if held.native in it.regions:  # otherwise it was closed meanwhile
                     self._warn(error)
         self._give_back(held.close)
 
     def _give_back(self, close: Callable[[], None]) -> None:
-        """What HCCL does not take back is lost; whoever gives it back has to go on."""
+        """Call `close`, and go on after an error: HCCL keeps what it does not take back."""
         try:
             close()
         except NativeError as error:
@@ -259,11 +297,10 @@ class HcclDevice:
         _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
     def _pin(self, address: int, nbytes: int) -> tuple[PinnedMemory, ...]:
-        """Pin whole pages of the host, as far as HCCL does not: it maps them when it connects.
+        """Pin whole pages of the host that HCCL does not pin: it maps them when it connects.
 
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: HCCL could not, with which all that is bound to
-                the connection would fail; and why.
+        LLM_FEATURE_NOT_ENABLED: HCCL could not map them, which would make the whole connection
+        fail.
         """
         native, notes = self.device.native, self.device.notes_pins
         whose = native.pinned_by(address, nbytes)
@@ -302,3 +339,14 @@ class HcclDevice:
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes at {address:#x}") from error
         return region, pinned
+
+
+def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
+    """Return the pages of a device or the host that hold a range: (address, nbytes).
+
+    HCCS shares memory by the page, and host memory is mapped by the page. One region that HCCL
+    refuses would make every connection fail.
+    """
+    page = mmap.PAGESIZE if device is None else device.native.page_nbytes(address) or 1
+    start = address - address % page
+    return start, -((start - address - nbytes) // page) * page

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Renewable
 
     Column = NDArray[np.uint64]
-    # Of the local side: which memory it is, and whether it goes through the staging memory.
+    # Of the local side: the kind of its memory, and whether it is staged.
     Way = tuple[Literal["device", "host"], bool]
 
-_TRIES = 3  # what is registered while a connection is renewed needs another
+_TRIES = 3  # memory that is registered during a renewal needs another one
 
 
 class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
-    """Tensors in a peer, as `HcclLink.memory` found them."""
+    """Tensors in a peer."""
 
     def __init__(
         self,
@@ -48,21 +48,17 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
     ) -> None:
         on_device = ranges[0].on_device
         super().__init__(link, addresses, nbytes, ranges, writable=writable, on_device=on_device)
-        self._newest = newest  # the highest number of the peer's regions that hold them
+        self._newest = newest  # the highest number of the peer's regions that hold the tensors
         self._guards = link.guards(ranges)
-        self._leases: Sequence[str] = ()  # names of those that the last guards are of
-        # A connection that was used once is held: a transfer over it may be in flight.
+        self._leases: Sequence[str] = ()  # names for the last guards
+        # A connection that was used is held: a transfer over it may be in flight.
         self._backends: dict[tuple[Connection, Direction, Way], Backend] = {}
         self._seen: tuple[ref[TensorMemory], int, int | None] | None = None
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
-        """What moves bytes between the peer and `other`, over the connection of now.
+        """See `TensorMemory.backend`: the backend of the current connection.
 
-        One that was made before either side's memory was registered is renewed first, by both ends.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is reached in no way, and why;
-                LLM_TIMEOUT, LLM_LINK_FAILED: the connection could not be renewed; or as `check`.
+        Both ends renew a connection that was made before the memory of either side was registered.
         """
         for _ in range(_TRIES):
             connection = self._link.connection()
@@ -77,16 +73,16 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         )
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
-        """See `PeerMemory.leased`: transfers read their words where they read the ranges'.
+        """See `PeerMemory.leased`: transfers read the words of leases with those of the ranges.
 
-        Pushes are announced, and read all of them before their bytes as well.
+        Pushes are announced, and also read all words before their bytes.
         """
         words = [it for lease in leases if (it := lease.word(self._link.transport)) is not None]
         if len(words) < len(leases):
             raise no_leases(self._link.transport)
         for lease, word in zip(leases, words, strict=True):
             if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
-                raise LLMException(  # none is where none can be
+                raise LLMException(  # a lease that cannot exist
                     f"{lease} was released by {self._link.peer}, or has expired",
                     status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
                 )
@@ -114,11 +110,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         return known
 
     def _way(self, other: TensorMemory, connection: Connection) -> Way | None:
-        """How `other` is reached; None: over a newer connection.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: in no way.
-        """
+        """Return how `other` is reached; None: only over a newer connection."""
         hccl = self._link.hccl
         local: Literal["device", "host"] = "device" if other.on_device else "host"
         check_device_of_link(other, hccl.device, self._link.peer)
@@ -137,7 +129,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         return local, True
 
     def _newest_region(self, other: TensorMemory) -> int | None:
-        """The highest number of the local regions that hold `other`; None: none do."""
+        """Return the highest number of the local regions that hold `other`; None: none do."""
         regions, seen = self._link.hccl.regions, self._seen
         changes = regions.changes
         if seen is not None and seen[0]() is other and seen[1] == changes:
@@ -148,13 +140,13 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
 
 
 class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
-    """Made by `HcclTransport.connect`.
+    """The link that `HcclTransport.connect` makes.
 
-    Who watches over it must do so by other means than `death_fd`: the peer may be on another host.
+    It has no `death_fd`, since the peer may be on another host.
 
     Attributes:
-        hccl: the device of this process.
-        is_hccs: whether HCCL takes HCCS, and not RDMA.
+        hccl: The device of this process.
+        is_hccs: Whether HCCL uses HCCS, and not RDMA.
     """
 
     transport = "hccl"
@@ -200,7 +192,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         return HcclPeerMemory(self, starts, sizes, ranges, newest, writable=writable)
 
     def guards(self, ranges: Sequence[Range], leases: Sequence[LeaseWord] = ()) -> Guards:
-        """What transfers must find in the peer's generation table after their bytes."""
+        """Return what transfers must find in the peer's generation table after their bytes."""
         if len(ranges) + len(leases) > MAX_GUARDS:
             raise invalid(
                 f"{len(ranges)} registrations of {self.peer} are used at once, and {len(leases)} "
@@ -211,38 +203,30 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         return Guards(slots * np.uint64(WORD_NBYTES) + np.uint64(words), generations)
 
     def connection(self) -> Connection:
-        """What transfers go over now.
-
-        Raises:
-            LLMException: as `check`.
-        """
+        """Return the connection for new transfers."""
         return self._connections.current()
 
     def needs_renewal(self, connection: Connection, peer_newest: int) -> bool:
-        """Whether it lacks the peer's region of that number, or had better not be used again."""
+        """Return whether the connection lacks that region of the peer, or was disturbed."""
         if peer_newest > connection.peer_newest:
             return True
-        # After an error of HCCL the connection may be good or not: a new one is.
+        # After an error of HCCL the connection may be broken; a new one is not.
         return connection.communicator.disturbed and self._connections.request_renewal is not None
 
     def renew(self, connection: Connection) -> None:
-        """Have both ends make a newer connection than that, and wait for it.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED, LLM_TIMEOUT; LLM_FEATURE_NOT_ENABLED: nobody does that.
-        """
+        """Let both ends make a newer connection than `connection`, and wait for it."""
         if self._connections.current() is not connection:
             return
         if self._connections.request_renewal is None:
             raise LLMException(
-                f"memory was registered after the link to {self.peer} was made, and nobody renews "
-                "its connection: register before, or link engines",
+                f"memory was registered after the link to {self.peer} was made, and its connection "
+                "cannot be renewed: register before, or link engines",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         self._connections.request_renewal()
 
     def _check_peer(self) -> None:
-        self._connections.current()  # whether the peer lives shows in transfers
+        self._connections.current()  # only transfers show whether the peer lives
 
     def _disconnect(self, why: LLMException) -> None:
         self._connections.close(why)
@@ -251,11 +235,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
 def _newest_region(
     ranges: Sequence[Range], starts: Column, sizes: Column, held_by: NDArray[np.intp]
 ) -> int:
-    """The highest number of the regions that hold the tensors.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: a tensor is in several.
-    """
+    """Return the highest number of the regions that hold the tensors, each in one region."""
     newest = 0
     for k, it in enumerate(ranges):
         if len(it.regions) == 1:

@@ -1,7 +1,7 @@
-"""What of this process's memory HCCL knows: disjoint regions that cover all registrations.
+"""The memory of this process that HCCL knows: disjoint regions that cover all registrations.
 
-HCCL refuses overlaps, while caches may share memory, or lie one inside another. So each byte is in
-one region: a registration uses the regions that are there, and gets new ones for what is between.
+HCCL refuses overlaps, while caches may share memory, or lie inside another. So each byte is in one
+region: a registration uses the existing regions, and gets new ones for the gaps.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 
 class MakeRegion(Protocol):
-    """Makes HCCL know memory."""
+    """A function that registers memory with HCCL."""
 
     def __call__(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
     ) -> tuple[Region, tuple[PinnedMemory, ...]]:
-        """Register it, and pin what must be pinned for that.
+        """Register memory, and pin what must be pinned for it.
 
-        `owner` keeps it where it is as long as HCCL knows it; None: the caller does.
+        `owner` keeps the memory in place while HCCL knows it; None: the caller does.
         """
 
 
 class HeldRegion:
-    """A region, and how many registrations use it.
+    """A region, and the number of registrations that use it.
 
     Attributes:
-        native: as HCCL knows it.
-        pinned: what pins it.
-        ref: as it is published to peers.
-        on_device: whether it is memory of the device.
-        is_kept: whether something keeps its memory where it is, as long as HCCL knows it.
+        native: The region in HCCL.
+        pinned: Pins its memory.
+        ref: The region as peers learn of it.
+        on_device: Whether the memory is on the device.
+        is_kept: Whether something keeps the memory in place while HCCL knows it.
     """
 
     __slots__ = ("is_kept", "native", "on_device", "pinned", "ref", "users")
@@ -68,20 +68,20 @@ class HeldRegion:
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after it."""
         return self.ref.address + self.ref.nbytes
 
     def close(self) -> None:
-        """Let HCCL forget it; it is bound nowhere."""
+        """Let HCCL forget the region, which is not bound to any connection."""
         self.native.close()
         self.pinned = ()
 
 
 class Regions:
-    """The regions of one transport; may be used from several threads.
+    """The regions of one transport. Any thread may call its methods.
 
     Args:
-        make: makes HCCL know memory; what it raises leaves all as it was.
+        make: Registers memory with HCCL; if it raises, nothing has changed.
     """
 
     def __init__(self, make: MakeRegion) -> None:
@@ -90,7 +90,7 @@ class Regions:
         self.mutex = Mutex()
         self._regions: list[HeldRegion] = []  # disjoint, by address
         self._newest = 0
-        self.changes = 0  # rises whenever regions come or go
+        self.changes = 0  # counts changes of the list
         self._columns: tuple[Column, Column, Column] | None = None
 
     @property
@@ -99,7 +99,7 @@ class Regions:
         return self._newest
 
     def all(self) -> list[HeldRegion]:
-        """Those that are in use, by address."""
+        """Return the regions in use, by address."""
         with self.mutex:
             return list(self._regions)
 
@@ -112,14 +112,13 @@ class Regions:
         owner: object = None,
         whole: tuple[int, int] | None = None,
     ) -> tuple[HeldRegion, ...]:
-        """The regions that hold [address, address + nbytes), in order; `release` must follow.
+        """Return the regions that hold [address, address + nbytes), in order.
 
-        Args:
-            address, nbytes: what is registered.
-            on_device: whether it is memory of the device.
-            owner: keeps the memory where it is; None: the caller does.
-            whole: (address, nbytes) of the allocation that it is a part of, where that is known:
-                all of that is one region, unless a part of it is in another already.
+        `release` must follow.
+
+        `owner` keeps the memory in place; None: the caller does. If `whole`, the (address, nbytes)
+        of the allocation, is known, all of it becomes one region, unless a part is in another
+        already.
         """
         with self.mutex:
             start, end = address, address + nbytes
@@ -137,35 +136,35 @@ class Regions:
                         HeldRegion(native, pinned, named, on_device=on_device, is_kept=is_kept)
                     )
             except BaseException:
-                for it in made:
-                    it.close()
+                for region in made:
+                    region.close()
                 raise
             if made:
                 self._regions = sorted((*self._regions, *made), key=lambda it: it.ref.address)
                 self._columns = None
                 self.changes += 1
             found = tuple(self._between(address, address + nbytes))
-            for it in found:
-                it.users += 1
+            for region in found:
+                region.users += 1
             return found
 
     def release(self, held: Sequence[HeldRegion], forget: Callable[[HeldRegion], None]) -> None:
-        """Let go of regions; `forget` is called for each that nobody uses any more."""
+        """Let go of regions; call `forget` for each that is not used any more."""
         unused = []
         with self.mutex:
-            for it in held:
-                it.users -= 1
-                if not it.users:
-                    # Another list: `newest_of` goes on with the one that it has.
-                    self._regions = [other for other in self._regions if other is not it]
+            for region in held:
+                region.users -= 1
+                if not region.users:
+                    # A new list: `newest_of` may be using the old one.
+                    self._regions = [other for other in self._regions if other is not region]
                     self._columns = None
                     self.changes += 1
-                    unused.append(it)
-        for it in unused:
-            forget(it)
+                    unused.append(region)
+        for region in unused:
+            forget(region)
 
     def newest_of(self, addresses: Column, nbytes: Column, *, on_device: bool) -> int | None:
-        """The highest number of the regions that tensors lie in; None: one is in no one region."""
+        """Return the highest number of the regions of tensors; None: one is not in one region."""
         with self.mutex:
             firsts, lasts, numbers = self._columns = self._columns or self._sorted()
             regions = self._regions
@@ -187,7 +186,7 @@ class Regions:
         )
 
     def _between(self, start: int, end: int) -> list[HeldRegion]:
-        """Those that have bytes of [start, end), in order."""
+        """Return the regions that have bytes of [start, end), in order."""
         at = bisect_right(self._regions, start, key=lambda it: it.end)
         found = []
         while at < len(self._regions) and self._regions[at].ref.address < end:
@@ -196,7 +195,7 @@ class Regions:
         return found
 
     def _gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        """What of [start, end) is in no region."""
+        """Return the parts of [start, end) that are not in a region."""
         gaps = []
         for it in self._between(start, end):
             if start < it.ref.address:

@@ -2,78 +2,26 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvnative._hccl import NUM_TICKETS, Tickets
-from kvplan.device.device import Device
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
 from kvplan.transport import announced
 from kvplan.transport.announced import AnnouncedRegistrations
-from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef, Range
+from kvplan.transport.hccl.connections import Connections
+from kvplan.transport.hccl.device import HcclDevice, whole_pages
+from kvplan.transport.hccl.metadata import MAX_SLOTS, Range
 from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registrations import MAX_LEASES, Found, Registration, Slots
+from kvplan.transport.registrations import Found, Registration
 
 if TYPE_CHECKING:
-    from kvnative._acl import DeviceBuffer
-    from kvplan.transport.hccl.connections import Connections
-    from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.hccl.regions import HeldRegion
     from kvplan.transport.protocol import Registrable
 
 _LOG = Log("kvplan")
-
-
-class GenerationTable:
-    """`Generations` in device memory: a word per slot, with its generation or 0.
-
-    A peer that transfers reads the words of the ranges that it used after its bytes, in the order
-    of its stream. If a word is not the published one, nothing of the transfer counts. The tickets
-    of this process follow the words, then words that tickets of peers are read into.
-
-    Args:
-        device: The device whose memory it uses.
-        num_slots: Registrations at the same time.
-    """
-
-    def __init__(self, device: Device, num_slots: int) -> None:
-        self._slots = Slots(num_slots, MAX_SLOTS, min(MAX_LEASES, MAX_SLOTS - num_slots))
-        self._device = device
-        self.nbytes = (self._slots.num_slots + 2 * NUM_TICKETS) * WORD_NBYTES
-        self.buffer: DeviceBuffer | None = device.allocate(self.nbytes)
-        self.ref = GenerationTableRef(self.buffer.address, self._slots.num_slots)
-        device.write(self.ref.address, bytes(self.nbytes))
-        self.tickets = Tickets(self.ref.tickets, self.buffer)
-        self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
-
-    def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Generations.take`; an error of the device leaves the slot free."""
-        slot, generation = self._slots.take(is_lease)
-        try:
-            self._write(slot, generation)
-        except LLMException:
-            self._slots.release(slot, generation)
-            raise
-        return slot, generation
-
-    def release(self, slot: int, generation: int) -> None:
-        """See `Generations.release`; after an error of the device the slot is not used again."""
-        if self._slots.holds(slot, generation):
-            self._write(slot, 0)
-        self._slots.release(slot, generation)
-
-    def close(self) -> None:
-        """Let go of the memory, which no connection reaches any more."""
-        self.buffer = None
-        del self.tickets
-
-    def _write(self, slot: int, generation: int) -> None:
-        address = self.ref.address + WORD_NBYTES * slot
-        self._device.write(address, generation.to_bytes(WORD_NBYTES, "little"))
 
 
 class Covered:
@@ -105,12 +53,10 @@ class _Memory(NamedTuple):
     whole: tuple[int, int] | None
 
 
-class HcclRegistrations(AnnouncedRegistrations[Range, Covered, "Connections"]):
-    """See `Registrations`. A write that is in flight is not waited for when memory is deregistered.
+class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
+    """See `Registrations`.
 
-    Args:
-        hccl: The device.
-        read, linked: As for `AnnouncedRegistrations`.
+    A write that is in flight is not waited for when memory is deregistered.
     """
 
     transport = "an hccl transport"
@@ -194,14 +140,3 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, "Connections"]):
             covered.release()
             raise invalid(f"memory at {address:#x} is registered already, as another kind")
         return covered
-
-
-def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
-    """Return the pages of a device or the host that hold a range: (address, nbytes).
-
-    HCCS shares memory by the page, and host memory is mapped by the page. One region that HCCL
-    refuses would make every connection fail.
-    """
-    page = mmap.PAGESIZE if device is None else device.native.page_nbytes(address) or 1
-    start = address - address % page
-    return start, -((start - address - nbytes) // page) * page

@@ -21,14 +21,10 @@ from kvplan.transport.hccl.addresses import (
     why_not,
 )
 from kvplan.transport.hccl.connections import Connections
-from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
+from kvplan.transport.hccl.device import BackgroundWorker, GenerationTable, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.registrations import (
-    GenerationTable,
-    HcclRegistration,
-    HcclRegistrations,
-)
+from kvplan.transport.hccl.registrations import HcclRegistration, HcclRegistrations
 from kvplan.transport.metadata import tag_of
 
 if TYPE_CHECKING:

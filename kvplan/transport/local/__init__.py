@@ -1,4 +1,7 @@
-"""Memory of other processes on this host: arenas that both map, and any memory by address."""
+"""Memory of processes on this host: arenas that both ends map, and any memory by its address.
+
+Other transports, and any network, may not enter.
+"""
 
 from kvplan.transport.local.transport import LocalTransport
 

@@ -1,7 +1,7 @@
-"""Which process a peer is, and whether it can be reached from here at all.
+"""The identity of a peer's process, and whether it can be reached from here.
 
-A pid is not an identity: it is reused, and means another process in another namespace or on another
-host. What is compared here is enough to never take one process for another.
+A pid is not an identity: it is used again, and means another process in another namespace or on
+another host. What is compared here never takes one process for another.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ class Identity(Record, frozen=True):
     user_namespace: Uint64
 
     @staticmethod
-    @functools.cache  # each link needs it, and it takes four files of /proc
+    @functools.cache  # it reads four files of /proc, and each link needs it
     def of_self() -> Identity:
-        """The identity of this process.
-
-        Raises:
-            OSError: /proc is not mounted or cannot be read.
-        """
+        """Return the identity of this process."""
         return Identity(
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
@@ -66,18 +62,17 @@ def _time_namespace() -> int:
 
 
 def start_time(pid: int | str) -> int:
-    """When process `pid` started, in clock ticks since boot."""
-    # The name in parentheses may itself hold spaces and parentheses.
+    """Return the start of process `pid`, in clock ticks since boot."""
+    # The name in parentheses may itself contain spaces and parentheses.
     after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
     return int(after_name.split()[19])
 
 
 def hold(peer: Identity) -> Peer:
-    """Take hold of the process that `peer` names, so that it cannot be mistaken from here on.
+    """Take hold of the process that `peer` names, so that its pid stays its own.
 
-    Raises:
-        LLMException: LLM_LINK_FAILED: it runs on another host, in another PID or time namespace,
-            has exited (its pid may be another's by now), or is hidden from this process.
+    LLM_LINK_FAILED: it runs on another host or in another PID or time namespace, has exited (its
+    pid may be another's by now), or is hidden from this process.
     """
     here = Identity.of_self()
     if peer.boot_id != here.boot_id:
@@ -99,7 +94,7 @@ def hold(peer: Identity) -> Peer:
         )
     if Path("/proc/self").readlink().name != str(here.pid):
         raise link_failed(
-            "the /proc mounted here belongs to another PID namespace, so no peer can be looked up; "
+            "the /proc mounted here belongs to another PID namespace, so peers cannot be found; "
             "mount it again, as with `unshare --mount-proc`"
         )
     try:
@@ -119,14 +114,14 @@ def hold(peer: Identity) -> Peer:
     if started != peer.start_time:
         process.close()
         raise link_failed(
-            f"peer {peer.pid} has exited, and its pid is another process's by now: started at "
+            f"peer {peer.pid} has exited, and another process has its pid now: started at "
             f"{started} ticks after boot, the peer at {peer.start_time}"
         )
     return process
 
 
 def advice(peer: Identity) -> str:
-    """What to allow so that the system lets this process reach `peer`: one sentence a cause."""
+    """Return what to allow so that the system lets this process reach `peer`."""
     try:
         theirs, ours = _status(peer.pid), _status("self")
         owner = Path(f"/proc/{peer.pid}/maps").stat().st_uid  # root's if it is not dumpable

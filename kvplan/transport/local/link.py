@@ -1,8 +1,10 @@
-"""A link to a peer on this host: its registered memory, reached without its help."""
+"""A link to a peer on this host, and tensors in its registered memory, reached without its help."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import os
+from array import array
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
@@ -10,16 +12,17 @@ from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._signals import Mutex
 from kvnative._writers import Writer
+from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import reason_of
-from kvplan.transport.base import BaseLink, check_process, link_failed
-from kvplan.transport.local.device_memory import (
-    LocalDeviceMemory,
-    PeerAllocations,
-    allocation_here,
-)
+from kvplan.transport.base import BaseLink, BasePeerMemory, check_process, link_failed, no_leases
 from kvplan.transport.local.identity import advice, hold
-from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered, words_of
+from kvplan.transport.local.memory import (
+    PeerAllocations,
+    PeerArenas,
+    allocation_here,
+    offered,
+)
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
@@ -29,23 +32,181 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
-    from kvplan.device.device import Device
+    from kvnative._process import Peer
+    from kvnative._writers import WriteGuard
+    from kvplan.device.device import CopyDirection, Device
     from kvplan.device.sharing import AllocationRef, Exported, Mapped, Sharing
+    from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
 
 
-class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
-    """Made by `LocalTransport.connect`.
+class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
+    """Tensors in a peer, either mapped here or at the peer's own addresses."""
 
-    The peer's Python takes no part in anything here. Each check finds the peer dead, or a range
-    deregistered, that was so before it: a transfer between two passed checks moved what it should.
+    def __init__(
+        self,
+        link: LocalLink,
+        addresses: Column,
+        nbytes: Column,
+        ranges: Sequence[Range],
+        words: bytes,
+        held: Sequence[object],
+        writer: Writer | None,
+        *,
+        writable: bool,
+        on_device: bool = False,
+    ) -> None:
+        super().__init__(
+            link,
+            addresses,
+            nbytes,
+            ranges,
+            writable=writable,
+            in_process=bool(held) or link.is_to_self,
+            on_device=on_device,
+        )
+        self._words = words  # of the ranges, then of the leases
+        self._leases: Sequence[BlockLease] = ()
+        # Keeps what the addresses point into mapped; empty for the peer's own addresses.
+        self._held = held
+        self._writer = writer  # announces writes; None: nothing is announced
+        self._write_guard: WriteGuard | None = None
+        self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
+
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+    ) -> Backend | None:
+        """Return the backend for the peer's own addresses; None: they are mapped here.
+
+        Every write is announced to the owner, whatever copies. LLM_FEATURE_NOT_ENABLED: the system
+        copies from the peer's own addresses only to host memory, and `other` is on a device.
+        """
+        device = None  # of `other`, which copies
+        if other.on_device:
+            if not self.in_process:
+                raise self._link.unreached_from_device()
+            if direction == "get":
+                return None
+            device = other.backend(pool, "get", self)
+        elif direction == "get" and self._held:
+            return None
+        known = self._backends.get(direction)
+        if known is None or known[0] is not pool or known[1] is not device:
+            made = self._writing(pool, device) if direction == "put" else self._link.reading(pool)
+            known = self._backends[direction] = pool, device, made
+        return known[2]
+
+    def _writing(self, pool: ThreadPool, device: Backend | None) -> Backend:
+        assert self._writer is not None, "memory that is not writable was refused before"
+        if device is not None:
+            return self._writer.around(device, self._words)
+        if self._held:
+            return self._writer.mapped(pool, self._words)
+        return self._writer.by_address(pool, self._words)
+
+    @property
+    def guard(self) -> tuple[Peer, bytes] | None:
+        """See `PeerMemory.guard`."""
+        return (self._link.process, self._words) if self._held else None
+
+    @property
+    def write_guard(self) -> WriteGuard | None:
+        """See `PeerMemory.write_guard`."""
+        if self._write_guard is None and self._writer is not None and self._held:
+            self._write_guard = self._writer.guarded(self._words)
+        return self._write_guard
+
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`: each check finds a lease that ended before it."""
+        words = self._words
+        for lease in leases:
+            word = lease.packed_word("local")
+            if word is None:
+                raise no_leases("local")
+            words += word
+        copy = self._copy()
+        copy._words = words
+        copy._leases = leases
+        copy._held = self._held
+        copy._writer = self._writer
+        copy._write_guard = None
+        copy._backends = {}
+        return copy
+
+    def check(self) -> None:
+        """Check the peer, its ranges and the leases, before and after a transfer.
+
+        Only if both checks pass has the transfer moved the right bytes.
+        """
+        link = self._link
+        try:
+            if os.getpid() == link.pid and link.process.check(self._words) < 0:
+                return
+        except (ValueError, OSError):
+            pass
+        held: list[Range | BlockLease] = [*self._ranges, *self._leases]
+        link.check_ranges(held, self._words)  # says what is wrong
+
+    def check_tensors(self, tensors: range) -> None:
+        """Check all ranges, whatever the part: it takes no system call."""
+        self.check()
+
+
+class LocalDeviceMemory(LocalPeerMemory):
+    """Tensors in the memory of a peer's device, mapped here."""
+
+    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+        """Return the copies of this side's device between the peer's device and `other`.
+
+        Writes are announced to the owner. So are reads, if only the announcement keeps the owner
+        from freeing the memory.
+        """
+        device = self._link.device
+        assert device is not None, "without one nothing is mapped"
+        if not other.in_process or isinstance(other, LocalPeerMemory):
+            raise invalid(
+                "src and dst are both memory of other processes; one of them must be this one's"
+            )
+        check_device_of_link(other, device, self._link.peer)
+        way: CopyDirection = (
+            "device_to_device"
+            if other.on_device
+            else "device_to_host"
+            if direction == "get"
+            else "host_to_device"
+        )
+        inner = device.backend(way)
+        if direction == "get" and not any(memory.announces_reads for memory in self._ranges):
+            return inner
+        known = self._backends.get(direction)
+        if known is None or known[1] is not inner:
+            assert self._writer is not None, "memory that is not writable is refused before"
+            made = self._writer.around(inner, self._words)
+            known = self._backends[direction] = pool, inner, made
+        return known[2]
+
+    @property
+    def guard(self) -> None:
+        """None: a plain copy does not reach the memory."""
+
+    @property
+    def write_guard(self) -> None:
+        """None: a plain copy does not reach the memory."""
+
+
+class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
+    """The link that `LocalTransport.connect` makes.
+
+    The peer's Python takes no part in anything here.
+
+    A check finds everything that happened before it: the peer's death, and deregistered ranges. So
+    a transfer between two passed checks moved the right bytes.
 
     Attributes:
-        is_to_self: whether the peer is this process: its memory is not mapped again.
-        device: of this process, that memory of the peer's devices is mapped for; None: there is
-            none.
+        is_to_self: Whether the peer is this process, whose memory is not mapped again.
+        device: The device of this process that memory of the peer's devices is mapped for.
     """
 
     transport = "local"
@@ -59,7 +220,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate)
         self._can_reach_registered = False
-        self._mutex = Mutex()  # of the writer: one for all memory that is written to
+        self._mutex = Mutex()  # of the writer, which all written memory shares
         self._writer: Writer | None = None
         self.process = hold(metadata.identity)
         sharing = None if device is None else device.sharing
@@ -84,9 +245,9 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
     @property
     def death_fd(self) -> int | None:
-        """A pidfd: polls readable once the peer has died; None when the link is closed.
+        """A pidfd, which polls readable once the peer has died; None: the link is closed.
 
-        It is the link's: stop polling it before `close`.
+        It belongs to the link: stop polling it before `close`.
         """
         pidfd = self.process.pidfd
         return pidfd if pidfd >= 0 else None
@@ -120,24 +281,23 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._find_stale(b"")
 
     def check_ranges(self, ranges: Sequence[Range | BlockLease], words: bytes) -> None:
-        """As `check`, and LLM_KV_CACHE_NOT_EXIST for what is deregistered, or released, by now.
+        """Check the link, and refuse ranges and leases that have ended: LLM_KV_CACHE_NOT_EXIST.
 
-        Args:
-            words: of each of `ranges`, in that order.
+        `words` has the words of `ranges`, in that order.
         """
         check_process(self.pid, "link")
         stale = self._find_stale(words)
         if stale >= 0:
-            it = ranges[stale]
+            ended = ranges[stale]
             raise LLMException(
-                f"{self.peer} has deregistered {it}"
-                if isinstance(it, Range)
-                else f"{it} was released by {self.peer}, or has expired",
+                f"{self.peer} has deregistered {ended}"
+                if isinstance(ended, Range)
+                else f"{ended} was released by {self.peer}, or has expired",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
     def _find_stale(self, words: bytes) -> int:
-        """The index of the first range that is deregistered by now; -1: none is."""
+        """Return the index of the first range that was deregistered; -1: none was."""
         try:
             return self.process.check(words)
         except ValueError:
@@ -146,7 +306,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             raise self._refusal(error, "is lost") from error
 
     def reading(self, pool: ThreadPool) -> Backend:
-        """The backend that reads from this peer's own addresses."""
+        """Return the backend that reads from the peer's own addresses."""
         return process_backend(pool, self._peer_pid, "get")
 
     def prepare(self, job: Callable[[], object]) -> None:
@@ -159,10 +319,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return self._arenas.mapped()
 
     def unreached_from_device(self) -> LLMException:
-        """Why its own addresses and a device's memory are no two sides of one transfer."""
+        """Return the error of a transfer between the peer's own addresses and a device."""
         return LLMException(
             f"{self.peer} has registered this memory itself, and of another "
-            "process the system copies it to and from host memory alone; a cache that its engine "
+            "process the system copies it only to and from host memory; a cache that its engine "
             "allocates is reached, and so are caches on devices",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
@@ -170,10 +330,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     def close(self, why: LLMException | None = None) -> None:
         """See `BaseLink.close`.
 
-        Memory that `LocalPeerMemory` objects still use stays mapped until those are gone.
+        Memory that `LocalPeerMemory` objects use stays mapped until they end.
         """
         super().close(why)
-        self.process.close()  # in a forked child as well, which has descriptors of its own
+        self.process.close()  # also in a forked child, which has its own descriptors
 
     def _disconnect(self, why: LLMException) -> None:
         self._arenas.close()
@@ -182,10 +342,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._writer = None  # memory that is in use keeps it
 
     def _mapped(self, ranges: Sequence[Range]) -> tuple[list[Arena | Pin], Column]:
-        """What holds the arena of each range open here, and by how much addresses shift.
+        """Return the holder of each range's arena, and by how much addresses shift.
 
-        Nothing if one of them is in no arena: then all are reached by the peer's own addresses,
-        since a transfer has one way.
+        Return nothing if a range is not in an arena. A transfer has one way, so all ranges are then
+        reached by the peer's own addresses.
         """
         refs = [it.arena for it in ranges if it.arena is not None]
         arenas: list[Arena | Pin] = []
@@ -198,7 +358,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return arenas, np.array(shifts, dtype=np.uint64)
 
     def _mapped_for_device(self, ranges: Sequence[Range]) -> tuple[Sequence[object], Column]:
-        """As `_mapped`, of memory of the peer's devices; there is no other way to it."""
+        """Return the same for memory of the peer's devices, which must be mapped."""
         refs = [it.allocation for it in ranges if it.allocation is not None]
         if len(refs) < len(ranges):
             raise invalid(
@@ -219,39 +379,43 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         return held, np.array(shifts, dtype=np.uint64)
 
     def _hold_allocation(
-        self, allocations: PeerAllocations, it: Range, ref: AllocationRef
+        self, allocations: PeerAllocations, memory: Range, ref: AllocationRef
     ) -> tuple[Exported | Mapped, int]:
-        """What holds an allocation open here, and where it is."""
-        if self.is_to_self and (here := allocation_here(it, allocations.device)) is not None:
+        """Return the holder of an allocation, and its address here."""
+        if self.is_to_self and (here := allocation_here(memory, allocations.device)) is not None:
             return here, ref.address
         try:
-            mapped = allocations.map(self, it)
+            mapped = allocations.map(
+                memory, lambda: self.check_ranges([memory], words_of([memory]))
+            )
         except LLMException:
-            self.check_ranges([it], words_of([it]))  # ended just now? then that is the reason
+            self.check_ranges(
+                [memory], words_of([memory])
+            )  # if it has ended just now, that is the reason
             raise
         except (OSError, ValueError) as error:
-            self.check_ranges([it], words_of([it]))
-            raise self._refusal(error, f"has {it}, which cannot be mapped") from error
+            self.check_ranges([memory], words_of([memory]))
+            raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
         return mapped, mapped.address
 
-    def _hold(self, it: Range) -> Arena | Pin | None:
-        """Of a peer a mapping; of this process its own arena, None where the like was not offered.
+    def _hold(self, memory: Range) -> Arena | Pin | None:
+        """Return a mapping of the peer's arena, or this process's own arena if it was offered.
 
-        Mapped a second time, one byte would have two addresses here, and no overlap would show.
+        A second mapping would give one byte two addresses, which hides overlaps.
         """
-        assert it.arena is not None
+        assert memory.arena is not None
         try:
             if not self.is_to_self:
-                return self._arenas.map(it)
-            arena = offered(it.arena)
-            return None if arena is None else Pin(arena, writable=it.writable)
+                return self._arenas.map(memory)
+            arena = offered(memory.arena)
+            return None if arena is None else Pin(arena, writable=memory.writable)
         except (OSError, ValueError, MemoryError) as error:
-            # It may have ended just now: then that is the true reason.
-            self.check_ranges([it], words_of([it]))
-            raise self._refusal(error, f"has {it}, which cannot be mapped") from error
+            # If it has ended just now, that is the true reason.
+            self.check_ranges([memory], words_of([memory]))
+            raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
 
     def _probe(self) -> None:
-        """Find out once, and not at the first transfer, if the system refuses process_vm_readv."""
+        """Find out once, before the first transfer, whether the system refuses process_vm_readv."""
         if self._can_reach_registered:
             return
         try:
@@ -262,7 +426,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._can_reach_registered = True
 
     def _writer_there(self) -> Writer:
-        """What announces to the peer what this process writes to its memory."""
+        """Return the writer that announces to the peer what this process writes."""
         peer = self.metadata
         generations, table = peer.generations, peer.writers
         with self._mutex:
@@ -291,9 +455,14 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
 
 def _between(sharing: Sharing, peer: Metadata) -> str:
-    """What GPU memory goes by, if the peer's is on another GPU; in the way of a link."""
+    """Return how GPU memory moves if the peer uses another GPU, as a part of `way`."""
     if peer.device in ("", sharing.uuid):
         return ""
     if sharing.shortfall(peer.device) is None:
         return " (of another GPU, by peer access)"
     return " (of the same GPU alone: there is no peer access)"
+
+
+def words_of(ranges: Sequence[Range]) -> bytes:
+    """Return slot and generation of each range, by which a check finds it registered."""
+    return array("Q", [number for it in ranges for number in (it.slot, it.generation)]).tobytes()

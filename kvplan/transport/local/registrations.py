@@ -48,14 +48,9 @@ LocalRegistration = Registration[Range, Releasable | None]
 
 
 class LocalRegistrations(Registrations[Range, Releasable | None]):
-    """See `Registrations`. Peers map the generation table, and announce writes in the writer table.
+    """See `Registrations`.
 
-    Args:
-        max_registrations: Registrations at the same time.
-        device: The device of this process, if it has one.
-
-    Raises:
-        ValueError, MemoryError, OSError: The tables cannot be made.
+    Peers map the generation table, and announce writes in the writer table.
     """
 
     transport = "a local transport"

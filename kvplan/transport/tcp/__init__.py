@@ -1,1 +1,4 @@
-"""Memory of processes on other hosts over TCP: plain sockets, served by native threads."""
+"""Memory of processes on any host over TCP connections, served by native threads.
+
+The opening of ports and the handshake may not enter: connections come as `Streams`.
+"""

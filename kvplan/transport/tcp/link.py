@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.uint64]
 
-_STRIPE_NBYTES: Final = 1 << 20  # that another connection moves at least: 0.3 ms of its time
+_STRIPE_NBYTES: Final = 1 << 20  # the least that another connection moves: 0.3 ms of its time
 
 
 class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
-    """Tensors in a peer, as `TcpLink.memory` found them."""
+    """Tensors in a peer."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
                 for it in range(native.connections)
             ]
         except NativeError as error:
-            self.check()  # it may have ended just now: then that is the reason
+            self.check()  # if it has ended just now, that is the reason
             raise link_failed(f"{self._link.peer} cannot be reached: {error}") from error
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault((direction, other.on_device), made)
@@ -84,7 +84,7 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
         return made
 
     def _check_device(self, local: TensorMemory) -> None:
-        """Refuse memory of another device than the link moves."""
+        """Refuse memory of a device that the link does not move."""
         ours = self._link.device
         theirs = local.device.native if isinstance(local, DeviceMemory) else None
         if ours is not None and ours.native is theirs:
@@ -98,10 +98,10 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
 
 
 class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
-    """Made by `TcpTransport.connect`."""
+    """The link that `TcpTransport.connect` makes."""
 
     transport = "tcp"
-    # The owner looks at each range before a byte of it moves; what comes later is reached as well.
+    # The owner checks each range before a byte of it moves. Later registrations are reached too.
     detects_freed: Literal["before"] = "before"
     checks_every_range = False
 
@@ -137,4 +137,4 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
             raise transport_closed()
 
     def _disconnect(self, why: LLMException) -> None:
-        self.native.close(str(why.args[0]))  # on return nothing here moves for the peer
+        self.native.close(str(why.args[0]))  # on return nothing moves for the peer here

@@ -59,12 +59,7 @@ TcpRegistration = Registration[Range, Held]
 
 
 class TcpRegistrations(Registrations[Range, Held]):
-    """See `Registrations`. They are kept here until a link exists, over which a peer could ask.
-
-    Args:
-        max_registrations: Registrations at the same time.
-        device: The device whose memory can be registered, besides that of the host.
-    """
+    """See `Registrations`. They are kept here until a link exists, over which a peer could ask."""
 
     transport = "a tcp transport"
 

@@ -1,1 +1,4 @@
-"""Memory of peers reached by RDMA, and that of GPUs, through UCX."""
+"""Memory of processes on other hosts over RDMA, and of GPUs, through UCX.
+
+Plain sockets may not enter: that is `tcp`.
+"""

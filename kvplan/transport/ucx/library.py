@@ -1,4 +1,4 @@
-"""The UCX library of this host, and its RDMA: found without loading it; and what a user may set."""
+"""The UCX library of this host, found without loading it; whether it has RDMA; settings of UCX."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
-"""Environment variable: where it is set, the only place that is looked at: the library libucp, its
-folder, or the folder of an installation. Empty: there is none."""
+"""Environment variable with the only place to search: the library libucp, its folder, or the folder
+of an installation. Empty: UCX is not used."""
 
 NAME: Final = "libucp.so.0"
-"""The others (libucs, libuct, libucm) lie in its folder and are found by it."""
+"""It finds the other libraries (libucs, libuct, libucm) in its own folder."""
 
 _WHEEL: Final = "libucx"
-"""The package that libucx-cu12 installs, as do its like for other versions of CUDA, which kvplan
-does not need: it names that one in its extra `ucx`."""
+"""The package that libucx-cu12 (the extra `ucx`) installs, as do its wheels for other CUDAs."""
 
 DEVICES: Final = "UCX_NET_DEVICES"
 TRANSPORTS: Final = "UCX_TLS"
@@ -40,11 +39,11 @@ _LOADER_FOLDERS: Final = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
 class Found(NamedTuple):
-    """The library that is to be loaded.
+    """The library to load.
 
     Attributes:
-        path: of libucp.
-        source: how it was found, for people: "package libucx", "$LD_LIBRARY_PATH".
+        path: Of libucp.
+        source: How it was found, for people: "package libucx", "$LD_LIBRARY_PATH".
     """
 
     path: str
@@ -52,12 +51,12 @@ class Found(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the library may be.
+    """A place where the library may be.
 
     Attributes:
-        path: a file or folder; empty where none can be named.
-        source: who says that it may be there.
-        library: the file that is there; None: it is not.
+        path: A file or folder; empty: unknown.
+        source: What names the place.
+        library: The file, if it exists.
     """
 
     path: str
@@ -66,11 +65,9 @@ class Place(NamedTuple):
 
 
 def find() -> Found:
-    """Return the library that comes first: the override's, a wheel's, the system's.
+    """Return the library that is found first.
 
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: there is none; says where it was looked for and what
-            to install.
+    LLM_FEATURE_NOT_ENABLED: none is, and what to install.
     """
     looked_at = []
     for place in places():
@@ -86,7 +83,10 @@ def find() -> Found:
 
 
 def places() -> Iterator[Place]:
-    """Where it is looked for, in this order; what comes later is not touched before it is asked."""
+    """Yield the places in the order of the search.
+
+    A place is not touched before it is asked for.
+    """
     named = os.environ.get(OVERRIDE)
     if named is not None:
         yield Place(named or "empty", f"${OVERRIDE}", _in_installation(named) if named else None)
@@ -101,10 +101,9 @@ def places() -> Iterator[Place]:
 
 
 def why_no_rdma(library: str) -> str:
-    """What is missing for RDMA with the UCX library of that path; empty: nothing.
+    """Return what the UCX library at `library` lacks for RDMA; empty: nothing.
 
-    Args:
-        library: empty: any; then only this host is looked at.
+    With an empty path only this host is checked.
     """
     if not _RDMA.is_dir():
         return f"this host has no RDMA device ({_RDMA} is not there)"
@@ -126,7 +125,7 @@ def _is_active(state: Path) -> bool:
 
 
 def _of_wheel() -> Place:
-    """Found without being imported: it would load nothing, but it is not ours to run."""
+    """Return the place in the installed package, which is not imported."""
     spec = find_spec(_WHEEL)
     for folder in (spec and spec.submodule_search_locations) or ():
         return _of_folder(str(Path(folder, "lib")), f"package {_WHEEL}")
@@ -139,7 +138,7 @@ def _of_folder(folder: str, source: str) -> Place:
 
 
 def _of_cache() -> Place:
-    """What ldconfig has noted, as the loader reads it: the paths stand in it as they are."""
+    """Return the place that ldconfig has noted in the cache of the loader."""
     try:
         noted = _LOADER_CACHE.read_bytes()
     except OSError:
@@ -150,7 +149,7 @@ def _of_cache() -> Place:
 
 
 def _in_installation(named: str) -> Path | None:
-    """The file itself, or the one in a folder, or in an installation's lib."""
+    """Return the file itself, or the one in a folder, or in the lib of an installation."""
     root = Path(named)
     if not root.is_dir():
         return root if root.is_file() else None
@@ -159,12 +158,7 @@ def _in_installation(named: str) -> Path | None:
 
 
 def check_devices(name: str, value: object) -> str:
-    """`value`, if it may be a list of devices as UCX takes them: "mlx5_0:1,mlx5_1:1", or empty.
-
-    Raises:
-        TypeError: not a str.
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Return `value` if it is a list of devices as UCX takes it, such as "mlx5_0:1", or empty."""
     text = check_type(name, value, str)
     if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", it) for it in text.split(",")):
         raise invalid(
@@ -175,24 +169,16 @@ def check_devices(name: str, value: object) -> str:
 
 
 def check_settings(name: str, value: object) -> str:
-    """`value`, if it is what `read_settings` reads.
-
-    Raises:
-        TypeError: not a str.
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Return `value` if `read_settings` accepts it."""
     text = check_type(name, value, str)
     read_settings(name, text)
     return text
 
 
 def read_settings(name: str, text: str) -> dict[str, str]:
-    """The settings of UCX that a JSON object names, each with its prefix: {"UCX_TLS": "rc"}.
+    """Return the settings that a JSON object names, such as {"UCX_TLS": "rc"}.
 
-    Whether UCX knows them, it says when it is loaded.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
+    UCX tells whether it knows them when it is loaded.
     """
     if not text:
         return {}

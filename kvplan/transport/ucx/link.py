@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
-    """Tensors in a peer, as `UcxLink.memory` found them."""
+    """Tensors in a peer."""
 
     def __init__(
         self,
@@ -40,17 +40,15 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
         writable: bool,
     ) -> None:
         super().__init__(link, addresses, nbytes, ranges, writable=writable)
-        self._known = known  # the peer's, that names the ranges
-        self._unleased: UcxPeerMemory | None = None  # the same without leases; None: has none
-        self._leases: Sequence[tuple[int, int, str]] = ()  # slot, generation and name of each
+        self._known = known  # metadata that names the ranges
+        self._unleased: UcxPeerMemory | None = None  # the same without leases; None: this has none
+        self._leases: Sequence[tuple[int, int, str]] = ()  # slot, generation and name
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
-        """What moves bytes between the peer and `other`.
+        """See `TensorMemory.backend`.
 
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on a device that UCX does not reach;
-                or as `check`.
+        LLM_FEATURE_NOT_ENABLED: UCX does not reach the device of `other`.
         """
         if other.on_device and not self._link.takes_device:
             raise LLMException(
@@ -78,7 +76,7 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
         return known
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
-        """See `PeerMemory.leased`: transfers read their generations beside those of the ranges."""
+        """See `PeerMemory.leased`: a transfer reads the generations of leases too."""
         named = [(lease.word(self._link.transport), str(lease)) for lease in leases]
         words = [(word.slot, word.generation, name) for word, name in named if word is not None]
         if len(words) < len(leases):
@@ -89,11 +87,12 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
 
 
 class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
-    """Made by `UcxTransport.connect`.
+    """The link that `UcxTransport.connect` makes.
 
     Attributes:
-        way: what of UCX reads and writes the peer's memory, such as "rc_mlx5/mlx5_0:1".
-        takes_device: whether memory of a device may be this process's side of a transfer.
+        way: The transport of UCX that reads and writes the peer's memory, such as
+            "rc_mlx5/mlx5_0:1".
+        takes_device: Whether memory of a device can be this process's side of a transfer.
     """
 
     transport = "ucx"
@@ -111,9 +110,9 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
 
     @property
     def death_fd(self) -> int | None:
-        """Polls readable once UCX has lost the peer, where it watches over it.
+        """A descriptor that polls readable once UCX has lost the peer, if UCX watches it.
 
-        It is the link's: stop polling it before `close`.
+        It belongs to the link: stop polling it before `close`.
         """
         return None if self._endpoint is None else self._endpoint.death_fd
 
@@ -125,11 +124,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         *,
         on_device: bool,
     ) -> Backend:
-        """What moves bytes between `ranges` of the peer, as `known` names them, and this process.
-
-        Raises:
-            NativeError: the link has ended, or UCX takes a key for none.
-        """
+        """Return the backend between this process and `ranges`, which `known` describes."""
         if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
         keys = {it.number: it.key for metadata in known for it in metadata.regions}
@@ -169,4 +164,4 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         if (endpoint := self._endpoint) is not None:
             self._on_end()
             endpoint.close(str(why.args[0]))
-            self._endpoint = None  # its descriptor goes with its last user
+            self._endpoint = None  # its descriptor is closed with its last user

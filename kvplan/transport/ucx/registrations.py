@@ -63,13 +63,7 @@ class Published(NamedTuple):
 
 
 class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
-    """See `Registrations`. UCX knows an arena as a whole, and once.
-
-    Args:
-        worker: Of this process.
-        max_registrations: Registrations at the same time.
-        read, linked: As for `AnnouncedRegistrations`.
-    """
+    """See `Registrations`. UCX knows an arena as a whole, and once."""
 
     transport = "a ucx transport"
 
