@@ -12,7 +12,7 @@ from tests.support import peer as processes
 from tests.support.counting import Calls
 
 MAX_CALLS, MAX_FILES = 250, 28
-MAX_FILES_OF_LARGE = 36
+MAX_FILES_OF_LARGE = 35
 """What is not copied at once is lowered and executed: by other rooms, whose files these are."""
 
 BLOCKS = 600
