@@ -1,4 +1,4 @@
-/* The stores that write past the caches, and the test of whether this processor has them. */
+/* Copies host memory by memcpy, or by stores that write past the caches if this processor has them. */
 #include "host/copy.h"
 
 #include <stdint.h>
@@ -7,6 +7,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#endif
+
+void kvn_copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, src, nbytes); }
+
+#if defined(__x86_64__)
 
 #define LINE 64 /* of a cache */
 

@@ -1,5 +1,4 @@
-/* Copies of host memory that write past the caches; the C library's memcpy makes all others
- * (docs/internals/adr/0002-copy-strategies.md). */
+/* The two ways to copy host memory: plainly, and past the caches (docs/internals/adr/0002-copy-strategies.md). */
 #ifndef KVNATIVE_HOST_COPY_H
 #define KVNATIVE_HOST_COPY_H
 
@@ -9,7 +8,9 @@
 /* Copies between ranges that do not overlap; any size, any alignment. */
 typedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes);
 
-/* NULL if this processor, or this system, does not have it. */
+/* memcpy, in a file of its own: what it copies is the program's, and no concern of ThreadSanitizer's. */
+void kvn_copy_plain(void *dst, const void *src, size_t nbytes);
+/* Writes past the caches. NULL if this processor, or this system, does not have it. */
 kvn_copy kvn_copy_past_caches(void);
 /* Non-temporal stores become visible to other threads in order only after this. */
 void kvn_copy_fence(void);

@@ -238,8 +238,6 @@ static unsigned usable_cores(void)
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (unsigned)CPU_COUNT(&set) : UINT_MAX;
 }
 
-static void copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, src, nbytes); }
-
 kvn_pool *kvn_pool_create(unsigned threads)
 {
     const kvn_tuning builtin = {KVN_BYPASS_NBYTES, KVN_PIECE_NBYTES};
@@ -261,7 +259,7 @@ kvn_pool *kvn_pool_create(unsigned threads)
     pool->pid = getpid();
     pool->past_caches = kvn_copy_past_caches();
     if (!pool->past_caches)
-        pool->past_caches = copy_plain;
+        pool->past_caches = kvn_copy_plain;
     kvn_pool_tune(pool, &builtin);
     error = start_workers(pool);
     if (error) {
@@ -308,7 +306,7 @@ void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
 kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes)
 {
     return batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)
-               ? copy_plain
+               ? kvn_copy_plain
                : pool->past_caches;
 }
 
