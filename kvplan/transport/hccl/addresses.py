@@ -25,7 +25,7 @@ from kvplan.device.ascend import A2, A3
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import link_failed
-from kvplan.transport.metadata import Record, read
+from kvplan.transport.metadata import Record, read, resolved
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class _Pod(Record, frozen=True):
     server_list: tuple[_PodServer]
 
 
+@resolved
 class _LocalCommRes(Record, frozen=True):
     """The option `llm.LocalCommRes`: a rank table of only this device, without ranks."""
 

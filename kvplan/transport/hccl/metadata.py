@@ -18,6 +18,7 @@ from kvplan.transport.metadata import (
     Record,
     check_printable,
     check_slots,
+    resolved,
 )
 
 MAX_SLOTS: Final = 1 << 24
@@ -78,6 +79,7 @@ class Range(metadata.Range, frozen=True):
         return f"{self.address:#x}+{self.nbytes} ({kind}{'' if self.writable else ', read-only'})"
 
 
+@resolved
 class Metadata(PeerMetadata, frozen=True, tag="kvplan.hccl 3"):
     """Everything that a peer needs to reach the device of this process.
 

@@ -21,6 +21,7 @@ from kvplan.transport.metadata import (
     Uint64,
     check_inside,
     check_slots,
+    resolved,
 )
 
 MAX_SLOTS: Final = 2**24
@@ -104,6 +105,7 @@ class Range(metadata.Range, frozen=True):
         return f"{self.address:#x}+{self.nbytes} ({kind}{access})"
 
 
+@resolved
 class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 7"):
     """Everything that a peer needs to reach the memory of this process.
 

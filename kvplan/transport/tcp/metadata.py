@@ -15,12 +15,14 @@ from kvplan.transport.metadata import (
     Range,
     check_printable,
     check_slots,
+    resolved,
 )
 
 MAX_CONNECTIONS: Final = MAX_STRIPES  # per link and direction of requests
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport
 
 
+@resolved
 class Metadata(PeerMetadata, frozen=True, tag="kvplan.tcp 2"):
     """Everything that a peer needs to reach this process, besides connections to it.
 

@@ -17,6 +17,7 @@ from kvplan.transport.metadata import (
     check_inside,
     check_printable,
     check_slots,
+    resolved,
 )
 
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport
@@ -41,6 +42,7 @@ class Range(metadata.Range, frozen=True):
     region: Number
 
 
+@resolved
 class Metadata(PeerMetadata, frozen=True, tag="kvplan.ucx 4"):
     """Everything that a peer needs to reach this process.
 
