@@ -115,7 +115,11 @@ class Device:
         return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Return new zeroed memory of the device, which is freed with its last reference."""
+        """Return new zeroed memory of the device, which is freed with its last reference.
+
+        Raises:
+            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else its library says.
+        """
         try:
             buffer = self.native.allocate(nbytes)
             self.native.clear(buffer.address, nbytes)
@@ -124,7 +128,11 @@ class Device:
         return buffer
 
     def allocate_host(self, nbytes: int) -> HostBuffer:
-        """Return new zeroed host memory of the runtime, which is freed with its last reference."""
+        """Return new zeroed host memory of the runtime, which is freed with its last reference.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; an error of the library.
+        """
         try:
             return self.native.allocate_host(nbytes)
         except ValueError as error:
@@ -138,6 +146,10 @@ class Device:
         """Let the device reach host memory by itself, until the result is dropped, or `close`.
 
         No byte of the memory may be pinned already. `keep` is held until the memory is unpinned.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
+                an error of the library.
         """
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
@@ -163,7 +175,11 @@ class Device:
         return ()
 
     def check_range(self, name: str, address: int, nbytes: int) -> None:
-        """Refuse a range that is not memory of this device, by its first and last byte."""
+        """Refuse a range that is not memory of this device, by its first and last byte.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: what it is instead; an error of the library.
+        """
         for at in (address, address + nbytes - 1):
             kind, device_id = self._locate(at)
             if (kind, device_id) != ("device", self.id):
@@ -175,7 +191,11 @@ class Device:
                 )
 
     def check_host(self, name: str, address: int) -> None:
-        """Refuse an address that is memory of a device."""
+        """Refuse an address that is memory of a device.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID; an error of the library.
+        """
         kind, device_id = self._locate(address)
         if kind == "device":
             raise invalid(
@@ -184,21 +204,33 @@ class Device:
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Fill `buffer` from the device, where its bytes must be valid."""
+        """Fill `buffer` from the device, where its bytes must be valid.
+
+        Raises:
+            LLMException: an error of the device.
+        """
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Write the bytes of `buffer` to the device, which must have room for them."""
+        """Write the bytes of `buffer` to the device, which must have room for them.
+
+        Raises:
+            LLMException: an error of the device.
+        """
         try:
             self.native.write(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def backend(self, direction: CopyDirection) -> Backend:
-        """Return the copies in that direction, which all users of the device share."""
+        """Return the copies in that direction, which all users of the device share.
+
+        Raises:
+            NativeError: the device is closed.
+        """
         if self._closed:
             raise NativeError(f"device {self.id} is closed")
         shared = self._shared
@@ -214,6 +246,11 @@ class Device:
         """Return the point in the work of this device that `event` marks, as a gate of a transfer.
 
         On return the event can be recorded again, or destroyed. `name` is for messages.
+
+        Raises:
+            TypeError: neither an event nor a stream.
+            LLMException: LLM_PARAM_INVALID: of another accelerator, or never recorded; what its
+                library says, of one of another device or that was destroyed.
         """
         is_stream, handle = handle_of(name, event, self.tensor_kind)
         try:
@@ -223,7 +260,12 @@ class Device:
             raise device_error(error, what) from error
 
     def stream(self, name: str, stream: ComputeStream) -> int:
-        """Return the handle of a stream of this device."""
+        """Return the handle of a stream of this device.
+
+        Raises:
+            TypeError: not a stream.
+            LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
+        """
         return stream_handle_of(name, stream, self.tensor_kind)
 
     def describe(self) -> dict[str, object]:
@@ -308,6 +350,10 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
         what: The library, for messages.
         override: The variable; if it is not set, `load` gets None; if it is empty, nothing is
             loaded.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: none is installed, or `load` said why it cannot be
+            used.
     """
     place = os.environ.get(override)
     cause: NativeError | None = None

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:
-    """Refuse a local side that is on another device than the link to `peer`."""
+    """Refuse a local side that is on another device than the link to `peer`.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED.
+    """
     if isinstance(side, DeviceMemory) and side.device.native is not device.native:
         raise LLMException(
             f"the local side is on device {side.device.id}, the link to {peer} is device "
@@ -79,7 +83,13 @@ class DeviceMemory(Revocable):
         writable: bool = True,
         owner: object = None,
     ) -> DeviceMemory:
-        """Return the memory at `addresses`, one for each tensor of `desc`; check its place."""
+        """Return the memory at `addresses`, one for each tensor of `desc`; check its place.
+
+        Raises:
+            TypeError, ValueError: an address that is not a uint64.
+            LLMException: LLM_PARAM_INVALID for another number of addresses, or a range that is not
+                of this device.
+        """
         cache = Cache(desc, tensor_addrs=tuple(addresses))
         if not cache.tensor_addrs:
             raise invalid(f"addresses is empty; num_tensors={desc.num_tensors} are needed")
@@ -97,7 +107,11 @@ class DeviceMemory(Revocable):
 
     @classmethod
     def from_forms(cls, device: Device, forms: Sequence[TensorForm]) -> DeviceMemory:
-        """Return the memory of tensors that claim to be on the device, and hold them."""
+        """Return the memory of tensors that claim to be on the device, and hold them.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: by its address, one of them is elsewhere.
+        """
         memory = cls(
             device,
             np.array([it.address for it in forms], dtype=np.uint64),
@@ -112,7 +126,11 @@ class DeviceMemory(Revocable):
     def backend(
         self, pool: ThreadPool, direction: Direction, other: TensorMemory
     ) -> Backend | None:
-        """See `TensorMemory`."""
+        """See `TensorMemory`.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on another device.
+        """
         if not other.in_process:
             return None  # the memory of the peer decides
         if not other.on_device:
@@ -136,11 +154,20 @@ class DeviceMemory(Revocable):
         return self._owner is not None
 
     def check(self) -> None:
-        """Check raw addresses again, and memory that is watched."""
+        """Check raw addresses again, and memory that is watched.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: it was
+                freed, and its addresses are other memory's.
+        """
         self.check_tensors(range(len(self.addresses)))
 
     def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`."""
+        """See `TensorMemory`.
+
+        Raises:
+            LLMException: as `check`.
+        """
         if self._owner is None:
             self.check_located(tensors)
         elif any(it.is_replaced for it in self.watches):
@@ -152,7 +179,11 @@ class DeviceMemory(Revocable):
             )
 
     def check_located(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not in memory of the device any more."""
+        """Refuse tensors that are not in memory of the device any more.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
         for i in range(len(self.addresses)) if tensors is None else tensors:
             self.device.check_range(f"tensor {i}", int(self.addresses[i]), int(self.nbytes[i]))
 

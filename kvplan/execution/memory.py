@@ -74,9 +74,9 @@ class TensorMemory(Protocol):
             other: The other side.
 
         Returns:
-            None: the other side decides; if both return None, a plain copy moves the bytes. Memory
-                of
-            a peer decides before memory of a device, and of two devices the source.
+            The backend. None lets the other side decide; if both return None, a plain copy moves
+            the bytes. Memory of a peer decides before memory of a device, and of two devices the
+            source.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: nothing moves bytes between the two, and why.

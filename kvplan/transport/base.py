@@ -91,40 +91,74 @@ class BaseTransport(ABC, Generic[_Registration]):
         return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
 
     def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
-        """See `Transport.preregister_pool`."""
+        """See `Transport.preregister_pool`.
+
+        Raises:
+            LLMException: as `Transport.preregister_pool`; LLM_FAILED: the transport is closed, or a
+                parent process's.
+        """
         self._check_open()
         self._registrations.preregister_pool(memory, keep)
 
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
     ) -> _Registration:
-        """See `Transport.register`."""
+        """See `Transport.register`.
+
+        Raises:
+            TypeError, LLMException: as `Transport.register`; LLM_FAILED: the transport is closed,
+                or a parent process's.
+        """
         self._check_open()
         made = self._registrations.add(memory, writable=writable, keep=keep)
         return cast(_Registration, made)
 
     def deregister(self, registration: protocol.Registration) -> None:
-        """See `Transport.deregister`."""
+        """See `Transport.deregister`.
+
+        Raises:
+            TypeError, LLMException: as `Transport.deregister`; LLM_FAILED: the transport is closed,
+                or a parent process's.
+        """
         self._check_open()
         self._registrations.end(registration)
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`."""
+        """See `Transport.begin_lease`.
+
+        Raises:
+            LLMException: as `Transport.begin_lease`; LLM_FAILED: the transport is closed, or a
+                parent process's.
+        """
         self._check_open()
         return self._registrations.begin_lease(deadline_ns)
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`."""
+        """See `Transport.renew_lease`.
+
+        Raises:
+            LLMException: as `Transport.renew_lease`; LLM_FAILED: the transport is closed, or a
+                parent process's.
+        """
         self._check_open()
         self._registrations.renew_lease(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`."""
+        """See `Transport.end_leases`.
+
+        Raises:
+            LLMException: as `Transport.end_leases`; LLM_FAILED: the transport is closed, or a
+                parent process's.
+        """
         self._check_open()
         self._registrations.end_leases(leases)
 
     def refusal(self, metadata: bytes) -> str | None:
-        """See `Transport.refusal`."""
+        """See `Transport.refusal`.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         self._check_open()
         try:
             self._check_reachable(metadata)

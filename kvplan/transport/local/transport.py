@@ -120,7 +120,12 @@ class LocalTransport(BaseTransport[LocalRegistration]):
         super().deregister(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`."""
+        """See `Transport.metadata`.
+
+        Raises:
+            TypeError, LLMException: as `Transport.metadata`; LLM_FAILED: the transport is closed,
+                or a parent process's.
+        """
         self._check_open()
         with self._registrations.mutex:
             self._check_open()

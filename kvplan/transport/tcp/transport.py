@@ -93,7 +93,12 @@ class TcpTransport(BaseTransport[TcpRegistration]):
         self._connecting: set[Streams] = set()
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`."""
+        """See `Transport.metadata`.
+
+        Raises:
+            TypeError, LLMException: as `Transport.metadata`; LLM_FAILED: the transport is closed,
+                or a parent process's.
+        """
         self._check_open()
         ranges = tuple(it.range for it in self._registrations.select(registrations))
         return Metadata(
@@ -101,7 +106,11 @@ class TcpTransport(BaseTransport[TcpRegistration]):
         ).to_bytes()
 
     def num_streams(self, metadata: bytes) -> int:
-        """See `Transport.num_streams`: two for each connection of the end with fewer."""
+        """See `Transport.num_streams`: two for each connection of the end with fewer.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
         return 2 * min(self._connections, self._peer(metadata).connections)
 
     def connect(
@@ -116,6 +125,12 @@ class TcpTransport(BaseTransport[TcpRegistration]):
 
         The end that dials sends its requests over connections of even index, the other end over
         those of odd index.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer cannot be reached, there are no streams, or data
+                must be encrypted without a private secret; LLM_FEATURE_NOT_ENABLED: libcrypto is
+                not installed; LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the transport is closed,
+                or a parent process's.
         """
         deadline = time.monotonic() + timeout_ms / 1e3
         self._check_open()

@@ -68,6 +68,10 @@ def find() -> Found:
     """Return the library that is found first.
 
     LLM_FEATURE_NOT_ENABLED: none is, and what to install.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: none is installed; says where it was searched and
+            what to install.
     """
     looked_at = []
     for place in places():
@@ -158,7 +162,12 @@ def _in_installation(named: str) -> Path | None:
 
 
 def check_devices(name: str, value: object) -> str:
-    """Return `value` if it is a list of devices as UCX takes it, such as "mlx5_0:1", or empty."""
+    """Return `value` if it is a list of devices as UCX takes it, such as "mlx5_0:1", or empty.
+
+    Raises:
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID.
+    """
     text = check_type(name, value, str)
     if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", it) for it in text.split(",")):
         raise invalid(
@@ -169,7 +178,12 @@ def check_devices(name: str, value: object) -> str:
 
 
 def check_settings(name: str, value: object) -> str:
-    """Return `value` if `read_settings` accepts it."""
+    """Return `value` if `read_settings` accepts it.
+
+    Raises:
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID.
+    """
     text = check_type(name, value, str)
     read_settings(name, text)
     return text
@@ -179,6 +193,9 @@ def read_settings(name: str, text: str) -> dict[str, str]:
     """Return the settings that a JSON object names, such as {"UCX_TLS": "rc"}.
 
     UCX tells whether it knows them when it is loaded.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
     """
     if not text:
         return {}
