@@ -37,8 +37,7 @@ ACCELERATORS: Final = ("auto", "none", *_OPEN)
 """The values of the option."""
 
 CUDA_CONTEXTS: Final = ("primary", "own")
-"""Whose context a CUDA device works in: the primary one, which frameworks in the same process use,
-or one of its own."""
+"""The contexts of a CUDA device: the primary one, which frameworks use, or its own."""
 
 
 def current_device(choice: str) -> int | None:

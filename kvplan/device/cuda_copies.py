@@ -1,8 +1,8 @@
-"""Which way a CUDA device copies best: measured, and stored by the kind of GPU.
+"""The measurement of how a CUDA device copies best, stored by the kind of GPU.
 
-There are three: one launch of kvplan's kernel for a whole batch, the driver's batch call, and a
-copy of the driver's for each descriptor (kvnative/src/cuda/copies.h). Until a GPU was measured what
-is built in holds.
+There are three ways: one launch of kvplan's kernel for a whole batch, the driver's batch call, and
+one driver copy for each descriptor (kvnative/src/cuda/copies.h). An unmeasured GPU uses the
+built-in thresholds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvplan.device.device import Device
 
 SIZES: Final = tuple(4096 << (2 * step) for step in range(7))
-"""Of a descriptor: 4 KiB to 16 MiB."""
+"""Sizes of a descriptor: 4 KiB to 16 MiB."""
 
 NO_LIMIT: Final = 2**63
 FILE_VERSION: Final = 2
@@ -48,8 +48,10 @@ _SPAN_NBYTES: Final = 64 << 20
 _MAX_COUNT: Final = 4096
 _ROUNDS: Final = 5
 _NO_WORSE: Final = 1.05
-"""A way is taken where it takes at most so many times as long as the best of those behind it in
-`_FORCED`: the kernel is the one that can be stopped."""
+"""Maximum ratio to the best later way of `_FORCED` at which a way is used.
+
+The kernel comes first, because only the kernel can be stopped.
+"""
 _FORCED: Final[Mapping[Way, tuple[int, int]]] = {
     "kernel": (NO_LIMIT, NO_LIMIT),
     "batch": (0, NO_LIMIT),
@@ -58,24 +60,24 @@ _FORCED: Final[Mapping[Way, tuple[int, int]]] = {
 
 
 class Found(NamedTuple):
-    """What was measured.
+    """A measurement of the ways of a GPU.
 
     Attributes:
-        tunings: for each direction.
-        seconds: (direction, way, bytes of a descriptor) -> seconds of a sample.
+        tunings: The best tuning for each direction.
+        seconds: Seconds of a sample by (direction, way, bytes of a descriptor).
     """
 
     tunings: Tunings
     seconds: Mapping[tuple[CopyDirection, Way, int], float]
 
     def words(self, device: Device) -> dict[CopyDirection, str]:
-        """How bytes then go on that device."""
+        """Describe how the device copies with the measured tunings."""
         has_batches = _has_batches(device)
         return {it: words(tuning, has_batches=has_batches) for it, tuning in self.tunings.items()}
 
 
 def scattered(dst: int, src: int, nbytes: int, span_nbytes: int) -> Descriptors:
-    """Descriptors of that size, at random places of two spans that begin at these addresses."""
+    """Return descriptors of one size at random places of two spans at these addresses."""
     places = span_nbytes // nbytes
     count = min(places, _MAX_COUNT)
     rng = np.random.default_rng(0)
@@ -93,16 +95,14 @@ def time_copies(
     *,
     span_nbytes: int = _SPAN_NBYTES,
 ) -> float:
-    """Seconds from the submission of scattered descriptors to the end, the least of some tries.
+    """Return the least time in s that a batch of scattered descriptors takes, of several tries.
 
-    Args:
-        way: that is taken, by transfers that others make on the device meanwhile, too; None: that
-            which the device takes.
-        nbytes: of a descriptor; there are 4,096 at most.
-        span_nbytes: of each side, and the most that is moved.
+    A given `way` also applies to concurrent transfers of the device; None: the device's own choice.
+    A batch has at most 4,096 descriptors of `nbytes` each and moves at most `span_nbytes`.
 
     Raises:
-        NativeError, LLMException: what the device says.
+        NativeError: The device is closed.
+        LLMException: An error of the device.
     """
     native = device.native
     source, target = (
@@ -131,13 +131,14 @@ def _time(executor: Executor, descriptors: Descriptors) -> float:
 
 
 class Figure(NamedTuple):
-    """Scattered blocks beside one contiguous copy of as many bytes, in the same run.
+    """Times of scattered blocks and of one contiguous copy of as many bytes, in the same run.
 
     Attributes:
-        direction: of the copies.
-        block_nbytes, blocks: what was moved.
-        seconds: it took.
-        contiguous_seconds: of one copy of the driver's.
+        direction: Direction of the copies.
+        block_nbytes: Size of a block.
+        blocks: Number of blocks.
+        seconds: Time of the scattered copy.
+        contiguous_seconds: Time of one copy by the driver.
     """
 
     direction: CopyDirection
@@ -148,17 +149,19 @@ class Figure(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the bandwidth of the contiguous copy."""
+        """The share of the bandwidth of the contiguous copy."""
         return self.contiguous_seconds / self.seconds
 
 
 def figures(device: Device, blocks: int = _MAX_COUNT) -> list[Figure]:
-    """Measure what copies are judged by: 4, 32 and 256 KiB within, 32 KiB to and fro, one block.
+    """Measure copies of 4, 32 and 256 KiB on the device, 32 KiB both ways, and one block.
 
-    Takes `blocks` x 256 KiB of the device twice, and an eighth of that of pinned memory.
+    This needs two spans of `blocks` x 256 KiB on the device, and an eighth of that as pinned
+    memory.
 
     Raises:
-        NativeError, LLMException: what the device says.
+        NativeError: The device is closed.
+        LLMException: An error of the device.
     """
     asked: list[tuple[CopyDirection, int, int]] = [
         ("device_to_device", 4 << 10, blocks),
@@ -181,11 +184,7 @@ def figures(device: Device, blocks: int = _MAX_COUNT) -> list[Figure]:
 
 
 def calibrate(timer: Timer) -> Found:
-    """Compare the ways in all directions and for all sizes.
-
-    Args:
-        timer: what takes the times.
-    """
+    """Compare the ways in all directions and for all sizes, by the times of `timer`."""
     seconds = {
         (direction, way, nbytes): timer(direction, way, nbytes)
         for direction in COPY_DIRECTIONS
@@ -207,7 +206,7 @@ def _below(
     start: int,
     seconds: Mapping[tuple[CopyDirection, Way, int], float],
 ) -> int:
-    """The size from which that way is worse than one behind it, looking from `start` on."""
+    """Return the size from which a way is worse than a later one, searching from `start`."""
     others = list(_FORCED)[list(_FORCED).index(way) + 1 :]
     for nbytes in SIZES:
         best = min(seconds[direction, other, nbytes] for other in others)
@@ -217,17 +216,17 @@ def _below(
 
 
 def key_of(device: Device) -> str:
-    """What tunings are stored by: the GPU and the driver."""
+    """Return the key of stored tunings: the GPU and the driver."""
     library = cast("CudaLibrary", device.native.library)
     return f"{device.native.name}, CUDA {library.version}"
 
 
 def save(device: Device, tunings: Tunings) -> None:
-    """Store them for this kind of GPU; those of others stay.
+    """Store the tunings for this kind of GPU, and keep those of other kinds.
 
     Raises:
-        OSError: it cannot be written.
-        LLMException: LLM_PARAM_INVALID: what is wrong with the file that is there.
+        OSError: The file cannot be written.
+        LLMException: LLM_PARAM_INVALID if the existing file is invalid.
     """
     path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
@@ -239,11 +238,11 @@ def save(device: Device, tunings: Tunings) -> None:
 
 
 def load(device: Device) -> Tunings | None:
-    """Return what is stored for this kind of GPU; None: nothing yet.
+    """Return the tunings that are stored for this kind of GPU, or None.
 
     Raises:
-        OSError: there is a file, and it cannot be read.
-        LLMException: LLM_PARAM_INVALID: what is wrong with it.
+        OSError: The file exists and cannot be read.
+        LLMException: LLM_PARAM_INVALID if the file is invalid.
     """
     path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
@@ -268,13 +267,13 @@ def _stored_tuning(document: object) -> CopyTuning:
 
 
 def apply(device: Device, tunings: Tunings) -> None:
-    """Let the device copy so, for all that use it in this process."""
+    """Use these tunings for all copies of the device in this process."""
     for direction, tuning in tunings.items():
         tune_copies(device.native, direction, tuning)
 
 
 def describe(device: Device) -> dict[str, str]:
-    """Describe in words how the device copies now: by direction, and between two GPUs."""
+    """Describe how the device copies now, by direction and between two GPUs."""
     tunings = {it: copy_tuning(device.native, it) for it in COPY_DIRECTIONS}
     has_batches = _has_batches(device)
     return {

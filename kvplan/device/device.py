@@ -64,7 +64,7 @@ class Watch(Protocol):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether other memory was found at its addresses."""
+        """True if other memory was found at its addresses."""
 
 
 class Device:

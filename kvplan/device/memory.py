@@ -41,7 +41,7 @@ class DeviceMemory(Revocable):
         device: The device.
         addresses: The address of each tensor, on the device.
         nbytes: The size of each tensor.
-        writable: Whether a transfer may write to them.
+        writable: True if a transfer may write to them.
         owner: Keeps the memory alive, or vouches for it; None: the addresses are checked before and
             after each transfer.
         watches: Of memory that its owner may free during a transfer; see `Device.watch`.
@@ -150,7 +150,7 @@ class DeviceMemory(Revocable):
 
     @property
     def held(self) -> bool:
-        """Whether something vouches that the memory stays in place."""
+        """True if an owner keeps the memory in place."""
         return self._owner is not None
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
-"""Binding: the descriptors of a plan between two memories, whose result no order of copies changes.
+"""Binding: the descriptors of a plan between two memories.
 
-Nothing may be submitted here.
+The result does not depend on the order of the copies. This module must not submit transfers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NONE = np.empty(0, dtype=np.uint64)
 
 
 class Bindable(Protocol):
-    """The part of `TensorMemory` that descriptors are made from."""
+    """The part of `TensorMemory` that binding reads."""
 
     @property
     def addresses(self) -> Addresses:
@@ -82,7 +82,7 @@ def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Des
         None,
         segments.repeats,
     )
-    # First whether whole tensors overlap, which is cheap and almost always decides.
+    # Compare whole tensors first, which is cheap and almost always decides.
     if extents_clash(
         written,
         part.dst.tensor_nbytes,
@@ -126,7 +126,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
             raise LLMException(text, status_code=error.status_code) from None
         each.append(bound)
     descriptors = Descriptors.joined(each)
-    # As for one part: whether whole tensors overlap, and only then which bytes.
+    # As for one part, compare whole tensors before bytes.
     extents = written_extents(placed, dst.addresses, dst.nbytes)
     if extents is None or (
         one_space

@@ -39,7 +39,7 @@ class AwaitableTask(ABC):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether no byte moves any more; never blocks."""
+        """True if no byte moves any more. Never blocks."""
 
     @abstractmethod
     def wait(self, timeout_ms: float | None = None) -> None:

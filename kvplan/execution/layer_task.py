@@ -160,7 +160,7 @@ class LayerTask(TransferTask):
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has an outcome, good or bad; never blocks."""
+        """True if the transfer has an outcome, good or bad; never blocks."""
         if not self._layered.done:
             return False
         self._notify_last()

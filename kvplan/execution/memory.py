@@ -34,10 +34,10 @@ class TensorMemory(Protocol):
     Attributes:
         addresses: Contiguous, of shape (num_tensors,), as the backend reaches them.
         nbytes: The usable bytes from each address on, in the same shape.
-        writable: Whether it can be a destination.
-        in_process: Whether the addresses are of this process: overlaps with its own memory are
+        writable: True if it can be a destination.
+        in_process: True if the addresses are of this process: overlaps with its own memory are
             visible, and any copy in this process reaches them.
-        on_device: Whether it is memory of an accelerator, which a plain copy does not reach.
+        on_device: True if it is memory of an accelerator, which a plain copy does not reach.
     """
 
     @property
@@ -110,7 +110,7 @@ class HostMemory(Revocable):
         parts: Memory that this consists of; revoking one of them revokes this.
 
     Attributes:
-        held: Whether something vouches that the memory stays in place.
+        held: True if something vouches that the memory stays in place.
     """
 
     # Slots: looking up other attributes takes longer in a class with a native base.

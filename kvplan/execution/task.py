@@ -107,7 +107,7 @@ class TransferTask(NativeTask):
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has an outcome, good or bad; never blocks."""
+        """True if the transfer has an outcome, good or bad; never blocks."""
         return self.native.done
 
     def wait_done(self, timeout_ms: float) -> bool:
@@ -119,7 +119,7 @@ class TransferTask(NativeTask):
 
         Args:
             timeout_ms: Milliseconds, >= 0; None waits forever.
-            stop: Whether a timeout stops the transfer. If False, the transfer goes on, and can be
+            stop: True if a timeout stops the transfer. If False, the transfer goes on, and can be
                 waited for again.
 
         Raises:

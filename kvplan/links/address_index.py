@@ -96,7 +96,7 @@ class AddressIndex(Generic[_Cache]):
     def _missing(self, which: str, missing: int) -> LLMException:
         text = f"{which}: the byte at {missing:#x} is in no memory that {self._who}"
         if not self.extents:
-            return _not_exist(f"{text} has registered: there is none")
+            return _not_exist(f"{text} has registered: it has no memory")
         nearest = min(self.extents, key=lambda it: _distance(it, missing))
         start, end = nearest.address, nearest.address + nearest.nbytes
         away = _distance(nearest, missing)

@@ -97,7 +97,7 @@ class PeerHandler:
                     f"cluster {self._engine.cluster_id} takes no notifications",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
-        raise LLMException(f"{type(body).__name__} is no request")
+        raise LLMException(f"{type(body).__name__} is not a request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:
         """Handle a message that needs no reply."""

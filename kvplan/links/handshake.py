@@ -282,7 +282,7 @@ class HandshakeAcceptor:
             not isinstance(link, PeerLink)
             or self._transitions.accepting.get(link.cluster_id) is not link
         ):
-            raise link_failed("confirm: there is no handshake to confirm")
+            raise link_failed("confirm: no handshake is waiting to be confirmed")
         accepted = self._accepted[link]
         try:
             if not secrets.compare_digest(confirm.challenge, accepted.challenge):

@@ -125,7 +125,7 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) <= UINT32_MAX):
-        raise ValueError(f"{text!r} is no number of a rank or device")
+        raise ValueError(f"{text!r} is not the number of a rank or device")
     return int(text)
 
 

@@ -88,7 +88,7 @@ class ClusterInfo:
             )
         endpoint = Endpoint.parse(str(remote[0]))
         if endpoint.port == 0:
-            raise invalid(f"remote={endpoint}: nobody listens on port 0")
+            raise invalid(f"remote={endpoint}: port 0 cannot be linked to")
         return endpoint
 
 

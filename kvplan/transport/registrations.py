@@ -1,6 +1,6 @@
 """Registered memory as its owner holds it, the same for each transport.
 
-What a transport adds are hooks of `Registrations`. Nothing here may know a particular transport.
+Transports implement hooks of `Registrations`. This module must not depend on one of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Registration(Generic[_Range_co, _Holder_co]):
 
     @property
     def writable(self) -> bool:
-        """Whether peers may write to the memory."""
+        """True if peers may write to the memory."""
         return self.range.writable
 
     def release(self) -> None:

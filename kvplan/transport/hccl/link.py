@@ -146,7 +146,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
 
     Attributes:
         hccl: The device of this process.
-        is_hccs: Whether HCCL uses HCCS, and not RDMA.
+        is_hccs: True if HCCL uses HCCS, and not RDMA.
     """
 
     transport = "hccl"
@@ -162,7 +162,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
 
     @property
     def closed(self) -> bool:
-        """Whether it, or the transport, was closed."""
+        """True if it, or the transport, was closed."""
         return self._connections.closed
 
     def _memory(

@@ -44,8 +44,8 @@ class HeldRegion:
         native: The region in HCCL.
         pinned: Pins its memory.
         ref: The region as peers learn of it.
-        on_device: Whether the memory is on the device.
-        is_kept: Whether something keeps the memory in place while HCCL knows it.
+        on_device: True if the memory is on the device.
+        is_kept: True if something keeps the memory in place while HCCL knows it.
     """
 
     __slots__ = ("is_kept", "native", "on_device", "pinned", "ref", "users")

@@ -205,7 +205,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     a transfer between two passed checks moved the right bytes.
 
     Attributes:
-        is_to_self: Whether the peer is this process, whose memory is not mapped again.
+        is_to_self: True if the peer is this process, whose memory is not mapped again.
         device: The device of this process that memory of the peer's devices is mapped for.
     """
 

@@ -91,7 +91,7 @@ class LocalTransport(BaseTransport[LocalRegistration]):
                 caller holds. An arena, a slice of its memoryview, or an array over one is reached
                 by a plain copy, whichever transport has allocated it. Or a `DeviceRange` of the
                 transport's device, which must lie in one allocation.
-            writable: Whether peers may write to the memory.
+            writable: True if peers may write to the memory.
             keep: An object to hold as long as a peer may write to the memory.
 
         Raises:

@@ -38,7 +38,7 @@ class Held:
     Attributes:
         pin: Of host memory; None: the caller keeps it.
         buffer: Of a device, that the memory lies in; None: the caller keeps it.
-        on_device: Whether the memory is on the device.
+        on_device: True if the memory is on the device.
         ending: Held while the registration ends; taken before the mutex of the registrations.
             Re-entrant, since a signal handler may end it as well.
     """

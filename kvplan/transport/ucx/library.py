@@ -21,7 +21,7 @@ OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
 of an installation. Empty: UCX is not used."""
 
 NAME: Final = "libucp.so.0"
-"""It finds the other libraries (libucs, libuct, libucm) in its own folder."""
+"""The name of the library. It loads libucs, libuct and libucm from its own folder."""
 
 _WHEEL: Final = "libucx"
 """The package that libucx-cu12 (the extra `ucx`) installs, as do its wheels for other CUDAs."""
@@ -65,9 +65,7 @@ class Place(NamedTuple):
 
 
 def find() -> Found:
-    """Return the library that is found first.
-
-    LLM_FEATURE_NOT_ENABLED: none is, and what to install.
+    """Return the first library found.
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED: none is installed; says where it was searched and

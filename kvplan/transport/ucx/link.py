@@ -92,7 +92,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
     Attributes:
         way: The transport of UCX that reads and writes the peer's memory, such as
             "rc_mlx5/mlx5_0:1".
-        takes_device: Whether memory of a device can be this process's side of a transfer.
+        takes_device: True if memory of a device can be this process's side of a transfer.
     """
 
     transport = "ucx"
