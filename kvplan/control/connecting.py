@@ -216,8 +216,8 @@ def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
         if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
             warnings.warn(
                 f"listening on {endpoint} without a cluster key: every process that reaches it "
-                "may link, and read and overwrite the caches; make a key with 'kvplan keygen', and give all "
-                "engines its file (kvplan.cluster_key_file)",
+                "may link, and read and overwrite the caches; make a key with 'kvplan keygen', and "
+                "give all engines its file (kvplan.cluster_key_file)",
                 RuntimeWarning,
                 stacklevel=stacklevel + 1,
             )

@@ -26,7 +26,8 @@ from kvnative._executor import (
     NativeError,
 )
 from kvnative._signals import Mutex
-from kvplan.execution.completion import NativeTask, completion_thread, tracker
+from kvplan.execution.awaitable import NativeTask
+from kvplan.execution.completion import completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text

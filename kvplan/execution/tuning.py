@@ -1,7 +1,7 @@
 """The choice of a copy tuning: given, stored for this kind of machine, or built in.
 
-`kvplan tune` measures a tuning (`calibration.py`) and stores it. Nothing is measured unasked. The
-file holds numbers and names of strategies, which are checked when it is read.
+`kvplan tune` measures a tuning (`kvplan/cli/tune/host.py`) and stores it. Nothing is measured
+unasked. The file holds numbers and names of strategies, which are checked when it is read.
 """
 
 from __future__ import annotations
