@@ -41,7 +41,7 @@ MAX_UNDECODABLE: Final = 16
 _CHECKS_PER_TIMEOUT: Final = 2
 """Additional heartbeat checks within the shorter one of interval and timeout."""
 
-_MEANINGLESS: Final = "too many frames that are no messages"
+_MEANINGLESS: Final = "too many frames that are not messages"
 
 _Reply = TypeVar("_Reply", bound=Body)
 

@@ -156,7 +156,7 @@ class PendingConnections:
             self.remove(connection)
 
     def _all(self) -> list[PendingConnection]:
-        return [it for group in self._by_source.values() for it in group]
+        return [connection for group in self._by_source.values() for connection in group]
 
     def _read(self, connection: PendingConnection) -> None:
         try:
@@ -298,7 +298,7 @@ class AcceptedStreams(DataStreams):
         if self._closed:
             raise self._failed(indices[0], "accept", ENDED)
         # All slots now: `close` ends the wait for those that exist.
-        slots = [self._slot(it) for it in indices]
+        slots = [self._slot(index) for index in indices]
         self._awaited.update(indices)
         for slot in slots:
             if slot.done() and not slot.cancelled():

@@ -128,8 +128,8 @@ class StatusSocket:
 
 
 def _leave_all() -> None:
-    for it in list(_open):
-        it.leave_to_parent()
+    for status_socket in list(_open):
+        status_socket.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_all)
@@ -141,7 +141,7 @@ class Answer(NamedTuple):
     Attributes:
         pid: Process of the engine; 0 if it was not reached.
         document: The document; None if `error` is set.
-        error: Why there is no document.
+        error: Why the document is missing.
     """
 
     pid: int
@@ -156,7 +156,9 @@ def read_all(timeout_s: float = 1.0) -> list[Answer]:
         return []
     with ThreadPoolExecutor(min(_READERS, len(names))) as readers:
         answers = readers.map(lambda name: _read(name, timeout_s), names)
-        return sorted((it for it in answers if it is not None), key=lambda it: it.pid)
+        return sorted(
+            (answer for answer in answers if answer is not None), key=lambda answer: answer.pid
+        )
 
 
 def _names() -> set[str]:

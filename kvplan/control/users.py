@@ -85,7 +85,7 @@ def state_file(name: str) -> StateFile:
     if not base.is_absolute():
         return StateFile(runtime_directory() / name, "this user has no home directory")
     file = base / "kvplan" / name
-    found = next(it for it in file.parents if os.path.lexists(it))
+    found = next(parent for parent in file.parents if os.path.lexists(parent))
     if found.lstat().st_uid != os.geteuid():
         return StateFile(runtime_directory() / name, f"{found} is not of user {os.geteuid()}")
     is_writable = os.access(found, os.W_OK | os.X_OK, effective_ids=True)

@@ -113,7 +113,7 @@ class CudaDevice(Device):
         """Return the properties of the device, for people, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
-        others = [it for it in range(library.device_count()) if it != self.id]
+        others = [number for number in range(library.device_count()) if number != self.id]
         from kvplan.device import cuda_copies
 
         return {
@@ -124,5 +124,5 @@ class CudaDevice(Device):
             "context": library.context,
             "driver": driver_version(),
             "copies": cuda_copies.describe(self),
-            "peer_access": [it for it in others if library.reaches(self.id, it)],
+            "peer_access": [number for number in others if library.reaches(self.id, number)],
         }

@@ -72,7 +72,7 @@ def load(device: Device) -> Tunings | None:
         return None
     try:
         stored = check_type("tunings", check_type("machine", machines[key], dict)["tunings"], dict)
-        return {it: _stored_tuning(stored[it]) for it in COPY_DIRECTIONS}
+        return {direction: _stored_tuning(stored[direction]) for direction in COPY_DIRECTIONS}
     except (TypeError, ValueError, KeyError) as error:
         raise unreadable(path, f"machines[{shown(key)}]: {error}") from None
 
@@ -95,10 +95,13 @@ def apply(device: Device, tunings: Tunings) -> None:
 
 def describe(device: Device) -> dict[str, str]:
     """Describe how the device copies now, by direction and between two GPUs."""
-    tunings = {it: copy_tuning(device.native, it) for it in COPY_DIRECTIONS}
+    tunings = {direction: copy_tuning(device.native, direction) for direction in COPY_DIRECTIONS}
     with_batches = has_batches(device)
     return {
-        **{it: words(tuning, with_batches=with_batches) for it, tuning in tunings.items()},
+        **{
+            direction: words(tuning, with_batches=with_batches)
+            for direction, tuning in tunings.items()
+        },
         "between_gpus": words(far_copy_tuning(), with_batches=with_batches),
     }
 

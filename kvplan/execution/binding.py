@@ -110,7 +110,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
     """Return the descriptors of all parts, one part after the other, as one array."""
     placed = [*plan.placed()]
     for name, memory in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.part, name).num_tensors for it in placed)
+        needed = sum(getattr(entry.part, name).num_tensors for entry in placed)
         if len(memory.addresses) != needed:
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the parts of the plan need {needed}"
@@ -151,22 +151,22 @@ def written_extents(
         return starts, ends
     writers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
-    for number, it in enumerate(placed):
-        if it.part.split:
+    for number, entry in enumerate(placed):
+        if entry.part.split:
             return None
-        first = it.dst_tensor + it.part.dst_tensors.start
-        for address in addresses[first : first + it.part.num_tensor_pairs].tolist():
+        first = entry.dst_tensor + entry.part.dst_tensors.start
+        for address in addresses[first : first + entry.part.num_tensor_pairs].tolist():
             writers.setdefault(address, []).append(number)
-            sizes[address] = max(sizes.get(address, 0), it.part.dst.tensor_nbytes)
+            sizes[address] = max(sizes.get(address, 0), entry.part.dst.tensor_nbytes)
     if any(a + sizes[a] > b for a, b in pairwise(sorted(writers))):
         return None
-    for together in {tuple(it) for it in writers.values() if len(it) > 1}:
+    for together in {tuple(numbers) for numbers in writers.values() if len(numbers) > 1}:
         runs = [placed[number].part.segments.expanded() for number in together]
-        columns = ([getattr(it, name) for it in runs] for name in ("dst_offsets", "nbytes"))
+        columns = ([getattr(run, name) for run in runs] for name in ("dst_offsets", "nbytes"))
         if first_overlap(*map(np.concatenate, columns)) is not None:
             return None
     firsts = np.array(sorted(writers), dtype=np.uint64)
-    lengths = np.array([sizes[it] for it in sorted(writers)], dtype=np.uint64)
+    lengths = np.array([sizes[address] for address in sorted(writers)], dtype=np.uint64)
     return firsts, firsts + lengths
 
 

@@ -122,7 +122,7 @@ def _stream(name: str, value: object, prefix: str) -> int | None:
         return _checked(name, handle, f"{prefix}_stream of {type(value).__name__}", 0)
     for other in ("cuda", "npu"):
         if other != prefix and any(
-            _read(name, value, f"{other}_{it}") is not None for it in ("event", "stream")
+            _read(name, value, f"{other}_{kind}") is not None for kind in ("event", "stream")
         ):
             raise invalid(
                 f"{name}={shown(value)} is of another accelerator: it has {other}_event or "

@@ -155,7 +155,7 @@ class LayerTask(TransferTask):
         states = list(zip(self._layers, found, strict=True))
         kinds = (LAYER_WAITING, LAYER_MOVING, LAYER_DONE, LAYER_FAILED)
         return LayerProgress(
-            *(tuple(it for it, state in states if state == kind) for kind in kinds)
+            *(tuple(layer for layer, state in states if state == kind) for kind in kinds)
         )
 
     @property

@@ -153,7 +153,7 @@ class HostMemory(Revocable):
             LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
                 host memory.
         """
-        forms = [read_form(f"{name}[{position}]", it) for position, it in enumerate(arrays)]
+        forms = [read_form(f"{name}[{position}]", array) for position, array in enumerate(arrays)]
         for form in forms:
             check_contiguous(form)
         return cls.from_forms(forms)
@@ -162,10 +162,10 @@ class HostMemory(Revocable):
     def from_forms(cls, forms: Sequence[TensorForm]) -> HostMemory:
         """Return the memory of tensors that were checked to be dense and in host memory."""
         return cls(
-            np.array([it.address for it in forms], dtype=np.uint64),
-            np.array([it.nbytes for it in forms], dtype=np.uint64),
-            writable=not any(it.read_only for it in forms),
-            owner=tuple(it.owner for it in forms),
+            np.array([form.address for form in forms], dtype=np.uint64),
+            np.array([form.nbytes for form in forms], dtype=np.uint64),
+            writable=not any(form.read_only for form in forms),
+            owner=tuple(form.owner for form in forms),
         )
 
     @classmethod

@@ -237,7 +237,7 @@ def are_plain(layers: KvCacheExtParam) -> bool:
         return False
     ranges = layers.src_layer_range, layers.dst_layer_range
     number = layers.tensor_num_per_layer
-    return all(it is None or (type(it) is range and it.step == 1) for it in ranges) and (
+    return all(rows is None or (type(rows) is range and rows.step == 1) for rows in ranges) and (
         number is None or type(number) is int
     )
 

@@ -165,9 +165,9 @@ class TransferTask(NativeTask):
         Raises:
             NativeError: this is a forked child, and the task its parent's.
             TypeError: not a stream, but an event or a handle.
-            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp` or
-                `ucx` does, or the host, in its own memory), or not yet, as the host waits for the
-                event that they come after; the engine has no accelerator, or an Ascend device: wait
+            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
+                `ucx` or the host does), or not yet, as the host waits for the event that they come
+                after; the engine has no accelerator, or an Ascend device: wait
                 on the host then. LLM_PARAM_INVALID: a stream of another accelerator, or one that is
                 captured. Otherwise an error of the accelerator. Then the stream is not held, or
                 only by a part of the copies.

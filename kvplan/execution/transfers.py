@@ -374,8 +374,8 @@ class Transfers:
         """
         self._closed = True
         self.small_nbytes = 0
-        for it in list(self._shares):
-            if (share := it()) is not None:
+        for held in list(self._shares):
+            if (share := held()) is not None:
                 share.close(cancel=cancel)
         self._executor.close(cancel)
 

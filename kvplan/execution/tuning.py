@@ -133,7 +133,7 @@ def this_processor() -> str:
     """Return the key of stored tunings. It is more than a name, which virtual machines share."""
     said = cpuinfo()
     names = ("cpu family", "model", "stepping", "CPU variant", "CPU revision")
-    parts = [f"{it.lower()} {said[it]}" for it in names if it in said]
+    parts = [f"{name.lower()} {said[name]}" for name in names if name in said]
     with suppress(OSError, ValueError):
         parts.append(f"{os.sysconf('SC_LEVEL3_CACHE_SIZE') >> 10} KiB of L3")
     return ", ".join([model_of(said), *parts, f"usable cores: {usable_cores()}"])
@@ -160,7 +160,9 @@ def _finding_of(document: Any) -> Finding:
     found = check_type("machine", document, dict)
     tuning = Tuning(**check_type("tuning", found["tuning"], dict))
     check_tuning(tuning)
-    reasons = [_line("reasons[]", it) for it in check_type("reasons", found["reasons"], list)]
+    reasons = [
+        _line("reasons[]", reason) for reason in check_type("reasons", found["reasons"], list)
+    ]
     took_ms = float(check_type("took_ms", found["took_ms"], float))
     if not math.isfinite(took_ms):
         raise ValueError(f"took_ms={took_ms} must be finite")

@@ -104,4 +104,4 @@ def _batches(chosen: NDArray[np.int64], nbytes: _Column) -> Iterator[tuple[_Colu
 
 
 def _columns(pieces: list[tuple[int, int, int]]) -> tuple[_Column, ...]:
-    return tuple(np.array(it, dtype=np.uint64) for it in zip(*pieces, strict=True))
+    return tuple(np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True))

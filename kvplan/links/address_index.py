@@ -57,7 +57,9 @@ class AddressIndex(Generic[_Cache]):
 
     def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
         self._who = who
-        self.extents = sorted((it for it in extents if it.nbytes), key=lambda it: it[:2])
+        self.extents = sorted(
+            (extent for extent in extents if extent.nbytes), key=lambda extent: extent[:2]
+        )
         firsts, lasts, owners = _apart(self.extents)
         self._firsts = np.array(firsts, dtype=np.uint64)
         # Last bytes, not ends: memory may end at 2**64.
@@ -76,7 +78,7 @@ class AddressIndex(Generic[_Cache]):
             found, missing, passes = locate(self._firsts, self._lasts, starts, nbytes)
             if missing >= 0:
                 number = missing if numbers is None else int(numbers[missing])
-                start, size = (int(it[number]) for it in given)
+                start, size = (int(column[number]) for column in given)
                 which = f"{side} range {number}, [{start:#x}, {start + size:#x})"
                 raise self._missing(which, int(starts[missing]))
             extents = found if self._owners is None else self._owners[found]
@@ -97,7 +99,7 @@ class AddressIndex(Generic[_Cache]):
         text = f"{which}: the byte at {missing:#x} is in no memory that {self._who}"
         if not self.extents:
             return _not_exist(f"{text} has registered: it has no memory")
-        nearest = min(self.extents, key=lambda it: _distance(it, missing))
+        nearest = min(self.extents, key=lambda extent: _distance(extent, missing))
         start, end = nearest.address, nearest.address + nearest.nbytes
         away = _distance(nearest, missing)
         where = "above the end" if missing >= end else "below the beginning"
@@ -156,9 +158,9 @@ def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[in
         nonlocal position
         position = to
 
-    for number, it in enumerate(extents):
-        until(it.address)
-        advance(it.address)
-        heappush(reaching, (-(it.address + it.nbytes - 1), number))
+    for number, extent in enumerate(extents):
+        until(extent.address)
+        advance(extent.address)
+        heappush(reaching, (-(extent.address + extent.nbytes - 1), number))
     until(None)
     return firsts, lasts, owners

@@ -146,7 +146,7 @@ class Links:
         self, clusters: Sequence[ClusterInfo], timeout_ms: int
     ) -> Coroutine[Any, Any, LinkResults]:
         check_clusters(clusters, ClusterInfo)
-        calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
+        calls = [(cluster.remote_cluster_id, cluster.endpoint()) for cluster in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
             if cluster_id == self._engine.cluster_id:
@@ -161,11 +161,17 @@ class Links:
     ) -> LinkResults:
         """End the links with all clusters, at both ends, at the same time."""
         check_clusters(clusters, ClusterInfo | int)
-        ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in clusters]
+        ids = [
+            cluster.remote_cluster_id if isinstance(cluster, ClusterInfo) else cluster
+            for cluster in clusters
+        ]
         timeout_s = _seconds(timeout_ms)
         check_type("force", force, bool)
         return self._run(
-            LinkResults.of((it, self._unlinker.unlink(it, timeout_s, force=force)) for it in ids)
+            LinkResults.of(
+                (cluster_id, self._unlinker.unlink(cluster_id, timeout_s, force=force))
+                for cluster_id in ids
+            )
         )
 
     def comm_link(
@@ -192,7 +198,7 @@ class Links:
         return self._rendezvous.status(comm_id)
 
     def live(self) -> int:
-        """The number of links that are up, being made or being ended."""
+        """Return the number of links that are up, being made or being ended."""
         return len(self._transitions.live())
 
     def get(self, cluster_id: int) -> PeerLink:
@@ -258,11 +264,13 @@ class Links:
             self._transitions.spawn(publisher.publish_pending())
 
     async def _publish_and_confirm(self, timeout_s: float) -> None:
-        await asyncio.gather(*(it.publish_and_confirm(timeout_s) for it in self._publishers()))
+        await asyncio.gather(
+            *(publisher.publish_and_confirm(timeout_s) for publisher in self._publishers())
+        )
 
     def _publishers(self) -> list[Publisher]:
         links = self._transitions.links.values()
-        return [it.publisher for it in links if it.is_live and it.publisher is not None]
+        return [link.publisher for link in links if link.is_live and link.publisher is not None]
 
     def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)

@@ -196,7 +196,7 @@ class LocalEngine:
 
     def offers(self) -> tuple[Offer, ...]:
         """Return the transports by which a peer could reach this process."""
-        return tuple(Offer(it.name, it.metadata(())) for it in self.transports)
+        return tuple(Offer(transport.name, transport.metadata(())) for transport in self.transports)
 
     def choose(self, peer: int, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
         """Choose the transport for a peer with these offers, and return it with its metadata.
@@ -204,7 +204,7 @@ class LocalEngine:
         The first transport that reaches all known memory of the peer wins, otherwise the first
         usable one.
         """
-        offered = {it.transport: it.metadata for it in offers}
+        offered = {offer.transport: offer.metadata for offer in offers}
         refusals = []
         partial: tuple[Transport, bytes] | None = None
         for transport in self.transports:
@@ -256,10 +256,16 @@ class PublishedTable:
         Removals come first, so that the peer never has a freed and a new cache at the same
         addresses.
         """
-        now = {it: entry.cache for it, entry in offered.items()}
+        now = {cache_id: entry.cache for cache_id, entry in offered.items()}
         published = self._published
-        removed = [it for it, cache in published.items() if now.get(it) is not cache]
-        added = [entry for it, entry in offered.items() if published.get(it) is not entry.cache]
+        removed = [
+            cache_id for cache_id, cache in published.items() if now.get(cache_id) is not cache
+        ]
+        added = [
+            entry
+            for cache_id, entry in offered.items()
+            if published.get(cache_id) is not entry.cache
+        ]
         self._published = now
         tables: list[Table] = []
         entries: list[TableEntry] = []

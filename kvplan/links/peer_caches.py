@@ -164,21 +164,24 @@ class PeerCaches(LinkLifecycle, ABC):
         held = self._joined.get(key)
         if held is not None and all(map(is_, held[0], caches)):
             return held[1]
-        link, *_ = [self._transport_link_to(it) for it in caches]
+        link, *_ = [self._transport_link_to(cache) for cache in caches]
         memory = link.memory(
-            np.concatenate([np.array(it.addresses, dtype=np.uint64) for it in caches]),
+            np.concatenate([np.array(cache.addresses, dtype=np.uint64) for cache in caches]),
             np.repeat(
-                np.array([it.desc.tensor_nbytes for it in caches], dtype=np.uint64),
-                [len(it.addresses) for it in caches],
+                np.array([cache.desc.tensor_nbytes for cache in caches], dtype=np.uint64),
+                [len(cache.addresses) for cache in caches],
             ),
             writable=writable,
-            metadata=[it.metadata for it in caches for _ in it.addresses],
+            metadata=[cache.metadata for cache in caches for _ in cache.addresses],
             any_holder=any_holder,
         )
         if len(self._joined) >= _MAX_JOINED:
             self._joined.clear()
         self._joined[key] = (tuple(caches), memory)
-        if any(self._table.by_id.get(it.cache_id) is not it for it in caches) or not self.is_live:
+        if (
+            any(self._table.by_id.get(cache.cache_id) is not cache for cache in caches)
+            or not self.is_live
+        ):
             self._joined.pop(key, None)  # as of one cache
         return memory
 

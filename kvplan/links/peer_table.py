@@ -15,10 +15,10 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Per peer. The local transport can register as many; the limit bounds the cost of a peer."""
+"""Limit for one peer, as many as the local transport can register. It bounds a peer's cost."""
 
 MAX_NBYTES = 256 << 20
-"""Of all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
+"""Limit for all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def _shard(entry: ShardEntry | None) -> Shard | None:
     if entry is None:
         return None
     (layers, num_layers), (heads, num_heads) = (
-        (None, None) if it is None else (range(it[0], it[1]), it[2])
-        for it in (entry.layers, entry.heads)
+        (None, None) if part is None else (range(part[0], part[1]), part[2])
+        for part in (entry.layers, entry.heads)
     )
     tokens = None
     if entry.tokens is not None:
@@ -162,10 +162,10 @@ class PeerTable:
         if held is not None and held[0] == version:
             return held[1]
         extents = (
-            Extent(address, it.desc.tensor_nbytes, it, tensor)
-            for it in self.caches()
-            if it.writable or not writable
-            for tensor, address in enumerate(it.addresses)
+            Extent(address, cache.desc.tensor_nbytes, cache, tensor)
+            for cache in self.caches()
+            if cache.writable or not writable
+            for tensor, address in enumerate(cache.addresses)
         )
         index = AddressIndex(f"cluster {self._cluster_id}", extents)
         self._indices[writable] = version, index
@@ -199,25 +199,27 @@ def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> Ad
     """
     lowest, highest = min(addresses), max(addresses)
     found = [
-        AddressedCache(it, left)
-        for it in caches
-        if it.first <= lowest and highest <= it.last and all(left := _left(it, addresses))
+        AddressedCache(cache, left)
+        for cache in caches
+        if cache.first <= lowest and highest <= cache.last and all(left := _left(cache, addresses))
     ]
-    return max(found, key=lambda it: (it.cache.writable, min(it.left)), default=None)
+    return max(found, key=lambda found: (found.cache.writable, min(found.left)), default=None)
 
 
 def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int]) -> LLMException:
     """Explain a None of `find_by_address` as LLM_KV_CACHE_NOT_EXIST or LLM_PARAM_INVALID."""
     cache_ids: list[int] = []
     for position, address in enumerate(addresses):
-        cache = next((it for it in caches if _left(it, [address])[0]), None)
+        cache = next((cache for cache in caches if _left(cache, [address])[0]), None)
         if cache is None:
             return LLMException(
                 f"addresses[{position}]={address:#x} lies in no cache that {who} offers",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         cache_ids.append(cache.cache_id)
-    other = next((it for it, cache_id in enumerate(cache_ids) if cache_id != cache_ids[0]), 0)
+    other = next(
+        (position for position, cache_id in enumerate(cache_ids) if cache_id != cache_ids[0]), 0
+    )
     return invalid(
         f"addresses[0]={addresses[0]:#x} lies in cache {cache_ids[0]} of {who}, and "
         f"addresses[{other}]={addresses[other]:#x} in cache {cache_ids[other]}; one transfer goes "
@@ -230,8 +232,8 @@ def _left(cache: PeerCache, addresses: Sequence[int]) -> list[int]:
     starts = sorted(cache.addresses)
     nbytes = cache.desc.tensor_nbytes
     # Tensors have one size: of two that overlap, the one that begins last ends last.
-    positions = ((it, bisect_right(starts, it)) for it in addresses)
-    return [max(0, starts[i - 1] + nbytes - it) if i else 0 for it, i in positions]
+    positions = ((address, bisect_right(starts, address)) for address in addresses)
+    return [max(0, starts[i - 1] + nbytes - address) if i else 0 for address, i in positions]
 
 
 def not_reached(cache: PeerCache, transport: str) -> LLMException:

@@ -207,8 +207,8 @@ class Rendezvous:
         comm.preparing.cancel()
         await asyncio.wait((comm.preparing,))
         links = [self._transitions.links.get(cluster_id) for cluster_id in comm.members]
-        ours = [it for it in links if it is not None and it.comm_id == comm_id]
-        ends = (self._unlinker.unlink(it.cluster_id, _UNLINK_S, force=False) for it in ours)
+        ours = [link for link in links if link is not None and link.comm_id == comm_id]
+        ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
         for outcome in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(outcome, LLMException):
                 if outcome.status_code is LLMStatusCode.LLM_LINK_BUSY:
@@ -259,12 +259,12 @@ class Rendezvous:
         try:
             async with asyncio.timeout(total_s):
                 await self._listen(comm, filter(self._listens_for, others))
-                pairs = [asyncio.create_task(self._pair(comm, it)) for it in others]
+                pairs = [asyncio.create_task(self._pair(comm, member)) for member in others]
                 await asyncio.gather(*pairs)
         except TimeoutError:
-            missing = [it for it in others if not comm.arrived[it].is_set()]
+            missing = [member for member in others if not comm.arrived[member].is_set()]
             errors = "; ".join(
-                str(e.args[0]) for it in missing if (e := self._transitions.errors.get(it))
+                str(e.args[0]) for member in missing if (e := self._transitions.errors.get(member))
             )
             reason = f"clusters {missing} have not linked within {total_s:g} s"
             self._conclude(comm, f"{reason}: {errors}" if errors else reason)
@@ -319,10 +319,12 @@ class Rendezvous:
     async def _listen(self, comm: Communicator, others: Iterable[int]) -> None:
         """Listen where `others` will connect. A port may serve several communicators."""
         engine = self._engine
-        for endpoint in {self._meeting_point(comm, it) for it in others}:
+        for endpoint in {self._meeting_point(comm, member) for member in others}:
             async with self._listening:
-                servers = (it for other in self._communicators.values() for it in other.servers)
-                server = next((it for it in servers if it.endpoint == endpoint), None)
+                servers = (
+                    server for other in self._communicators.values() for server in other.servers
+                )
+                server = next((server for server in servers if server.endpoint == endpoint), None)
                 if server is None:
                     handler, keys = self._handler, engine.keys
                     server = await Server.listen(engine.control, endpoint, handler, keys)
@@ -330,7 +332,7 @@ class Rendezvous:
 
     def _forget(self, comm: Communicator) -> None:
         del self._communicators[comm.comm_id]
-        still_used = {it for other in self._communicators.values() for it in other.servers}
+        still_used = {server for other in self._communicators.values() for server in other.servers}
         for server in set(comm.servers) - still_used:
             server.close()
 
@@ -376,7 +378,10 @@ def exposed_point(
 ) -> Endpoint | None:
     """Return where `cluster_id` listens for members on other hosts, or None."""
     here = members[cluster_id]
-    if any(it > cluster_id and there.server_id != here.server_id for it, there in members.items()):
+    if any(
+        member > cluster_id and there.server_id != here.server_id
+        for member, there in members.items()
+    ):
         return Endpoint(here.server_id, options.comm_port + here.device_id)
     return None
 

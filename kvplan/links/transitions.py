@@ -57,7 +57,7 @@ class Transitions:
 
     def live(self) -> set[int]:
         """Return the clusters whose link is up, being made or being ended."""
-        up = {it for it, link in list(self.links.items()) if link.is_live}
+        up = {cluster_id for cluster_id, link in list(self.links.items()) if link.is_live}
         return up | set(self.initiating) | set(self.accepting)
 
     def refuse_new(self, reason: str) -> None:
@@ -84,7 +84,7 @@ class Transitions:
         """Refuse a link above the limit. Unconfirmed handshakes of peers do not count."""
         if self._refusal:
             raise link_failed(self._refusal)
-        up = {it for it, link in list(self.links.items()) if link.is_live}
+        up = {cluster_id for cluster_id, link in list(self.links.items()) if link.is_live}
         live, most = (up | set(self.initiating)) - {cluster_id}, self._engine.options.max_links
         if len(live) >= most:
             raise LLMException(
@@ -189,9 +189,9 @@ class Transitions:
         link.change_state(state, reason)
         self._log(link, logging.INFO if orderly else logging.WARNING)
         self._release_resources(link, reason)
-        lost = [it for it in self.links.values() if it.state in LOST]
+        lost = [link for link in self.links.values() if link.state in LOST]
         if len(lost) > self._engine.options.max_links:  # drop peers that never come back
-            self.unlinked(min(lost, key=lambda it: it.since), "forgotten")
+            self.unlinked(min(lost, key=lambda link: link.since), "forgotten")
 
     def unlinked(self, link: PeerLink, reason: str) -> None:
         """Change any state to UNLINKED."""
@@ -327,7 +327,8 @@ class Unlinker:
         if isinstance(link, PeerLink) and link.state is LinkState.UNLINKED:
             return Unlinked()  # this side is finalizing, and closes the channel next
         if not isinstance(link, PeerLink) or link not in self._transitions.links.values():
-            raise LLMException("there is no link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+            code = LLMStatusCode.LLM_NOT_YET_LINK
+            raise LLMException("the link does not exist", status_code=code)
         with self._no_new_operations(link):
             if not await link.wait_idle(unlink.timeout_ms / 1000):
                 raise self._busy(link)

@@ -221,12 +221,15 @@ class LinkResults(list[LinkResult]):
                 return LinkResult(cluster_id, error.status_code, error)
             return LinkResult(cluster_id)
 
-        return cls(await asyncio.gather(*(result(*it) for it in tasks)))
+        return cls(await asyncio.gather(*(result(*task) for task in tasks)))
 
     @property
     def status(self) -> LLMStatusCode:
         """LLM_SUCCESS if all succeeded, otherwise the status of the first failure."""
-        return next((it.status for it in self if it.error is not None), LLMStatusCode.LLM_SUCCESS)
+        return next(
+            (result.status for result in self if result.error is not None),
+            LLMStatusCode.LLM_SUCCESS,
+        )
 
     def raise_for_status(self) -> None:
         """Raise the first failure, if any.
@@ -234,9 +237,9 @@ class LinkResults(list[LinkResult]):
         Raises:
             LLMException: The `error` of the first failed result.
         """
-        for it in self:
-            if it.error is not None:
-                raise it.error
+        for result in self:
+            if result.error is not None:
+                raise result.error
 
 
 def link_failed(message: str) -> LLMException:

@@ -47,6 +47,16 @@ def no_leases(where: str) -> LLMException:
     )
 
 
+def lease_words(leases: Sequence[BlockLease], transport: str) -> list[LeaseWord]:
+    """Return the words that a transport checks for these leases; refuse others as `no_leases`."""
+    words = []
+    for lease in leases:
+        if (word := lease.word(transport)) is None:
+            raise no_leases(transport)
+        words.append(word)
+    return words
+
+
 def check_process(pid: int, what: str) -> None:
     """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, the owner of `what`."""
     if os.getpid() != pid:

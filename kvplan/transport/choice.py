@@ -86,7 +86,7 @@ def _hccl(options: TransportOptions) -> Transport:
 
     if not isinstance(options.device, AscendDevice):
         raise LLMException(
-            "there is no Ascend device (kvplan.accelerator)",
+            "no Ascend device was found (kvplan.accelerator)",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     from kvplan.transport.hccl.transport import HcclTransport

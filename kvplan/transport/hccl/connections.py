@@ -311,7 +311,7 @@ class Connections:
 
     def _name(self, generation: int) -> str:
         instances = sorted((self._own_metadata().instance, self._peer.instance))
-        identity = b"".join([*(it.encode() for it in instances), self._session])
+        identity = b"".join([*(instance.encode() for instance in instances), self._session])
         return f"kvplan-{hashlib.sha256(identity).hexdigest()[:32]}-{generation}"
 
     def _retire(self, generation: int) -> bool:

@@ -130,7 +130,9 @@ class LocalTransport(BaseTransport[LocalRegistration]):
         with self._registrations.mutex:
             self._check_open()
             generations, writers = self._registrations.refs()
-            ranges = tuple(it.range for it in self._registrations.select(registrations))
+            ranges = tuple(
+                registration.range for registration in self._registrations.select(registrations)
+            )
         device = "" if self._sharing is None else self._sharing.uuid
         return Metadata(self._identity, generations, writers, ranges, device).to_bytes()
 

@@ -33,7 +33,7 @@ _NOWHERE: Final = 2**64 - 1
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """What keeps registered memory in place.
+    """The owners that keep registered memory in place.
 
     Attributes:
         pin: Of host memory; None: the caller keeps it.

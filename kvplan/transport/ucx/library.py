@@ -109,7 +109,7 @@ def why_no_rdma(library: str) -> str:
     """
     if not _RDMA.is_dir():
         return f"this host has no RDMA device ({_RDMA} is not there)"
-    if not any(_is_active(it) for it in _RDMA.glob("*/ports/*/state")):
+    if not any(_is_active(port) for port in _RDMA.glob("*/ports/*/state")):
         return f"no port of an RDMA device is active (as {_RDMA}/*/ports/*/state says)"
     if library and not any(Path(library).resolve().parent.glob(f"**/{_VERBS}")):
         return (
@@ -167,7 +167,7 @@ def check_devices(name: str, value: object) -> str:
         LLMException: LLM_PARAM_INVALID.
     """
     text = check_type(name, value, str)
-    if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", it) for it in text.split(",")):
+    if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", device) for device in text.split(",")):
         raise invalid(
             f"{name}={shown(text)} must be names of devices with commas between, such as "
             '"mlx5_0:1,mlx5_1:1", or empty'
