@@ -183,7 +183,7 @@ class RangeOperation(Operation):
             len(found.nbytes),
             pairs,
         )
-        plan = plan_ranges(Ranges(src, dst, nbytes, pulls), len(own), made)
+        plan = plan_ranges(Ranges(src, dst, nbytes, pulls, len(own), int(nbytes.sum())), made)
         reached = _as_reached(src if pulls else dst, theirs, peer, bounds)
         read, written = (reached, dst) if pulls else (src, reached)
         descriptors = Descriptors.from_columns(written, read, nbytes)

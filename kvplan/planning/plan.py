@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from kvplan.inspection.contents import model_note
@@ -25,6 +26,12 @@ MAX_NAME: Final = 64
 
 OBSERVERS: list[Callable[[Plan], object]] = []
 """Called with each plan that is made. Empty but in tests: `kvplan.testing.observe_plans`."""
+
+
+_reinterpret: Final = attrgetter("reinterpret")
+_num_pairs: Final = attrgetter("num_tensor_pairs")
+_num_descriptors: Final = attrgetter("num_descriptors")
+_nbytes: Final = attrgetter("nbytes")
 
 
 class PlacedPart(NamedTuple):
@@ -66,10 +73,16 @@ class Plan:
     @classmethod
     def made(cls, *parts: Part) -> Plan:
         """Return a new plan of parts that need no check, and show it to `OBSERVERS`."""
-        plan = object.__new__(cls)
-        vars(plan)["parts"] = parts
+        plan = cls._of(parts)
         if OBSERVERS:
             plan.observe()
+        return plan
+
+    @classmethod
+    def _of(cls, parts: tuple[Part, ...]) -> Plan:
+        """Return a plan of parts that need no check."""
+        plan = object.__new__(cls)
+        vars(plan)["parts"] = parts
         return plan
 
     def observe(self) -> None:
@@ -112,7 +125,7 @@ class Plan:
 
     def by_part(self) -> dict[str, Plan]:
         """Return each part as a plan of its own, without a name, by its label."""
-        return {part.label: Plan((part.labelled(""),)) for part in self.parts}
+        return {part.label: Plan._of((part.labelled(""),)) for part in self.parts}
 
     def for_layers(self, layers: range) -> Plan:
         """Return the plan that copies only the source layers in `layers` (step 1).
@@ -132,7 +145,7 @@ class Plan:
         t = part.tensors_per_layer
         some = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
         src_tensors, dst_tensors = part.src_tensors[some], part.dst_tensors[some]
-        return Plan((replace(part, src_tensors=src_tensors, dst_tensors=dst_tensors),))
+        return Plan._of((replace(part, src_tensors=src_tensors, dst_tensors=dst_tensors),))
 
     def placed(self) -> Iterator[PlacedPart]:
         """Each part, in order, with where its descriptors and tensors begin."""
@@ -165,25 +178,28 @@ class Plan:
         """Which side is this process's own: a pull writes it, a push reads it."""
         return self.parts[0].local
 
-    @cached_property
+    @property
     def reinterpret(self) -> bool:
         """Whether a part copies rows that mean different things as bytes."""
-        return any(part.reinterpret for part in self.parts)
+        return self.ranges is None and any(map(_reinterpret, self.parts))
 
-    @cached_property
+    @property
     def num_tensor_pairs(self) -> int:
         """Tensor pairs of all parts."""
-        return sum(part.num_tensor_pairs for part in self.parts)
+        ranges = self.ranges
+        return sum(map(_num_pairs, self.parts)) if ranges is None else ranges.num_parts
 
-    @cached_property
+    @property
     def num_descriptors(self) -> int:
         """Descriptors that lowering will make."""
-        return sum(part.num_descriptors for part in self.parts)
+        ranges = self.ranges
+        return sum(map(_num_descriptors, self.parts)) if ranges is None else len(ranges.nbytes)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Bytes copied in all."""
-        return sum(part.nbytes for part in self.parts)
+        ranges = self.ranges
+        return sum(map(_nbytes, self.parts)) if ranges is None else ranges.total_nbytes
 
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from; tensors count within its part.

@@ -65,6 +65,8 @@ class Ranges(NamedTuple):
     dst: Column
     nbytes: Column
     pulls: bool
+    num_parts: int
+    total_nbytes: int
 
     def text(self, descriptor: int) -> str:
         """Where a descriptor reads and writes, by addresses.
@@ -101,14 +103,11 @@ class Ranges(NamedTuple):
         )
 
 
-def plan_ranges(
-    ranges: Ranges, num_parts: int, made_parts: Callable[[], Sequence[RangePart]]
-) -> Plan:
+def plan_ranges(ranges: Ranges, made_parts: Callable[[], Sequence[RangePart]]) -> Plan:
     """Return the plan of ranges that were checked. Descriptor i is range i.
 
     Args:
         ranges: part by part; the plan takes the columns over.
-        num_parts: how many there are.
         made_parts: makes them; it must hold no memory.
     """
     plan: Plan = object.__new__(Plan)
@@ -117,10 +116,6 @@ def plan_ranges(
         operation="pull_ranges" if ranges.pulls else "push_ranges",
         kind="C2C",  # each side is as one slot, of which bytes are moved
         local="dst" if ranges.pulls else "src",
-        reinterpret=False,  # the ranges are bytes, which mean nothing here
-        num_descriptors=len(ranges.nbytes),
-        num_tensor_pairs=num_parts,
-        nbytes=int(ranges.nbytes.sum()),
         made_parts=lambda: tuple(map(ranges.part, made_parts())),
     )
     if OBSERVERS:

@@ -242,11 +242,11 @@ DECODERS = {
         of_messages(
             msgspec.msgpack.encode(
                 [
-                    recording.TemplateRow(7, recording.template_of(PLAN), ("a", "b"), (1, 2)),
+                    recording.TemplateRow(7, recording.template_of(PLAN.part), ("a", "b"), (1, 2)),
                     [
                         recording.TRANSFER,
                         *(1.0, 0.1, "pull_blocks", 0, "", "", 2, 1, (), 1),
-                        [["", 7, *TABLES, recording.segments_of(PLAN)]],
+                        [["", 7, *TABLES, recording.segments_of(PLAN.part)]],
                     ],
                 ]
             )
