@@ -1,4 +1,4 @@
-"""Messages between engines: typed, authenticated, on one event loop in a thread of its own.
+"""Authenticated, typed messages between engines, on one event loop in its own thread.
 
-No plan, no memory and no transport may enter: what transports say of themselves is carried unread.
+This room must not import plans, memory or transports. It carries the metadata of transports unread.
 """

@@ -1,9 +1,8 @@
-"""The keys that guard conversations: who holds the key of a conversation may link, nobody else.
+"""The keys that authenticate conversations. Only a holder of the key may link.
 
-All engines of a cluster share one CURVE key pair, the cluster key; its file holds the secret half,
-from which the public one follows. Where there is no cluster key, engines of one user share the
-user's key inside a host: every user of a host can connect to loopback, so an address there proves
-nothing.
+All engines of a cluster share one CURVE key pair, the cluster key. Its file holds the secret half,
+from which the public half follows. Without a cluster key, the engines of one user on a host share
+the user's key: every user of a host can connect to loopback, so a loopback address proves nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _USER_KEY: Final = "user.key"
 _REMEDY: Final = "or give kvplan.cluster_key_file ('kvplan keygen' makes one)"
 
 COOKIE_NBYTES: Final = 31
-"""As many as ZMTP's greeting leaves unused."""
+"""The number of bytes that ZMTP's greeting leaves unused."""
 
 ADVICE: Final = "give both ends the same kvplan.cluster_key_file"
 
@@ -54,7 +53,7 @@ class ClusterKey:
     """A CURVE key pair; `secret` and `public` are 32 bytes each.
 
     Attributes:
-        advice: what to do about a peer that does not have it.
+        advice: The remedy if a peer does not have this key.
     """
 
     secret: bytes = field(repr=False)
@@ -77,7 +76,7 @@ class ClusterKey:
             raise invalid(f"cluster key {os.fspath(path)}: {error.strerror}") from None
         except LLMException:
             raise invalid(f"cluster key {os.fspath(path)}: it is not a regular file") from None
-        except RuntimeError as error:  # the home of no user
+        except RuntimeError as error:  # this user has no home
             raise invalid(f"cluster key {os.fspath(path)}: {error}") from None
         try:
             status = os.fstat(descriptor)
@@ -106,7 +105,7 @@ class ClusterKey:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner may read."""
-        # Under another name until it is complete, so that nobody reads half a key.
+        # Under another name until it is complete, so that no process reads half a key.
         part = f"{os.fspath(path)}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(part, flags, _MODE)
@@ -120,7 +119,7 @@ class ClusterKey:
             Path(part).unlink()
 
     def cookie(self, nonce: bytes) -> bytes:
-        """The answer to `nonce` that only holders of the key can give; cheap to check."""
+        """Return the answer to `nonce` that proves the key. It is cheap to check."""
         kind = b"kvplan-cookie"
         return blake2b(nonce, key=self.secret, digest_size=COOKIE_NBYTES, person=kind).digest()
 
@@ -129,7 +128,7 @@ class ClusterKey:
         if listening:
             socket.curve_server = True
             socket.zap_domain = self.public.hex().encode()  # read by `ZapAuthenticator`
-            # Nobody is admitted while no authenticator answers.
+            # Without this, libzmq admits every client while no authenticator answers.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         else:
             socket.curve_serverkey = self.public
@@ -153,7 +152,7 @@ def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class Keys:
-    """Which key guards a conversation; used on the loop's thread."""
+    """The choice of the key of a conversation. Only the loop's thread uses it."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None
@@ -163,7 +162,7 @@ class Keys:
         self._user: ClusterKey | None = None
 
     async def at(self, loop: ControlLoop, endpoint: Endpoint) -> ClusterKey | None:
-        """The key of conversations with the listener at `endpoint`."""
+        """Return the key of conversations with the listener at `endpoint`."""
         if self.cluster is not None or self._read_user is None or not endpoint.is_loopback:
             return self.cluster
         if self._user is None:
@@ -175,10 +174,10 @@ class UserKeyState(NamedTuple):
     """The user's key, for `kvplan info`.
 
     Attributes:
-        path: of its file.
-        is_made: whether the file exists.
-        why_not_home: why it is not below the home; empty: it is.
-        why_not: why it cannot be used; empty: it can.
+        path: Path of the key file.
+        is_made: True if the file exists.
+        why_not_home: Why the file is not below the home; empty if it is.
+        why_not: Why the key is not usable; empty if it is.
     """
 
     path: str
@@ -188,7 +187,7 @@ class UserKeyState(NamedTuple):
 
 
 def user_key() -> ClusterKey:
-    """The key of this user; made if there is none, by one of several processes at a time."""
+    """Return the key of this user, and make it if it does not exist."""
     path, why_not_home = state_file(_USER_KEY)
     if why_not_home:
         _log.warning("event=user_key path=%s reason=%r", path, why_not_home)
@@ -213,7 +212,7 @@ def user_key() -> ClusterKey:
 
 
 def describe_user_key() -> UserKeyState:
-    """The state of the user's key; makes nothing."""
+    """Return the state of the user's key without making one."""
     path, why_not_home = state_file(_USER_KEY)
     why_not = ""
     if is_made := os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""An ordered conversation with one peer: requests with replies, notices, heartbeats."""
+"""An ordered conversation with one peer: requests with replies, notices, and heartbeats."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ from kvplan.control.messages import (
 from kvplan.status import LLMException, LLMStatusCode
 
 MAX_REQUESTS: Final = 32
-"""Requests of one peer that are served at a time; more are refused."""
+"""Concurrent requests of one peer. More are refused."""
 
 MAX_PENDING_REQUESTS: Final = 4
-"""The same while the channel is bound to nothing."""
+"""Concurrent requests of one peer while its channel has no link."""
 
 MAX_UNDECODABLE: Final = 16
 """Undecodable frames of one peer that are dropped before its conversation is ended."""
 
 _CHECKS_PER_TIMEOUT: Final = 2
-"""Of a heartbeat, within the shorter one of interval and timeout, besides those at their ends."""
+"""Additional heartbeat checks within the shorter one of interval and timeout."""
 
-_MEANINGLESS: Final = "too many frames that are no messages"
+_MEANINGLESS: Final = "too many frames that are not messages"
 
 _Reply = TypeVar("_Reply", bound=Body)
 
 
 class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
-    """The conversation has ended; the text says why."""
+    """The conversation has ended. The text holds the reason."""
 
 
 class Handler(Protocol):
-    """Handles the messages of peers; called on the loop's thread, in order.
+    """The receiver of a peer's messages. It is called on the loop's thread, in order.
 
-    A request is begun in order, and may go on while the next messages are delivered.
+    Requests begin in order. One may still run while the next messages are delivered.
     """
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
-        """Answer a request; an LLMException becomes a Failed reply.
+        """Answer a request. An LLMException becomes a Failed reply.
 
-        It is cancelled when the conversation ends.
+        The end of the conversation cancels it.
         """
 
     def on_notice(self, channel: Channel, body: Body) -> None:
         """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """The conversation has ended, other than by this side's `close`."""
+        """Handle an end of the conversation that is not from `close` on this side."""
 
 
 class Channel:
-    """One conversation; made by `connect` and `Server`, used on the loop's thread.
+    """One conversation. `connect` and `Server` make channels; the loop's thread uses them.
 
     Attributes:
-        bound: the link that uses the channel. While it is None, the conversation is pending: the
-            server ends it when it is silent for long, or its place is needed.
-        introduced: whether the handler knows of this conversation, and is notified of its end.
-        closed_orderly: whether the peer has ended the conversation on purpose.
-        peer: its address, for messages.
-        connection: what carries the frames.
-        streams: makes the data connections of a link, from the challenge of its handshake.
-        last_received, last_sent: when the last message was received and sent, on the clock of
-            `time.monotonic`.
+        bound: The link that uses the channel. None while the conversation is pending: the server
+            then ends it if it is silent for long, or if its place is needed.
+        introduced: True once the handler knows of the conversation and is notified of its end.
+        closed_orderly: True if the peer has ended the conversation on purpose.
+        peer: Address of the peer, for messages.
+        connection: The carrier of the frames.
+        streams: Makes the data connections of a link from the challenge of its handshake.
+        last_received: When the last message arrived, on the clock of `time.monotonic`.
+        last_sent: When the last message was sent, on the same clock.
     """
 
     def __init__(
@@ -105,29 +105,29 @@ class Channel:
         self._control = loop
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        loop.register(self)  # before its connection: its Close is sent on that
+        loop.register(self)  # before its connection, which carries its Close
         self.connection = Connection(
             loop, key, listening=listening, on_frame=self._receive, on_end=self._on_connection_end
         )
         self._reason: str | None = None
-        self._is_ignoring = False  # after this side has closed
+        self._is_ignoring = False  # True after this side has closed
         self._seq = 0
         self._waiting: dict[int, asyncio.Future[Body | None]] = {}
         self._serving: set[asyncio.Task[Any]] = set()
         self._sending = asyncio.Lock()
         self._undecodable = 0
-        self._heard = asyncio.Event()  # for `ping`: also set when the channel ends
+        self._heard = asyncio.Event()  # for `ping`; also set when the channel ends
         self.last_received = self.last_sent = time.monotonic()
         self._heartbeat: Heartbeat | None = None
 
     @property
     def serving(self) -> bool:
-        """Whether a request of the peer is being served."""
+        """True while a request of the peer is being served."""
         return bool(self._serving)
 
     @property
     def closed(self) -> bool:
-        """Whether the conversation has ended."""
+        """True once the conversation has ended."""
         return self._reason is not None
 
     async def request(self, body: Body, timeout_s: float) -> Body:
@@ -150,7 +150,7 @@ class Channel:
         return answer
 
     async def typed_request(self, body: Body, expected: type[_Reply], timeout_s: float) -> _Reply:
-        """As `request`, for a request whose reply has one type."""
+        """Send a request, and return its reply if that has the expected type."""
         reply = await self.request(body, timeout_s)
         if not isinstance(reply, expected):
             raise LLMException(
@@ -160,12 +160,12 @@ class Channel:
         return reply
 
     async def notify(self, body: Body) -> None:
-        """Send a notice; waits while the peer does not take what it was sent before."""
+        """Send a notice. This waits while the peer does not read earlier ones."""
         self._check_open()
         await self._send(encode(body))
 
     async def ping(self) -> None:
-        """Ask whether the peer is there; return once it has sent anything."""
+        """Ping the peer, and wait for any message."""
         self._check_open()
         self._heard.clear()
         self.post(Ping())
@@ -173,35 +173,35 @@ class Channel:
         self._check_open()
 
     def keep_alive(self, interval_s: float, timeout_s: float) -> None:
-        """Ping after `interval_s` without sending; end after `timeout_s` without receiving."""
+        """Ping after `interval_s` without sending, and end after `timeout_s` without receiving."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if not self.closed:
             self._heartbeat = Heartbeat(self, interval_s, timeout_s)
 
     def close(self, reason: str = "", *, orderly: bool = False) -> None:
-        """End the conversation; the peer gets the reason, if it still reads. Idempotent."""
+        """End the conversation, and send the reason to a peer that still reads. Idempotent."""
         self._is_ignoring = True
         if not self.closed:
             self.post(Close((reason or "closed by the peer")[:MAX_TEXT], orderly))
             self._end(reason or "closed by this side")
 
     def drop(self, reason: str) -> None:
-        """End the conversation at once; nothing more is sent or waited for."""
+        """End the conversation at once, without sending or waiting."""
         self._is_ignoring = True
         if not self.closed:
             self._end(reason)
             self.connection.abort(reason)
 
     def lose(self, reason: str) -> None:
-        """The peer has ended the conversation, or is taken for dead: the handler is notified."""
+        """End a conversation whose peer has ended it or is dead, and notify the handler."""
         if not self.closed:
             self._end(reason)
             if self.introduced:
                 self._loop.call_soon(self._handler.on_lost, self, reason)
 
     def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send if there is room: messages about the conversation itself never wait."""
+        """Send if there is room. Messages about the conversation itself never wait."""
         if self._sending.locked():
             return
         with contextlib.suppress(ConnectionError):
@@ -209,7 +209,7 @@ class Channel:
                 self.last_sent = time.monotonic()
 
     async def wait_closed(self) -> None:
-        """Wait until its connection has ended, after `close`."""
+        """Wait until the connection has ended. Call `close` first."""
         await self.connection.wait_closed()
 
     async def _send(self, frame: bytes) -> None:
@@ -325,10 +325,10 @@ class Channel:
 
 
 class Heartbeat:
-    """Pings a peer when nothing was sent for a while, and ends a channel that is silent too long.
+    """The heartbeat of a channel: it pings an idle peer, and ends a silent channel.
 
-    Silence counts only while this process runs and has read all that has arrived: one that was
-    stopped, or did not get the GIL, would otherwise take all of its peers for dead.
+    Silence counts only while this process runs and has read all input. Otherwise a process that was
+    stopped, or did not get the GIL, would regard all of its peers as dead.
     """
 
     def __init__(self, channel: Channel, interval_s: float, timeout_s: float) -> None:
@@ -342,12 +342,12 @@ class Heartbeat:
         self._plan_check(self._checked_at)
 
     def stop(self) -> None:
-        """Check no more."""
+        """Stop all checks."""
         self._timer.cancel()
 
     def _check(self) -> None:
         channel = self._channel
-        # A peer that has sent a message meanwhile is not silent, whatever else has arrived.
+        # A peer that has sent any message in the meantime is not silent.
         drained = channel.last_received == self._last_received and channel.connection.drain()
         if channel.closed:
             return
@@ -365,7 +365,7 @@ class Heartbeat:
         self._plan_check(now)
 
     def _plan_check(self, now: float) -> None:
-        """Check again when a Ping is due or the time is up, after a minimal delay."""
+        """Plan the next check for the next Ping or timeout, after a minimal delay."""
         ping_s = self._channel.last_sent + self._interval_s - now
         due_s = min(ping_s, self._timeout_s - self._silent_s)
         delay_s = min(max(due_s, self._step_s / 2), self._step_s)

@@ -1,4 +1,4 @@
-"""How conversations begin: at the listener, and at the end that connects to one."""
+"""The start of conversations, at the listener and at the connecting end."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import reason_of, system_error
 
 MAX_PENDING: Final = 1024
-"""Connections that have not proved the key; without a key, conversations without a link.
+"""Limit of connections without proof of the key, or of conversations without a link.
 
-Fewer where the process may open few files: a conversation takes up to 4 of them, and pending
-connections take at most half of what there is.
+The limit is lower if the process may open few files: a conversation takes up to 4 of them, and
+pending connections take at most half.
 """
 
 PENDING_S: Final = 10.0
-"""Seconds after which a silent connection or conversation without a link is ended."""
+"""Seconds after which a silent connection, or a conversation without a link, is ended."""
 
 _SWEEP_S: Final = 1.0
-_PAUSE_S: Final = 0.1  # when no descriptor is free to accept with
+_PAUSE_S: Final = 0.1  # if no descriptor is free to accept with
 _ACCEPTED_AT_ONCE: Final = 64  # before the loop does other work
 
 _log = Log("kvplan.control")
 
 
 class Server:
-    """Listens on one endpoint; made by `listen`, used on the loop's thread."""
+    """A server on one endpoint. `listen` makes it; the loop's thread uses it."""
 
     def __init__(self, loop: ControlLoop, endpoint: Endpoint, handler: Handler) -> None:
         self.endpoint = endpoint
@@ -80,7 +80,7 @@ class Server:
         except OSError as error:
             raise system_error(f"cannot listen on {endpoint}", error) from None
         listening.setblocking(False)
-        # The longest possible queue: a connection that finds it full is tried again after a second.
+        # The longest possible queue: a connection that finds it full is retried after a second.
         listening.listen(socket.SOMAXCONN)
         server._listening = listening
         server._resume()
@@ -90,11 +90,11 @@ class Server:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """The conversations that are open, oldest first."""
-        return (*self._channels,)  # a copy at once, as tuple() is only with a GIL
+        """The open conversations, the oldest first."""
+        return (*self._channels,)  # one atomic copy: tuple() needs the GIL for that
 
     def close(self) -> None:
-        """Accept no more connections, and end all conversations that were accepted here."""
+        """Stop accepting, and end all conversations that were accepted here."""
         if self._listening is None:
             return
         self._loop.remove_reader(self._listening)
@@ -112,10 +112,10 @@ class Server:
         self._control.unregister(self)
 
     async def wait_closed(self) -> None:
-        """Nothing to wait for: the connections of its channels are waited for by themselves."""
+        """Return at once: channels wait for their own connections."""
 
     async def _take_keys(self, keys: Keys, here: Endpoint) -> None:
-        """Get the keys of connections to `here`; a wildcard includes addresses of this host."""
+        """Read the keys of connections to `here`. A wildcard includes addresses of this host."""
         self._key = self._key_inside = await keys.at(self._control, here)
         if here.is_wildcard:
             self._key_inside = await keys.at(self._control, Endpoint("127.0.0.1"))
@@ -141,7 +141,7 @@ class Server:
             if _is_abandoned(path):
                 path.unlink()
             listening.bind(str(path))
-            path.chmod(0o600)  # nobody connects before `listen`
+            path.chmod(0o600)  # no process can connect before `listen`
             self._inode = path.stat().st_ino
         except OSError:
             listening.close()
@@ -160,7 +160,7 @@ class Server:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # it has ended already
+                continue  # the peer has closed it already
             except OSError as error:
                 _log.warning("event=accept_failed endpoint=%s error=%r", self.endpoint, error)
                 self._loop.remove_reader(self._listening)
@@ -211,26 +211,26 @@ class Server:
 
 
 def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
-    """Warn the caller that is about to listen, without a key, where other hosts may reach it."""
+    """Warn a caller that is about to listen without a key where other hosts may reach it."""
     with contextlib.suppress(OSError):
         if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
             warnings.warn(
-                f"listening on {endpoint} without a cluster key: whoever can reach it may link, "
-                "and read and overwrite the caches; make a key with 'kvplan keygen', and give all "
-                "engines its file (kvplan.cluster_key_file)",
+                f"listening on {endpoint} without a cluster key: every process that reaches it "
+                "may link, and read and overwrite the caches; make a key with 'kvplan keygen', and "
+                "give all engines its file (kvplan.cluster_key_file)",
                 RuntimeWarning,
                 stacklevel=stacklevel + 1,
             )
 
 
 def _resolve(endpoint: Endpoint) -> tuple[Any, ...]:
-    """What `socket.getaddrinfo` finds first."""
+    """Return the first result of `socket.getaddrinfo`."""
     kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     return socket.getaddrinfo(endpoint.host, endpoint.port, type=kind, flags=flags)[0]
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether `path` is the socket of a process that has died."""
+    """Return True if `path` is the socket of a process that has died."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
             return False
@@ -312,7 +312,7 @@ async def connect(
 
 
 async def _addresses_of(loop: ControlLoop, endpoint: Endpoint) -> list[tuple[int, int, Any]]:
-    """The families, protocols and addresses of the endpoint."""
+    """Return the families, protocols and addresses of the endpoint."""
     if endpoint.path:
         return [(socket.AF_UNIX, 0, endpoint.path)]
     resolve = partial(socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM)

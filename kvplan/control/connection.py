@@ -1,8 +1,8 @@
-"""One TCP or Unix connection, validated, and the ZeroMQ socket that uses it.
+"""One validated TCP or Unix connection, and the ZeroMQ socket that uses it.
 
 Bytes go  peer <-> stream <-> validator <-> private Unix socket <-> ZeroMQ PAIR <-> frames.
-The stream is ours and not libzmq's, so that system errors are known by number, the end of the peer
-is noticed at once, nothing reconnects silently, and hostile bytes are stopped.
+libzmq does not own the stream, because this module needs the errno of system errors, notices the
+end of the peer at once, never reconnects silently, and stops hostile bytes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _MAX_DRAINED: Final = 4 * QUEUE_LENGTH
 
 
 class Connection:
-    """Frames to and from one peer, in order; made and used on the loop's thread.
+    """Ordered frames to and from one peer. Only the loop's thread uses it.
 
     Attributes:
-        nonce: random bytes of the listening end's greeting; empty until the greeting was exchanged.
+        nonce: Random bytes of the listener's greeting; empty until the greetings were exchanged.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Connection:
         self._on_end = on_end
         self.nonce = b""
         self._validator = ZmtpValidator(encrypted=key is not None)
-        self._early = bytearray()  # what the peer sent before there was a ZeroMQ socket
-        self._skip = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which was sent before
+        self._early = bytearray()  # bytes of the peer that arrived before there was a ZeroMQ socket
+        self._skip = GREETING_NBYTES  # of ZeroMQ's output: its greeting, which was sent before
         self._is_cookie_due = not listening
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -83,19 +83,19 @@ class Connection:
         loop.register(self)
 
     def open(self, greeting: bytes = b"", nonce: bytes = b"") -> None:
-        """Begin the ZMTP handshake, on a stream that is connected, or will be at once."""
+        """Begin the ZMTP handshake on a stream that is connected or about to be."""
         self.nonce = nonce
         self._early += greeting
         if greeting:
             self._validator.check(greeting)
             self._open_soon()
         else:
-            # The rest, the cookie, follows when the nonce in the peer's greeting has arrived.
+            # The rest, the cookie, follows once the nonce in the peer's greeting has arrived.
             self.stream.write(zmtp_greeting(encrypted=self._key is not None)[:UNUSED_AT])
 
     @property
     def greeted(self) -> bool:
-        """Whether the peer has sent its greeting."""
+        """True once the peer has sent its greeting."""
         return self._validator.greeted
 
     async def ready(self) -> None:
@@ -105,13 +105,13 @@ class Connection:
             raise ConnectionError(self._reason)
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer does not read what is queued."""
+        """Queue a frame. This waits while the peer does not read the queue."""
         while not self.try_send(frame):
             self._writable.clear()
             await self._writable.wait()
 
     def try_send(self, frame: bytes) -> bool:
-        """Queue a frame if there is room; returns whether there was."""
+        """Queue a frame if there is room, and return True if there was."""
         if self._ended or self._socket is None:
             raise ConnectionError(self._reason or "the connection is not open")
         try:
@@ -125,8 +125,8 @@ class Connection:
         return awaited == zmq.POLLIN
 
     def drain(self) -> bool:
-        """Deliver what has arrived; returns whether that was all."""
-        self._writable.set()  # it may be what has changed
+        """Deliver all frames that have arrived, and return True if none is left."""
+        self._writable.set()  # the change may be room to write
         for _ in range(_MAX_DRAINED):
             if self._socket is None:
                 return True
@@ -139,12 +139,12 @@ class Connection:
         return False
 
     def abort(self, reason: str) -> None:
-        """End the connection at once; what is queued is lost."""
+        """End the connection at once, and drop queued frames."""
         self.close(reason)
         self._abort_both()
 
     def close(self, reason: str = "closed by this side") -> None:
-        """End the connection; what is queued is still sent, if the peer reads it soon."""
+        """End the connection. Queued frames are still sent if the peer reads them soon."""
         if self._ended:
             return
         self._ended = True
@@ -155,7 +155,7 @@ class Connection:
             self._opening.cancel()
         if self._socket is not None:
             self._loop.remove_reader(self._descriptor)
-            self._socket.close()  # its last frames arrive at the stream, then its end
+            self._socket.close()  # its last frames arrive at the stream before its end
             self._socket = None
         if not self._inner.connected:
             self.stream.close()
@@ -165,7 +165,7 @@ class Connection:
         self._settle()
 
     async def wait_closed(self) -> None:
-        """Wait until all of it has ended, which `close` limits in time."""
+        """Wait until the connection has ended. `close` limits that time."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
         await self._closed.wait()
@@ -183,7 +183,7 @@ class Connection:
                 self._connect_socket(listener.getsockname()[1:].decode())
                 near = await self._accept_own(listener)
             self._inner.attach(near)
-        except OSError as error:  # ZMQError is one of them
+        except OSError as error:  # including ZMQError
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
             return
         self.stream.resume()
@@ -195,7 +195,7 @@ class Connection:
         pair.linger = _LINGER_MS
         pair.maxmsgsize = MAX_FRAME_NBYTES
         pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
-        # Never, but enabled: else libzmq would drop what has arrived when the peer ends.
+        # It never sends one, but this is enabled: otherwise libzmq drops input when the peer ends.
         pair.reconnect_ivl = _NEVER_MS
         if self._key is not None:
             self._key.apply(pair, listening=self._listening)
@@ -204,7 +204,7 @@ class Connection:
         self._loop.add_reader(self._descriptor, self._drain)
 
     async def _accept_own(self, listener: socket.socket) -> socket.socket:
-        """Accept the connection of this process: other processes can see the socket's name."""
+        """Accept the connection of this process. Other processes can see the socket's name."""
         arrival = asyncio.Event()
         self._loop.add_reader(listener, arrival.set)
         try:
@@ -244,7 +244,8 @@ class Connection:
             self._is_cookie_due = False
             nonce = self.nonce = self._validator.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
-            # Not before: the peer begins its part when it has the cookie, and both work at a time.
+            # Not before: the peer begins its part when it has the cookie, so both ends work in
+            # parallel.
             self._open_soon()
         if not self._inner.connected:
             self._early += chunk
@@ -270,7 +271,7 @@ class Connection:
         elif not self._inner.connected:
             self._fail(self._reason)
         else:
-            self._inner.end()  # what arrived before the end is still read
+            self._inner.end()  # input from before the end is still read
         self._settle()
 
     def _zmq_ended(self, _error: Exception | None) -> None:

@@ -7,10 +7,10 @@ with 64 bytes that end in a MAC, and the listening end with a MAC of its own:
             of "client" | greeting | all before it
     answer  HMAC-SHA256 32 of "server" | greeting | hello
 
-The key of both is a secret that is derived from the challenge of the link's handshake. After that
-the connection belongs to the transport, which may encrypt with keys derived from the secret and the
-index. No key is used for two connections, as each end uses an index once: the end that dials calls
-`open` once for each, and the other refuses an index that was used before.
+The key of both MACs is a secret that is derived from the challenge of the link's handshake. After
+that, the connection belongs to the transport, which may encrypt with keys derived from the secret
+and the index. Each key is used for one connection only: the end that dials opens each index once,
+and the other end refuses an index that was used before.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class DataStreams(ABC):
 
     @abstractmethod
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
-        """Have the connections of these indices; see `Streams.open`."""
+        """Open the connections of these indices; see `Streams.open`."""
 
     async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:  # noqa: B027
-        """Wait until `open` of these indices need not wait; at once at the end that dials."""
+        """Wait until `open` of these indices need not wait. The end that dials returns at once."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the calls of `open` that wait, and connections not taken; idempotent."""
+        """End waiting calls of `open`, and connections that were not taken. Idempotent."""
 
     def _failed(self, index: int, phase: str, reason: str) -> LLMException:
         return LLMException(
@@ -77,7 +77,7 @@ class DataStreams(ABC):
         )
 
     def _answer(self, greeting: bytes, hello: bytes) -> tuple[int, bytes]:
-        """The index in a complete hello, and the answer to it."""
+        """Return the index in a complete hello, and the answer to the hello."""
         fields, mac = hello[: _FIELDS.size], hello[_FIELDS.size :]
         if not hmac.compare_digest(mac, self._mac(b"client", greeting, fields)):
             raise Unacceptable("it does not know the secret of the link that it names")
@@ -88,11 +88,11 @@ class DataStreams(ABC):
 
 
 OpenStreams: TypeAlias = Callable[[bytes], DataStreams]
-"""Makes the streams of the handshake with a challenge; on the loop's thread."""
+"""Makes the streams of the handshake with a challenge, on the loop's thread."""
 
 
 class DialledStreams(DataStreams):
-    """Connections that this side opens, for any thread."""
+    """Connections that this side opens, in any thread."""
 
     dials = True
 
@@ -117,7 +117,8 @@ class DialledStreams(DataStreams):
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         """Dial connections; see `Streams.open`.
 
-        Each step is done for all of them before the next: they take as many round trips as one.
+        Each step is done for all connections before the next step, so that they take as many round
+        trips as one.
         """
         deadline = time.monotonic() + timeout_s
         streams: list[socket.socket] = []
@@ -156,7 +157,7 @@ class DialledStreams(DataStreams):
         return streams
 
     def close(self) -> None:
-        """End the calls of `open` that wait, and refuse others; idempotent, for any thread."""
+        """End waiting calls of `open`, and refuse later ones. Idempotent, in any thread."""
         with self._mutex:
             self._closed = True
             for stream in self._dialling:
@@ -167,11 +168,12 @@ class DialledStreams(DataStreams):
         with self._mutex:
             if self._closed:
                 raise ConnectionError(ENDED)
-            _begin_connect(stream, self._address)  # within: `close` shuts only what connects
+            # Under the lock: `close` shuts only streams that connect.
+            _begin_connect(stream, self._address)
             self._dialling.add(stream)
 
     def _send_hello(self, stream: socket.socket, greeting: bytes, index: int) -> bytes:
-        """Prove that this side knows the secret; returns what was sent."""
+        """Prove that this side knows the secret, and return the bytes sent."""
         fields = _FIELDS.pack(_BEGINNING, index, self.link_id, secrets.token_bytes(16))
         hello = fields + self._mac(b"client", greeting, fields)
         stream.send(hello)  # a new connection has room
@@ -187,7 +189,7 @@ class DialledStreams(DataStreams):
 
 
 def is_hello(received: bytes | bytearray) -> bool:
-    """Whether these bytes are, or begin, the hello of a data connection."""
+    """Return True if these bytes are, or begin, the hello of a data connection."""
     if not received.startswith(_MAGIC[:1]):
         return False
     if not received.startswith(_MAGIC[: len(received)]):
@@ -200,19 +202,19 @@ def is_hello(received: bytes | bytearray) -> bool:
 
 
 def link_id_of(hello: bytes | bytearray) -> bytes:
-    """The link that a complete hello names; not proven yet."""
+    """Return the link that a complete hello names. The name is not proven yet."""
     link_id: bytes = _FIELDS.unpack_from(hello)[2]
     return link_id
 
 
 def way_of(dialler: Any, listener: Any) -> str:
-    """The two ends of a connection, for people; a Unix socket has one name."""
+    """Return the two ends of a connection, for messages. A Unix socket has one name."""
     ends = f"{endpoint_of(dialler)} -> " if isinstance(dialler, tuple) else ""
     return f"{ends}{endpoint_of(listener)}"
 
 
 def bind_source(stream: socket.socket, source: str) -> None:
-    """Bind a connection to an address of this host; a Unix socket has none."""
+    """Bind a connection to an address of this host. A Unix socket has none."""
     if source and stream.family != socket.AF_UNIX:
         try:
             stream.bind((source, 0))

@@ -1,4 +1,4 @@
-"""Where an engine listens: `host:port`, `[ipv6]:port` or `ipc:///path`."""
+"""The address of an engine: `host:port`, `[ipv6]:port` or `ipc:///path`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_PATH: Final = 107  # bytes of a Unix socket's name
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address to listen on or to connect to; exactly one of `host` and `path` is not empty."""
+    """An address to listen on or to connect to. Exactly one of `host` and `path` is not empty."""
 
     host: str = ""
     port: int = 0
@@ -41,14 +41,14 @@ class Endpoint:
             raise invalid(
                 f"endpoint={shown(text)} must be 'host:port', '[ipv6]:port' or 'ipc:///path'"
             )
-        # isdecimal alone would take digits of every script.
+        # isdecimal() alone accepts the digits of every script.
         if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
             raise invalid(f"endpoint={shown(text)}: port {shown(port)} is out of range [0, 65535]")
         return cls(host, int(port))
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this host can reach it."""
+        """True if only processes of this host can reach it."""
         if self.path or self.host == "localhost":
             return True
         address = self._address
@@ -58,12 +58,12 @@ class Endpoint:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for all addresses of this host."""
+        """True if it stands for all addresses of this host."""
         return self._address is not None and self._address.is_unspecified
 
     @property
     def _address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-        """None: a path, or a name, which may resolve to anything."""
+        """The IP address, or None for a path or a name, which may resolve to anything."""
         try:
             return ipaddress.ip_address(self.host)
         except ValueError:
@@ -76,7 +76,7 @@ class Endpoint:
 
 
 def endpoint_of(name: Any) -> Endpoint:
-    """What the system calls the end of a connection, as an endpoint."""
+    """Return the endpoint of a socket address."""
     return Endpoint(name[0], name[1]) if isinstance(name, tuple) else Endpoint(path=name)
 
 

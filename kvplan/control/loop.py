@@ -25,40 +25,44 @@ _T = TypeVar("_T")
 _Outcome: TypeAlias = tuple[BaseException] | tuple[None, _T]
 
 MAX_WORKERS: Final = 1024
-"""Threads for blocking calls, made when needed. Both ends of a connection wait for each other in
-theirs: with too few, engines that connect to each other would all wait for a free one."""
+"""Threads for blocking calls, made when needed.
+
+Both ends of a connection wait for each other in such threads. With too few, engines that connect to
+each other would all wait for a free one.
+"""
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
-"""That must be free: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
+"""Descriptors that must be free: the loop takes 3, a ZeroMQ context 9, a socket 3."""
 SPARE_THREADS: Final = 8
-"""That must be free, as libzmq aborts the process if it cannot start its 2. The loop takes 1; the
-others are for workers, and for threads that other parts of the process start meanwhile."""
+"""Threads that must be free, because libzmq aborts the process if it cannot start its 2.
+
+The loop takes 1. The others are for workers, and for other parts of the process.
+"""
 CLOSING_S: Final = 0.5
-"""Seconds that the last messages have to leave before their connections are closed."""
+"""Seconds that the last messages have before their connections are closed."""
 
 STOPPING_S: Final = 2.0
-"""Seconds that `ControlLoop.stop` waits: its caller may hold what the thread waits for."""
+"""Seconds that `ControlLoop.stop` waits, as its caller may hold a lock that the thread needs."""
 
 
 _log = Log("kvplan.control")
 
 
 class Closable(Protocol):
-    """An object that runs on a loop and must end before it does."""
+    """An object that runs on a loop and must end before the loop does."""
 
     def close(self) -> None:
         """Begin to end."""
 
     async def wait_closed(self) -> None:
-        """Wait until all of it is gone."""
+        """Wait until the object has ended."""
 
 
 class PendingCall(Generic[_T]):
     """A coroutine that runs on the loop while another thread waits for its outcome.
 
-    The two threads share no lock of Python's: a signal that interrupts the waiting one between
-    taking and releasing it, as inside `concurrent.futures.Future.result`, would block the loop for
-    ever.
+    The two threads share no Python lock. A signal that interrupts the waiting thread between taking
+    and releasing one, as inside `concurrent.futures.Future.result`, would block the loop for ever.
     """
 
     def __init__(
@@ -72,19 +76,19 @@ class PendingCall(Generic[_T]):
         self._report = report or self._outcomes.put
 
     def begin(self) -> None:
-        """Start the coroutine; on the loop."""
+        """Start the coroutine, on the loop."""
         self._task = asyncio.get_running_loop().create_task(self._coro)
         self._task.add_done_callback(self._done)
 
     def cancel(self) -> None:
-        """Nobody waits any more; on the loop, after `begin` if at all."""
+        """Cancel the coroutine, because its caller has gone. Called on the loop, after `begin`."""
         if self._task is None:
             self._coro.close()
         else:
             self._task.cancel()
 
     def end(self) -> None:
-        """The loop ends, or has ended: the coroutine does not go on."""
+        """Stop the coroutine with the loop."""
         if self._task is None:
             self._coro.close()
         self._report((asyncio.CancelledError(),))
@@ -107,7 +111,7 @@ class PendingCall(Generic[_T]):
             del outcome  # its traceback refers to this frame
 
     def _done(self, task: asyncio.Task[_T]) -> None:
-        self._task = None  # with its error, whose traceback refers to the waiting frame
+        self._task = None  # drop its error, whose traceback refers to the waiting frame
         if task.cancelled():
             self._report((asyncio.CancelledError(),))
         elif (error := task.exception()) is not None:
@@ -117,7 +121,7 @@ class PendingCall(Generic[_T]):
 
 
 class RefusalLog(LimitedLog):
-    """A limited log of what peers were refused."""
+    """A rate-limited log of refusals."""
 
     def __init__(self) -> None:
         super().__init__(_log)
@@ -128,9 +132,9 @@ class RefusalLog(LimitedLog):
 
 
 class ControlLoop:
-    """One thread that runs all conversations of an engine; other threads call into it.
+    """The thread that runs all conversations of an engine. Other threads call into it.
 
-    It belongs to the process that started it: in a forked child every call is refused.
+    It belongs to the process that started it. In a forked child every call is refused.
     """
 
     def __init__(self, name: str = "kvplan-control", max_workers: int = MAX_WORKERS) -> None:
@@ -166,7 +170,7 @@ class ControlLoop:
         loop.set_exception_handler(partial(_log_exception, self.refusals))
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        # Starts its threads now, while enough descriptors and threads are free for them.
+        # The context starts its threads now, while enough descriptors and threads are free.
         self._context.socket(zmq.PAIR).close()
         self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
         # Not a method: a loop without references must be collectable.
@@ -174,7 +178,7 @@ class ControlLoop:
         self._thread = threading.Thread(target=_serve, args=resources, name=self._name)
         self._thread.daemon = True
         self._ending = None
-        self._loop = loop  # first: it can be stopped even if the start is interrupted
+        self._loop = loop  # first, so that an interrupted start can be stopped
         try:
             self._thread.start()
         except RuntimeError:
@@ -184,7 +188,7 @@ class ControlLoop:
             raise
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout_ms: float | None = None) -> _T:
-        """Run `coro` on the loop and return its result; for all threads but the loop's own."""
+        """Run `coro` on the loop and return its result. Not for the loop's own thread."""
         try:
             loop = self._running()
             self._check_thread()
@@ -193,7 +197,7 @@ class ControlLoop:
             raise
         call = PendingCall(coro)
         try:
-            self._calls.add(call)  # first: a thread that ends answers the calls that it finds here
+            self._calls.add(call)  # first: a thread that ends answers the calls in this set
             _schedule(loop, partial(self._begin, call), otherwise=call.end)
             return call.result(timeout_ms)
         except asyncio.CancelledError:
@@ -205,7 +209,7 @@ class ControlLoop:
             self._calls.discard(call)
 
     async def run_for(self, coro: Coroutine[Any, Any, _T]) -> _T:
-        """As `run`, for a coroutine of another loop, which goes on meanwhile."""
+        """Run a coroutine on this loop, from a coroutine of another loop."""
         try:
             loop = self._running()
             caller = asyncio.get_running_loop()
@@ -215,7 +219,7 @@ class ControlLoop:
         outcome: asyncio.Future[_Outcome[_T]] = caller.create_future()
 
         def report(found: _Outcome[_T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits
                 caller.call_soon_threadsafe(_set_outcome, outcome, found)
 
         call = PendingCall(coro, report)
@@ -238,7 +242,7 @@ class ControlLoop:
             del found  # its traceback refers to this frame
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Have `function(*args)` called on the loop, from any thread."""
+        """Schedule `function(*args)` on the loop, from any thread."""
         try:
             self._running().call_soon_threadsafe(function, *args)
         except RuntimeError as error:
@@ -249,13 +253,13 @@ class ControlLoop:
     async def in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Run a function that may block in a thread of the pool, for a coroutine of the loop."""
+        """Run a blocking function in a thread of the pool, from a coroutine of the loop."""
         return await self._in_pool(partial(function, *args, **kwargs))
 
     def start_in_worker(
         self, function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs
     ) -> None:
-        """As `in_worker`, called in the control thread, which does not get the result."""
+        """Run a blocking function in a thread of the pool, and discard its result."""
         self._in_pool(partial(function, *args, **kwargs))
 
     def _in_pool(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
@@ -267,14 +271,15 @@ class ControlLoop:
         try:
             return asyncio.get_running_loop().run_in_executor(self._workers, run)
         except RuntimeError as error:
-            calls.clear()  # it stays in the pool's queue, for a worker that becomes free
+            calls.clear()  # the callback stays in the pool's queue until a worker is free
             raise system_error(f"{self._name} has no worker", error) from error
 
     def stop(self, disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End all conversations and the thread; idempotent, nothing in a forked child.
+        """End all conversations and the thread. Idempotent; does nothing in a forked child.
 
-        It waits for `STOPPING_S` at most: a signal handler may call it while the code that it
-        interrupted holds what the thread waits for. The thread then ends, and releases all, later.
+        This waits for `STOPPING_S` at most, because a signal handler may call it while the
+        interrupted code holds a lock that the thread needs. The thread then ends later and releases
+        everything.
         """
         if os.getpid() != self._pid:
             return
@@ -290,22 +295,22 @@ class ControlLoop:
             _log.warning("event=stops_late thread=%s waited_s=%g", self._name, STOPPING_S)
 
     def new_socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Make a ZeroMQ socket, of the loop's context."""
+        """Make a ZeroMQ socket in the loop's context."""
         if self._context is None:
             raise self._stopped()
         _check_descriptors()
         return self._context.socket(kind)
 
     def register(self, closable: Closable) -> None:
-        """Have an object closed before the loop ends; on the loop's thread."""
+        """Close an object before the loop ends. Called on the loop's thread."""
         self._closables[closable] = None
 
     def unregister(self, closed: Closable) -> None:
-        """`closed` has ended by itself; on the loop's thread."""
+        """Forget an object that has ended. Called on the loop's thread."""
         self._closables.pop(closed, None)
 
     def start_authenticator(self) -> None:
-        """Authenticate clients from now on, as servers with a key need it; on the loop."""
+        """Authenticate clients from now on, for servers with a key. Called on the loop."""
         if self._authenticator is None:
             self._authenticator = ZapAuthenticator(self.new_socket(zmq.ROUTER))
 
@@ -368,11 +373,11 @@ class ControlLoop:
 
 
 def _check_descriptors() -> None:
-    """Raise OSError if too few are free: libzmq aborts the process if it cannot open its own."""
+    """Raise OSError if too few descriptors are free, which would make libzmq abort the process."""
     held = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
     try:
         while len(held) < SPARE_DESCRIPTORS:
-            held.append(os.dup(held[0]))  # a quarter of what it takes to open it again
+            held.append(os.dup(held[0]))  # a quarter of the cost of opening it again
     finally:
         for descriptor in held:
             os.close(descriptor)
@@ -389,11 +394,11 @@ def _serve(
         loop.run_forever()
     finally:
         loop.close()
-        # Nothing can be scheduled from here on; what was scheduled before does not run any more.
+        # Nothing can be scheduled from here on, and earlier callbacks do not run any more.
         with contextlib.suppress(KeyError):
             while True:
                 calls.pop().end()
-        # A worker may wait for a peer; the deadline of its transport ends that, not this thread.
+        # A worker may wait for a peer. The deadline of its transport ends that, not this thread.
         workers.shutdown(wait=False, cancel_futures=True)
         context.destroy(linger=0)
 
@@ -404,7 +409,7 @@ def _schedule(
     *,
     otherwise: Callable[[], object],
 ) -> None:
-    """Have `function` called on the loop; call `otherwise` here, if the loop has ended."""
+    """Schedule `function` on the loop, or call `otherwise` here if the loop has ended."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:
@@ -412,7 +417,7 @@ def _schedule(
 
 
 def _set_outcome(future: asyncio.Future[_Outcome[_T]], outcome: _Outcome[_T]) -> None:
-    if not future.done():  # cancelled, or it has one
+    if not future.done():  # cancelled or already set
         future.set_result(outcome)
 
 

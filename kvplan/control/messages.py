@@ -1,7 +1,7 @@
 """The messages between engines: one typed, bounded message in one frame.
 
-A frame is one byte, the protocol version, and a msgpack array (seq, reply_to, body). Everything in
-a frame is checked while it is decoded; what is not as described here is refused as a whole.
+A frame is one byte, the protocol version, and a msgpack array (seq, reply_to, body). Decoding
+checks everything in a frame. A frame that does not match this description is refused as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
 REFUSAL_VERSION: Final = 0
-"""The version of a frame that only says, in UTF-8, why its sender ends the conversation.
+"""The version of a frame that only holds the reason, in UTF-8, why its sender closes.
 
 It is the same in every version of the protocol, so that versions can refuse each other in words.
 """
@@ -46,11 +46,11 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class _Body(_Message, frozen=True, tag=True):
-    """The base of messages; the tag says which one it is."""
+    """The base of messages. The tag identifies the type."""
 
 
 class _WithReason(_Body, frozen=True):
-    """The base of messages with a text for people, in which nothing commands their terminal."""
+    """The base of messages with a text for people, which is made safe for terminals."""
 
     reason: Text
 
@@ -59,7 +59,7 @@ class _WithReason(_Body, frozen=True):
 
 
 class Offer(_Message, frozen=True):
-    """A transport that the sender has, and what a peer needs to reach its memory by it."""
+    """A transport of the sender, and the metadata that a peer needs to reach memory by it."""
 
     transport: Name
     metadata: Metadata
@@ -113,10 +113,10 @@ class Unlinked(_Body, frozen=True):
 
 
 class ShardEntry(_Message, frozen=True):
-    """Which part of the model's cache a cache is: [first, one past the last), and of how many.
+    """The part of the model's cache that a cache holds: [first, one past the last), of the total.
 
-    Layers that do not follow each other are named by `numbers`. Tokens are [first, one past the
-    last), or the rank, ranks and size of `Interleaved`.
+    `numbers` lists layers that are not consecutive. Tokens are [first, one past the last), or the
+    rank, ranks and size of `Interleaved`.
     """
 
     layers: tuple[Uint32, Uint32, Uint32] | None
@@ -126,7 +126,7 @@ class ShardEntry(_Message, frozen=True):
 
 
 class TableEntry(_Message, frozen=True):
-    """A cache that a peer may reach; `metadata` is the link's transport's, for its memory."""
+    """A cache that a peer may reach. `metadata` belongs to the link's transport."""
 
     cache_id: CacheId
     num_tensors: Annotated[int, Meta(ge=1, lt=2**32)]
@@ -243,11 +243,11 @@ class Failed(_WithReason, frozen=True):
 
     @classmethod
     def of(cls, error: LLMException) -> Failed:
-        """The reply to a peer for `error`; a long message is cut."""
+        """Make the reply for `error`. A long message is cut."""
         return cls(str(error.args[0])[:MAX_TEXT], int(error.status_code))
 
     def exception(self) -> LLMException:
-        """The peer's failure as an error of ours; an unknown status becomes LLM_FAILED."""
+        """Convert the peer's failure to an error here. An unknown status becomes LLM_FAILED."""
         try:
             status = LLMStatusCode(self.status)
         except ValueError:
@@ -300,9 +300,9 @@ Body: TypeAlias = (
 
 
 class Envelope(_Message, frozen=True, array_like=True):
-    """A body, and what it belongs to.
+    """A body with its sequence numbers.
 
-    A request has a `seq` of its own and `reply_to` 0, its reply the reverse; a notice has neither.
+    A request has its own `seq` and `reply_to` 0, its reply the reverse. A notice has neither.
     """
 
     seq: Natural
@@ -345,7 +345,7 @@ def encode(body: Body, *, seq: int = 0, reply_to: int = 0) -> bytes:
 
 
 def encode_refusal(reason: str) -> bytes:
-    """Write a frame that every version understands: the conversation ends, and why."""
+    """Write a frame that ends the conversation with a reason, in every version."""
     return bytes((REFUSAL_VERSION,)) + reason[:MAX_TEXT].encode()
 
 

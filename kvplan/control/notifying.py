@@ -1,17 +1,17 @@
-"""Notifications over one link: directly inside one host, or by messages of the control connection.
+"""Notifications over one link: directly inside one host, or by control messages.
 
-The control connection takes a message through six threads; here the call that sends is all there is
-between the sender's program and the descriptor that the receiver's program watches. It is a Unix
-socket with packets, which the kernel keeps whole and in order, from one engine to another:
+A control message passes six threads. A direct notification only needs the system call between the
+sender's program and the descriptor that the receiver's program watches. The direct connection is a
+Unix packet socket, which keeps packets whole and in order:
 
-- The sender listens for a moment, at an abstract name that is derived from a secret, and says the
-  secret in a Notify. The receiver connects, shows that it knows the secret, and answers. Then the
-  sender has the connection, and the name is gone. Where this is not possible (another host, another
-  network namespace, another user) notifications go on over the control connection.
-- What `send` has accepted lies in the receiver's socket; the receiver ends by refusing more, and
-  then reads what lies there. So a packet has arrived once, or the sender knows that it has not.
-- A sender sends `WINDOW` packets at most that the receiver has not taken, and none at all while the
-  receiver's queue is full; then it asks over the control connection.
+- The sender listens briefly at an abstract name derived from a secret, and sends the secret in a
+Notify. The receiver connects, proves that it knows the secret, and answers. Then the sender has the
+connection, and removes the name. If this is not possible (another host, network namespace or user),
+notifications continue over the control connection.
+- A packet that `send` has accepted is in the receiver's socket. The receiver ends by refusing more
+packets, and then reads the rest. So a packet has arrived once, or the sender knows that it has not.
+- A sender sends at most `WINDOW` packets that the receiver has not taken, and none while the
+receiver's queue is full. It then asks over the control connection.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 WINDOW: Final = 256
-"""Packets that lie in the receiver's socket, at most; the kernel has room for 50 of 4 KiB."""
+"""Maximum of unread packets in the receiver's socket. The kernel has room for 50 of 4 KiB."""
 
 _BACKLOG: Final = 4  # other processes see the name, too
 _BUFFER_NBYTES: Final = 212992  # of the kernel's default limit
@@ -49,41 +49,42 @@ _peer_log = LimitedLog(Log("kvplan.links"))
 
 
 class DirectSender:
-    """Sends packets to one receiver, from any thread; made by `DirectListener.accept`.
+    """The sender of packets to one receiver, for any thread. `DirectListener.accept` makes it.
 
-    The descriptor is closed with this object only: a thread may be using it when `end` is called.
+    Only the garbage collection of this object closes the descriptor, because a thread may be using
+    it when `end` is called.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.setblocking(False)  # a program's `socket.setdefaulttimeout` would wait for room
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
-        self._left = WINDOW  # threads that change it at a time may miscount by a few
-        self._has_room = True  # as the receiver has last said
+        self._left = WINDOW  # concurrent changes may miscount by a few
+        self._has_room = True  # as the receiver last reported
 
     def send(self, packet: bytes) -> bool:
-        """Send now; returns whether the receiver has it: if not, ask it."""
+        """Send now, and return True if the receiver has the packet. Otherwise ask the receiver."""
         if self._left <= 0 and not self._is_emptied():
             return False
         self._left -= 1
         try:
             self._socket.send(packet, socket.MSG_DONTWAIT)
-        except OSError:  # no room, or it has ended: the control connection says what is so
+        except OSError:  # no room, or it has ended: the control connection reports which
             self._left = 0
             return False
         return True
 
     def grant(self, count: int) -> None:
-        """The receiver has taken all that was sent, and has room for `count` more."""
+        """Record that the receiver has taken all packets and has room for `count` more."""
         self._left, self._has_room = count, count > 0
 
     def end(self) -> None:
         """Send no more."""
-        with suppress(OSError):  # the receiver was first
+        with suppress(OSError):  # the receiver has ended first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _is_emptied(self) -> bool:
-        """Whether the receiver's program has taken all that was sent, as its queue was empty."""
+        """Return True if the receiver's program has taken all packets."""
         if not self._has_room:
             return False
         lying = fcntl.ioctl(self._socket, termios.TIOCOUTQ, _NOTHING)
@@ -96,10 +97,10 @@ class DirectSender:
 
 
 class DirectListener:
-    """Where a receiver may connect, once; used on the loop's thread.
+    """A listener for one connection of a receiver. Only the loop's thread uses it.
 
     Attributes:
-        secret: what the receiver has to be told.
+        secret: The secret that the receiver must know.
     """
 
     def __init__(self) -> None:
@@ -113,9 +114,9 @@ class DirectListener:
             raise
 
     def accept(self) -> DirectSender | None:
-        """Return the connection of the receiver, which has answered; None: it did not connect."""
+        """Return the connection of the receiver after its answer, or None if it did not connect."""
         with suppress(OSError):
-            for _ in range(_BACKLOG + 1):  # so many wait; others who come meanwhile hold up nobody
+            for _ in range(_BACKLOG + 1):  # the backlog: other processes that connect delay nothing
                 connection, _ = self._listener.accept()
                 if hmac.compare_digest(_first_packet(connection), _token(self.secret)):
                     return DirectSender(connection)
@@ -123,14 +124,14 @@ class DirectListener:
         return None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._listener.close()
 
 
 def connect(secret: bytes) -> socket.socket | None:
-    """Connect to the listener with this secret; None: it cannot be reached from here.
+    """Connect to the listener with this secret, or return None if it is not reachable.
 
-    A process of another user that has taken its name is no way to be notified.
+    A process of another user that has taken the name is refused.
     """
     try:
         connection = _new_socket()
@@ -155,7 +156,7 @@ def _first_packet(connection: socket.socket) -> bytes:
     connection.setblocking(False)
     try:
         return connection.recv(_TOKEN_NBYTES + 1)
-    except OSError:  # it has said nothing, or has gone
+    except OSError:  # silent or gone
         return b""
 
 
@@ -168,31 +169,31 @@ def _token(secret: bytes) -> bytes:
 
 
 class Inbox(Protocol):
-    """Where the notifications of linked peers arrive; for the control thread, and never blocks."""
+    """The queue for notifications of linked peers. The control thread calls it; it never blocks."""
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
-        """Put in what a peer sends by a message, behind what lies in its direct connection.
+        """Add a notification that came as a message, after those in the peer's direct connection.
 
         Returns:
             How many more may be sent directly.
 
         Raises:
-            LLMException: LLM_LINK_BUSY: nobody has read those before; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_LINK_BUSY if the queue is full; LLM_ENGINE_FINALIZED.
         """
 
     def attach(self, cluster_id: int, direct: socket.socket) -> None:
-        """Take from now on what a peer sends directly.
+        """Receive from a direct connection of a peer from now on.
 
         Raises:
-            OSError: the system has no room to watch it.
+            OSError: The system has no room to watch it.
         """
 
     def detach(self, direct: socket.socket) -> None:
-        """Take what lies there, and close it; idempotent."""
+        """Read the remaining packets of a direct connection, and close it. Idempotent."""
 
 
 class Notifier:
-    """Sends and receives the notifications of one link."""
+    """The notifications of one link, in both directions."""
 
     def __init__(self, cluster_id: int) -> None:
         self._cluster_id = cluster_id
@@ -200,14 +201,14 @@ class Notifier:
         self._receiving: socket.socket | None = None
         self._may_offer = True
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
-        # Of requests, in the order in which they were sent. While one is not answered it may still
-        # arrive, and what is sent directly would overtake it.
+        # Tokens of requests, in sending order. An unanswered one may still arrive, and direct
+        # packets would overtake it.
         self._last_sent = self._last_answered = 0
-        self._later: set[object] = set()  # what `send_later` has not sent, or has no answer to
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself refers to them weakly
+        self._later: set[object] = set()  # tokens of `send_later` that are unsent or unanswered
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds only weak references
 
     def send_directly(self, data: bytes) -> bool:
-        """Send from the calling thread; returns whether it has arrived: else use a message."""
+        """Send from the calling thread, and return False if it needs a message instead."""
         direct = self._sending
         return (
             direct is not None
@@ -217,7 +218,7 @@ class Notifier:
         )
 
     async def send(self, channel: Channel, data: bytes, timeout_s: float) -> None:
-        """Send by a message, and wait for the answer; makes the direct connection if it can."""
+        """Send by a message, wait for the answer, and make the direct connection if possible."""
         async with asyncio.timeout(timeout_s), self._slots:  # in order: both are FIFO
             listener = self._offer()
             connects = listener is not None
@@ -237,12 +238,12 @@ class Notifier:
             finally:
                 if listener is not None:
                     listener.close()
-                self._may_offer = self._may_offer or connects  # it was not answered
+                self._may_offer = self._may_offer or connects  # the offer was not answered
 
     def send_later(
         self, token: object, channel: Callable[[], Channel], data: bytes, timeout_s: float
     ) -> None:
-        """As `send`, in the background; what fails is logged."""
+        """Send in the background. A failure is logged."""
         task = asyncio.get_running_loop().create_task(
             self._send_and_log(token, channel, data, timeout_s)
         )
@@ -250,16 +251,16 @@ class Notifier:
         task.add_done_callback(self._tasks.discard)
 
     def defer(self) -> object:
-        """Have what follows sent by messages, too, after one that the control thread will send."""
+        """Send later notifications as messages, after one that the control thread will send."""
         self._later.add(token := object())
         return token
 
     def settle(self, token: object) -> None:
-        """End what `defer` has begun: the message is answered, or has failed."""
+        """Conclude a message that `defer` has begun."""
         self._later.discard(token)
 
     def receive(self, notify: Notify, inbox: Inbox) -> Notified:
-        """Put what the peer sends where the program reads."""
+        """Put the peer's notification into the program's queue."""
         window = inbox.deliver(self._cluster_id, notify.data, self._receiving)
         if notify.direct is not None and (connection := connect(notify.direct)) is not None:
             if self._receiving is not None:
@@ -273,7 +274,7 @@ class Notifier:
         return Notified(window)
 
     def end(self, inbox: Inbox | None) -> None:
-        """The link has ended; in the control thread."""
+        """End all notifications with the link, in the control thread."""
         if self._sending is not None:
             self._sending.end()
             self._sending = None
@@ -288,7 +289,7 @@ class Notifier:
         try:
             await self.send(channel(), data, timeout_s)
         except (LLMException, TimeoutError, ChannelClosed) as error:
-            # As text: a record that is kept would keep the error, and with it what has failed.
+            # As text: a log record that a handler keeps would keep the error and its frames.
             _peer_log.warning("event=not_notified peer=%s reason=%s", self._cluster_id, repr(error))
         finally:
             self.settle(token)

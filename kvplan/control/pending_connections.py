@@ -1,10 +1,10 @@
 """Connections that are not authenticated yet: cheap to hold, and few of one address.
 
-A pending connection is greeted with a nonce, and becomes a conversation once it has answered with
-the key's cookie for it; until then it costs no more than a socket. Without a key every connection
-becomes a conversation, one address after another, and stays pending until it has a link: others may
-take its place. With or without a key, it becomes a data connection once it has proved that it knows
-the secret of a link that is being made.
+A pending connection is greeted with a nonce. It becomes a conversation once it has answered with
+the key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
+connection becomes a conversation, with the addresses taking turns, and stays pending until it has a
+link: other connections may take its place. With or without a key, it becomes a data connection once
+it has proved that it knows the secret of a link that is being made.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _NEXT_64_HOSTS: Final = 8  # bytes of an IPv6 address that a site cannot choose
 
 
 class PendingConnection:
-    """One of them.
+    """A connection that has not authenticated yet.
 
     Attributes:
-        socket: of the connection, until a channel uses it.
-        name: the system's name of the other end.
-        source: what counts as one address.
-        key: of its conversation; None: none is needed.
-        since: when it was accepted, on the clock of `time.monotonic`.
-        greeting: what is sent to it.
-        received: what it has sent so far, at most as much as a greeting.
-        channel: its conversation, if it has one.
+        socket: The connection, until a channel uses it.
+        name: The system's name of the other end.
+        source: The group of addresses that counts as one address.
+        key: The key of its conversation; None if no key is needed.
+        since: When it was accepted, on the clock of `time.monotonic`.
+        greeting: The greeting for it.
+        received: Its input so far, at most as long as a greeting.
+        channel: Its conversation, if any.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class PendingConnection:
 
     @property
     def peer(self) -> str:
-        """Its address, for messages."""
+        """Address of the other end, for messages."""
         return str(endpoint_of(self.name)) if self.name else IPC
 
     @property
@@ -82,14 +82,14 @@ class PendingConnection:
 
     @property
     def has_key(self) -> bool:
-        """Whether it has proved that it has the key."""
+        """True once it has proved that it has the key."""
         return self.key is not None and secrets.compare_digest(
             self.validator.unused, self.key.cookie(self.nonce)
         )
 
 
 class PendingConnections:
-    """All pending connections of a server; used on the loop's thread."""
+    """All pending connections of a server. Only the loop's thread uses it."""
 
     def __init__(
         self, limit: int, open_channel: Callable[[PendingConnection], Channel], refusals: RefusalLog
@@ -99,8 +99,9 @@ class PendingConnections:
         self._refusals = refusals
         self._loop = asyncio.get_running_loop()
         self._by_source: dict[str, list[PendingConnection]] = {}
-        self._waiting: dict[str, list[PendingConnection]] = {}  # of them, for a channel
-        self._links: dict[bytes, AcceptedStreams] = {}  # that are being made, by id
+        # Pending connections that wait for a channel.
+        self._waiting: dict[str, list[PendingConnection]] = {}
+        self._links: dict[bytes, AcceptedStreams] = {}  # links that are being made, by id
         self._count = 0
 
     def add(self, connection: PendingConnection) -> None:
@@ -117,13 +118,13 @@ class PendingConnections:
             self._drop_one()
 
     def remove(self, connection: PendingConnection) -> None:
-        """It is not pending any more: it has proved its key, has a link, or has ended."""
+        """Remove a connection that has proved its key, has a link, or has ended."""
         _take(self._waiting, connection)
         if _take(self._by_source, connection):
             self._count -= 1
 
     def sweep(self, earliest: float) -> None:
-        """Drop those older than `earliest` without a channel; remove those that are linked."""
+        """Drop connections older than `earliest` without a channel, and remove linked ones."""
         for connection in self._all():
             if connection.channel is None:
                 if connection.since < earliest:
@@ -132,7 +133,7 @@ class PendingConnections:
                 self.remove(connection)
 
     def close(self) -> None:
-        """Drop all without a channel; channels are closed elsewhere."""
+        """Drop all connections without a channel. The server closes the channels."""
         for streams in list(self._links.values()):
             streams.close_now()
         for connection in self._all():
@@ -155,7 +156,7 @@ class PendingConnections:
             self.remove(connection)
 
     def _all(self) -> list[PendingConnection]:
-        return [it for group in self._by_source.values() for it in group]
+        return [connection for group in self._by_source.values() for connection in group]
 
     def _read(self, connection: PendingConnection) -> None:
         try:
@@ -190,7 +191,7 @@ class PendingConnections:
             self._waiting.setdefault(connection.source, []).append(connection)
 
     def _accept_data(self, connection: PendingConnection) -> None:
-        """Give a data connection to the link that its hello names, once that is complete."""
+        """Hand a data connection to the link that its hello names, once that is complete."""
         if len(connection.received) < HELLO_NBYTES:
             return
         streams = self._links.get(link_id_of(connection.received))
@@ -200,7 +201,7 @@ class PendingConnections:
         streams.accept(connection)
 
     def _open_next(self) -> None:
-        """Begin one conversation: each address that waits has the same chance."""
+        """Begin one conversation. Each waiting address has the same chance."""
         if not self._waiting:
             return
         connection = secrets.choice(self._waiting[secrets.choice(list(self._waiting))])
@@ -216,7 +217,7 @@ class PendingConnections:
             self._refuse(connection, _TOO_MANY)
             return
         self.remove(connection)
-        if connection.channel.bound is None:  # else it is not pending any more
+        if connection.channel.bound is None:  # otherwise it is not pending any more
             self._refusals.note(connection.peer, _TOO_MANY)
             connection.channel.drop(_TOO_MANY)
 
@@ -227,9 +228,9 @@ class PendingConnections:
 
 
 class AcceptedStreams(DataStreams):
-    """Data connections that arrive on this side's listener; made on the loop's thread.
+    """Data connections that arrive on this side's listener.
 
-    Until `open` waits for it, a connection stays pending.
+    The loop's thread makes it. A connection stays pending until `open` waits for it.
     """
 
     dials = False
@@ -260,23 +261,23 @@ class AcceptedStreams(DataStreams):
         await self._wait(indices, timeout_s)
 
     def close(self) -> None:
-        """End the calls of `open` that wait, and connections not taken; idempotent."""
-        with suppress(LLMException):  # the loop has ended, and all connections with it
+        """End waiting calls of `open`, and connections that were not taken. Idempotent."""
+        with suppress(LLMException):  # the loop has ended with all connections
             self._loop.call_soon(self.close_now)
 
     def close_now(self) -> None:
-        """As `close`, in the loop's thread, and complete on return."""
+        """Close in the loop's thread, completely on return."""
         self._closed = True
         self._pending.forget_link(self)
         for slot in self._slots.values():
             if not slot.done():
                 slot.set_exception(ConnectionError(ENDED))
-                slot.exception()  # no warning of asyncio if nobody waits
+                slot.exception()  # retrieved, so that asyncio does not warn
             elif not slot.cancelled() and slot.exception() is None:
                 self._pending.drop(slot.result())
 
     def accept(self, connection: PendingConnection) -> None:
-        """Accept a connection whose complete hello names this link; on the loop's thread."""
+        """Accept a connection whose complete hello names this link. Called on the loop's thread."""
         index, answer = self._answer(connection.greeting, bytes(connection.received))
         slot = self._slot(index)
         if slot.done():
@@ -297,7 +298,7 @@ class AcceptedStreams(DataStreams):
         if self._closed:
             raise self._failed(indices[0], "accept", ENDED)
         # All slots now: `close` ends the wait for those that exist.
-        slots = [self._slot(it) for it in indices]
+        slots = [self._slot(index) for index in indices]
         self._awaited.update(indices)
         for slot in slots:
             if slot.done() and not slot.cancelled():
@@ -331,7 +332,7 @@ class AcceptedStreams(DataStreams):
 
 
 def _take(groups: dict[str, list[PendingConnection]], connection: PendingConnection) -> bool:
-    """Remove a connection, and return whether it was there."""
+    """Remove a connection, and return True if it was pending."""
     group = groups.get(connection.source, [])
     if connection not in group:
         return False

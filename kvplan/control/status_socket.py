@@ -1,8 +1,8 @@
-"""What an engine says of itself, to programs of the same user on this host.
+"""The status of an engine, for programs of the same user on this host.
 
-An engine listens at an abstract name of a Unix socket, which is gone with it, however it ends. Who
-connects is sent one JSON document, and that is all: nothing is read. The kernel says who the other
-end is; both ends refuse another user's (but root may look). `kvplan top` reads all that are there.
+An engine listens at an abstract Unix socket name, which vanishes with the engine. It sends one JSON
+document to each client and reads nothing. Both ends refuse a process of another user by the
+kernel's credentials, but root may look. `kvplan top` reads all engines.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
 
 SCHEMA_VERSION: Final = 1
-"""Of the document: rises when a field changes its meaning or goes."""
+"""Version of the document. It rises when a field changes its meaning or is removed."""
 
 _PREFIX: Final = "kvplan-status-"
 _BACKLOG: Final = 16
 _SEND_S: Final = 1.0
-"""What a reader may take to read."""
+"""Seconds that a client has to read the document."""
 _MAX_NBYTES: Final = 16 << 20
 _READERS: Final = 16
 _MANY: Final = 4
-"""Documents that are made at a time; who comes meanwhile is sent nothing."""
+"""Documents that are made concurrently. Further clients are sent nothing."""
 
 _log = Log("kvplan.control")
 _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """Answers with what `describe` returns, a dict of JSON values; lives on the control loop."""
+    """The server of the JSON values that `describe` returns. It runs on the control loop."""
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]
@@ -55,10 +55,10 @@ class StatusSocket:
         self._describe = describe
         self._listener: socket.socket | None = None
         self._answering = 0
-        self._unanswered: set[socket.socket] = set()  # whoever takes one out has to close it
+        self._unanswered: set[socket.socket] = set()  # the code that removes one must close it
 
     def start(self) -> None:
-        """Listen; in the control thread. An engine goes on without, if that cannot be."""
+        """Listen, in the control thread. The engine continues if that fails."""
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError as error:
@@ -77,19 +77,19 @@ class StatusSocket:
         self._control.register(self)
 
     def close(self) -> None:
-        """Listen no more; in the control thread."""
+        """Stop listening, in the control thread."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-        while self._unanswered:  # no worker comes to them any more
+        while self._unanswered:  # no worker will handle these
             self._unanswered.pop().close()
 
     async def wait_closed(self) -> None:
-        """All of it is gone with `close`."""
+        """Return at once: `close` ends everything."""
 
     def leave_to_parent(self) -> None:
-        """In a forked child: it is the parent's, whose name ends with it."""
+        """Close the copy in a forked child. The name is the parent's and ends with the parent."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -97,7 +97,7 @@ class StatusSocket:
     def _accept(self) -> None:
         if self._listener is None:
             return
-        with suppress(OSError):  # who has connected has gone
+        with suppress(OSError):  # the client has gone
             connection, _ = self._listener.accept()
             if self._answering >= _MANY or peer_credentials(connection).uid not in (
                 0,
@@ -112,14 +112,14 @@ class StatusSocket:
     def _answer(self, connection: socket.socket) -> None:
         try:
             self._unanswered.remove(connection)
-        except KeyError:  # `close` has closed it, and no other comes
+        except KeyError:  # `close` has closed it, and no other client comes
             return
         try:
             with connection:
                 connection.settimeout(_SEND_S)
                 document = {"schema_version": SCHEMA_VERSION, **self._describe()}
                 connection.sendall(json.dumps(document).encode())
-        except OSError:  # it does not read
+        except OSError:  # the client does not read
             pass
         except LLMException:  # the engine ends
             pass
@@ -128,20 +128,20 @@ class StatusSocket:
 
 
 def _leave_all() -> None:
-    for it in list(_open):
-        it.leave_to_parent()
+    for status_socket in list(_open):
+        status_socket.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_all)
 
 
 class Answer(NamedTuple):
-    """What an engine has said.
+    """The answer of one engine.
 
     Attributes:
-        pid: of its process, as seen from here; 0: it has not even been reached.
-        document: what it said; None: see `error`.
-        error: why it said nothing.
+        pid: Process of the engine; 0 if it was not reached.
+        document: The document; None if `error` is set.
+        error: Why the document is missing.
     """
 
     pid: int
@@ -150,17 +150,19 @@ class Answer(NamedTuple):
 
 
 def read_all(timeout_s: float = 1.0) -> list[Answer]:
-    """Ask all engines of this user in this network namespace, at once; by process and name."""
+    """Ask all engines of this user in this network namespace, by process and name."""
     names = sorted(_names())
     if not names:
         return []
     with ThreadPoolExecutor(min(_READERS, len(names))) as readers:
         answers = readers.map(lambda name: _read(name, timeout_s), names)
-        return sorted((it for it in answers if it is not None), key=lambda it: it.pid)
+        return sorted(
+            (answer for answer in answers if answer is not None), key=lambda answer: answer.pid
+        )
 
 
 def _names() -> set[str]:
-    """The names that engines of this user listen at, as far as names say that."""
+    """Return the names at which engines of this user appear to listen."""
     wanted = f"@{_PREFIX}{os.geteuid()}-"
     table = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
     last = (line.rpartition(" ")[2] for line in table.splitlines())
@@ -189,7 +191,7 @@ def _read(name: str, timeout_s: float) -> Answer | None:
 
 
 def _whole(connection: socket.socket, deadline: float) -> bytes:
-    """All that it sends, however slowly, until the deadline."""
+    """Read until the end of the stream or the deadline."""
     pieces, size = [], 0
     while piece := connection.recv(1 << 16):
         if (left := deadline - time.monotonic()) <= 0:

@@ -1,4 +1,4 @@
-"""Users of this host: their directories, and which of them is at the other end of a socket."""
+"""The users of this host: their directories, and the user at the other end of a socket."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
-    """The path of a state file, and why it is not below the home (empty: it is)."""
+    """The path of a state file, and why it is not below the home (empty if it is)."""
 
     path: Path
     why_not_home: str
 
 
 def private_directory(directory: Path, name: str) -> Path:
-    """Make a directory if necessary, and check that only this user can use it."""
+    """Make a directory if needed, and check that only this user can use it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -43,7 +43,7 @@ def private_directory(directory: Path, name: str) -> Path:
 def check_above(directory: Path, name: str) -> None:
     """Check that no other user can replace this directory by another.
 
-    A user who may write to a directory may rename what is in it, unless it is sticky; its owner
+    A user with write access to a directory may rename its entries, unless it is sticky. Its owner
     always may.
     """
     # The owner of the root directory is trusted; in a user namespace it may have another number.
@@ -66,24 +66,26 @@ def check_above(directory: Path, name: str) -> None:
 
 
 def runtime_directory() -> Path:
-    """Where this user's sockets are: below XDG_RUNTIME_DIR, else /tmp/kvplan-<uid>."""
+    """Return the directory of this user's sockets: in XDG_RUNTIME_DIR, or /tmp/kvplan-<uid>."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "kvplan"
     return Path("/tmp") / f"kvplan-{os.geteuid()}"
 
 
 def state_file(name: str) -> StateFile:
-    """Where this user's state is: below XDG_STATE_HOME or the home, else the runtime directory.
+    """Return the path of this user's state file.
 
-    In many containers there is no home, or no write access to it; and a program that root runs with
-    the home of another user must not make files there that this user cannot read.
+    It is in XDG_STATE_HOME, the home, or the runtime directory.
+
+    Many containers have no writable home. A program that root runs with the home of another user
+    must not make files there that this user cannot read.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
     base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"
     if not base.is_absolute():
         return StateFile(runtime_directory() / name, "this user has no home directory")
     file = base / "kvplan" / name
-    found = next(it for it in file.parents if os.path.lexists(it))
+    found = next(parent for parent in file.parents if os.path.lexists(parent))
     if found.lstat().st_uid != os.geteuid():
         return StateFile(runtime_directory() / name, f"{found} is not of user {os.geteuid()}")
     is_writable = os.access(found, os.W_OK | os.X_OK, effective_ids=True)
@@ -93,14 +95,14 @@ def state_file(name: str) -> StateFile:
 
 
 class Credentials(NamedTuple):
-    """Of the process that connected, or that listened: as they were then."""
+    """The process at the other end, as it was when it connected or listened."""
 
     pid: int
     uid: int
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """Ask the kernel."""
+    """Return the kernel's credentials of the other end."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(found)
     return Credentials(pid, uid)

@@ -1,4 +1,4 @@
-"""ZMTP: the bytes that a peer may send before it is authenticated, and the stream of frames."""
+"""ZMTP: validation of the bytes of a peer that is not authenticated, and the frame stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplan.control.messages import MAX_NBYTES
 
 GREETING_NBYTES: Final = 64
 UNUSED_AT: Final = 33
-"""Where the bytes of a greeting begin that ZMTP leaves unused, up to its end."""
+"""Offset of the unused bytes in a greeting; they reach its end."""
 
 _SIGNATURE: Final = {0: 0xFF, 9: 0x7F}  # the bytes between have no meaning
 _MECHANISM: Final = slice(12, 32)
@@ -22,7 +22,7 @@ _MAX_COMMAND_NBYTES: Final = 2048
 _LONG, _COMMAND = 0x02, 0x04
 _ERROR: Final = b"\x05ERROR"
 MAX_FRAME_NBYTES: Final = MAX_NBYTES + 64
-"""Of a message on the wire: encryption adds 33 bytes."""
+"""Maximum of a message on the wire: encryption adds 33 bytes."""
 
 _COMMANDS: Final = {b"NULL": 1, b"CURVE": 2}
 """Mechanisms, and how many commands each side sends in its handshake."""
@@ -34,7 +34,7 @@ _READ_NBYTES: Final = 256 << 10  # at a time
 
 
 def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_AT)) -> bytes:
-    """The first bytes of each side, with `unused` in those that ZMTP does not use."""
+    """Return the first bytes of each side, with `unused` in the bytes that ZMTP does not use."""
     mechanism = b"CURVE" if encrypted else b"NULL"
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(21, b"\0") + unused
 
@@ -44,7 +44,7 @@ class Unacceptable(Exception):  # noqa: N818 - what it says of bytes
 
 
 class ZmtpValidator:
-    """Parses one direction of a ZMTP 3 connection, and stops at the first bad byte."""
+    """A parser for one direction of a ZMTP 3 connection. It stops at the first bad byte."""
 
     def __init__(self, *, encrypted: bool) -> None:
         self._mechanism = b"CURVE" if encrypted else b"NULL"
@@ -56,7 +56,7 @@ class ZmtpValidator:
 
     @property
     def greeted(self) -> bool:
-        """Whether the peer has sent all of its greeting."""
+        """True once the peer has sent all of its greeting."""
         return len(self._greeting) == GREETING_NBYTES
 
     @property
@@ -66,7 +66,7 @@ class ZmtpValidator:
 
     @property
     def complete(self) -> bool:
-        """Whether the peer has sent all of its handshake."""
+        """True once the peer has sent all of its handshake."""
         return self._commands == 0 and self._command is None
 
     def check(self, chunk: bytes) -> None:
@@ -135,9 +135,10 @@ class ZmtpValidator:
 
 
 class ZapAuthenticator:
-    """Says which CURVE clients may connect: libzmq asks it (ZAP, ZeroMQ RFC 27) for each one.
+    """The authenticator of CURVE clients, which libzmq asks (ZAP, ZeroMQ RFC 27).
 
-    It admits the clients whose public key is the domain's name in hexadecimal, and has no state.
+    It admits clients whose public key in hexadecimal equals the name of the domain, and has no
+    state.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -149,7 +150,7 @@ class ZapAuthenticator:
         self._loop.add_reader(self._descriptor, self._answer)
 
     def close(self) -> None:
-        """Stop answering: nobody is admitted any more."""
+        """Stop answering. No client is admitted any more."""
         self._loop.remove_reader(self._descriptor)
         self._socket.close()
 
@@ -169,11 +170,11 @@ class ZapAuthenticator:
             self._socket.send_multipart([*envelope, *reply])
 
 
-_HIGH, _LOW = 64 << 10, 16 << 10  # bytes to be written at which the source is paused, and resumed
+_HIGH, _LOW = 64 << 10, 16 << 10  # unsent bytes at which the source is paused and resumed
 
 
 class Stream:
-    """One side of a relay; it stops reading while the `other` side cannot write."""
+    """One side of a relay. It stops reading while the `other` side cannot write."""
 
     other: Stream
 
@@ -184,16 +185,16 @@ class Stream:
         self._receive = receive
         self._ended = ended
         self._socket: socket.socket | None = None
-        self._unsent = bytearray()  # to be written
+        self._unsent = bytearray()  # bytes still to be written
         self._is_closing = self._is_paused = self._is_write_ended = self._is_full = False
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, whose end was not reported yet."""
+        """True while there is a connection whose end was not reported yet."""
         return self._socket is not None
 
     def attach(self, connection: socket.socket) -> None:
-        """Begin, on a non-blocking connection, which the stream owns from here on."""
+        """Begin on a non-blocking connection, which the stream owns from here on."""
         self._socket = connection
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -229,14 +230,14 @@ class Stream:
             self.other.pause()
 
     def end(self) -> None:
-        """Send nothing more; what arrives is still read."""
+        """Send nothing more. Input is still read."""
         if self._socket is not None and not self._is_write_ended and not self._is_closing:
             self._is_write_ended = True
             if not self._unsent:
                 self._shut()
 
     def close(self) -> None:
-        """End, once all that was written was sent; or, if not connected yet, when it is."""
+        """End after all output was sent. A stream that is not connected yet ends when it is."""
         if self._socket is not None and not self._is_closing:
             self._loop.remove_reader(self._socket)
             if not self._unsent:
@@ -276,7 +277,7 @@ class Stream:
             self._shut()
 
     def _send(self, chunk: bytes | bytearray) -> int:
-        """Returns how many bytes were sent."""
+        """Send as much as possible, and return the number of bytes sent."""
         assert self._socket is not None
         try:
             return self._socket.send(chunk)
@@ -294,7 +295,7 @@ class Stream:
             self._fail(error)
 
     def _fail(self, error: Exception | None) -> None:
-        """End now; what was written and not sent is lost."""
+        """End now, and drop unsent output."""
         self._is_closing = True
         self._unsent.clear()
         if self._is_full:  # the source must read its own end
@@ -306,7 +307,7 @@ class Stream:
             self._loop.call_soon(self._lose, error)
 
     def _lose(self, error: Exception | None) -> None:
-        if self._socket is not None:  # else it was reported before
+        if self._socket is not None:  # otherwise it was reported before
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()

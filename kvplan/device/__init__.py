@@ -1,4 +1,4 @@
 """Accelerators of this process: how to find them, and memory on them.
 
-The memory of other processes may not enter: that is `transport`.
+This room must not import `transport`, which has the memory of other processes.
 """

@@ -18,8 +18,10 @@ _DEVICE: Final[frozenset[Kind]] = frozenset({"device"})
 _BOTH: Final[frozenset[Kind]] = frozenset({"host", "device"})
 
 OVERRIDE: Final = "KVPLAN_ASCEND_LIBRARY"
-"""Environment variable: where it is set, the only place that is looked at: a library, or the folder
-of a toolkit. Empty: there is none. Otherwise `kvnative.ascend_files` says where."""
+"""Environment variable with the only place to search: a library, or the folder of a toolkit.
+
+If it is empty, no library is loaded. If it is not set, `kvnative.ascend_files` searches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class AscendDevice(Device):
     A forked child cannot use it. Without `library` the installed one is used.
 
     Attributes:
-        notes_pins: Whether pinning memory does not map it for the device, as from CANN 8.5 on.
+        notes_pins: True if pinning memory does not map it for the device, as from CANN 8.5 on.
             Mapped memory cannot be mapped again, as HCCL does with host memory.
     """
 

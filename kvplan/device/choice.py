@@ -37,8 +37,7 @@ ACCELERATORS: Final = ("auto", "none", *_OPEN)
 """The values of the option."""
 
 CUDA_CONTEXTS: Final = ("primary", "own")
-"""Whose context a CUDA device works in: the primary one, which frameworks in the same process use,
-or one of its own."""
+"""The contexts of a CUDA device: the primary one, which frameworks use, or its own."""
 
 
 def current_device(choice: str) -> int | None:
@@ -50,7 +49,8 @@ def current_device(choice: str) -> int | None:
         "cuda": (cuda.load_library, "cuCtxGetDevice"),
     }
     chosen = known if choice == "auto" else known.keys() & {choice}
-    return next((it for name in chosen if (it := _asked(*known[name])) is not None), None)
+    found = (_asked(*known[name]) for name in chosen)
+    return next((number for number in found if number is not None), None)
 
 
 def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:

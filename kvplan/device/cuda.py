@@ -24,21 +24,20 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 
 OVERRIDE: Final = "KVPLAN_CUDA_LIBRARY"
-"""Environment variable: where it is set, the only place that is looked at: a library, or the folder
-that has libcuda.so.1. Empty: there is none. Otherwise the loader finds libcuda.so.1."""
+"""Environment variable with the only place to search: a library, or the folder of libcuda.so.1.
+
+If it is empty, no library is loaded. If it is not set, the loader finds libcuda.so.1.
+"""
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def load_library(context: str = "primary") -> CudaLibrary:
-    """Return the CUDA driver's library for devices in that context, loaded once in a process.
-
-    Args:
-        context: "primary" or "own".
+    """Return the library of the CUDA driver for devices in `context` ("primary" or "own").
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
-            was looked for, and what the loader said.
+        LLMException: LLM_FEATURE_NOT_ENABLED if no usable library exists. The message names the
+            places searched and the loader's error.
     """
 
     def load(place: str | None) -> CudaLibrary:
@@ -50,7 +49,7 @@ def load_library(context: str = "primary") -> CudaLibrary:
 
 
 def driver_version() -> str | None:
-    """The version of the kernel's driver, "550.54.15" say; None: unknown."""
+    """Return the version of the kernel's driver, such as "550.54.15", or None."""
     with suppress(OSError, UnicodeDecodeError):
         found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _DRIVER.read_text())
         return found[1] if found else None
@@ -58,23 +57,24 @@ def driver_version() -> str | None:
 
 
 class CudaDevice(Device):
-    """A CUDA device of this process, as long as one engine uses it.
+    """A CUDA device of this process, for the lifetime of one engine. Any thread may use it.
 
-    May be used from several threads; in a forked child it is of no use.
+    A forked child cannot use it.
 
     Args:
-        device_id: its number among the devices that CUDA_VISIBLE_DEVICES leaves.
-        library: of the driver; None: the one that is found, for the primary context.
+        device_id: Its number among the devices in CUDA_VISIBLE_DEVICES.
+        library: The library of the driver; None: the installed one, in the primary context.
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what CUDA says.
+        LLMException: LLM_FEATURE_NOT_ENABLED if the library or the device does not exist; an error
+            of CUDA.
     """
 
     tensor_kind = "cuda"
 
     def __init__(self, device_id: int, library: CudaLibrary | None = None) -> None:
         super().__init__(device_id, library or load_library())
-        from kvplan.device import cuda_copies  # not where there is no library
+        from kvplan.device import cuda_copies  # only if there is a library
 
         try:
             if (tunings := cuda_copies.load(self)) is not None:
@@ -84,15 +84,15 @@ class CudaDevice(Device):
 
     @cached_property
     def sharing(self) -> CudaSharing:
-        """How processes of this host share its memory."""
+        """The sharing of its memory with processes of this host."""
         uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
         return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
 
     def watch(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> tuple[Watch, ...]:
-        """See `Device.watch`: CUDA numbers its allocations, and uses no number again.
+        """Watch memory by CUDA's allocation ids, which CUDA never reuses; see `Device.watch`.
 
         Raises:
-            LLMException: what CUDA says.
+            LLMException: An error of CUDA.
         """
         from kvnative import _cuda
 
@@ -110,10 +110,10 @@ class CudaDevice(Device):
         return (made,)
 
     def describe(self) -> dict[str, object]:
-        """What people want to know of it, by name."""
+        """Return the properties of the device, for people, by name."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
-        others = [it for it in range(library.device_count()) if it != self.id]
+        others = [number for number in range(library.device_count()) if number != self.id]
         from kvplan.device import cuda_copies
 
         return {
@@ -124,5 +124,5 @@ class CudaDevice(Device):
             "context": library.context,
             "driver": driver_version(),
             "copies": cuda_copies.describe(self),
-            "peer_access": [it for it in others if library.reaches(self.id, it)],
+            "peer_access": [number for number in others if library.reaches(self.id, number)],
         }

@@ -71,8 +71,8 @@ class CudaSharing:
             raise LLMException(
                 f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process: if the "
                 "driver does not reach it so, let both processes see both GPUs, and choose by "
-                "llm.DeviceId; where there is no peer access between the two (nvidia-smi topo -p2p "
-                "r), use kvplan.transport=tcp",
+                "llm.DeviceId; if the two have no peer access (nvidia-smi topo -p2p r), "
+                "use kvplan.transport=tcp",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             ) from error
 

@@ -64,7 +64,7 @@ class Watch(Protocol):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether other memory was found at its addresses."""
+        """True if other memory was found at its addresses."""
 
 
 class Device:
@@ -106,7 +106,7 @@ class Device:
 
     @property
     def sharing(self) -> Sharing | None:
-        """How processes of this host share its memory; None: they do not."""
+        """The sharing of its memory with processes of this host, or None."""
         return None
 
     @property

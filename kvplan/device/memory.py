@@ -41,7 +41,7 @@ class DeviceMemory(Revocable):
         device: The device.
         addresses: The address of each tensor, on the device.
         nbytes: The size of each tensor.
-        writable: Whether a transfer may write to them.
+        writable: True if a transfer may write to them.
         owner: Keeps the memory alive, or vouches for it; None: the addresses are checked before and
             after each transfer.
         watches: Of memory that its owner may free during a transfer; see `Device.watch`.
@@ -114,10 +114,10 @@ class DeviceMemory(Revocable):
         """
         memory = cls(
             device,
-            np.array([it.address for it in forms], dtype=np.uint64),
-            np.array([it.nbytes for it in forms], dtype=np.uint64),
-            writable=not any(it.read_only for it in forms),
-            owner=tuple(it.owner for it in forms),
+            np.array([form.address for form in forms], dtype=np.uint64),
+            np.array([form.nbytes for form in forms], dtype=np.uint64),
+            writable=not any(form.read_only for form in forms),
+            owner=tuple(form.owner for form in forms),
         )
         memory.check_located()
         memory.watches = device.watch(memory.addresses, memory.nbytes)
@@ -150,7 +150,7 @@ class DeviceMemory(Revocable):
 
     @property
     def held(self) -> bool:
-        """Whether something vouches that the memory stays in place."""
+        """True if an owner keeps the memory in place."""
         return self._owner is not None
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ class DeviceMemory(Revocable):
         """
         if self._owner is None:
             self.check_located(tensors)
-        elif any(it.is_replaced for it in self.watches):
+        elif any(watch.is_replaced for watch in self.watches):
             raise LLMException(
                 f"memory of device {self.device.id} that was registered has been freed, and its "
                 "addresses are other memory's now: unregister the cache (before its memory goes), "

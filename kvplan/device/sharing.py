@@ -29,7 +29,7 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         number: The number of the export, unique in the owner.
         fd: The owner's descriptor of it, which peers duplicate; -1: they map it by `handle`.
         handle: 128 hexadecimal digits; empty if there is a descriptor.
-        is_pool: Whether its parts come and go.
+        is_pool: True if its parts come and go.
     """
 
     device: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -52,7 +52,7 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_kept_by_peers(self) -> bool:
-        """Whether a mapping keeps the memory. Otherwise its owner must not free it meanwhile."""
+        """True if a mapping keeps the memory. Otherwise its owner must not free it meanwhile."""
         return self.fd >= 0
 
 
@@ -101,7 +101,7 @@ class Sharing(Protocol):
         Args:
             address, nbytes: The range.
             buffer: kvplan's allocation that holds it; None: it is the user's.
-            is_pool: Whether peers should keep the mapping even if they use no part of it. The first
+            is_pool: True if peers should keep the mapping even if they use no part of it. The first
                 export of an allocation decides.
 
         Raises:

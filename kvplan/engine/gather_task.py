@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex
 from kvplan.engine.operation import Operation
-from kvplan.execution.completion import AwaitableTask, run_aside
+from kvplan.execution.awaitable import AwaitableTask
+from kvplan.execution.completion import run_aside
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
 

@@ -1,6 +1,6 @@
-"""The execution of plans: memory is checked and bound, descriptors are lowered and submitted.
+"""Execution of plans: memory is checked and bound, descriptors are lowered and submitted.
 
-Devices, transports and engines may not enter; memory comes as `TensorMemory`.
+This room must not import devices, transports or engines. Memory comes as `TensorMemory`.
 """
 
 from kvplan.execution.compute_events import ComputeEvent, ComputeStream

@@ -1,6 +1,6 @@
-"""Binding: the descriptors of a plan between two memories, whose result no order of copies changes.
+"""Binding: the descriptors of a plan between two memories.
 
-Nothing may be submitted here.
+The result does not depend on the order of the copies. This module must not submit transfers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NONE = np.empty(0, dtype=np.uint64)
 
 
 class Bindable(Protocol):
-    """The part of `TensorMemory` that descriptors are made from."""
+    """The part of `TensorMemory` that binding reads."""
 
     @property
     def addresses(self) -> Addresses:
@@ -82,7 +82,7 @@ def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Des
         None,
         segments.repeats,
     )
-    # First whether whole tensors overlap, which is cheap and almost always decides.
+    # Compare whole tensors first, which is cheap and almost always decides.
     if extents_clash(
         written,
         part.dst.tensor_nbytes,
@@ -110,7 +110,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
     """Return the descriptors of all parts, one part after the other, as one array."""
     placed = [*plan.placed()]
     for name, memory in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.part, name).num_tensors for it in placed)
+        needed = sum(getattr(entry.part, name).num_tensors for entry in placed)
         if len(memory.addresses) != needed:
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the parts of the plan need {needed}"
@@ -126,7 +126,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
             raise LLMException(text, status_code=error.status_code) from None
         each.append(bound)
     descriptors = Descriptors.joined(each)
-    # As for one part: whether whole tensors overlap, and only then which bytes.
+    # As for one part, compare whole tensors before bytes.
     extents = written_extents(placed, dst.addresses, dst.nbytes)
     if extents is None or (
         one_space
@@ -151,22 +151,22 @@ def written_extents(
         return starts, ends
     writers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
-    for number, it in enumerate(placed):
-        if it.part.split:
+    for number, entry in enumerate(placed):
+        if entry.part.split:
             return None
-        first = it.dst_tensor + it.part.dst_tensors.start
-        for address in addresses[first : first + it.part.num_tensor_pairs].tolist():
+        first = entry.dst_tensor + entry.part.dst_tensors.start
+        for address in addresses[first : first + entry.part.num_tensor_pairs].tolist():
             writers.setdefault(address, []).append(number)
-            sizes[address] = max(sizes.get(address, 0), it.part.dst.tensor_nbytes)
+            sizes[address] = max(sizes.get(address, 0), entry.part.dst.tensor_nbytes)
     if any(a + sizes[a] > b for a, b in pairwise(sorted(writers))):
         return None
-    for together in {tuple(it) for it in writers.values() if len(it) > 1}:
+    for together in {tuple(numbers) for numbers in writers.values() if len(numbers) > 1}:
         runs = [placed[number].part.segments.expanded() for number in together]
-        columns = ([getattr(it, name) for it in runs] for name in ("dst_offsets", "nbytes"))
+        columns = ([getattr(run, name) for run in runs] for name in ("dst_offsets", "nbytes"))
         if first_overlap(*map(np.concatenate, columns)) is not None:
             return None
     firsts = np.array(sorted(writers), dtype=np.uint64)
-    lengths = np.array([sizes[it] for it in sorted(writers)], dtype=np.uint64)
+    lengths = np.array([sizes[address] for address in sorted(writers)], dtype=np.uint64)
     return firsts, firsts + lengths
 
 

@@ -4,138 +4,24 @@ from __future__ import annotations
 
 import os
 import select
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Event, current_thread
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary, ref
 
 from kvnative._executor import CompletionQueue, NativeError
 from kvnative._signals import Condition, Mutex
+from kvplan.execution.awaitable import AwaitableTask, NativeTask
 from kvplan.logs import Log
 from kvplan.status import LLMException
 from kvplan.system_limits import start_thread, system_error
 
-if TYPE_CHECKING:
-    import asyncio
-
-    from kvnative._executor import LayeredTask, Task
-
 _logger: Final = Log("kvplan")
 _MAX_ASIDE: Final = 32  # threads of a process
 _IDLE_S: Final = 0.5  # after which a thread without a call ends
-
-
-class AwaitableTask(ABC):
-    """A handle with one outcome, which can be waited for, awaited, or notified by calls."""
-
-    def __init__(self) -> None:
-        self._is_settled = False
-        self._calls: list[Callable[[], object]] = []
-
-    @property
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether no byte moves any more; never blocks."""
-
-    @abstractmethod
-    def wait(self, timeout_ms: float | None = None) -> None:
-        """Wait until every byte has arrived."""
-
-    @abstractmethod
-    def cancel(self, reason: LLMException | None = None) -> None:
-        """Stop the transfer."""
-
-    @abstractmethod
-    def _follow(self) -> None:
-        """Let the thread of the process settle this task when it ends. Idempotent."""
-
-    def result(self, timeout_ms: float | None = None) -> None:
-        """Return None when every byte has arrived, as a future does; otherwise raise as `wait`.
-
-        Raises:
-            ValueError: timeout_ms < 0 or not a number.
-            LLMException: as `wait`.
-        """
-        self.wait(timeout_ms)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self.coroutine().__await__()
-
-    async def coroutine(self) -> None:
-        """Await the task, for `asyncio.create_task` and task groups.
-
-        It costs no thread: one thread learns of the end of all tasks that are awaited.
-
-        Raises:
-            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
-                thread left.
-        """
-        import asyncio  # loaded only if a task is awaited
-
-        loop = asyncio.get_running_loop()
-        if not self._is_settled:
-            self._follow()  # which may find it done
-        if not self._is_settled:
-            ended: asyncio.Future[None] = loop.create_future()
-            call = partial(_wake, ended)
-            self.when_settled(call)
-            try:
-                await ended
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-            finally:
-                with suppress(ValueError):  # it was called
-                    self._calls.remove(call)
-        self.wait()
-
-    def when_settled(self, call: Callable[[], object]) -> None:
-        """Call `call()` once `wait` does not block any more: now, or later in another thread.
-
-        Args:
-            call: Neither blocks nor raises.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
-        """
-        if not self._is_settled:
-            self._follow()
-        self._calls.append(call)
-        if self._is_settled:  # after it was added, so that one of both sees it
-            self._make_calls()
-
-    def _note_settled(self) -> None:
-        self._is_settled = True
-        self._make_calls()
-
-    def _make_calls(self) -> None:
-        while self._calls:
-            try:
-                call = self._calls.pop()
-            except IndexError:  # another thread was first
-                return
-            call()
-
-
-def _wake(ended: asyncio.Future[None]) -> None:
-    with suppress(RuntimeError):  # the loop was closed
-        ended.get_loop().call_soon_threadsafe(_end, ended)
-
-
-def _end(ended: asyncio.Future[None]) -> None:
-    if not ended.done():  # otherwise it was cancelled
-        ended.set_result(None)
-
-
-class NativeTask(AwaitableTask):
-    """An awaitable task of the native layer."""
-
-    native: Task | LayeredTask
-    is_followed = False  # the thread settles it
 
 
 class _Aside:

@@ -63,7 +63,7 @@ stream, all that was issued to it so far; an int, the handle of an event (CUeven
 
 
 GateOf: TypeAlias = "Callable[[str, ComputeEvent], Gate]"
-"""Returns what a transfer comes after, from the name and the value of an argument."""
+"""Returns the gate of a transfer, from the name and the value of an argument."""
 
 
 StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
@@ -122,7 +122,7 @@ def _stream(name: str, value: object, prefix: str) -> int | None:
         return _checked(name, handle, f"{prefix}_stream of {type(value).__name__}", 0)
     for other in ("cuda", "npu"):
         if other != prefix and any(
-            _read(name, value, f"{other}_{it}") is not None for it in ("event", "stream")
+            _read(name, value, f"{other}_{kind}") is not None for kind in ("event", "stream")
         ):
             raise invalid(
                 f"{name}={shown(value)} is of another accelerator: it has {other}_event or "
@@ -132,7 +132,7 @@ def _stream(name: str, value: object, prefix: str) -> int | None:
 
 
 def _read(name: str, event: object, attribute: str) -> object:
-    """Return an attribute of the program's object; None: it has none."""
+    """Return an attribute of the program's object, or None."""
     try:
         return getattr(event, attribute, None)
     except Exception as error:

@@ -155,12 +155,12 @@ class LayerTask(TransferTask):
         states = list(zip(self._layers, found, strict=True))
         kinds = (LAYER_WAITING, LAYER_MOVING, LAYER_DONE, LAYER_FAILED)
         return LayerProgress(
-            *(tuple(it for it, state in states if state == kind) for kind in kinds)
+            *(tuple(layer for layer, state in states if state == kind) for kind in kinds)
         )
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has an outcome, good or bad; never blocks."""
+        """True if the transfer has an outcome, good or bad; never blocks."""
         if not self._layered.done:
             return False
         self._notify_last()

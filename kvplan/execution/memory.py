@@ -34,10 +34,10 @@ class TensorMemory(Protocol):
     Attributes:
         addresses: Contiguous, of shape (num_tensors,), as the backend reaches them.
         nbytes: The usable bytes from each address on, in the same shape.
-        writable: Whether it can be a destination.
-        in_process: Whether the addresses are of this process: overlaps with its own memory are
+        writable: True if it can be a destination.
+        in_process: True if the addresses are of this process: overlaps with its own memory are
             visible, and any copy in this process reaches them.
-        on_device: Whether it is memory of an accelerator, which a plain copy does not reach.
+        on_device: True if it is memory of an accelerator, which a plain copy does not reach.
     """
 
     @property
@@ -110,7 +110,7 @@ class HostMemory(Revocable):
         parts: Memory that this consists of; revoking one of them revokes this.
 
     Attributes:
-        held: Whether something vouches that the memory stays in place.
+        held: True if something vouches that the memory stays in place.
     """
 
     # Slots: looking up other attributes takes longer in a class with a native base.
@@ -153,7 +153,7 @@ class HostMemory(Revocable):
             LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
                 host memory.
         """
-        forms = [read_form(f"{name}[{position}]", it) for position, it in enumerate(arrays)]
+        forms = [read_form(f"{name}[{position}]", array) for position, array in enumerate(arrays)]
         for form in forms:
             check_contiguous(form)
         return cls.from_forms(forms)
@@ -162,10 +162,10 @@ class HostMemory(Revocable):
     def from_forms(cls, forms: Sequence[TensorForm]) -> HostMemory:
         """Return the memory of tensors that were checked to be dense and in host memory."""
         return cls(
-            np.array([it.address for it in forms], dtype=np.uint64),
-            np.array([it.nbytes for it in forms], dtype=np.uint64),
-            writable=not any(it.read_only for it in forms),
-            owner=tuple(it.owner for it in forms),
+            np.array([form.address for form in forms], dtype=np.uint64),
+            np.array([form.nbytes for form in forms], dtype=np.uint64),
+            writable=not any(form.read_only for form in forms),
+            owner=tuple(form.owner for form in forms),
         )
 
     @classmethod

@@ -1,10 +1,9 @@
-"""Requests lowered without making a plan first.
+"""Requests that are lowered without making a plan first.
 
-Small requests cost more to plan than to copy. What the planner says of two memories and of the
-layers that are moved is asked once (`kvplan.planning.templates`); a request then needs its block
-tables and its tokens only. The planner decides what is right: it is asked for every request that
-is not lowered here, it refuses what is wrong, and it makes the plan of a lowered request when that
-is looked at.
+Planning a small request takes longer than copying it. So the planner is asked once for each pair of
+memories and selection of layers (`kvplan.planning.templates`); a request then only needs its block
+tables and tokens. The planner still decides what is valid: it gets every request that is not
+lowered here, rejects invalid ones, and makes the plan of a lowered request on demand.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from kvplan.planning.side import Side
 
 _MAX_PAIRS: Final = 1024
-"""Pairs of memories that are remembered, with the layers that are moved between them."""
+"""Number of cached pairs of memories, with the layers that move between them."""
 
 _Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None]
 
@@ -47,13 +46,13 @@ class _Cut(NamedTuple):
 
     rows: RowLowering
     num_pairs: int
-    part: dict[str, Any]  # the fields that all parts have in common
+    part: dict[str, Any]  # the fields that all parts share
 
 
 class RowPair(NamedTuple):
-    """Two memories and all that requests between them share.
+    """Two memories, and everything that requests between them share.
 
-    It holds the addresses of the memories, and keeps no memory alive.
+    It holds addresses only, and keeps no memory alive.
     """
 
     operation: Operation
@@ -66,7 +65,8 @@ class RowPair(NamedTuple):
     by_layer: bool
     reinterpret: bool
     heads: range | None
-    cuts: tuple[_Cut, ...]  # the first that takes a request lowers it; none: the planner is asked
+    # The first that accepts a request lowers it; if empty, the planner is asked.
+    cuts: tuple[_Cut, ...]
 
     def bind(
         self,
@@ -76,7 +76,7 @@ class RowPair(NamedTuple):
         src_token: int,
         dst_token: int,
     ) -> tuple[Plan, Descriptors] | None:
-        """Return the plan of a request, and its descriptors; None: the planner has to be asked."""
+        """Return the plan and the descriptors of a request, or None if the planner must decide."""
         if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
         if self.kind != "C2C":  # the caller may change them
@@ -111,7 +111,7 @@ class RowPair(NamedTuple):
         src_token: int,
         dst_token: int,
     ) -> Part:
-        """Return the part of a plan that a request would have, which was lowered without."""
+        """Return the part of the plan of a request that was lowered without one."""
         known = cut.part.copy()
         known["unplanned"] = (
             src_rows, dst_rows, self.layers, self.by_layer, num_tokens, src_token, dst_token,
@@ -120,12 +120,12 @@ class RowPair(NamedTuple):
         known["nbytes"] = nbytes
         known["nbytes_per_tensor"] = nbytes // cut.num_pairs
         part = _new(Part)
-        _assign(part, "__dict__", known)  # past a constructor that sets each field by itself
+        _assign(part, "__dict__", known)  # bypass a constructor that sets each field separately
         return part
 
 
 class RowRequests:
-    """The pairs of memories that are known; any thread may ask."""
+    """The known pairs of memories. Any thread may ask."""
 
     def __init__(self) -> None:
         self._mutex = Mutex()
@@ -150,13 +150,11 @@ class RowRequests:
         reinterpret: bool = False,
         heads: range | None = None,
     ) -> tuple[Plan, Descriptors] | None:
-        """Return the plan of a request, and its descriptors; None: the planner has to be asked.
+        """Return the plan and the descriptors of a request, or None if the planner must decide.
 
-        Args:
-            src_rows, dst_rows: block tables; of a slot, its index alone.
-            num_tokens, src_token, dst_token: as of `plan_pull_blocks`; of slots on both sides the
-                last two are 0.
-            heads: KV heads of the model that are moved into blocks; None: all that both have.
+        `src_rows` and `dst_rows` are block tables, or the index of a slot. Between two slots, both
+        token offsets are 0. `heads` are KV heads of the model that move into blocks; None: all
+        common heads.
         """
         if type(src_token) is not int or type(dst_token) is not int:
             return None
@@ -186,12 +184,11 @@ class RowRequests:
         reinterpret: bool = False,
         heads: range | None = None,
     ) -> RowPair | None:
-        """Return what is known of two memories; None: the planner has to be asked.
+        """Return the pair of two memories, or None if the planner must decide.
 
-        Args:
-            by_tokens: whether the requests say tokens, or move whole rows.
+        `by_tokens`: the requests name tokens and do not move whole rows.
         """
-        if OBSERVERS:  # they look at each plan that is made
+        if OBSERVERS:  # observers look at each plan that is made
             return None
         if heads is not None and (kind == "C2C" or heads.step != 1):
             return None
@@ -216,7 +213,7 @@ class RowRequests:
                 if rows is None:
                     break
                 fields = template.part | {"as_bytes": template.as_bytes}
-                fields["common"] = object()  # by which recordings know parts of one pair
+                fields["common"] = object()  # identifies parts of one pair in recordings
                 cuts.append(_Cut(rows, len(fields["src_tensors"]), fields))
         pair = RowPair(
             operation, kind, src.addresses, dst.addresses, source, target, ext_param, by_layer,
@@ -230,9 +227,9 @@ class RowRequests:
 
 
 def are_plain(layers: KvCacheExtParam) -> bool:
-    """Whether a dict can tell them from all others.
+    """Return True if a dict distinguishes these values from all others.
 
-    To it True is 1, and range(0, 1, 2) is range(1), which to the planner is not so.
+    To a dict True equals 1, and range(0, 1, 2) equals range(1); to the planner they differ.
     """
     if layers is ALL_LAYERS:
         return True
@@ -240,7 +237,7 @@ def are_plain(layers: KvCacheExtParam) -> bool:
         return False
     ranges = layers.src_layer_range, layers.dst_layer_range
     number = layers.tensor_num_per_layer
-    return all(it is None or (type(it) is range and it.step == 1) for it in ranges) and (
+    return all(rows is None or (type(rows) is range and rows.step == 1) for rows in ranges) and (
         number is None or type(number) is int
     )
 
@@ -248,7 +245,7 @@ def are_plain(layers: KvCacheExtParam) -> bool:
 def _rows(
     template: Template, source: Side, target: Side, src: TensorMemory, dst: TensorMemory
 ) -> RowLowering | None:
-    """Return the rows of the tensors that are paired; None if tensors of the caches overlap."""
+    """Return the rows of the paired tensors, or None if tensors of the caches overlap."""
     fields = template.part
     split, per_layer = fields["split"], fields["tensors_per_layer"]
     src_views, dst_views = fields["src_tensors"], fields["dst_tensors"]
@@ -258,7 +255,7 @@ def _rows(
     )
     is_one = src is dst and source == target and src_views == dst_views
     one_space = not is_one and src.in_process and dst.in_process
-    # Tensors that overlap, of two caches or of one: then it depends on the rows.
+    # If tensors of two caches or of one overlap, the rows decide.
     if extents_clash(
         written, target.tensor_nbytes, read if one_space else _NONE, source.tensor_nbytes
     ):
@@ -281,15 +278,12 @@ def _rows(
 def view_addresses(
     side: Side, addresses: Addresses, views: range, split: tuple[str, ...], per_layer: int
 ) -> tuple[Addresses, Addresses, int]:
-    """Return the addresses of the tensors that views lie in, each once, and of the views.
-
-    The third value is the largest offset of a view in its tensor.
-    """
+    """Return the addresses of distinct tensors and of views, and the largest offset of a view."""
     if not split:
         tensors = addresses[views.start : views.stop]
         return tensors, tensors, 0
     numbers, starts = side.locate(views, split, per_layer)
-    # Each tensor once, however many views it has; one that is given twice is two.
+    # Each tensor once, however many views it has. A tensor that is given twice counts as two.
     ordered = np.sort(numbers)
     once = ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
     return addresses[once], addresses[numbers] + starts, int(starts.max())
@@ -303,7 +297,7 @@ def _fits(side: Side, memory: TensorMemory) -> bool:
 
 
 def are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: int) -> bool:
-    """Whether numbers of tokens are as usual; otherwise they are the planner's to refuse."""
+    """Return True for ordinary numbers of tokens. The planner rejects the others."""
     if num_tokens is not None and not (type(num_tokens) is int and 1 <= num_tokens <= INT64_MAX):
         return False
     if kind == "C2C":

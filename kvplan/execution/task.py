@@ -26,7 +26,8 @@ from kvnative._executor import (
     NativeError,
 )
 from kvnative._signals import Mutex
-from kvplan.execution.completion import NativeTask, completion_thread, tracker
+from kvplan.execution.awaitable import NativeTask
+from kvplan.execution.completion import completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
 from kvplan.inspection.contents import source_layers_text
@@ -107,7 +108,7 @@ class TransferTask(NativeTask):
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has an outcome, good or bad; never blocks."""
+        """True if the transfer has an outcome, good or bad; never blocks."""
         return self.native.done
 
     def wait_done(self, timeout_ms: float) -> bool:
@@ -119,7 +120,7 @@ class TransferTask(NativeTask):
 
         Args:
             timeout_ms: Milliseconds, >= 0; None waits forever.
-            stop: Whether a timeout stops the transfer. If False, the transfer goes on, and can be
+            stop: True if a timeout stops the transfer. If False, the transfer goes on, and can be
                 waited for again.
 
         Raises:
@@ -164,9 +165,9 @@ class TransferTask(NativeTask):
         Raises:
             NativeError: this is a forked child, and the task its parent's.
             TypeError: not a stream, but an event or a handle.
-            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp` or
-                `ucx` does, or the host, in its own memory), or not yet, as the host waits for the
-                event that they come after; the engine has no accelerator, or an Ascend device: wait
+            LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
+                `ucx` or the host does), or not yet, as the host waits for the event that they come
+                after; the engine has no accelerator, or an Ascend device: wait
                 on the host then. LLM_PARAM_INVALID: a stream of another accelerator, or one that is
                 captured. Otherwise an error of the accelerator. Then the stream is not held, or
                 only by a part of the copies.

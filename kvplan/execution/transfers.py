@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 SMALL_NBYTES: Final = 64 << 10 if _HAS_GIL else 0
-"""The largest transfer that the calling thread copies without a task: 3 us, at 20 GB/s.
+"""The largest transfer that the calling thread copies without a task: 3 us at 20 GB/s.
 
-The copy holds the GIL, on which `close` relies: without a GIL every transfer has a task.
+The copy holds the GIL, on which `close` relies. Without a GIL every transfer has a task.
 """
 
 _NUMBERS: Final = (int, float)
@@ -374,8 +374,8 @@ class Transfers:
         """
         self._closed = True
         self.small_nbytes = 0
-        for it in list(self._shares):
-            if (share := it()) is not None:
+        for held in list(self._shares):
+            if (share := held()) is not None:
                 share.close(cancel=cancel)
         self._executor.close(cancel)
 

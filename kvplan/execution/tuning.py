@@ -1,7 +1,7 @@
-"""Choose the tuning of copies: given, stored for this kind of machine, or built in.
+"""The choice of a copy tuning: given, stored for this kind of machine, or built in.
 
-`kvplan tune` measures one (`calibration.py`) and stores it; nothing is measured unasked. The file
-holds numbers and names of strategies: they are checked when it is read, and are never executed.
+`kvplan tune` measures a tuning (`kvplan/cli/tune/host.py`) and stores it. Nothing is measured
+unasked. The file holds numbers and names of strategies, which are checked when it is read.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CHOICES: Final = ("auto", "builtin")
 
 
 class Finding(NamedTuple):
-    """What was measured. Only what is sure is stored.
+    """A measurement. Only sure ones are stored.
 
     Attributes:
-        tuning: the built-in one, but for what was clearly better.
-        sure: False: others used the machine, so this is what is built in.
-        reasons: what each part was decided by, and by how much, for people.
-        took_ms: how long it took.
-        measured: when, in UTC, as ISO 8601 has it.
+        tuning: The built-in tuning with the fields that were clearly better.
+        sure: False if other processes used the machine; the tuning is then the built-in one.
+        reasons: The comparison that decided each field, as text.
+        took_ms: Duration of the measurement in ms.
+        measured: Time of the measurement, in UTC, as ISO 8601.
     """
 
     tuning: Tuning
@@ -51,12 +51,12 @@ class Finding(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A tuning, and why it is this one.
+    """A tuning and its origin.
 
     Attributes:
-        tuning: what copies are made with.
-        source: "built in", "measured", or the name of what gave it.
-        note: why what is stored is not used; empty: it is, or there is none.
+        tuning: The tuning of copies.
+        source: "built in", "measured", or the name of the option that gave it.
+        note: Why the stored tuning is not used; empty if it is used or does not exist.
     """
 
     tuning: Tuning
@@ -65,34 +65,33 @@ class Choice(NamedTuple):
 
 
 def tuning_path() -> Path:
-    """Where tunings are stored.
+    """Return the path of the file of tunings.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: there is no place.
+        LLMException: LLM_PARAM_INVALID if this user has no cache directory.
     """
     return cache_path("tuning.json")
 
 
 def check_choice(name: str, value: object) -> None:
-    """Refuse what `choose` would.
+    """Check an argument of `choose`.
 
     Raises:
         TypeError: `value` is not a str.
-        LLMException: LLM_PARAM_INVALID: what is wrong with it.
+        LLMException: LLM_PARAM_INVALID if the value is invalid.
     """
     _given(name, check_type(name, value, str))
 
 
 def choose(option: str | None = None) -> Choice:
-    """Return the tuning that an engine's option, or else the environment, asks for.
+    """Return the tuning that an engine's option, or the environment, asks for.
 
     Args:
-        option: "auto": the stored tuning, else the built-in one; "builtin"; or a JSON object with
-            some fields of a tuning that differ from the built-in one. None: the value of
-            KVPLAN_TUNING, or "auto".
+        option: "auto" for the stored tuning, else the built-in one; "builtin"; or a JSON object
+            with fields that differ from the built-in tuning. None reads KVPLAN_TUNING, or "auto".
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: what is wrong with it.
+        LLMException: LLM_PARAM_INVALID if the option is invalid.
     """
     name, text = "kvplan.tuning", option
     if text is None:
@@ -112,7 +111,7 @@ def choose(option: str | None = None) -> Choice:
 
 
 def _given(name: str, text: str) -> Tuning | None:
-    """The tuning that it spells out; None: it names a choice."""
+    """Return the tuning in a JSON object, or None for the name of a choice."""
     if text in _CHOICES:
         return None
     if not text.startswith("{"):
@@ -131,21 +130,21 @@ def _given(name: str, text: str) -> Tuning | None:
 
 
 def this_processor() -> str:
-    """What tunings are stored by: more than a name, which a virtual machine gives to several."""
+    """Return the key of stored tunings. It is more than a name, which virtual machines share."""
     said = cpuinfo()
     names = ("cpu family", "model", "stepping", "CPU variant", "CPU revision")
-    parts = [f"{it.lower()} {said[it]}" for it in names if it in said]
+    parts = [f"{name.lower()} {said[name]}" for name in names if name in said]
     with suppress(OSError, ValueError):
         parts.append(f"{os.sysconf('SC_LEVEL3_CACHE_SIZE') >> 10} KiB of L3")
     return ", ".join([model_of(said), *parts, f"usable cores: {usable_cores()}"])
 
 
 def load_tuning() -> Finding | None:
-    """Return what is stored for this kind of machine; None: nothing yet.
+    """Return the tuning that is stored for this kind of machine, or None.
 
     Raises:
-        OSError: there is a file, and it cannot be read.
-        LLMException: LLM_PARAM_INVALID: what is wrong with it, or this processor lacks for it.
+        OSError: The file exists and cannot be read.
+        LLMException: LLM_PARAM_INVALID if the file is invalid, or this processor lacks a strategy.
     """
     path = tuning_path()
     machines = read_machines(path, FILE_VERSION)
@@ -161,7 +160,9 @@ def _finding_of(document: Any) -> Finding:
     found = check_type("machine", document, dict)
     tuning = Tuning(**check_type("tuning", found["tuning"], dict))
     check_tuning(tuning)
-    reasons = [_line("reasons[]", it) for it in check_type("reasons", found["reasons"], list)]
+    reasons = [
+        _line("reasons[]", reason) for reason in check_type("reasons", found["reasons"], list)
+    ]
     took_ms = float(check_type("took_ms", found["took_ms"], float))
     if not math.isfinite(took_ms):
         raise ValueError(f"took_ms={took_ms} must be finite")
@@ -169,18 +170,18 @@ def _finding_of(document: Any) -> Finding:
 
 
 def _line(name: str, value: object) -> str:
-    """A line of text, which can be shown: no control characters of terminals, no surrogates."""
+    """Validate one line of text that is safe for terminals: no control characters or surrogates."""
     if not check_type(name, value, str).isprintable():
         raise ValueError(f"{name}={shown(value)} must be printable")
     return str(value)
 
 
 def save_tuning(found: Finding) -> Finding:
-    """Store a sure one for this kind of machine; those of others stay. Returned with the time.
+    """Store a sure measurement for this kind of machine, and return it with the time.
 
     Raises:
-        OSError: it cannot be written.
-        LLMException: as `load_tuning`, unless only this machine's is wrong.
+        OSError: The file cannot be written.
+        LLMException: As `load_tuning`, unless only the entry of this machine is invalid.
     """
     assert found.sure, "what others have disturbed says nothing of the machine"
     path = tuning_path()

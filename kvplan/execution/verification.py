@@ -69,7 +69,7 @@ def verify(
         here = base + np.concatenate(([0], np.cumsum(nbytes)[:-1])).astype(np.uint64)
         left = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
         report = read(Descriptors.from_columns(here, remote[index] + at, nbytes), left)
-        for memory in (src, dst):  # first, whether it still is the memory that was moved
+        for memory in (src, dst):  # First check that it still is the memory that was moved.
             memory.check()
         if report.status != KVN_OK:
             raise LLMException(
@@ -77,7 +77,8 @@ def verify(
             )
         found = first_different(here, local[index] + at, nbytes)
         if found >= 0:
-            for memory in (src, dst):  # mapped memory of a peer may have changed hands since
+            # Mapped memory of a peer may have changed hands in the meantime..
+            for memory in (src, dst):
                 memory.check()
             raise LLMException(
                 f"verify: {plan.origin(int(index[found]))} is not the same on both sides: it was "
@@ -103,4 +104,4 @@ def _batches(chosen: NDArray[np.int64], nbytes: _Column) -> Iterator[tuple[_Colu
 
 
 def _columns(pieces: list[tuple[int, int, int]]) -> tuple[_Column, ...]:
-    return tuple(np.array(it, dtype=np.uint64) for it in zip(*pieces, strict=True))
+    return tuple(np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True))

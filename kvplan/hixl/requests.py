@@ -74,7 +74,7 @@ class Requests:
         with self._mutex:
             request = self._requests.get(number)
             if request is None:
-                raise invalid(f"req_id={number} is no request, or its end was told before")
+                raise invalid(f"req_id={number} is not a request, or its end was told before")
             if not request.task.done:
                 return SUCCESS, TransferStatus.WAITING
             del self._requests[number]

@@ -1,6 +1,6 @@
-"""Links with other engines: how they begin, are renewed and end, and which caches peers offer.
+"""Links with other engines: their handshake, state, renewal and end, and the caches of the peer.
 
-No operation of an engine and no transport by name may enter: transports are used by their protocol.
+This room must not import operations of an engine. It uses transports only by their protocol.
 """
 
 from kvplan.links.links import Links

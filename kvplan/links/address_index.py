@@ -1,8 +1,7 @@
-"""Which cache holds a byte: caches found by addresses, and ranges cut where they pass from one on.
+"""An index of caches by address, which also splits ranges at the borders of caches.
 
-Ranges may pass from a cache into one that lies behind it without a gap, as a program that has
-registered its memory piece by piece expects. Where caches overlap, the one that reaches furthest
-is taken.
+A range may continue in a cache that follows without a gap, because programs register memory piece
+by piece. If caches overlap, the index uses the one that ends last.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Cache = TypeVar("_Cache")
 
 
 class Extent(NamedTuple, Generic[_Cache]):
-    """Memory [address, address + nbytes) that a tensor of a cache fills."""
+    """Memory [address, address + nbytes) of one tensor of a cache."""
 
     address: int
     nbytes: int
@@ -34,13 +33,13 @@ class Extent(NamedTuple, Generic[_Cache]):
 
 
 class Cut(NamedTuple):
-    """Ranges, each of which lies in one extent.
+    """Ranges that each lie in one extent.
 
     Attributes:
-        extents: the number of the extent of each.
-        starts: where each begins.
-        others: where it begins at the other side of the transfer.
-        nbytes: of each.
+        extents: Index of the extent of each range.
+        starts: First address of each range.
+        others: First address of each range on the other side of the transfer.
+        nbytes: Size of each range.
     """
 
     extents: Column
@@ -50,34 +49,36 @@ class Cut(NamedTuple):
 
 
 class AddressIndex(Generic[_Cache]):
-    """The memory of some caches, in the order of addresses.
+    """The memory of several caches, sorted by address.
 
     Attributes:
-        extents: those that hold bytes.
+        extents: The extents that are not empty.
     """
 
     def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
         self._who = who
-        self.extents = sorted((it for it in extents if it.nbytes), key=lambda it: it[:2])
+        self.extents = sorted(
+            (extent for extent in extents if extent.nbytes), key=lambda extent: extent[:2]
+        )
         firsts, lasts, owners = _apart(self.extents)
         self._firsts = np.array(firsts, dtype=np.uint64)
         # Last bytes, not ends: memory may end at 2**64.
         self._lasts = np.array(lasts, dtype=np.uint64)
-        # None: each piece is the extent of its number, as where none overlap.
+        # None: piece `i` is extent `i`, because no extents overlap.
         self._owners = (
             None if owners == list(range(len(self.extents))) else np.array(owners, dtype=np.uint64)
         )
 
     def cut(self, side: str, starts: Column, others: Column, nbytes: Column) -> Cut:
-        """Find the extents of ranges, cutting those that pass from one into the next."""
+        """Find the extent of each range, and split ranges that continue in the next extent."""
         given = starts, nbytes
         pieces: list[Cut] = []
-        numbers = None  # of the ranges that are left, of all; None: all of them
+        numbers = None  # positions of the remaining ranges in the input; None: all
         while True:
             found, missing, passes = locate(self._firsts, self._lasts, starts, nbytes)
             if missing >= 0:
                 number = missing if numbers is None else int(numbers[missing])
-                start, size = (int(it[number]) for it in given)
+                start, size = (int(column[number]) for column in given)
                 which = f"{side} range {number}, [{start:#x}, {start + size:#x})"
                 raise self._missing(which, int(starts[missing]))
             extents = found if self._owners is None else self._owners[found]
@@ -97,8 +98,8 @@ class AddressIndex(Generic[_Cache]):
     def _missing(self, which: str, missing: int) -> LLMException:
         text = f"{which}: the byte at {missing:#x} is in no memory that {self._who}"
         if not self.extents:
-            return _not_exist(f"{text} has registered: there is none")
-        nearest = min(self.extents, key=lambda it: _distance(it, missing))
+            return _not_exist(f"{text} has registered: it has no memory")
+        nearest = min(self.extents, key=lambda extent: _distance(extent, missing))
         start, end = nearest.address, nearest.address + nearest.nbytes
         away = _distance(nearest, missing)
         where = "above the end" if missing >= end else "below the beginning"
@@ -109,7 +110,7 @@ class AddressIndex(Generic[_Cache]):
 
 
 def check_ranges(starts: Column, nbytes: Column, side: str) -> None:
-    """Refuse ranges of no bytes, at address 0, or past 2**64: LLM_PARAM_INVALID."""
+    """Refuse empty ranges, ranges at address 0, and ranges past 2**64 with LLM_PARAM_INVALID."""
     bad = (nbytes == 0) | (starts == 0) | (starts + (nbytes - np.uint64(1)) < starts)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
@@ -120,7 +121,7 @@ def check_ranges(starts: Column, nbytes: Column, side: str) -> None:
 
 
 def _distance(extent: Extent[_Cache], address: int) -> int:
-    """Bytes from an extent to an address outside of it."""
+    """Return the distance in bytes from an extent to an address outside of it."""
     return max(extent.address - address, address - (extent.address + extent.nbytes - 1), 0)
 
 
@@ -129,14 +130,14 @@ def _not_exist(message: str) -> LLMException:
 
 
 def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[int]]:
-    """The first byte, last byte and extent of pieces that do not overlap, ascending."""
+    """Split extents into disjoint, ascending pieces: their first bytes, last bytes and extents."""
     firsts: list[int] = []
     lasts: list[int] = []
     owners: list[int] = []
-    reaching: list[tuple[int, int]] = []  # -last and number of those that have begun: furthest 1st
+    reaching: list[tuple[int, int]] = []  # a heap of (-last byte, index) of open extents
 
     def until(end: int | None) -> None:
-        """Add pieces up to `end`, of the extents that have begun; None: to the end of all."""
+        """Add pieces of the open extents up to `end`, or to the end of all extents if None."""
         while reaching and (end is None or position < end):
             last, number = -reaching[0][0], reaching[0][1]
             if last < position:
@@ -157,9 +158,9 @@ def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[in
         nonlocal position
         position = to
 
-    for number, it in enumerate(extents):
-        until(it.address)
-        advance(it.address)
-        heappush(reaching, (-(it.address + it.nbytes - 1), number))
+    for number, extent in enumerate(extents):
+        until(extent.address)
+        advance(extent.address)
+        heappush(reaching, (-(extent.address + extent.nbytes - 1), number))
     until(None)
     return firsts, lasts, owners

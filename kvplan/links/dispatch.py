@@ -1,4 +1,4 @@
-"""Where peers reach this engine: the listener, and what handles each message of a peer."""
+"""The server side of a link: the listener, and the handler of the peer's messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class PeerHandler:
-    """Handles every message of a peer; called in the control thread."""
+    """The handler of all messages from peers. It runs in the control thread."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PeerHandler:
         self._admit = admit
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
-        """Answer a peer."""
+        """Answer a request of a peer."""
         match body:
             case Hello():
                 return await self._acceptor.hello(channel, body, self._admit)
@@ -66,7 +66,7 @@ class PeerHandler:
             case Unlink():
                 return await self._unlinker.agree(channel, body)
             case Notify() if isinstance(channel.bound, PeerLink):
-                # The peer's end may be linked before the reply that says so is read here.
+                # The peer may regard the link as linked before this side has read the reply.
                 await channel.bound.settled.wait()
         link, publisher = self._linked(channel)
         match body:
@@ -85,7 +85,9 @@ class PeerHandler:
                 self._engine.registry.release(
                     body.claim_id, tensors, holder=link, run=endings.append
                 )
-                for end_caches in endings:  # waits for peers that write to them: not in this thread
+                for (
+                    end_caches
+                ) in endings:  # in a worker: this may wait for peers that write to the caches
                     await self._engine.control.in_worker(end_caches)
                 return Released()
             case Notify():
@@ -95,15 +97,15 @@ class PeerHandler:
                     f"cluster {self._engine.cluster_id} takes no notifications",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
-        raise LLMException(f"{type(body).__name__} is no request")
+        raise LLMException(f"{type(body).__name__} is not a request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:
-        """Handle a notice of a peer."""
+        """Handle a message that needs no reply."""
         link = channel.bound
         if not isinstance(link, PeerLink):
             channel.close(f"cluster {self._engine.cluster_id} has no such link")
         elif not link.is_live:
-            pass  # whatever has ended it closes the channel with the reason
+            pass  # the code that ended the link closes the channel with the reason
         elif isinstance(body, Table):
             try:
                 link.apply(body)
@@ -113,7 +115,7 @@ class PeerHandler:
             link.renewals.on_notice(body)
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """The peer has ended the conversation, or has been silent for too long."""
+        """End the link after the peer closed the conversation or stayed silent for too long."""
         link, orderly = channel.bound, channel.closed_orderly
         if not orderly and isinstance(link, PeerLink) and link.is_live and (death := link.death()):
             reason = f"{reason}: {death}"
@@ -123,7 +125,7 @@ class PeerHandler:
         if not isinstance(link, PeerLink):
             return
         if link.state is LinkState.LINKING:
-            # A handshake that this side initiates fails where it waits for the peer's reply.
+            # A handshake that this side initiates fails where it awaits the peer's reply.
             if self._transitions.accepting.get(link.cluster_id) is link:
                 self._transitions.failed(link, link_failed(reason))
         else:
@@ -144,7 +146,7 @@ class PeerHandler:
 
 
 class Listener:
-    """Listens at one address, or at none; used by the control thread."""
+    """A server at one address at most. The control thread uses it."""
 
     def __init__(self, engine: LocalEngine, transitions: Transitions, handler: Handler) -> None:
         self._engine = engine
@@ -154,15 +156,15 @@ class Listener:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where this engine listens, with the real port; None: nowhere. For any thread."""
+        """The address of the listener with its real port, or None. Any thread may read it."""
         server = self._server
         return None if server is None else server.endpoint
 
     async def listen(self, endpoint: Endpoint) -> None:
-        """Listen at `endpoint`, and nowhere else."""
+        """Listen at `endpoint` instead of the current address."""
         current, conflicting = self.endpoint, None
         if current is not None and current.port == endpoint.port != 0:
-            # A port cannot be bound twice if one of the two addresses stands for all of this host.
+            # Two binds of a port conflict if one of the addresses is a wildcard.
             conflicting = current
             await self.stop()
         try:
@@ -174,7 +176,7 @@ class Listener:
         await self._replace(server)
 
     async def stop(self) -> None:
-        """Accept no link from now on; links that peers have made are ended."""
+        """Stop accepting links, and end the links that peers have made."""
         await self._replace(None)
 
     async def _replace(self, new: Server | None) -> None:
@@ -187,7 +189,7 @@ class Listener:
             if link.channel in channels:
                 self._transitions.unlinked(link, reason)
         try:
-            await asyncio.sleep(0)  # so that the peers are notified
+            await asyncio.sleep(0)  # let the channels send their reason
         finally:
             server.close()
 

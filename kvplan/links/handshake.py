@@ -1,4 +1,4 @@
-"""The handshake that makes a link: at the end that initiates it, and at the end that accepts it."""
+"""The handshake that makes a link, for the end that initiates it and the end that accepts it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
 
 _PAUSE_S = 0.05  # between attempts
-_NOT_CONNECTED = "not connected"  # the phase of a handshake that has not begun
-_GRACE_S = 0.02  # the phases have the same deadline, and say more precisely what was late
+_NOT_CONNECTED = "not connected"  # the phase before a connection exists
+_GRACE_S = 0.02  # the phases share one deadline; their own errors are more precise than this one
 
 _MIN_ACCEPTING = 16
-_DESCRIPTORS = 16  # of the limit, for each handshake that is accepted; it takes 6
-_PINGED = 0.8  # of the timeout of a handshake: the rest is for the answer that refuses it
-_LONGEST_S = 60.0  # a peer may not keep a handshake open longer, whatever timeout it sends
+_DESCRIPTORS = 16  # of the limit, for each accepted handshake, which needs 6
+_PINGED = 0.8  # of the handshake timeout; the rest remains for the answer that refuses it
+_LONGEST_S = 60.0  # upper bound of the timeout that a peer sends
 
 
 class HandshakeInitiator:
-    """Links this engine with others.
+    """The end that links this engine with others.
 
-    Where both ends initiate at once, the handshake of the lower cluster id goes on and the other's
-    waits for it (see `HandshakeAcceptor.hello`); both calls succeed with the one link that results.
+    If both ends initiate at the same time, the handshake of the lower cluster id continues and the
+    other one waits for it (see `HandshakeAcceptor.hello`). Both calls return the same link.
     """
 
     def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
@@ -81,7 +81,7 @@ class HandshakeInitiator:
         engine, transitions = self._engine, self._transitions
         running = asyncio.get_running_loop()
         deadline = running.time() + timeout_s
-        # The rendezvous repeats the attempts of a communicator's members itself.
+        # The rendezvous repeats the attempts for members of a communicator.
         attempts = 1 if comm else engine.options.link_retry_count
         failure: LLMException | None = None
         while True:
@@ -103,7 +103,7 @@ class HandshakeInitiator:
             else:
                 if attempts > 0:
                     await asyncio.sleep(min(_PAUSE_S, max(0.0, deadline - running.time())))
-                # Without time for another attempt, the reason of this one says more.
+                # If no time is left for another attempt, the reason of this one says more.
                 if attempts == 0 or running.time() + _PAUSE_S > deadline:
                     raise failure
                 failure = None
@@ -116,7 +116,7 @@ class HandshakeInitiator:
         deadline: float,
         timeout_s: float,
     ) -> LLMException | None:
-        """Try once; returns why it failed."""
+        """Try to link once, and return the error if that fails."""
         cluster_id = link.cluster_id
         self._transitions.initiating[cluster_id] = link
         left_s = max(0.0, deadline - asyncio.get_running_loop().time())
@@ -129,17 +129,17 @@ class HandshakeInitiator:
                 timeout=left_s + _GRACE_S,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if link.state is LinkState.UNLINKED:  # by something else than this handshake
+            if link.state is LinkState.UNLINKED:  # another handshake or an unlink ended it
                 error = link_failed(f"{endpoint}: {link.phase}: {link.reason}")
             elif link.state is LinkState.LINKING:
                 handshake.result()
-        except (TimeoutError, asyncio.InvalidStateError):  # of the phase, or of all phases
+        except (TimeoutError, asyncio.InvalidStateError):  # of one phase or of all phases
             late = f"no answer within {timeout_s * 1000:g} ms"
             error = link_failed(f"{endpoint}: {link.phase}: {late}")
         except ChannelClosed as raised:
             error = link_failed(f"{endpoint}: {link.phase}: {raised}")
         except LLMException as raised:
-            # The error of `connect` names the endpoint, and phases of its own.
+            # Errors of `connect` already name the endpoint and the phase.
             if link.phase == "connect":
                 link.phase, error = _NOT_CONNECTED, raised
             else:
@@ -190,7 +190,7 @@ class HandshakeInitiator:
         link.phase = "confirm"
         await channel.typed_request(Confirm(welcome.challenge), Linked, timeout_s)
         self._transitions.linked(link)
-        self._transitions.spawn(publisher.publish_pending())  # changes since the first time
+        self._transitions.spawn(publisher.publish_pending())  # changes since the first publication
 
     def _refuse_linked(self, cluster_id: int) -> None:
         link = self._transitions.links.get(cluster_id)
@@ -208,8 +208,9 @@ class _Accepted(NamedTuple):
     """A handshake that a peer has begun.
 
     Attributes:
-        challenge: that the peer must confirm.
-        replaced: the live link that it may replace, as the peer has proved to be the same engine.
+        challenge: The challenge that the peer must confirm.
+        replaced: The live link that this handshake may replace, because the peer proved to be the
+            same engine.
     """
 
     challenge: bytes
@@ -217,7 +218,7 @@ class _Accepted(NamedTuple):
 
 
 class HandshakeAcceptor:
-    """Answers peers that link with this engine."""
+    """The end that answers peers that link with this engine."""
 
     def __init__(
         self, engine: LocalEngine, transitions: Transitions, on_linked: Callable[[PeerLink], None]
@@ -233,7 +234,7 @@ class HandshakeAcceptor:
     async def hello(
         self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]
     ) -> Welcome:
-        """A peer begins a handshake."""
+        """Answer the first message of a peer's handshake."""
         engine, transitions = self._engine, self._transitions
         if hello.to_cluster_id != engine.cluster_id:
             raise other_cluster(engine.cluster_id, hello.to_cluster_id)
@@ -243,7 +244,7 @@ class HandshakeAcceptor:
         timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
         await self._yield_to_own_handshake(hello, timeout_s)
         replaced = await self._live_link(channel, hello, timeout_s)
-        if channel.bound is not None:  # by another Hello, which may have come meanwhile
+        if channel.bound is not None:  # by another Hello that arrived in the meantime
             raise link_failed("the conversation has a link already")
         self._end_unconfirmed(hello)
         transitions.check_capacity(hello.cluster_id)
@@ -275,13 +276,13 @@ class HandshakeAcceptor:
         )
 
     async def confirm(self, channel: Channel, confirm: Confirm) -> Linked:
-        """The peer reaches this engine's memory."""
+        """Complete a handshake: reach the memory of the peer."""
         link = channel.bound
         if (
             not isinstance(link, PeerLink)
             or self._transitions.accepting.get(link.cluster_id) is not link
         ):
-            raise link_failed("confirm: there is no handshake to confirm")
+            raise link_failed("confirm: no handshake is waiting to be confirmed")
         accepted = self._accepted[link]
         try:
             if not secrets.compare_digest(confirm.challenge, accepted.challenge):
@@ -307,9 +308,9 @@ class HandshakeAcceptor:
         return Linked()
 
     async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
-        """Both ends initiate: the lower id's handshake goes on, the other's waits here.
+        """Wait for the handshake of this side if that one has priority: the lower id's continues.
 
-        The higher id never waits, so they cannot wait for each other.
+        The higher id never waits, so the two ends cannot wait for each other.
         """
         own = self._transitions.initiating.get(hello.cluster_id)
         if own is None or self._engine.cluster_id > hello.cluster_id:
@@ -323,10 +324,10 @@ class HandshakeAcceptor:
             raise _already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
 
     async def _live_link(self, channel: Channel, hello: Hello, timeout_s: float) -> PeerLink | None:
-        """Return the live link that the sender of `hello` may replace; None: there is none.
+        """Return the live link that the sender of `hello` may replace, or None.
 
-        A live link ends only if its peer is dead, or if the sender proves that it is that peer. The
-        cluster id and the instance prove nothing: every peer of an engine knows both.
+        A live link ends only if its peer is dead or if the sender proves to be that peer. The
+        cluster id and the instance prove nothing, because every peer of an engine knows both.
         """
         transitions = self._transitions
         link = transitions.links.get(hello.cluster_id)
@@ -341,7 +342,7 @@ class HandshakeAcceptor:
                     f"cluster {self._engine.cluster_id} is still unlinking",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
-            return link  # until the new link is up: a Hello alone changes nothing
+            return link  # kept until the new link is up: a Hello alone changes nothing
         if (state := await _state_of(link, timeout_s * _PINGED)) is not None:
             error = _already_linked(
                 f"cluster {self._engine.cluster_id} is linked with another process of cluster "
@@ -352,7 +353,7 @@ class HandshakeAcceptor:
         return None
 
     def _end_unconfirmed(self, hello: Hello) -> None:
-        """End the handshake that the same engine has begun before."""
+        """End an earlier, unconfirmed handshake of the same engine."""
         link = self._transitions.accepting.get(hello.cluster_id)
         if link is None:
             return
@@ -380,7 +381,7 @@ def _proof(link: PeerLink, channel: Channel, hello: Hello) -> bytes:
 
 
 async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
-    """Ping the peer of a link; return what is known of the peer, or None if the link has ended.
+    """Ping the peer of a link, and return its state, or None if the link has ended.
 
     The heartbeat of the link decides when a silent peer is dead.
     """
@@ -390,7 +391,7 @@ async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
             try:
                 await link.channel.ping()
             except ChannelClosed:
-                await link.ended.wait()  # the end of the link follows that of its channel
+                await link.ended.wait()  # the link ends after its channel
                 return None
     except TimeoutError:
         return "has not answered a ping yet" if link.is_live else None
@@ -407,5 +408,5 @@ async def _settled(link: PeerLink, deadline: float) -> bool:
 
 
 def _already_linked(reason: str) -> LLMException:
-    """LLM_ALREADY_LINK, and with whom."""
+    """Return LLM_ALREADY_LINK, which names the linked instance."""
     return LLMException(reason, status_code=LLMStatusCode.LLM_ALREADY_LINK)

@@ -1,4 +1,4 @@
-"""All links of one engine, as its user has them."""
+"""All links of one engine, in the form that users see."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
-_PUBLISH_S = 0.01  # changes within it are published at once: each time visits all caches
-_WORKERS = 3  # that a link may occupy: a handshake of each end, and a renewal
-_CLOSING_S = 0.5  # to notify all peers; some may be stopped
+_PUBLISH_S = 0.01  # collect changes for this long: each publication visits all caches
+_WORKERS = 3  # per link: a handshake of each end, and a renewal
+_CLOSING_S = 0.5  # to notify all peers, some of which may be stopped
 
 
 class Links:
-    """The links of one engine; may be used from several threads.
+    """The links of one engine. Any thread may use it.
 
-    In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: links
-    belong to the parent.
+    In a forked child, every call raises LLMException (LLM_FAILED) and `close` does nothing, because
+    links belong to the parent.
 
     Attributes:
-        peers: the link with each cluster, in whatever state; `get` says why there is none.
+        peers: The link with each cluster, in any state. `get` explains a missing one.
     """
 
     def __init__(
@@ -94,39 +94,39 @@ class Links:
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
     def observe(self, observer: Callable[[PeerLink], object]) -> None:
-        """Call `observer`, in the control thread, with each link whose state has changed."""
+        """Call `observer` in the control thread with each link whose state has changed."""
         self._transitions.observer = observer
 
     def start(self) -> None:
-        """Start the control thread; links can be made from here on."""
+        """Start the control thread. Links need it."""
         self._control.start()
 
     def serve_status(self, describe: Callable[[], dict[str, Any]]) -> None:
-        """Let programs of this user, such as `kvplan top`, ask what `describe` says."""
+        """Serve `describe` to programs of this user, such as `kvplan top`."""
         name = f"{self._engine.cluster_id}-{self.instance[:4].hex()}"
         status = StatusSocket(self._control, name, describe)
         self._control.call_soon(status.start)
 
     @property
     def instance(self) -> bytes:
-        """16 bytes that no other engine has, nor this one after a restart."""
+        """16 bytes that identify this run of this engine."""
         return self._engine.instance
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where peers link with this engine, with the real port; None: nowhere."""
+        """The address at which peers link with this engine, with the real port, or None."""
         return self._listener.endpoint
 
     def listen(self, endpoint: Endpoint) -> None:
-        """Let peers link with this engine at `endpoint`, and nowhere else."""
+        """Let peers link with this engine at `endpoint` and nowhere else."""
         self._run(self._listener.listen(endpoint))
 
     def stop_listening(self) -> None:
-        """Accept no link from now on; links that peers have made are ended."""
+        """Stop accepting links, and end the links that peers have made."""
         self._run(self._listener.stop())
 
     def close(self) -> None:
-        """End every link and notify the peers; takes two seconds at most; idempotent."""
+        """End every link and notify the peers. This is idempotent and takes at most two seconds."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -134,11 +134,11 @@ class Links:
         self._control.stop(self._close)
 
     def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
-        """Link with each cluster, all at once."""
+        """Link with all clusters at the same time."""
         return self._run(self._linking(clusters, timeout_ms))
 
     async def link_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
-        """As `link`, for a coroutine; cancelled, what is not linked by then is not linked."""
+        """Link with all clusters from a coroutine. Cancelling it ends the unfinished attempts."""
         self._check_usable()
         return await self._control.run_for(self._linking(clusters, timeout_ms))
 
@@ -146,7 +146,7 @@ class Links:
         self, clusters: Sequence[ClusterInfo], timeout_ms: int
     ) -> Coroutine[Any, Any, LinkResults]:
         check_clusters(clusters, ClusterInfo)
-        calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
+        calls = [(cluster.remote_cluster_id, cluster.endpoint()) for cluster in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
             if cluster_id == self._engine.cluster_id:
@@ -159,44 +159,50 @@ class Links:
     def unlink(
         self, clusters: Sequence[ClusterInfo | int], timeout_ms: int, *, force: bool = False
     ) -> LinkResults:
-        """End the link with each cluster, at both ends, all at once."""
+        """End the links with all clusters, at both ends, at the same time."""
         check_clusters(clusters, ClusterInfo | int)
-        ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in clusters]
+        ids = [
+            cluster.remote_cluster_id if isinstance(cluster, ClusterInfo) else cluster
+            for cluster in clusters
+        ]
         timeout_s = _seconds(timeout_ms)
         check_type("force", force, bool)
         return self._run(
-            LinkResults.of((it, self._unlinker.unlink(it, timeout_s, force=force)) for it in ids)
+            LinkResults.of(
+                (cluster_id, self._unlinker.unlink(cluster_id, timeout_s, force=force))
+                for cluster_id in ids
+            )
         )
 
     def comm_link(
         self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
     ) -> int:
-        """Begin to link with all members of a communicator, which do the same; returns its id.
+        """Begin to link with all members of a communicator, and return its id.
 
-        Warns if engines of others could link.
+        All members make the same call. The call warns if engines of other users could link.
         """
         engine = self._engine
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
         exposed = exposed_point(engine.cluster_id, members, engine.options)
         if exposed is not None and engine.keys.cluster is None:
-            warn_unauthenticated(exposed, stacklevel=3)  # at the engine's caller
+            warn_unauthenticated(exposed, stacklevel=3)  # at the caller of the engine
         return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
-        """End the links of a communicator, at all members, or stop making them."""
+        """End the links of a communicator at all members, or stop making them."""
         self._run(self._rendezvous.unlink(comm_id))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
-        """The status of a communicator; FAILED also if a link has broken since."""
+        """Return the status of a communicator. It is FAILED also if a link has broken."""
         self._check_usable()
         return self._rendezvous.status(comm_id)
 
     def live(self) -> int:
-        """How many links are up, being made or being ended."""
+        """Return the number of links that are up, being made or being ended."""
         return len(self._transitions.live())
 
     def get(self, cluster_id: int) -> PeerLink:
-        """The link with a cluster, in whatever state."""
+        """Return the link with a cluster, in any state."""
         self._check_usable()
         link = self._transitions.links.get(cluster_id)
         if link is None:
@@ -204,13 +210,13 @@ class Links:
         return link
 
     def status(self) -> list[LinkStatus]:
-        """All links as they are now, by cluster id; a broken one stays until linked again."""
+        """Return the status of all links by cluster id. A broken link stays until linked again."""
         all_links = self._transitions
         links = {**all_links.accepting, **all_links.initiating, **all_links.links}
         return [links[cluster_id].status() for cluster_id in sorted(links)]
 
     def mapped(self) -> list[tuple[int, Arena]]:
-        """Memory of peers that is mapped here, with their cluster ids, in their order."""
+        """Return the mapped memory of peers with their cluster ids, sorted by cluster id."""
         links = sorted(self._transitions.links.copy().items())
         transport_links = [(cluster_id, link.transport_link) for cluster_id, link in links]
         return [
@@ -221,13 +227,13 @@ class Links:
         ]
 
     def publish_soon(self) -> None:
-        """Publish to all peers soon what has changed in the registry; many changes as one."""
+        """Publish changes of the registry to all peers soon, several at a time."""
         if not self._is_publish_pending and not self._closed and os.getpid() == self._pid:
             self._is_publish_pending = True
             self._control.call_soon(self._publish_later)
 
     def publish_and_confirm(self, timeout_s: float) -> None:
-        """Publish to all peers what has changed in the registry; on return they have it."""
+        """Publish changes of the registry to all peers, and wait until they have them."""
         self._run(self._publish_and_confirm(timeout_s))
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
@@ -258,11 +264,13 @@ class Links:
             self._transitions.spawn(publisher.publish_pending())
 
     async def _publish_and_confirm(self, timeout_s: float) -> None:
-        await asyncio.gather(*(it.publish_and_confirm(timeout_s) for it in self._publishers()))
+        await asyncio.gather(
+            *(publisher.publish_and_confirm(timeout_s) for publisher in self._publishers())
+        )
 
     def _publishers(self) -> list[Publisher]:
         links = self._transitions.links.values()
-        return [it.publisher for it in links if it.is_live and it.publisher is not None]
+        return [link.publisher for link in links if link.is_live and link.publisher is not None]
 
     def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)
@@ -272,7 +280,7 @@ class Links:
         self._transitions.refuse_new(reason)
         for cluster_id in self._transitions.live():
             self._unlinker.drop(cluster_id, reason)
-        # Their channels close in the next iteration, with the reason; before the loop closes them.
+        # Their channels close in the next iteration with the reason, before the loop closes them.
         await asyncio.sleep(0)
         await self._listener.stop()
         self._rendezvous.close()
@@ -288,6 +296,6 @@ def _seconds(timeout_ms: int) -> float:
     milliseconds = as_int("timeout_ms", timeout_ms)
     if not 1 <= milliseconds <= _INT32_MAX:
         text = f"timeout_ms={milliseconds} is out of range [1, {_INT32_MAX}]"
-        # Outside of the reference's field it is a ValueError, as any other number is.
+        # A number outside of the reference's field is a ValueError like any other.
         raise invalid(text) if -_INT32_MAX <= milliseconds <= _INT32_MAX else ValueError(text)
     return milliseconds / 1000

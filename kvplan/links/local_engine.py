@@ -1,4 +1,4 @@
-"""This engine as its links see it: its limits, and the caches that it offers and publishes."""
+"""This engine from the view of its links: limits, offered caches, and published tables."""
 
 from __future__ import annotations
 
@@ -30,54 +30,54 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 _T = TypeVar("_T")
 MAX_PUBLISHED_NBYTES: Final = MAX_NBYTES // 2
-"""Of one cache, and of all in one message, by the estimate of `published_nbytes`."""
-_ENTRY_NBYTES: Final = 512  # with a shape of many dimensions
+"""Limit for one cache and for one message, as `published_nbytes` estimates them."""
+_ENTRY_NBYTES: Final = 512  # for a shape with many dimensions
 _ADDRESS_NBYTES: Final = 9
 _ID_NBYTES: Final = 9
 
 
 class LinkOptions(Protocol):
-    """The options of an engine that its links read; `kvplan.Options` documents them."""
+    """The engine options that links read. `kvplan.Options` documents them."""
 
     @property
     def sync_kv_cache_wait_time(self) -> int:
-        """Milliseconds that a request to a peer may take."""
+        """Timeout of a request to a peer, in ms."""
 
     @property
     def link_total_time(self) -> int:
-        """Seconds within which all members of a communicator must have linked; 0: 60."""
+        """Deadline for linking all members of a communicator, in s; 0: 60."""
 
     @property
     def link_retry_count(self) -> int:
-        """Times that a peer given by its address is called, within the time of the call."""
+        """Attempts to link a peer by its address, within the timeout of the call."""
 
     @property
     def tcp_source(self) -> str:
-        """IP address of this host to connect from; empty: the system's choice."""
+        """Local IP address of outgoing connections; empty: the system chooses."""
 
     @property
     def cluster_key_file(self) -> str | None:
-        """Path of the key that all engines of a cluster share; None: there is none."""
+        """Path of the cluster key, or None."""
 
     @property
     def heartbeat_interval_ms(self) -> int:
-        """Milliseconds without a message after which a link sends one."""
+        """Idle time after which a link sends a heartbeat, in ms."""
 
     @property
     def heartbeat_timeout_ms(self) -> int:
-        """Milliseconds without a message from a peer after which its link is broken."""
+        """Silence of a peer after which its link is broken, in ms."""
 
     @property
     def max_links(self) -> int:
-        """Peers that may be linked at once."""
+        """Maximum number of linked peers."""
 
     @property
     def comm_port(self) -> int:
-        """Of communicators across hosts: the port of device 0 of each."""
+        """Port of device 0 on each host, for communicators across hosts."""
 
     @property
     def comm_dir(self) -> str | None:
-        """Of communicators on one host: directory of the sockets; None: the user's own."""
+        """Directory of the sockets of communicators on one host; None: the user's own."""
 
 
 class OfferedCache(Protocol):
@@ -85,31 +85,31 @@ class OfferedCache(Protocol):
 
     @property
     def cache(self) -> Cache:
-        """Its id, description and addresses."""
+        """Id, description and addresses."""
 
     @property
     def memory(self) -> TensorMemory:
-        """Its tensors."""
+        """Tensors of the cache."""
 
     @property
     def paged(self) -> bool | None:
-        """Whether it is addressed by blocks."""
+        """True if the cache is addressed by blocks."""
 
     @property
     def blocks_key(self) -> BlocksCacheKey | None:
-        """The key of a paged cache, if it has one."""
+        """The key of a paged cache, or None."""
 
     @property
     def metadata(self) -> Mapping[str, bytes]:
-        """What a peer needs to reach it, by the name of the transport; empty: not by that one."""
+        """The metadata by which a peer reaches the cache over `transport`, empty if it cannot."""
 
 
 class GrantedClaim(Protocol):
-    """The right to pull by a key, as a peer is granted it."""
+    """The right to pull by a key, granted to a peer."""
 
     @property
     def claim_id(self) -> int:
-        """Of this engine's own count."""
+        """Id that this engine has assigned."""
 
     @property
     def entry(self) -> OfferedCache:
@@ -121,24 +121,25 @@ class GrantedClaim(Protocol):
 
 
 class OfferedCaches(Protocol):
-    """The caches of this engine that peers may reach; for any thread."""
+    """The caches of this engine that peers may reach. Any thread may use it."""
 
     def survey(self, look: Callable[[Mapping[int, OfferedCache]], _T]) -> _T:
-        """Return what `look` makes of all that are offered, by id; it must keep no cache."""
+        """Return the result of `look` for each offered cache, by id. It must keep no cache."""
 
     def find(self, key: CacheKey) -> tuple[OfferedCache, int]:
-        """The cache and batch index that peers reach by `key`.
+        """Return the cache and the batch index that peers reach by `key`.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: a padding key.
+            LLMException: LLM_KV_CACHE_NOT_EXIST if no cache has the key; LLM_PARAM_INVALID for a
+                padding key.
         """
 
     def claim(self, key: CacheKey, holder: Hashable) -> GrantedClaim:
-        """Let `holder` pull by `key`: the cache stays until the claim is released.
+        """Let `holder` pull by `key`. The cache stays until the claim is released.
 
         Raises:
-            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder has claimed it;
-                LLM_LINK_BUSY: this one has too many claims.
+            LLMException: As `find`; LLM_REPEAT_REQUEST if another holder has claimed the key;
+                LLM_LINK_BUSY if this holder has too many claims.
         """
 
     def release(
@@ -149,37 +150,37 @@ class OfferedCaches(Protocol):
         holder: Hashable,
         run: Callable[[Callable[[], None]], object],
     ) -> None:
-        """End a claim of `holder`; one that is unknown is fine.
+        """End a claim of `holder`. An unknown claim is ignored.
 
         Args:
-            claim_id: of the claim.
-            tensors: that were pulled, every byte confirmed; None: the pull failed.
-            holder: whose claim it must be.
-            run: called with what ends the caches that go with it, if there are any; that may wait
-                for peers that write to them.
+            claim_id: Id of the claim.
+            tensors: The tensors whose bytes were all pulled and confirmed; None if the pull failed.
+            holder: The holder of the claim.
+            run: Called with the function that ends the caches of the claim, if any. That function
+                may wait for peers that write to them.
         """
 
     def release_holder(
         self, holder: Hashable, *, run: Callable[[Callable[[], None]], object]
     ) -> None:
-        """End all claims of `holder`, who is gone; no pull of it counts. `run`: see `release`."""
+        """End all claims of a lost `holder` as failed pulls. `release` documents `run`."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalEngine:
-    """This engine, as its links need it.
+    """This engine from the view of its links.
 
     Attributes:
-        cluster_id: of this engine.
-        instance: 16 random bytes, which no other engine has, nor this one after a restart.
-        role: of this engine, now.
-        options: limits and deadlines.
-        registry: the caches that are offered.
-        inbox: takes the notifications of linked peers; None: they are refused.
-        transports: in order of preference.
-        missing: why other transports are not available, by name.
-        control: the loop that all links run on.
-        keys: what peers are authenticated with.
+        cluster_id: Cluster id of this engine.
+        instance: 16 random bytes that identify this run of this engine.
+        role: Current role of this engine.
+        options: Limits and deadlines.
+        registry: The offered caches.
+        inbox: Receiver of notifications from linked peers; None: they are refused.
+        transports: Available transports in order of preference.
+        missing: Reasons why other transports are not available, by name.
+        control: The loop of all links.
+        keys: The keys that authenticate peers.
     """
 
     cluster_id: int
@@ -194,15 +195,16 @@ class LocalEngine:
     keys: Keys
 
     def offers(self) -> tuple[Offer, ...]:
-        """The transports by which a peer could reach this process."""
-        return tuple(Offer(it.name, it.metadata(())) for it in self.transports)
+        """Return the transports by which a peer could reach this process."""
+        return tuple(Offer(transport.name, transport.metadata(())) for transport in self.transports)
 
     def choose(self, peer: int, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
-        """The transport to use with a peer that makes these offers, and the peer's metadata.
+        """Choose the transport for a peer with these offers, and return it with its metadata.
 
-        The first that reaches all memory of the peer, as far as is known, else the first at all.
+        The first transport that reaches all known memory of the peer wins, otherwise the first
+        usable one.
         """
-        offered = {it.transport: it.metadata for it in offers}
+        offered = {offer.transport: offer.metadata for offer in offers}
         refusals = []
         partial: tuple[Transport, bytes] | None = None
         for transport in self.transports:
@@ -228,7 +230,7 @@ class LocalEngine:
         )
 
     def transport(self, name: str) -> Transport:
-        """The transport that a peer has chosen."""
+        """Return the transport that a peer has chosen."""
         for transport in self.transports:
             if transport.name == name:
                 return transport
@@ -236,28 +238,34 @@ class LocalEngine:
 
 
 class PublishedTable:
-    """The table as one peer knows it; used by the control thread only."""
+    """The table as one peer knows it. Only the control thread uses it."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
-        self._published: dict[int, Cache] = {}  # no entries: those would hold memory that was freed
+        self._published: dict[int, Cache] = {}  # not entries, which would keep freed memory alive
         self._version = 0
 
     @property
     def version(self) -> int:
-        """Number of messages so far."""
+        """The number of messages so far."""
         return self._version
 
     def pending_updates(self, offered: Mapping[int, OfferedCache]) -> list[Table]:
-        """The messages that bring the peer up to date with `offered`; all of them must be sent.
+        """Return the messages that bring the peer up to date with `offered`. All must be sent.
 
-        The first ones remove, so that the peer never has both a freed cache and a new one at the
-        same addresses.
+        Removals come first, so that the peer never has a freed and a new cache at the same
+        addresses.
         """
-        now = {it: entry.cache for it, entry in offered.items()}
+        now = {cache_id: entry.cache for cache_id, entry in offered.items()}
         published = self._published
-        removed = [it for it, cache in published.items() if now.get(it) is not cache]
-        added = [entry for it, entry in offered.items() if published.get(it) is not entry.cache]
+        removed = [
+            cache_id for cache_id, cache in published.items() if now.get(cache_id) is not cache
+        ]
+        added = [
+            entry
+            for cache_id, entry in offered.items()
+            if published.get(cache_id) is not entry.cache
+        ]
         self._published = now
         tables: list[Table] = []
         entries: list[TableEntry] = []
@@ -274,7 +282,7 @@ class PublishedTable:
         return tables
 
     def describe(self, entry: OfferedCache) -> TableEntry:
-        """The entry of a message for a cache."""
+        """Return the entry of a message for a cache."""
         cache, desc = entry.cache, entry.cache.cache_desc
         return TableEntry(
             cache_id=cache.cache_id,
@@ -316,7 +324,7 @@ def _shard_entry(shard: Shard | None) -> ShardEntry | None:
 
 
 class Publisher:
-    """Sends one peer the changes of the caches here; used by the control thread only."""
+    """The sender of changes of the local caches to one peer. Only the control thread uses it."""
 
     def __init__(
         self, cluster_id: int, channel: Channel, offered: OfferedCaches, transport: str
@@ -330,7 +338,7 @@ class Publisher:
         self._is_pending = False
 
     async def publish(self) -> int:
-        """Send what the peer does not know yet; returns the version that it knows then."""
+        """Send all changes, and return the version that the peer has then."""
         async with self._sending:  # messages must keep their order
             self._is_pending = False
             self._unsent += self._offered.survey(self.table.pending_updates)
@@ -340,18 +348,20 @@ class Publisher:
             return self.table.version
 
     async def publish_pending(self) -> None:
-        """As `publish`, for a link that may end meanwhile; calls at one time publish once."""
+        """Publish on a link that may end at any time. Concurrent calls publish once."""
         if not self._is_pending:
             self._is_pending = True
             with suppress(ChannelClosed):
                 await self.publish()
 
     async def publish_and_confirm(self, timeout_s: float) -> None:
-        """As `publish`, and the peer has it on return; a peer that does not answer is logged."""
+        """Publish and wait until the peer has the changes. A missing answer is logged."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.publish()
-                await self._channel.typed_request(Sync(), Synced, timeout_s)  # answered in order
+                await self._channel.typed_request(
+                    Sync(), Synced, timeout_s
+                )  # requests are answered in order
         except ChannelClosed:
             pass
         except (TimeoutError, LLMException) as error:
@@ -360,7 +370,7 @@ class Publisher:
 
 
 def published_nbytes(entry: OfferedCache, transport: str) -> int:
-    """About how many bytes of a message a cache takes, for a peer that uses `transport`."""
+    """Estimate the size of a cache in a message to a peer that uses `transport`."""
     desc = entry.cache.cache_desc
     own = _ENTRY_NBYTES + 4 * len(desc.kv_tensor_format or "")
     return own + len(entry.metadata[transport]) + _ADDRESS_NBYTES * desc.num_tensors

@@ -1,4 +1,4 @@
-"""What a link knows of the caches of its peer, and the memory behind them."""
+"""The caches of a peer as its link knows them, and the memory behind them."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import PeerMemory, TransportLink
 
 _cache_id: Final = attrgetter("cache_id")
-_MAX_JOINED: Final = 64  # sets of caches whose memory is kept joined
+_MAX_JOINED: Final = 64  # sets of caches whose joined memory is kept
 
 
 class PeerCaches(LinkLifecycle, ABC):
-    """A link as far as it knows the caches of its peer, and the memory behind them.
+    """The part of a link that knows the caches of its peer and the memory behind them.
 
-    `apply` is called by the control thread; the other methods are for operations, in any thread.
+    The control thread calls `apply`; operations call the other methods in any thread.
 
     Attributes:
-        instance: Of the peer's engine.
-        transport: The name of the transport of the link.
-        transport_link: The connection of the transport; None: it is not made yet, or has ended.
-        pairs: Pairs of the peer's caches and others, as users of the link remember them: another
-            dict whenever what is known of the peer's caches has changed.
+        instance: Id of the run of the peer's engine.
+        transport: Name of the transport of the link.
+        transport_link: Connection of the transport, or None before it is made and after it has
+            ended.
+        pairs: Pairs of local caches and caches of the peer that users of the link have cached. A
+            change of the peer's caches replaces the dict.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -63,7 +64,7 @@ class PeerCaches(LinkLifecycle, ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Have all that the peer has changed of its caches: that arrives before its reply."""
+        """Synchronize with the peer's cache table."""
 
     def cache(
         self,
@@ -72,7 +73,7 @@ class PeerCaches(LinkLifecycle, ABC):
         writable: bool = False,
         speculative: bool = False,
     ) -> PeerCache:
-        """The peer's cache that `index` names; the peer is asked for one that is not known yet."""
+        """Return the peer's cache that `index` names, and ask the peer for an unknown one."""
         is_key = isinstance(index, BlocksCacheKey)
         if isinstance(index, BlocksCacheKey):
             offered, wanted = self._table.by_model, index.model_id
@@ -83,7 +84,7 @@ class PeerCaches(LinkLifecycle, ABC):
         if found is None or (
             self._may_be_freed(found, speculative=speculative)
             if is_key
-            # It is this cache that is meant, freed or not: the transfer may find that out itself.
+            # The index names this cache even if it was freed; the transfer may detect that itself.
             else writable and (link is None or link.detects_freed == "after")
         ):
             self.sync()
@@ -98,11 +99,11 @@ class PeerCaches(LinkLifecycle, ABC):
         )
 
     def caches(self) -> tuple[PeerCache, ...]:
-        """All that the peer offers, as far as it has been published."""
+        """Return all published caches of the peer."""
         return self._table.caches()
 
     def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
-        """All that the peer offers, by addresses."""
+        """Return the index of the peer's caches by address."""
         link = self.transport_link
         if ask or (writable and (link is None or link.detects_freed == "after")):
             self.sync()
@@ -122,7 +123,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return False
 
     def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
-        """The cache that `lease` names."""
+        """Return the cache that `lease` names."""
         if lease.instance != self.instance:
             raise LLMException(
                 f"{lease} has ended: cluster {self.cluster_id} was restarted since",
@@ -134,12 +135,12 @@ class PeerCaches(LinkLifecycle, ABC):
     def leased_memory(
         self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
     ) -> PeerMemory:
-        """As `joined_memory`, and transfers with it fail once one of `leases` has ended."""
+        """Return memory as `joined_memory` does; transfers with it fail once a lease has ended."""
         memory = self.joined_memory(caches, writable=writable)
         return memory.leased(leases) if leases else memory
 
     def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
-        """The tensors of `cache`, as a side of a transfer."""
+        """Return the tensors of `cache` as a side of a transfer."""
         key = (cache.cache_id, writable)
         held = self._memories.get(key)
         if held is not None and held[0] is cache:
@@ -148,7 +149,7 @@ class PeerCaches(LinkLifecycle, ABC):
             cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
         )
         self._memories[key] = (cache, memory)
-        # A change of the table, or the end of the link, is visible before memories are cleared.
+        # A change of the table and the end of the link are visible before memories are cleared.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
@@ -156,33 +157,36 @@ class PeerCaches(LinkLifecycle, ABC):
     def joined_memory(
         self, caches: Sequence[PeerCache], *, writable: bool, any_holder: bool = False
     ) -> PeerMemory:
-        """The tensors of several caches, one cache after another, as one side of a transfer."""
+        """Return the tensors of several caches, in order, as one side of a transfer."""
         if len(caches) == 1:
             return self.memory(caches[0], writable=writable)
         key = (tuple(map(_cache_id, caches)), writable, any_holder)
         held = self._joined.get(key)
         if held is not None and all(map(is_, held[0], caches)):
             return held[1]
-        link, *_ = [self._transport_link_to(it) for it in caches]
+        link, *_ = [self._transport_link_to(cache) for cache in caches]
         memory = link.memory(
-            np.concatenate([np.array(it.addresses, dtype=np.uint64) for it in caches]),
+            np.concatenate([np.array(cache.addresses, dtype=np.uint64) for cache in caches]),
             np.repeat(
-                np.array([it.desc.tensor_nbytes for it in caches], dtype=np.uint64),
-                [len(it.addresses) for it in caches],
+                np.array([cache.desc.tensor_nbytes for cache in caches], dtype=np.uint64),
+                [len(cache.addresses) for cache in caches],
             ),
             writable=writable,
-            metadata=[it.metadata for it in caches for _ in it.addresses],
+            metadata=[cache.metadata for cache in caches for _ in cache.addresses],
             any_holder=any_holder,
         )
         if len(self._joined) >= _MAX_JOINED:
             self._joined.clear()
         self._joined[key] = (tuple(caches), memory)
-        if any(self._table.by_id.get(it.cache_id) is not it for it in caches) or not self.is_live:
+        if (
+            any(self._table.by_id.get(cache.cache_id) is not cache for cache in caches)
+            or not self.is_live
+        ):
             self._joined.pop(key, None)  # as of one cache
         return memory
 
     def side(self, cache: PeerCache) -> Side:
-        """`cache` as a side of a plan, with how it is reached."""
+        """Return `cache` as a side of a plan, with the link that reaches it."""
         known = self._sides.get(cache.cache_id)
         if known is None or known[0] is not cache:
             side = replace(cache.side, way=self._described_way)
@@ -194,9 +198,10 @@ class PeerCaches(LinkLifecycle, ABC):
     def tensors(
         self, addresses: Sequence[int], stride: int, *, paged: bool
     ) -> tuple[Side, TensorMemory]:
-        """The peer's tensors at `addresses`, to be written in rows of `stride` bytes.
+        """Return the peer's tensors at `addresses`, to be written in rows of `stride` bytes.
 
-        As many rows as the cache has room for after each. The peer is asked for unknown addresses.
+        The result has as many rows as fit into the cache. Unknown addresses are requested from the
+        peer.
         """
         known = find_by_address(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):
@@ -234,14 +239,14 @@ class PeerCaches(LinkLifecycle, ABC):
         return link
 
     def forget(self) -> None:
-        """Clear what is cached of the peer's memory; the transport is asked for it again."""
+        """Drop the cached memory of the peer, so that the transport is asked for it again."""
         self.pairs = {}
         self._memories.clear()
         self._joined.clear()
         self._sides.clear()
 
     def apply(self, table: Table) -> None:
-        """Apply what the peer publishes of its caches."""
+        """Apply a table that the peer has published."""
         changed = self._table.apply(table)
         self.pairs = {}
         self._joined.clear()
@@ -252,7 +257,7 @@ class PeerCaches(LinkLifecycle, ABC):
         self.prepare(changed)
 
     def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
-        """Have memory of the peer's caches (None: of all) reached before a transfer needs it."""
+        """Reach memory of the given caches, or of all if None, before a transfer needs it."""
         link = self.transport_link
         if link is None or not self.is_live:
             return
@@ -268,7 +273,7 @@ class PeerCaches(LinkLifecycle, ABC):
 
     @property
     def way(self) -> str:
-        """By what means bytes move over the link; empty before the peer's memory is reached."""
+        """The means that moves bytes over the link, empty until the peer's memory is reached."""
         return "" if self.transport_link is None else self.transport_link.way
 
     @property
@@ -276,7 +281,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return f"{self.transport}: {self.way}"
 
     def _cache_of(self, found: Found) -> PeerCache:
-        """The cache of a reply: the object in the table, if they are equal."""
+        """Return the cache of a reply, or the equal object of the table."""
         cache = PeerCache.of(self.cluster_id, found.entry)
         known = self._table.by_id.get(cache.cache_id)
         return known if known == cache else cache

@@ -1,4 +1,4 @@
-"""One link, as operations use it: what the peer is asked, its claims, and notifications to it."""
+"""One link in the form that operations use: requests to the peer, claims, and notifications."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 _LOG = Log("kvplan")
-_PAUSE_S = 0.02  # for a peer that has too many requests at a time
+_PAUSE_S = 0.02  # before another request to a peer that refused one as too many
 _T = TypeVar("_T")
 _MAY_HAVE_ARRIVED: Final = "; the notification may have been delivered"
-_MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
+_MAX_REQUESTS = 16  # at a time; a peer refuses many more
 
 
 class PeerClaim:
-    """The right to pull by a key: no other engine can, until it is released.
+    """The right to pull by a key. No other engine can pull by it until it is released.
 
     Attributes:
-        cache: that holds the slot.
-        batch_index: of the slot.
+        cache: The cache that holds the slot.
+        batch_index: Index of the slot.
     """
 
     __slots__ = ("_channel", "_claim_id", "_claims", "batch_index", "cache")
@@ -62,11 +62,11 @@ class PeerClaim:
 
 
 class Claims:
-    """The claims of one link: each release is sent again until the peer has confirmed it.
+    """The claims of one link. Each release is repeated until the peer has confirmed it.
 
-    Releases belong to the link, not to the call whose claim ends: they go on when that call waits
-    no longer, and the link is busy until they are confirmed or it has ended. Sending one twice is
-    safe: a peer ignores claims that it does not know.
+    Releases belong to the link and not to the call that held the claim. They continue after the
+    call has returned, and the link is busy until they are confirmed or it has ended. A repeated
+    release is safe, because a peer ignores claims that it does not know.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Claims:
         self._control = control
         self._slots = slots
         self._wait_s = wait_s
-        self._late: set[asyncio.Task[None]] = set()  # claims that nobody waits for any more
+        self._late: set[asyncio.Task[None]] = set()  # requests for claims whose caller has gone
         self._releasing: dict[int, asyncio.Task[None]] = {}  # by claim id, the oldest first
-        # One at a time is sent again: a peer that was stopped would refuse what has piled up.
+        # Repeat one at a time: a peer that was stopped would refuse the whole backlog.
         self._retrying = asyncio.Lock()
 
     async def claim(self, channel: Channel, claim: Claim) -> Found:
-        """Request a claim; one that is granted when nobody waits for it any more is released."""
+        """Request a claim, and release it again if the caller no longer waits for it."""
         async with asyncio.timeout(self._wait_s):
             await self._slots.acquire()
             granting = asyncio.create_task(channel.typed_request(claim, Found, math.inf))
@@ -96,7 +96,7 @@ class Claims:
                 raise
 
     def release(self, channel: Channel, release: Release) -> None:
-        """Release a claim, and wait `wait_s` at most; from any thread but the control thread."""
+        """Release a claim and wait at most `wait_s`. Not for the control thread."""
         try:
             self._control.call_soon(self._begin, channel, release)
             is_confirmed = self._control.run(self._wait_confirmed(release))
@@ -135,7 +135,7 @@ class Claims:
                         while not await self._is_confirmed(channel, release):
                             pass
         except (ChannelClosed, LLMException) as error:
-            # What was pulled is here; and the peer ends the claims of a link with the link.
+            # All bytes have arrived, and the peer ends the claims of a link with the link.
             self._warn(release, str(error))
 
     async def _is_confirmed(self, channel: Channel, release: Release) -> bool:
@@ -162,7 +162,7 @@ _Reply = TypeVar("_Reply", bound=Body)
 class PeerLink(PeerCaches):
     """A link to one peer.
 
-    Documented methods are for operations, from any thread; the rest is for the control thread.
+    Operations may call the documented methods in any thread; the rest is for the control thread.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class PeerLink(PeerCaches):
         self.comm = comm
         self.comm_id: int | None = None
         self.phase = ""  # of a handshake that this engine initiates
-        self.secret = b""  # which the two ends of this link alone know
+        self.secret = b""  # known only to the two ends of this link
         self.role: LlmRole | None = None
         self.channel: Channel | None = None
         self.streams: Streams | None = None
@@ -190,16 +190,16 @@ class PeerLink(PeerCaches):
         return f"cluster {self.cluster_id}"
 
     def sync(self) -> None:
-        """Have all that the peer has changed of its caches: that arrives before its reply."""
+        """Synchronize with the peer's cache table."""
         self._request(Sync(), Synced)
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
-        """The peer's cache and batch index that have `key`."""
+        """Return the peer's cache and batch index for `key`."""
         found = self._request(Find(key.req_id, key.prefix_id, key.model_id), Found)
         return self._cache_of(found), found.batch_index
 
     def claim(self, key: CacheKey) -> PeerClaim:
-        """As `find`, and no other engine can pull by `key` until the claim is released."""
+        """Find `key` and claim it: no other engine can pull by it until the claim is released."""
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
         channel = self._live_channel()
         found = self._wait_for(self._claims.claim(channel, claim))
@@ -207,14 +207,14 @@ class PeerLink(PeerCaches):
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
     def notify(self, data: bytes, timeout_ms: float | None = None) -> None:
-        """Send a notification; on return the peer's engine has it."""
+        """Send a notification, and wait until the peer's engine has it."""
         if not self.notifier.send_directly(data):
             timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
             sending = self.notifier.send(self._live_channel(), data, timeout_s)
             self._wait_for(sending, timeout_s, _MAY_HAVE_ARRIVED)
 
     async def notify_async(self, data: bytes, timeout_ms: float | None = None) -> None:
-        """As `notify`, for a coroutine of another loop. What is called later is sent later."""
+        """Send a notification from a coroutine of another loop. Notifications keep their order."""
         if self.notifier.send_directly(data):
             return
         timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
@@ -228,7 +228,7 @@ class PeerLink(PeerCaches):
         except ChannelClosed as error:
             raise self._ended(error, _MAY_HAVE_ARRIVED) from error
         except asyncio.CancelledError:
-            # The control thread may send it before it finds it cancelled.
+            # The control thread may send it before it sees the cancellation.
             settle = partial(self._control.call_soon, settle)
             raise
         finally:
@@ -236,14 +236,14 @@ class PeerLink(PeerCaches):
                 settle(token)
 
     def notify_soon(self, data: bytes) -> None:
-        """Send a notification and do not wait; whether it was delivered is logged if it was not."""
+        """Send a notification without waiting. A failure is logged."""
         if not self.notifier.send_directly(data):
             request = self.notifier.defer(), self._live_channel, data, self.wait_s
             with suppress(LLMException):  # the loop has ended
                 self._control.call_soon(self.notifier.send_later, *request)
 
     def death(self) -> str:
-        """How the transport knows that the peer is gone; empty: it does not know that."""
+        """Return the transport's evidence that the peer is gone, or an empty string."""
         connecting = self.connecting
         if connecting is None or not connecting.done() or connecting.cancelled():
             return ""
@@ -254,7 +254,7 @@ class PeerLink(PeerCaches):
         return ""
 
     def status(self) -> LinkStatus:
-        """The link as it is now."""
+        """Return the current status of the link."""
         return LinkStatus(
             cluster_id=self.cluster_id,
             instance=self.instance.hex(),
@@ -289,7 +289,7 @@ class PeerLink(PeerCaches):
     def _wait_for(
         self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None, effect: str = ""
     ) -> _T:
-        """Run a request in the control thread; says why there is no reply."""
+        """Run a request in the control thread. If no reply comes, the error explains why."""
         try:
             return self._control.run(reply)
         except TimeoutError:

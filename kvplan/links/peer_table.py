@@ -1,4 +1,4 @@
-"""The caches that a peer offers: found by id, by model and by address."""
+"""The caches that a peer offers, by id, by model and by address."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Of one peer: as many as the local transport can register; bounds what a peer can cost."""
+"""Limit for one peer, as many as the local transport can register. It bounds a peer's cost."""
 
 MAX_NBYTES = 256 << 20
-"""Of all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
+"""Limit for all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,17 @@ class PeerCache:
     """A cache of a peer.
 
     Attributes:
-        cluster_id: of the peer.
-        cache_id: in the peer.
-        desc: its description.
-        paged: whether its rows are blocks.
-        addresses: of each tensor, in the peer.
-        metadata: what the transport needs to reach them; empty: it cannot.
-        writable: whether it can be pushed to.
-        model_id: of its BlocksCacheKey; None: it has none.
-        side: of a plan over it.
-        first, last: the lowest and the highest byte of all tensors.
+        cluster_id: Cluster id of the peer.
+        cache_id: Id of the cache in the peer.
+        desc: Description of the cache.
+        paged: True if its rows are blocks.
+        addresses: Address of each tensor in the peer.
+        metadata: The transport's metadata for it; empty if the transport does not reach it.
+        writable: True if it can be pushed to.
+        model_id: Model id of its BlocksCacheKey, or None.
+        side: The cache as a side of a plan.
+        first: Lowest byte of all tensors.
+        last: Highest byte of all tensors.
     """
 
     cluster_id: int
@@ -52,7 +53,7 @@ class PeerCache:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of a message it takes."""
+        """The approximate size of the cache in a message."""
         return len(self.metadata) + 9 * len(self.addresses)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class PeerCache:
 
     @classmethod
     def of(cls, cluster_id: int, entry: TableEntry) -> PeerCache:
-        """The cache that a message of the peer `cluster_id` describes."""
+        """Build the cache that a message of the peer `cluster_id` describes."""
         try:
             desc = CacheDesc(
                 entry.num_tensors,
@@ -101,8 +102,8 @@ def _shard(entry: ShardEntry | None) -> Shard | None:
     if entry is None:
         return None
     (layers, num_layers), (heads, num_heads) = (
-        (None, None) if it is None else (range(it[0], it[1]), it[2])
-        for it in (entry.layers, entry.heads)
+        (None, None) if part is None else (range(part[0], part[1]), part[2])
+        for part in (entry.layers, entry.heads)
     )
     tokens = None
     if entry.tokens is not None:
@@ -113,11 +114,11 @@ def _shard(entry: ShardEntry | None) -> Shard | None:
 class PeerTable:
     """The caches of one peer.
 
-    Written by the control thread, read by any: each read is one lookup in a dict.
+    The control thread writes the table and any thread reads it. Each read is one lookup in a dict.
 
     Attributes:
-        by_id: the caches that are offered, by their id.
-        by_model: those with a BlocksCacheKey, by its model id.
+        by_id: The offered caches by id.
+        by_model: The offered caches that have a BlocksCacheKey, by its model id.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -125,12 +126,12 @@ class PeerTable:
         self._cluster_id = cluster_id
         self.by_id: dict[int, PeerCache] = {}
         self.by_model: dict[int, PeerCache] = {}
-        self._nbytes = 0  # of all that are offered
-        # By whether they can be written: of which version of the table, and what it was made into.
+        self._nbytes = 0  # of all offered caches
+        # Key: whether all are writable. Value: the version of the table, and the index made of it.
         self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
     def apply(self, table: Table) -> list[int]:
-        """Apply a message of the peer; returns the ids of caches that were changed or removed."""
+        """Apply a message of the peer, and return the ids of changed and removed caches."""
         added = [PeerCache.of(self._cluster_id, entry) for entry in table.entries]
         removed = list(self.by_id) if table.first else list(table.removed)
         for cache_id in removed:
@@ -151,20 +152,20 @@ class PeerTable:
         return removed + [cache.cache_id for cache in added]
 
     def caches(self) -> tuple[PeerCache, ...]:
-        """All that are offered."""
-        return (*self.by_id.values(),)  # a copy at once, as tuple() is only with a GIL
+        """Return all offered caches."""
+        return (*self.by_id.values(),)  # one atomic copy: tuple() needs the GIL for that
 
     def address_index(self, *, writable: bool) -> AddressIndex[PeerCache]:
-        """All that are offered, by addresses; those that can be written alone if `writable`."""
-        version = self.version  # first: what changes meanwhile makes it another's
+        """Return the index of all offered caches by address, or of the writable ones."""
+        version = self.version  # read first, so that a concurrent change belongs to a later version
         held = self._indices.get(writable)
         if held is not None and held[0] == version:
             return held[1]
         extents = (
-            Extent(address, it.desc.tensor_nbytes, it, tensor)
-            for it in self.caches()
-            if it.writable or not writable
-            for tensor, address in enumerate(it.addresses)
+            Extent(address, cache.desc.tensor_nbytes, cache, tensor)
+            for cache in self.caches()
+            if cache.writable or not writable
+            for tensor, address in enumerate(cache.addresses)
         )
         index = AddressIndex(f"cluster {self._cluster_id}", extents)
         self._indices[writable] = version, index
@@ -185,38 +186,40 @@ class PeerTable:
 
 
 class AddressedCache(NamedTuple):
-    """A cache that contains all addresses; `left`: bytes from each to the end of its tensor."""
+    """A cache that contains all addresses, with the bytes from each to the end of its tensor."""
 
     cache: PeerCache
     left: list[int]
 
 
 def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> AddressedCache | None:
-    """The cache that contains all addresses, or None.
+    """Return the cache that contains all addresses, or None.
 
-    Of several (memory may be registered twice) a writable one, with the most room.
+    Memory may be registered twice. The result is then a writable cache with the most room.
     """
     lowest, highest = min(addresses), max(addresses)
     found = [
-        AddressedCache(it, left)
-        for it in caches
-        if it.first <= lowest and highest <= it.last and all(left := _left(it, addresses))
+        AddressedCache(cache, left)
+        for cache in caches
+        if cache.first <= lowest and highest <= cache.last and all(left := _left(cache, addresses))
     ]
-    return max(found, key=lambda it: (it.cache.writable, min(it.left)), default=None)
+    return max(found, key=lambda found: (found.cache.writable, min(found.left)), default=None)
 
 
 def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int]) -> LLMException:
-    """Why `find_by_address` returned None: LLM_KV_CACHE_NOT_EXIST, or LLM_PARAM_INVALID."""
+    """Explain a None of `find_by_address` as LLM_KV_CACHE_NOT_EXIST or LLM_PARAM_INVALID."""
     cache_ids: list[int] = []
     for position, address in enumerate(addresses):
-        cache = next((it for it in caches if _left(it, [address])[0]), None)
+        cache = next((cache for cache in caches if _left(cache, [address])[0]), None)
         if cache is None:
             return LLMException(
                 f"addresses[{position}]={address:#x} lies in no cache that {who} offers",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         cache_ids.append(cache.cache_id)
-    other = next((it for it, cache_id in enumerate(cache_ids) if cache_id != cache_ids[0]), 0)
+    other = next(
+        (position for position, cache_id in enumerate(cache_ids) if cache_id != cache_ids[0]), 0
+    )
     return invalid(
         f"addresses[0]={addresses[0]:#x} lies in cache {cache_ids[0]} of {who}, and "
         f"addresses[{other}]={addresses[other]:#x} in cache {cache_ids[other]}; one transfer goes "
@@ -225,16 +228,16 @@ def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int])
 
 
 def _left(cache: PeerCache, addresses: Sequence[int]) -> list[int]:
-    """Bytes from each address to the end of the tensor that contains it; 0: no tensor does."""
+    """Return the bytes from each address to the end of its tensor, 0 outside of all tensors."""
     starts = sorted(cache.addresses)
     nbytes = cache.desc.tensor_nbytes
-    # Tensors have one size: of two that overlap, the one that begins last reaches furthest.
-    positions = ((it, bisect_right(starts, it)) for it in addresses)
-    return [max(0, starts[i - 1] + nbytes - it) if i else 0 for it, i in positions]
+    # Tensors have one size: of two that overlap, the one that begins last ends last.
+    positions = ((address, bisect_right(starts, address)) for address in addresses)
+    return [max(0, starts[i - 1] + nbytes - address) if i else 0 for address, i in positions]
 
 
 def not_reached(cache: PeerCache, transport: str) -> LLMException:
-    """LLM_FEATURE_NOT_ENABLED: the transport does not reach the memory of a cache of the peer."""
+    """Return LLM_FEATURE_NOT_ENABLED for a cache whose memory the transport does not reach."""
     kind, remedy = (
         (
             "device",

@@ -1,4 +1,4 @@
-"""Links by name: where the members of a communicator run, and how they meet."""
+"""Links by name: the locations of a communicator's members, and the points where they meet."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 VERSIONS = ("1.0", "1.2")
 _LOG = Log("kvplan")
-_TOTAL_S = 60.0  # for all members, where link_total_time is 0
+_TOTAL_S = 60.0  # for all members, if link_total_time is 0
 _ATTEMPT_S = 5.0
-_PAUSE_S = (0.01, 0.5)  # between attempts: the first, and the longest
+_PAUSE_S = (0.01, 0.5)  # between attempts: the first and the longest
 _UNLINK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a rank runs; equal servers are one host.
+    """The location of a rank. Ranks with equal `server_id` share a host.
 
     Attributes:
-        server_id: address of the host: its `host_ip` where the table has one, else its
-            `server_id`; empty: the host of this process.
-        device_id: number of the device on that host.
+        server_id: Address of the host: its `host_ip` if the table has one, otherwise its
+            `server_id`. Empty for the host of this process.
+        device_id: Device number on that host.
     """
 
     server_id: str = ""
@@ -68,7 +68,7 @@ class _Device(msgspec.Struct):
 class _Server(msgspec.Struct):
     server_id: str
     device: list[_Device]
-    host_ip: str = ""  # then server_id may be any name
+    host_ip: str = ""  # if given, server_id may be any name
 
 
 class _RankTable(msgspec.Struct):
@@ -79,7 +79,7 @@ class _RankTable(msgspec.Struct):
 def locate_members(
     cluster_id: int, cluster_rank_info: Mapping[int, int], rank_table: str
 ) -> dict[int, Location]:
-    """Read where each member of a communicator runs, by cluster id."""
+    """Read the location of each member of a communicator, by cluster id."""
     check_mapping("cluster_rank_info", cluster_rank_info)
     for member, rank in cluster_rank_info.items():
         check_width("cluster_rank_info key", member, 0, UINT64_MAX)
@@ -99,11 +99,11 @@ def locate_members(
 
 
 def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
-    """Read where each of `ranks` runs."""
+    """Read the location of each rank in `ranks`."""
     if not check_type("rank_table", rank_table, str):
         return dict.fromkeys(ranks, Location())
     try:
-        # str: of a subclass, such as NumPy's, msgspec would take the bytes in memory.
+        # str(): msgspec would read the memory of a subclass, such as NumPy's, directly.
         table = msgspec.json.decode(str(rank_table), type=_RankTable)
         located = {
             _number(device.rank_id): Location(
@@ -125,7 +125,7 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) <= UINT32_MAX):
-        raise ValueError(f"{text!r} is no number of a rank or device")
+        raise ValueError(f"{text!r} is not the number of a rank or device")
     return int(text)
 
 
@@ -134,7 +134,7 @@ def _bad(rank_table: str, why: str) -> LLMException:
 
 
 class RegisterMemStatus(Enum):
-    """The status of a communicator; names and values are the reference's."""
+    """The status of a communicator, with the names and values of the reference."""
 
     OK = 0
     PREPARING = 1
@@ -145,12 +145,12 @@ class Communicator:
     """Members that are, or will be, linked with each other.
 
     Attributes:
-        comm_id: of this engine's own count.
-        name: that all members use.
-        members: where each runs, by cluster id.
-        arrived: set for each member that has linked with this one.
-        preparing: the task that makes the links.
-        status: of that task.
+        comm_id: Id that this engine has assigned.
+        name: The name that all members use.
+        members: Location of each member by cluster id.
+        arrived: For each member, an event that is set once it has linked with this engine.
+        preparing: The task that makes the links.
+        status: Status of that task.
     """
 
     def __init__(self, comm_id: int, name: str, members: Mapping[int, Location]) -> None:
@@ -163,13 +163,13 @@ class Communicator:
         self.status = RegisterMemStatus.PREPARING
 
     def is_linked_by(self, link: PeerLink) -> bool:
-        """Whether `link` is up, and belongs to this communicator."""
+        """Return True if `link` is up and belongs to this communicator."""
         linked = (LinkState.LINKED, LinkState.UNLINKING)
         return link.comm_id == self.comm_id and link.state in linked
 
 
 class Rendezvous:
-    """All communicators of one engine; used by the control thread."""
+    """All communicators of one engine. Only the control thread uses it."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Rendezvous:
         self._last_id = 0
 
     async def link(self, comm_name: str, members: Mapping[int, Location]) -> int:
-        """Begin to link all members, this engine among them; returns the communicator's id."""
+        """Begin to link all members, including this engine, and return the communicator's id."""
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
             raise invalid(f"comm_name has {len(comm_name)} characters; [1, 127] are allowed")
         for other in self._communicators.values():
@@ -207,8 +207,8 @@ class Rendezvous:
         comm.preparing.cancel()
         await asyncio.wait((comm.preparing,))
         links = [self._transitions.links.get(cluster_id) for cluster_id in comm.members]
-        ours = [it for it in links if it is not None and it.comm_id == comm_id]
-        ends = (self._unlinker.unlink(it.cluster_id, _UNLINK_S, force=False) for it in ours)
+        ours = [link for link in links if link is not None and link.comm_id == comm_id]
+        ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
         for outcome in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(outcome, LLMException):
                 if outcome.status_code is LLMStatusCode.LLM_LINK_BUSY:
@@ -218,9 +218,10 @@ class Rendezvous:
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """The status of a communicator; FAILED also if a link has broken since.
+        """Return the status of a communicator, FAILED also if a link has broken since.
 
-        One that a member has unlinked stays OK: a program that polls may poll too late.
+        A communicator that another member has unlinked stays OK, because a program may poll too
+        late.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
@@ -230,13 +231,13 @@ class Rendezvous:
         return RegisterMemStatus.FAILED if is_lost else RegisterMemStatus.OK
 
     def linked(self, link: PeerLink) -> None:
-        """A peer has linked with this engine."""
+        """Record that a peer has linked with this engine."""
         comm = self._communicators.get(link.comm_id or 0)
         if comm is not None:
             comm.arrived[link.cluster_id].set()
 
     def close(self) -> None:
-        """End all communicators; their links are ended elsewhere."""
+        """Close all communicators. `Transitions` ends their links."""
         for comm in list(self._communicators.values()):
             if comm.preparing is not None:
                 comm.preparing.cancel()
@@ -258,12 +259,12 @@ class Rendezvous:
         try:
             async with asyncio.timeout(total_s):
                 await self._listen(comm, filter(self._listens_for, others))
-                pairs = [asyncio.create_task(self._pair(comm, it)) for it in others]
+                pairs = [asyncio.create_task(self._pair(comm, member)) for member in others]
                 await asyncio.gather(*pairs)
         except TimeoutError:
-            missing = [it for it in others if not comm.arrived[it].is_set()]
+            missing = [member for member in others if not comm.arrived[member].is_set()]
             errors = "; ".join(
-                str(e.args[0]) for it in missing if (e := self._transitions.errors.get(it))
+                str(e.args[0]) for member in missing if (e := self._transitions.errors.get(member))
             )
             reason = f"clusters {missing} have not linked within {total_s:g} s"
             self._conclude(comm, f"{reason}: {errors}" if errors else reason)
@@ -276,7 +277,7 @@ class Rendezvous:
                 pair.cancel()
 
     async def _pair(self, comm: Communicator, cluster_id: int) -> None:
-        """Link with one member, however long it takes until it listens."""
+        """Link with one member, and repeat that until it listens."""
         link = self._transitions.links.get(cluster_id)
         if link is not None and link.is_live and not comm.is_linked_by(link):
             raise link_failed(f"cluster {cluster_id} is linked already, but not by this name")
@@ -286,12 +287,12 @@ class Rendezvous:
         endpoint = self._meeting_point(comm, cluster_id)
         pause_s, longest_s = _PAUSE_S
         while not await self._try_link(comm, cluster_id, endpoint):
-            await asyncio.sleep(pause_s)  # until it is there; nothing signals when
+            await asyncio.sleep(pause_s)  # until the peer listens: it sends no signal
             pause_s = min(2 * pause_s, longest_s)
         comm.arrived[cluster_id].set()
 
     async def _try_link(self, comm: Communicator, cluster_id: int, endpoint: Endpoint) -> bool:
-        """Try to link with a member; returns whether it was there."""
+        """Try to link with a member, and return True if it listens."""
         if endpoint.path and not Path(endpoint.path).exists():
             return False
         try:
@@ -306,22 +307,24 @@ class Rendezvous:
         return link.comm == comm.name
 
     def _listens_for(self, cluster_id: int) -> bool:
-        """Whether this engine listens for `cluster_id`, which connects."""
+        """Return True if this engine listens and `cluster_id` connects."""
         return self._engine.cluster_id < cluster_id
 
     def _meeting_point(self, comm: Communicator, cluster_id: int) -> Endpoint:
-        """Where this engine and another member meet."""
+        """Return the address where this engine and another member meet."""
         listening, connecting = sorted((self._engine.cluster_id, cluster_id))
         here, there = comm.members[connecting], comm.members[listening]
         return meeting_point(here, there, comm.name, listening, self._engine.options)
 
     async def _listen(self, comm: Communicator, others: Iterable[int]) -> None:
-        """Listen where `others` will connect; a port may serve several communicators."""
+        """Listen where `others` will connect. A port may serve several communicators."""
         engine = self._engine
-        for endpoint in {self._meeting_point(comm, it) for it in others}:
+        for endpoint in {self._meeting_point(comm, member) for member in others}:
             async with self._listening:
-                servers = (it for other in self._communicators.values() for it in other.servers)
-                server = next((it for it in servers if it.endpoint == endpoint), None)
+                servers = (
+                    server for other in self._communicators.values() for server in other.servers
+                )
+                server = next((server for server in servers if server.endpoint == endpoint), None)
                 if server is None:
                     handler, keys = self._handler, engine.keys
                     server = await Server.listen(engine.control, endpoint, handler, keys)
@@ -329,7 +332,7 @@ class Rendezvous:
 
     def _forget(self, comm: Communicator) -> None:
         del self._communicators[comm.comm_id]
-        still_used = {it for other in self._communicators.values() for it in other.servers}
+        still_used = {server for other in self._communicators.values() for server in other.servers}
         for server in set(comm.servers) - still_used:
             server.close()
 
@@ -362,9 +365,9 @@ class Rendezvous:
 def meeting_point(
     here: Location, there: Location, comm_name: str, cluster_id: int, options: LinkOptions
 ) -> Endpoint:
-    """Where `cluster_id`, which runs `there`, listens for a member that runs `here`."""
+    """Return where `cluster_id` at location `there` listens for a member at location `here`."""
     if here.server_id == there.server_id:
-        # A name has any length and characters; the path of a socket must be short.
+        # A name has any length and characters, but the path of a socket must be short.
         name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
         return Endpoint(path=str(socket_directory(options.comm_dir) / f"{name}-{cluster_id}"))
     return Endpoint(there.server_id, options.comm_port + there.device_id)
@@ -373,15 +376,18 @@ def meeting_point(
 def exposed_point(
     cluster_id: int, members: Mapping[int, Location], options: LinkOptions
 ) -> Endpoint | None:
-    """Where `cluster_id` listens for members of other hosts; None: it listens for none."""
+    """Return where `cluster_id` listens for members on other hosts, or None."""
     here = members[cluster_id]
-    if any(it > cluster_id and there.server_id != here.server_id for it, there in members.items()):
+    if any(
+        member > cluster_id and there.server_id != here.server_id
+        for member, there in members.items()
+    ):
         return Endpoint(here.server_id, options.comm_port + here.device_id)
     return None
 
 
 def socket_directory(comm_dir: str | None) -> Path:
-    """The directory of the user's sockets, made if necessary; nobody else may enter it."""
+    """Return the directory of the user's sockets. It is created if needed, and private."""
     directory = runtime_directory() if comm_dir is None else Path(comm_dir)
     private_directory(directory, "comm_dir")
     check_above(directory, "comm_dir")

@@ -1,8 +1,8 @@
-"""How both ends of a link renew the connection behind it, while transfers go on.
+"""Renewal of the connection behind a link, while transfers continue.
 
-Each end announces that it has opened a generation, makes it when the peer has announced it too, and
-then reports whether it succeeded; each takes it into use once both have it. Whichever end needs a
-renewal begins; where both do at once, they mean the same generation.
+Each end announces a new generation, makes it once the peer has announced it too, and reports
+whether that succeeded. Both ends use it once both have it. Either end may begin; if both begin at
+the same time, they mean the same generation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _PEER_LOG = LimitedLog(_LOG)
-_MAX_ATTEMPTS = 4  # at a time; one that was abandoned may still wait for the peer
-_RENEWAL_S = 30.0  # for the peer to join; who needs it waits as long as an operation may take
+_MAX_ATTEMPTS = 4  # at a time; an abandoned attempt may still wait for the peer
+_RENEWAL_S = 30.0  # for the peer to join; callers wait as long as an operation may take
 
 
 class _Attempt:
@@ -37,14 +37,14 @@ class _Attempt:
         self.is_made = False
         self.peer_has_made = False
         self.peer_metadata: bytes | None = None
-        self.peer_has_begun = asyncio.Event()  # or the attempt was abandoned
+        self.peer_has_begun = asyncio.Event()  # set also when the attempt is abandoned
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Nobody may wait for it any more, and its error is logged: no warning of asyncio.
+        # Retrieve the logged error, so that asyncio does not warn about it.
         self.outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class Renewals:
-    """The renewals of one link; all but `request` and `notify_unused` is for the control thread."""
+    """The renewals of one link. Only `request` and `notify_unused` may leave the control thread."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Renewals:
         renewable.notify_unused = self.notify_unused
 
     def request(self) -> None:
-        """Have the connection renewed, and wait for it; in a thread that transfers."""
+        """Renew the connection and wait for it. A transferring thread calls this."""
         try:
             self._control.run(self._renew())
         except TimeoutError:
@@ -81,8 +81,8 @@ class Renewals:
             ) from None
 
     def notify_unused(self, generation: int) -> None:
-        """Notify the peer that this side no longer uses a generation; in any thread."""
-        with suppress(LLMException):  # the loop has ended, and the link with it
+        """Notify the peer that this side no longer uses a generation. Any thread may call this."""
+        with suppress(LLMException):  # the loop and the link have ended
             self._control.call_soon(self._notify, Unused(generation))
 
     def on_notice(self, body: Renew | Renewed | Unused) -> None:
@@ -103,7 +103,7 @@ class Renewals:
                     self._highest = max(self._highest, generation)
 
     def end(self, reason: str) -> None:
-        """The link has ended: no renewal goes on, and who waits for one gets the reason."""
+        """End all renewals with the link, and pass the reason to the threads that wait for one."""
         self._ended = reason
         for attempt in list(self._attempts.values()):
             self._fail(attempt, self._link.refusal())
@@ -111,7 +111,7 @@ class Renewals:
     async def _renew(self) -> None:
         if not self._link.is_live or self._ended:
             raise self._link.refusal()
-        # The newest attempt covers what was registered before it, on this side at least.
+        # The newest attempt includes everything that this side registered before it.
         attempt = self._attempts.get(self._highest) or self._begin(self._highest + 1)
         async with asyncio.timeout(self._wait_s):
             await asyncio.shield(attempt.outcome)
@@ -120,7 +120,7 @@ class Renewals:
         attempt = self._attempts.get(generation)
         if attempt is None:
             if generation <= self._highest:
-                return  # it was abandoned here, and the peer was notified
+                return  # abandoned here, and the peer was notified
             if len(self._attempts) >= _MAX_ATTEMPTS or self._ended:
                 self._notify(Renewed("too many renewals at a time", generation))
                 return
@@ -139,7 +139,8 @@ class Renewals:
         try:
             metadata = await self._control.in_worker(self._renewable.open, generation)
             await self._send(Renew(generation, metadata))
-            # Only a timeout can end `renew` once it waits for the peer: so wait here first.
+            # `renew` has only a timeout once it waits for the peer, so wait for the peer here
+            # first.
             async with asyncio.timeout(_RENEWAL_S):
                 await attempt.peer_has_begun.wait()
             if self._attempts.get(generation) is not attempt:
@@ -153,10 +154,10 @@ class Renewals:
         except LLMException as error:
             self._fail(attempt, error)
             return
-        except Exception as error:  # else the attempt would stay, and every request wait for it
+        except Exception as error:  # otherwise the attempt would stay and block every request
             self._fail(attempt, link_failed(f"{type(error).__name__}: {error}"))
             return
-        if self._attempts.get(generation) is not attempt:  # abandoned meanwhile
+        if self._attempts.get(generation) is not attempt:  # abandoned in the meantime
             self._renewable.abandon(generation)
             return
         await self._send(Renewed("", generation))
@@ -164,7 +165,7 @@ class Renewals:
         self._adopt(attempt)
 
     def _adopt(self, attempt: _Attempt) -> None:
-        """Take it into use, if both ends have it."""
+        """Use the generation if both ends have it."""
         is_abandoned = self._attempts.get(attempt.generation) is not attempt
         if is_abandoned or not attempt.is_made or not attempt.peer_has_made:
             return
@@ -181,7 +182,7 @@ class Renewals:
         attempt.outcome.set_result(None)
 
     def _fail(self, attempt: _Attempt, error: LLMException) -> None:
-        """Abandon it: the current connection stays in use."""
+        """Abandon the attempt. The current connection stays in use."""
         if self._attempts.pop(attempt.generation, None) is None:
             return
         attempt.peer_has_begun.set()
@@ -197,7 +198,7 @@ class Renewals:
         self._spawn(self._send(body))
 
     async def _send(self, body: Body) -> None:
-        with suppress(ChannelClosed):  # the link ends, which ends the renewal
+        with suppress(ChannelClosed):  # the link ends, and the renewal with it
             await self._channel.notify(body)
 
     def _spawn(self, coro: Coroutine[Any, Any, None]) -> None:

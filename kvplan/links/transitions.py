@@ -1,4 +1,4 @@
-"""How the links of an engine begin and end, by either end or by agreement of both."""
+"""Beginning and end of the links of an engine, by either end or by agreement."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ _LOG = Log("kvplan")
 _MAX_ERRORS = 1024
 _MAX_ACCEPTED_WORKERS = 32  # threads that connect to peers which have begun a handshake
 _LINKED_AGAIN = "the peer has linked again"
-_DISCONNECT_S = 1.0  # for the reason of a peer that has exited or closed the access to its memory
-_PEERS_SHARE = 0.5  # of the time left: so that the peer's refusal arrives before it is over
+_DISCONNECT_S = 1.0  # time for the reason of a peer that has exited or closed its memory
+_PEERS_SHARE = 0.5  # of the remaining time, so that the peer's refusal arrives in time
 
 
 class Transitions:
-    """Every change of the state of a link is made here, in the control thread.
+    """All state changes of links. The control thread makes them.
 
     Attributes:
-        links: LINKED, UNLINKING, BROKEN and CLOSED ones, by cluster id; read by any thread.
-        initiating: LINKING ones whose handshake this side has begun.
-        accepting: LINKING ones whose handshake the peer has begun.
-        errors: why the last attempt to link a cluster failed.
-        observer: called with each link whose state has changed.
+        links: Links in state LINKED, UNLINKING, BROKEN or CLOSED by cluster id. Any thread reads
+            it.
+        initiating: LINKING links whose handshake this side has begun.
+        accepting: LINKING links whose handshake the peer has begun.
+        errors: Errors of the last failed attempt to link, by cluster id.
+        observer: Called with each link whose state has changed.
     """
 
     def __init__(self, engine: LocalEngine) -> None:
@@ -49,14 +50,14 @@ class Transitions:
         self.errors: dict[int, LLMException] = {}
         self.observer: Callable[[PeerLink], object] | None = None
         self._engine = engine
-        self._watched: dict[PeerLink, int] = {}  # the descriptor that shows the peer's death
+        self._watched: dict[PeerLink, int] = {}  # by the descriptor that signals the peer's death
         self._background: set[asyncio.Task[None]] = set()
-        self._refusal = ""  # of every new link
+        self._refusal = ""  # the error of every new link
         self._accepted_workers = asyncio.Semaphore(_MAX_ACCEPTED_WORKERS)
 
     def live(self) -> set[int]:
-        """The clusters whose link is up, being made or being ended."""
-        up = {it for it, link in list(self.links.items()) if link.is_live}
+        """Return the clusters whose link is up, being made or being ended."""
+        up = {cluster_id for cluster_id, link in list(self.links.items()) if link.is_live}
         return up | set(self.initiating) | set(self.accepting)
 
     def refuse_new(self, reason: str) -> None:
@@ -64,7 +65,7 @@ class Transitions:
         self._refusal = reason
 
     def not_linked(self, cluster_id: int) -> LLMException:
-        """LLM_NOT_YET_LINK, with why the last attempt to link failed."""
+        """Return LLM_NOT_YET_LINK with the error of the last attempt to link."""
         error = self.errors.get(cluster_id)
         return LLMException(
             f"cluster {cluster_id} is not linked"
@@ -73,17 +74,17 @@ class Transitions:
         )
 
     def note_error(self, cluster_id: int, error: LLMException) -> None:
-        """Remember why a cluster could not be linked."""
+        """Remember why linking with a cluster failed."""
         self.errors.pop(cluster_id, None)
         self.errors[cluster_id] = error  # the newest last: the oldest is dropped
         while len(self.errors) > _MAX_ERRORS:
             del self.errors[next(iter(self.errors))]
 
     def check_capacity(self, cluster_id: int) -> None:
-        """Refuse one link too many; handshakes that peers have not confirmed do not count."""
+        """Refuse a link above the limit. Unconfirmed handshakes of peers do not count."""
         if self._refusal:
             raise link_failed(self._refusal)
-        up = {it for it, link in list(self.links.items()) if link.is_live}
+        up = {cluster_id for cluster_id, link in list(self.links.items()) if link.is_live}
         live, most = (up | set(self.initiating)) - {cluster_id}, self._engine.options.max_links
         if len(live) >= most:
             raise LLMException(
@@ -95,7 +96,7 @@ class Transitions:
     def connect(
         self, link: PeerLink, name: str, metadata: bytes, challenge: bytes, timeout_s: float
     ) -> Publisher:
-        """Begin to reach the peer's memory; `connected` waits for it."""
+        """Begin to reach the peer's memory. `connected` waits for it."""
         transport = self._engine.transport(name)
         assert link.channel is not None
         link.transport = name
@@ -117,7 +118,7 @@ class Transitions:
             try:
                 if streams.dials:
                     return await connect_in_worker(deadline)
-                # A peer that begins handshakes and does not go on must not occupy threads.
+                # A peer that begins many handshakes must not occupy all threads.
                 await streams.arrived(range(transport.num_streams(metadata)), timeout_s)
                 async with self._accepted_workers:
                     if link.state is not LinkState.LINKING:
@@ -133,7 +134,7 @@ class Transitions:
     async def connected(self, link: PeerLink) -> None:
         """Wait until the peer's memory can be reached."""
         assert link.connecting is not None
-        # Shielded: a transport link that a worker has made must not be lost if this wait ends.
+        # Shielded: if this wait ends, a transport link that a worker has made must not be lost.
         try:
             link.transport_link = await asyncio.shield(link.connecting)
         except LLMException as error:
@@ -145,7 +146,7 @@ class Transitions:
             )
 
     def linked(self, link: PeerLink) -> None:
-        """LINKING -> LINKED; replaces the link that there was before."""
+        """Change LINKING to LINKED, and replace the previous link."""
         assert link.channel is not None
         before = self.links.get(link.cluster_id)
         if before is not None:
@@ -167,19 +168,19 @@ class Transitions:
         link.prepare()
 
     def failed(self, link: PeerLink, error: LLMException) -> None:
-        """LINKING -> UNLINKED."""
+        """Change LINKING to UNLINKED."""
         if link.state is not LinkState.LINKING:
             return
         self._end_handshake(link)
         self._close_transport(link, LinkState.UNLINKED, str(error.args[0]))
         link.change_state(LinkState.UNLINKED, str(error.args[0]))
         self.note_error(link.cluster_id, error)
-        # By name it is tried again; the outcome of all attempts is logged once.
+        # Links by name are retried, and the outcome of all attempts is logged once.
         self._log(link, logging.DEBUG if link.comm else logging.WARNING)
         self._release_resources(link, str(error.args[0]))
 
     def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails."""
+        """Change LINKED or UNLINKING to BROKEN. Every later transfer over the link fails."""
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
         state = LinkState.CLOSED if orderly else LinkState.BROKEN
@@ -188,12 +189,12 @@ class Transitions:
         link.change_state(state, reason)
         self._log(link, logging.INFO if orderly else logging.WARNING)
         self._release_resources(link, reason)
-        lost = [it for it in self.links.values() if it.state in LOST]
-        if len(lost) > self._engine.options.max_links:  # peers that never come back
-            self.unlinked(min(lost, key=lambda it: it.since), "forgotten")
+        lost = [link for link in self.links.values() if link.state in LOST]
+        if len(lost) > self._engine.options.max_links:  # drop peers that never come back
+            self.unlinked(min(lost, key=lambda link: link.since), "forgotten")
 
     def unlinked(self, link: PeerLink, reason: str) -> None:
-        """Any state -> UNLINKED."""
+        """Change any state to UNLINKED."""
         if link.state is LinkState.LINKING:
             self.failed(link, in_phase("unlink", LLMException(reason)))
         if link.state is LinkState.UNLINKED:
@@ -208,13 +209,13 @@ class Transitions:
             self._release_resources(link, reason, orderly=True)
 
     def spawn(self, task: Coroutine[Any, Any, None]) -> None:
-        """Run `task` in the background; `finish` waits for it."""
+        """Run `task` in the background. `finish` waits for it."""
         running = asyncio.create_task(task)
         self._background.add(running)
         running.add_done_callback(self._background.discard)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for background tasks, and cancel them when the time is over."""
+        """Wait for background tasks, and cancel them after the timeout."""
         if self._background:
             _, late = await asyncio.wait(tuple(self._background), timeout=timeout_s)
             for task in late:
@@ -232,13 +233,13 @@ class Transitions:
             asyncio.get_running_loop().add_reader(fd, self._on_death, link)
 
     def _on_death(self, link: PeerLink) -> None:
-        self._unwatch(link)  # it stays readable
+        self._unwatch(link)  # the descriptor stays readable
         self.spawn(self._lost_after_disconnect(link))
 
     async def _lost_after_disconnect(self, link: PeerLink) -> None:
-        """Let the peer's own message end the link if it comes: it says why, and how.
+        """Wait for the peer's own message, which has the better reason, and then end the link.
 
-        No transfer succeeds meanwhile: the transport knows that the peer is gone.
+        No transfer succeeds in the meantime, because the transport knows that the peer is gone.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_DISCONNECT_S):
@@ -250,7 +251,7 @@ class Transitions:
             asyncio.get_running_loop().remove_reader(fd)
 
     def _close_transport(self, link: PeerLink, state: LinkState, reason: str) -> None:
-        """Close the access to the peer's memory: every transfer over it fails, as in `state`."""
+        """Close the access to the peer's memory, which fails its transfers with the new state."""
         self._unwatch(link)
         if link.connecting is None:
             return
@@ -263,15 +264,15 @@ class Transitions:
             link.connecting.add_done_callback(close)
 
     def _release_resources(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """Release everything that a link had; orderly: this side has ended it on purpose."""
-        # In a worker: it waits for peers that write to the caches that end with the claims.
+        """Release all resources of a link; `orderly` if this side has ended it on purpose."""
+        # In a worker: this waits for peers that write to the caches of the claims.
         self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()
         link.notifier.end(self._engine.inbox)
         if link.renewals is not None:
             link.renewals.end(reason)
         if link.channel is not None:
-            # Later: a request that is being served now must still be answered.
+            # Later: a request that is being served now needs its answer first.
             close = partial(link.channel.close, reason, orderly=orderly)
             asyncio.get_running_loop().call_soon(close)
 
@@ -297,16 +298,16 @@ def _close_result(why: LLMException, connecting: asyncio.Task[TransportLink]) ->
 
 
 class Unlinker:
-    """Ends links.
+    """The end of links by agreement.
 
-    Both ends must be idle: this one first, as the other tears down once it agrees. An end whose
-    operations do not end in time permits new ones again, and the link stays.
+    Both ends must be idle, this one first, because the other end closes once it agrees. If
+    operations do not end in time, the end accepts new ones again and the link stays.
     """
 
     def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
         self._engine = engine
         self._transitions = transitions
-        self._waiting: dict[PeerLink, int] = {}  # how many calls wait for the link to be idle
+        self._waiting: dict[PeerLink, int] = {}  # number of calls that wait for the link to be idle
 
     async def unlink(self, cluster_id: int, timeout_s: float, *, force: bool) -> None:
         """End the link with a cluster."""
@@ -321,12 +322,13 @@ class Unlinker:
             await self._unlink(link, timeout_s)
 
     async def agree(self, channel: Channel, unlink: Unlink) -> Unlinked:
-        """The peer, which is idle by now, requests to end the link."""
+        """Agree to end the link on request of an idle peer."""
         link = channel.bound
         if isinstance(link, PeerLink) and link.state is LinkState.UNLINKED:
             return Unlinked()  # this side is finalizing, and closes the channel next
         if not isinstance(link, PeerLink) or link not in self._transitions.links.values():
-            raise LLMException("there is no link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+            code = LLMStatusCode.LLM_NOT_YET_LINK
+            raise LLMException("the link does not exist", status_code=code)
         with self._no_new_operations(link):
             if not await link.wait_idle(unlink.timeout_ms / 1000):
                 raise self._busy(link)
@@ -334,7 +336,7 @@ class Unlinker:
         return Unlinked()
 
     def drop(self, cluster_id: int, reason: str) -> None:
-        """End a link at once, in any state, on this side; the peer is notified if possible."""
+        """End a link at once on this side, in any state. The peer is notified if possible."""
         for links in (
             self._transitions.initiating,
             self._transitions.accepting,
@@ -366,13 +368,13 @@ class Unlinker:
                         status_code=LLMStatusCode.LLM_UNLINK_FAILED,
                     ) from None
                 except ChannelClosed:
-                    pass  # the link has ended from the other side
-            # Now it is UNLINKING, lost, or the peer has unlinked at the same time.
+                    pass  # the peer has ended the link
+            # The link is UNLINKING or lost, or the peer has unlinked at the same time.
             self._transitions.unlinked(link, "unlinked")
 
     @contextmanager
     def _no_new_operations(self, link: PeerLink) -> Iterator[None]:
-        """LINKED -> UNLINKING; back to LINKED if the link exists when the last call leaves."""
+        """Hold the link in UNLINKING. The last call to leave restores LINKED if the link exists."""
         if link.state is LinkState.LINKED:
             link.change_state(LinkState.UNLINKING)
         self._waiting[link] = self._waiting.get(link, 0) + 1

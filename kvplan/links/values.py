@@ -1,4 +1,4 @@
-"""What users of links see: whom to link with, states, results; and the state of one link."""
+"""The values that users of links see: addresses, states, results; and the state of one link."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class IpInfo:
     """An address (IPv4, IPv6 or a host name) and a port.
 
     Attributes:
-        ip: the address, or the name of the host.
-        port: the port there; 0: none, and it cannot be linked to.
+        ip: IP address or name of the host.
+        port: Port on the host; 0 means no port, and such an address cannot be linked to.
     """
 
     ip: str
@@ -53,11 +53,12 @@ class ClusterInfo:
     """A cluster to link with, or to unlink.
 
     Args:
-        remote_cluster_id: of the peer.
-        remote: where it listens; exactly one address to link, none needed to unlink. None, as an
-            engine that does not listen has for `listen_address`, is no address.
-        local: as in the reference; not used here.
-        remote_role_type: likewise.
+        remote_cluster_id: Cluster id of the peer.
+        remote: Address where the peer listens. Linking needs exactly one, unlinking needs none.
+            None is the same as no address, because engines that do not listen have it as
+            `listen_address`.
+        local: Not used; the reference has it.
+        remote_role_type: Not used; the reference has it.
     """
 
     remote_cluster_id: int
@@ -73,11 +74,11 @@ class ClusterInfo:
         check_type("remote_role_type", self.remote_role_type, int)
 
     def endpoint(self) -> Endpoint:
-        """Where to link.
+        """Return the address to link with.
 
         Raises:
-            TypeError: an address of another type.
-            LLMException: LLM_PARAM_INVALID: not exactly one remote address, or an impossible one.
+            TypeError: An address has another type.
+            LLMException: LLM_PARAM_INVALID if there is not exactly one valid remote address.
         """
         remote = _addresses("remote", self.remote)
         if len(remote) != 1:
@@ -87,7 +88,7 @@ class ClusterInfo:
             )
         endpoint = Endpoint.parse(str(remote[0]))
         if endpoint.port == 0:
-            raise invalid(f"remote={endpoint}: nobody listens on port 0")
+            raise invalid(f"remote={endpoint}: port 0 cannot be linked to")
         return endpoint
 
 
@@ -123,20 +124,20 @@ class LinkState(Enum):
     """The state of a link."""
 
     LINKING = "LINKING"
-    """The handshake is going on; nothing can be transferred yet."""
+    """The handshake is running, and transfers are not possible yet."""
     LINKED = "LINKED"
     UNLINKING = "UNLINKING"
-    """No transfer can start; those in flight are waited for."""
+    """Transfers cannot start; those in flight may finish."""
     BROKEN = "BROKEN"
-    """The peer is gone, or something failed; kept, with the reason, until linked again."""
+    """The peer is gone or a failure ended the link, which is kept until linked again."""
     CLOSED = "CLOSED"
-    """The peer has ended the link (`finalize`, or by force); kept as a broken one is."""
+    """The peer has ended the link by `finalize` or by force. It is kept like a broken link."""
     UNLINKED = "UNLINKED"
-    """There is no link any more; only who still holds the object sees this state."""
+    """The link no longer exists. Only holders of the object see this state."""
 
 
 LOST = frozenset({LinkState.BROKEN, LinkState.CLOSED})
-"""Ended by the peer or a failure: no transfer can start, and operations get the reason."""
+"""States after an end by the peer or a failure. Transfers cannot start and raise the reason."""
 
 NEXT_STATES = {
     LinkState.LINKING: {LinkState.LINKED, LinkState.UNLINKED},
@@ -146,30 +147,31 @@ NEXT_STATES = {
     LinkState.CLOSED: {LinkState.UNLINKED},
     LinkState.UNLINKED: set[LinkState](),
 }
-"""The changes of state that are allowed (drawn in docs/internals/links.md)."""
+"""The allowed changes of state (drawn in docs/internals/links.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """A link as it was when asked for.
+    """A snapshot of a link.
 
     Attributes:
-        cluster_id: the peer's.
-        instance: which process of that cluster, as hex; empty before it has answered.
-        role: the peer's.
-        state: see LinkState.
-        transport: how its memory is reached ("local"); empty before that is agreed.
-        way: by what means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before it is reached.
-        address: of its control conversation.
-        comm_id: of the communicator that the link belongs to; None: linked by address.
-        since: when the state began, in seconds since the epoch.
-        age_s: how long ago that is, in seconds.
-        caches: number of caches that the peer offers.
-        bytes_pulled, bytes_pushed: moved over the link by this engine.
-        operations: number of them, failed ones too.
-        in_flight: number of operations that have not ended yet, or whose claim the peer has not
+        cluster_id: Cluster id of the peer.
+        instance: Id of the run of the peer's engine as hex; empty before it has answered.
+        role: Role of the peer.
+        state: See LinkState.
+        transport: Name of the transport ("local"); empty before both ends agree on one.
+        way: The means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
+        address: Address of the control conversation.
+        comm_id: Id of the communicator of the link; None if linked by address.
+        since: Start of the state, in seconds since the epoch.
+        age_s: Age of the state in seconds.
+        caches: Number of caches that the peer offers.
+        bytes_pulled: Bytes that this engine has pulled over the link.
+        bytes_pushed: Bytes that this engine has pushed over the link.
+        operations: Number of operations, including failed ones.
+        in_flight: Number of operations that have not ended, or whose claim the peer has not
             confirmed as released.
-        last_error: of an operation, or why the link is broken or closed; empty: none.
+        last_error: Last error of an operation, or why the link ended; empty if there was none.
     """
 
     cluster_id: int
@@ -195,9 +197,9 @@ class LinkResult:
     """The result for one cluster.
 
     Attributes:
-        cluster_id: the peer's.
-        status: LLM_SUCCESS, or that of `error`.
-        error: why it failed: who, in which phase, and the reason of the system.
+        cluster_id: Cluster id of the peer.
+        status: LLM_SUCCESS, or the status of `error`.
+        error: The failure, with its phase and the reason of the system, or None.
     """
 
     cluster_id: int
@@ -210,7 +212,7 @@ class LinkResults(list[LinkResult]):
 
     @classmethod
     async def of(cls, tasks: Iterable[tuple[int, Coroutine[Any, Any, object]]]) -> Self:
-        """Run a task for each cluster, all at once."""
+        """Run one task for each cluster, all at the same time."""
 
         async def result(cluster_id: int, task: Coroutine[Any, Any, object]) -> LinkResult:
             try:
@@ -219,59 +221,64 @@ class LinkResults(list[LinkResult]):
                 return LinkResult(cluster_id, error.status_code, error)
             return LinkResult(cluster_id)
 
-        return cls(await asyncio.gather(*(result(*it) for it in tasks)))
+        return cls(await asyncio.gather(*(result(*task) for task in tasks)))
 
     @property
     def status(self) -> LLMStatusCode:
-        """LLM_SUCCESS if all succeeded, otherwise the first failure's."""
-        return next((it.status for it in self if it.error is not None), LLMStatusCode.LLM_SUCCESS)
+        """LLM_SUCCESS if all succeeded, otherwise the status of the first failure."""
+        return next(
+            (result.status for result in self if result.error is not None),
+            LLMStatusCode.LLM_SUCCESS,
+        )
 
     def raise_for_status(self) -> None:
-        """Raise the first failure, if there is one.
+        """Raise the first failure, if any.
 
         Raises:
-            LLMException: as `LinkResult.error` says.
+            LLMException: The `error` of the first failed result.
         """
-        for it in self:
-            if it.error is not None:
-                raise it.error
+        for result in self:
+            if result.error is not None:
+                raise result.error
 
 
 def link_failed(message: str) -> LLMException:
-    """LLM_LINK_FAILED with a message that says who, in which phase, and why."""
+    """Return LLM_LINK_FAILED. The message names the peer, the phase and the reason."""
     return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
 def in_phase(phase: str, error: LLMException) -> LLMException:
-    """`error` with the phase or place in front that its message need not name."""
+    """Return `error` with `phase` in front of its message."""
     return LLMException(f"{phase}: {error.args[0]}", status_code=error.status_code)
 
 
 def other_cluster(here: int, wanted: int) -> LLMException:
-    """The refusal of a peer that meant another cluster; `cluster_here` reads it."""
+    """Return the refusal of a peer that meant another cluster. `cluster_here` parses it."""
     return link_failed(f"cluster {here} is here, not cluster {wanted}")
 
 
 def cluster_here(error: LLMException) -> int | None:
-    """Which cluster listens where another was looked for; None: `error` does not say that.
+    """Return the cluster that `other_cluster` names as listening, or None.
 
-    Refusals travel as text, which has been the same since the first version of the protocol.
+    Refusals travel as text, which has not changed since the first version of the protocol.
     """
     found = re.search(r"cluster ([0-9]{1,20}) is here, not cluster ", str(error))
     return int(found[1]) if found else None
 
 
 class LinkLifecycle:
-    """The control thread changes the state; operations begin and end in any thread.
+    """The state of a link and its operations in flight.
+
+    The control thread changes the state. Operations begin and end in any thread.
 
     Attributes:
-        cluster_id: the peer's.
-        state: see LinkState.
-        since: when the state began, in seconds since the epoch.
-        reason: why the link is broken or closed, or why its handshake failed; empty otherwise.
-        settled: set once the handshake has succeeded or failed.
-        traffic: what operations have moved.
-        ended: set once the link is broken, closed or unlinked.
+        cluster_id: Cluster id of the peer.
+        state: See LinkState.
+        since: Start of the state, in seconds since the epoch.
+        reason: Why the link is broken or closed, or why its handshake failed; empty otherwise.
+        settled: Set once the handshake has succeeded or failed.
+        traffic: Counts of moved bytes and operations.
+        ended: Set once the link is broken, closed or unlinked.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -283,9 +290,10 @@ class LinkLifecycle:
         self.ended = asyncio.Event()
         self.traffic = Traffic()
         self.last_error = ""
-        # Operations call nothing while they hold it: a signal handler that ran then, and finalized
-        # the engine, would wait for the control thread, and that for the lock. Re-entrant: garbage
-        # collection inside it may end an operation (a push by layers that was dropped).
+        # Operations call nothing while they hold this lock. Otherwise a signal handler that
+        # finalizes the engine would wait for the control thread, which would wait for the lock.
+        # Re-entrant: garbage collection inside it may end an operation, such as a dropped push by
+        # layers.
         self._mutex = Mutex()
         # Weak references: an interrupt may drop an operation before its `end` is called.
         self._in_flight: set[ref[object]] = set()
@@ -295,16 +303,16 @@ class LinkLifecycle:
 
     @property
     def in_flight(self) -> int:
-        """Operations that have not ended yet, and claims whose release is not confirmed yet."""
+        """The number of operations in flight and of claims whose release is not confirmed."""
         return len(self._in_flight) + len(self._pending_releases)
 
     @property
     def is_live(self) -> bool:
-        """Whether the link is up, being made or being ended."""
+        """True while the link is being made, up or being ended."""
         return self.state in {LinkState.LINKING, LinkState.LINKED, LinkState.UNLINKING}
 
     def change_state(self, state: LinkState, reason: str = "") -> None:
-        """Enter `state`, and wake those that wait for it."""
+        """Enter `state` and wake its waiters."""
         with self._mutex:
             assert state in NEXT_STATES[self.state], f"{self.state} -> {state}"
             self.state, self.since, self.reason = state, time.time(), reason
@@ -315,7 +323,7 @@ class LinkLifecycle:
             self.ended.set()
 
     def begin(self, operation: object) -> None:
-        """Begin an operation; it is in flight until `end`, or until it is garbage-collected."""
+        """Begin an operation. It is in flight until `end` or until it is garbage-collected."""
         with self._mutex:
             if is_linked := self.state is LinkState.LINKED:
                 self._in_flight.add(ref(operation, self._in_flight.discard))
@@ -324,11 +332,11 @@ class LinkLifecycle:
         self.traffic.add(1)
 
     def add_pending_release(self, claim_id: int) -> None:
-        """The link is busy until `remove_pending_release`, which must follow in any state."""
+        """Keep the link busy until `remove_pending_release`, which must follow in any state."""
         self._pending_releases.add(claim_id)
 
     def remove_pending_release(self, claim_id: int) -> None:
-        """The peer has confirmed the release of the claim, or never will."""
+        """Forget a claim whose release is confirmed, or never will be."""
         self._pending_releases.discard(claim_id)
         self._wake()
 
@@ -339,13 +347,13 @@ class LinkLifecycle:
         nbytes_pushed: int = 0,
         error: BaseException | None = None,
     ) -> None:
-        """An operation has its outcome; nothing happens if it is not in flight."""
+        """Conclude an operation. Nothing happens if it is not in flight."""
         begun = ref(operation)
         if begun not in self._in_flight:
             return
         try:
             if error is not None:
-                self.last_error = str(error)  # a hook's own may raise
+                self.last_error = str(error)  # a hook's own error may raise
         finally:
             with self._mutex:
                 self._in_flight.discard(begun)
@@ -356,12 +364,12 @@ class LinkLifecycle:
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:
             for loop in list(self._waiting):
-                with suppress(RuntimeError):  # closed, and its waiting coroutines with it
+                with suppress(RuntimeError):  # the loop was closed with its waiting coroutines
                     loop.call_soon_threadsafe(self._idle.set)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; returns whether that happened in time."""
-        # Before the check: an operation that ends after the check sees that somebody waits.
+        """Wait until nothing is in flight, and return True if that happened in time."""
+        # Before the check, so that an operation that ends after the check sees this waiter.
         self._waiting.append(asyncio.get_running_loop())
         try:
             async with asyncio.timeout(timeout_s):
@@ -371,16 +379,16 @@ class LinkLifecycle:
                         return True
                     await self._idle.wait()
         except TimeoutError:
-            return not self.in_flight  # an operation that was dropped wakes nobody
+            return not self.in_flight  # a dropped operation wakes no waiter
         finally:
             self._waiting.pop()
 
     def refusal(self) -> LLMException:
-        """Why nothing can be transferred over the link as it is now."""
+        """Return the error of transfers over the link in its current state."""
         return self.refusal_in(self.state, self.reason)
 
     def refusal_in(self, state: LinkState, reason: str) -> LLMException:
-        """Why nothing can be transferred over the link when it is in `state`."""
+        """Return the error of transfers over the link in `state`."""
         who = f"the link to cluster {self.cluster_id}"
         if state in LOST:
             how = "is broken" if state is LinkState.BROKEN else "was ended by the peer"

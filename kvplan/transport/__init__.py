@@ -1,4 +1,4 @@
 """Access to the memory of other processes: a folder per transport, and what transports share.
 
-No control message, link state or cache may enter: a transport knows addresses only.
+This room must not import control messages, link states or caches. Transports know only addresses.
 """

@@ -1,6 +1,6 @@
 """Peers that announce their writes in a table of theirs, which the owner of the memory reads.
 
-Nothing here may know how the table is read: that is the transport's part.
+The subclass of each transport reads the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Base classes of transports: the transport itself, a link, and tensors in the memory of a peer.
 
-Nothing here may know a particular transport.
+This module must not depend on a particular transport.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ def no_leases(where: str) -> LLMException:
         "docs/how-to/leases.md says which are",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
+
+
+def lease_words(leases: Sequence[BlockLease], transport: str) -> list[LeaseWord]:
+    """Return the words that a transport checks for these leases; refuse others as `no_leases`."""
+    words = []
+    for lease in leases:
+        if (word := lease.word(transport)) is None:
+            raise no_leases(transport)
+        words.append(word)
+    return words
 
 
 def check_process(pid: int, what: str) -> None:
@@ -212,7 +222,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         metadata: The metadata of the peer when the link was made.
         peer: The peer, for messages.
         pid: The process that the link belongs to.
-        checks_every_range: Whether a transfer checks all ranges of its memory; False: it checks
+        checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
             each byte by its address.
     """
 
@@ -252,7 +262,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     ) -> _Memory:
         """See `TransportLink.memory`: only here is it decided which registration holds a tensor.
 
-        `detects_freed` tells whether this method or the transfer finds out that one has ended.
+        `detects_freed` tells whether this method or the transfer detects an ended one.
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
@@ -282,13 +292,13 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             return
         if not self.closed and self._why_closed is None:
             self._why_closed = why or self._closed_error()
-        if self._why_closed is not None:  # otherwise its transport has closed it
+        if self._why_closed is not None:  # None: its transport has closed it
             # Also the second time: an interrupt may have ended the first call before this.
             self._disconnect(self._why_closed)
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._why_closed is not None
 
     @abstractmethod
@@ -381,9 +391,9 @@ class BasePeerMemory(Generic[_Link, _Range]):
     Attributes:
         addresses: The address of each tensor, as the backend reaches it.
         nbytes: The size of each tensor.
-        writable: Whether a transfer may write to them.
-        in_process: Whether the addresses are of this process.
-        on_device: Whether they are in the memory of the peer's device.
+        writable: True if a transfer may write to them.
+        in_process: True if the addresses are of this process.
+        on_device: True if they are in the memory of the peer's device.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class TransportOptions:
         ucx_devices: The devices that UCX may use, such as "mlx5_0:1"; empty: it chooses.
         ucx_settings: Settings of UCX, JSON such as {"UCX_IB_GID_INDEX": "3"}.
         tcp_connections: The number of connections of a tcp link; None: by the number of cores.
-        tcp_encrypt: Whether to encrypt all data that moves over tcp.
+        tcp_encrypt: True to encrypt all data that moves over tcp.
         tcp_congestion: Congestion control of tcp, such as "bbr"; empty: the system's.
         label: The name of the process in tools that look at transports.
         populate: When to map pages of peers' arenas here; see `LocalTransport`.
@@ -86,7 +86,7 @@ def _hccl(options: TransportOptions) -> Transport:
 
     if not isinstance(options.device, AscendDevice):
         raise LLMException(
-            "there is no Ascend device (kvplan.accelerator)",
+            "no Ascend device was found (kvplan.accelerator)",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     from kvplan.transport.hccl.transport import HcclTransport

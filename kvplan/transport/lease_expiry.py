@@ -1,7 +1,4 @@
-"""The deadlines of leases. Peers that read words of a table do not know this process's clock.
-
-Nothing here may know how a lease is ended.
-"""
+"""The deadlines of leases. Peers that read words of a table do not know this process's clock."""
 
 from __future__ import annotations
 
@@ -48,11 +45,11 @@ class Deadlines(dict[_Key, int]):
         return self._heap[0][0] >= deadline_ns
 
     def next_ns(self) -> int | None:
-        """Return a time before which no deadline passes; None: there are no keys."""
+        """Return a time before which no deadline passes, or None without keys."""
         return self._heap[0][0] if self and self._heap else None
 
     def pop_late(self, now_ns: int) -> _Key | None:
-        """Remove and return a key whose deadline has passed; None: there is none."""
+        """Remove and return a key whose deadline has passed, or None."""
         while self._heap and self._heap[0][0] <= now_ns:
             _, key = heappop(self._heap)
             deadline_ns = self.get(key)

@@ -1,6 +1,6 @@
 """Metadata that processes publish to their peers: MessagePack, validated while it is read.
 
-Here is what all transports publish. What only one transport publishes lives in its folder.
+This module has the metadata that all transports publish. Each folder has its own additions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Range(Extent, frozen=True):
     Attributes:
         slot, generation: Name the registration. The owner of the memory, or a word in its
             generation table, tells whether the registration still stands.
-        writable: Whether peers may write to the memory.
+        writable: True if peers may write to the memory.
     """
 
     slot: Annotated[int, Meta(ge=0, lt=2**24)]
@@ -72,17 +72,17 @@ class Range(Extent, frozen=True):
 
     @property
     def is_preferred(self) -> bool:
-        """Whether to use this range before other ranges that hold the same tensor."""
+        """True to prefer this range to other ranges that hold the same tensor."""
         return False
 
     @property
     def is_announced(self) -> bool:
-        """Whether peers announce their use of the memory, for which the owner waits."""
+        """True if peers announce their use of the memory, for which the owner waits."""
         return self.writable
 
     @property
     def is_mapped(self) -> bool:
-        """Whether a peer reaches the memory by means that its owner cannot take away."""
+        """True if a peer reaches the memory by means that its owner cannot take away."""
         return True
 
     def __str__(self) -> str:

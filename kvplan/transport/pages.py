@@ -56,7 +56,7 @@ class _Task:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do, and its page tables are not counted any more."""
+        """True if nothing is left to do, and its page tables are not counted any more."""
         done = self._collapse and self.walk.is_complete
         return done or self.walk.stopped or self.arena() is None
 

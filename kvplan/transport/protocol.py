@@ -63,7 +63,7 @@ class Registration(Protocol):
     Attributes:
         address: The first byte, in this process.
         nbytes: The size in bytes.
-        writable: Whether peers may write to it.
+        writable: True if peers may write to it.
     """
 
     @property
@@ -89,7 +89,7 @@ class Transport(Protocol):
     Attributes:
         name: Names the transport at both ends, such as "local".
         reaches: The kinds of memory that can be registered.
-        maps_host: Whether it maps host memory for a device, where memory can be mapped only once.
+        maps_host: True if it maps host memory for a device, where memory can be mapped only once.
             Then the device's own runtime should allocate host memory, and nothing else should pin
             it.
     """
@@ -129,7 +129,7 @@ class Transport(Protocol):
 
         Args:
             memory: See `Registrable`.
-            writable: Whether peers may write to it.
+            writable: True if peers may write to it.
             keep: An object to hold until no peer can write to the memory any more, such as the one
                 that returns the memory to its pool.
 
@@ -228,10 +228,10 @@ class Streams(Protocol):
     """Connections of one link, authenticated by both ends. Any thread may use them.
 
     Attributes:
-        dials: Whether this side opens the connections; exactly one end does.
+        dials: True if this side opens the connections; exactly one end does.
         secret: 32 bytes that only both ends of this link know. Each key that is derived from it
             must encrypt only one connection.
-        private: Whether an eavesdropper cannot know the secret.
+        private: True if an eavesdropper cannot know the secret.
         way: The addresses, for people: "10.0.0.2:41234 -> 10.0.0.1:26000".
     """
 
@@ -331,10 +331,10 @@ class TransportLink(Protocol):
         Args:
             addresses: The address of each tensor, in the peer.
             nbytes: The size of each tensor, or one number for all.
-            writable: Whether the transfer writes to them.
+            writable: True if the transfer writes to them.
             metadata: The peer's, with the registrations that hold the tensors, or one for each
                 tensor; None: the metadata that the link was made with.
-            any_holder: Whether bytes that several registrations hold may move by any of them.
+            any_holder: True if bytes that several registrations hold may move by any of them.
                 Otherwise they are refused if the transport cannot tell the registrations apart.
 
         Raises:

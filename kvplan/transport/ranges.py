@@ -33,13 +33,16 @@ class RangeTable(Generic[_Range]):
         self._peer = peer
         # Among ranges with the same start the last is tried first: preferred, writable, shortest.
         self._ranges = sorted(
-            ranges, key=lambda it: (it.address, it.is_preferred, it.writable, -it.nbytes)
+            ranges,
+            key=lambda found: (found.address, found.is_preferred, found.writable, -found.nbytes),
         )
-        self._firsts = np.array([it.address for it in self._ranges], dtype=np.uint64)
+        self._firsts = np.array([found.address for found in self._ranges], dtype=np.uint64)
         # Last bytes, not ends: a range may end at 2**64.
-        self._lasts = np.array([it.address + it.nbytes - 1 for it in self._ranges], dtype=np.uint64)
-        self._writable = np.array([it.writable for it in self._ranges], dtype=np.bool_)
-        self._preferred = np.array([it.is_preferred for it in self._ranges], dtype=np.bool_)
+        self._lasts = np.array(
+            [found.address + found.nbytes - 1 for found in self._ranges], dtype=np.uint64
+        )
+        self._writable = np.array([found.writable for found in self._ranges], dtype=np.bool_)
+        self._preferred = np.array([found.is_preferred for found in self._ranges], dtype=np.bool_)
 
     def locate(
         self, starts: Column, sizes: Column, *, writable: bool
@@ -87,7 +90,7 @@ class RangeTable(Generic[_Range]):
         return int(fitting[self._preferred[fitting].argmax()])
 
     def _listed(self) -> str:
-        shown = ", ".join(str(it) for it in self._ranges[:_SHOWN_RANGES])
+        shown = ", ".join(str(found) for found in self._ranges[:_SHOWN_RANGES])
         more = len(self._ranges) - _SHOWN_RANGES
         return f"{shown} and {more} more" if more > 0 else shown or "none at all"
 

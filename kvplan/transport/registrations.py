@@ -1,6 +1,6 @@
 """Registered memory as its owner holds it, the same for each transport.
 
-What a transport adds are hooks of `Registrations`. Nothing here may know a particular transport.
+Transports implement hooks of `Registrations`. This module must not depend on one of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Registration(Generic[_Range_co, _Holder_co]):
 
     @property
     def writable(self) -> bool:
-        """Whether peers may write to the memory."""
+        """True if peers may write to the memory."""
         return self.range.writable
 
     def release(self) -> None:
@@ -267,7 +267,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
 
     def _release(self, ended: Sequence[Registration[_Range, _Holder]]) -> None:
         """Let go of memory that was withdrawn, or quarantine it while a peer writes to it."""
-        announced = [it for it in ended if it.range.is_announced]
+        announced = [registration for registration in ended if registration.range.is_announced]
         late = self._wait_for_writers() if announced else None
         for registration in ended:
             if (
@@ -367,7 +367,9 @@ class Slots:
 
     def leases(self) -> list[tuple[int, int]]:
         """Return slot and generation of each lease that has not ended."""
-        return [(slot, it) for slot, it in self._taken.items() if slot >= self._count]
+        return [
+            (slot, generation) for slot, generation in self._taken.items() if slot >= self._count
+        ]
 
 
 class Quarantine:
@@ -484,4 +486,7 @@ def _offer_by(
             unless_all.callback(transport.deregister, registrations[-1])
         metadata = transport.metadata(registrations)
         unless_all.pop_all()
-    return Offer({transport.name: metadata}, tuple((transport, it) for it in registrations))
+    return Offer(
+        {transport.name: metadata},
+        tuple((transport, registration) for registration in registrations),
+    )

@@ -322,4 +322,4 @@ def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
     assert conversation.request(Sync()) == Synced(1)
     assert conversation.far_loop.refusals.count == MAX_UNDECODABLE
     conversation.loop.run(send_noise(1))
-    assert conversation.near.next() == ("lost", "too many frames that are no messages")
+    assert conversation.near.next() == ("lost", "too many frames that are not messages")

@@ -19,9 +19,10 @@ from kvnative._cuda import (
 )
 from kvnative._cuda import Device as NativeDevice
 from kvplan import LLMException
+from kvplan.cli.tune.cuda import SIZES, Way, calibrate, figures, time_copies
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
-from kvplan.device.cuda_copies import NO_LIMIT, SIZES, Way, calibrate, time_copies
+from kvplan.device.cuda_copies import NO_LIMIT
 from kvplan.device.device import CopyDirection
 from tests.ascend.acl_cases import DIRECTIONS
 from tests.ascend.simulator import Log
@@ -132,7 +133,7 @@ def test_what_was_tried_does_not_stay_if_it_fails(
 
 
 def test_figures_are_of_scattered_blocks_and_of_one_copy(opened: CudaDevice, sim_log: Log) -> None:
-    found = cuda_copies.figures(opened, blocks=4)
+    found = figures(opened, blocks=4)
     assert [(it.direction, it.block_nbytes, it.blocks) for it in found[:2]] == [
         ("device_to_device", 4 * KIB, 4),
         ("device_to_device", 32 * KIB, 4),

@@ -270,7 +270,7 @@ class TestBadArguments:
             ((), "remote of cluster 2 has 0 addresses; exactly one"),
             (None, "remote of cluster 2 has 0 addresses; exactly one"),
             (("127.0.0.1:1", "127.0.0.1:2"), "has 2 addresses"),
-            ("127.0.0.1:0", "nobody listens on port 0"),
+            ("127.0.0.1:0", "port 0 cannot be linked to"),
         ],
     )
     def test_addresses(self, end: End, remote: Any, message: str) -> None:

@@ -121,7 +121,7 @@ def test_a_hello_alone_changes_nothing(
             client.ask(its_channel, refused_hello)
     assert isinstance(client.ask(channel, recorded), Welcome)
     for body in (Sync(), Find(1, 1, 1), Claim(1, 1, 1), Release(1, None), Unlink(1)):
-        with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"no such link|there is no link"):
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"no such link|the link does not exist"):
             client.ask(channel, body)
     with pytest.raises(LLMException, match="the challenge is another handshake's"):
         client.ask(channel, Confirm(b"\0" * 16))

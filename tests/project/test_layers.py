@@ -1,13 +1,46 @@
-"""What import-linter cannot see: Cython's imports, and what an import really loads."""
+"""The house: what an import really loads, imports for types, circles, and the lines of each room.
+
+import-linter sees neither Cython's imports nor those below `if TYPE_CHECKING`.
+"""
 
 import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+MAX_LINES = {
+    "cli": 4058,
+    "control": 3719,
+    "debug": 824,
+    "device": 1281,
+    "engine": 8511,
+    "execution": 2861,
+    "hixl": 1688,
+    "inspection": 2352,
+    "kvplan": 2794,
+    "links": 3746,
+    "llm_datadist": 3932,
+    "planning": 4773,
+    "recording": 1856,
+    "run": 233,
+    "serving": 2833,
+    "testing": 411,
+    "transport": 7537,
+    "vllm": 1337,
+}
+"""Lines of each room. Only a commit that says why may raise one."""
+
+MAX_IN_CIRCLES_OF_TYPES = 28
+"""Modules that need one another if imports for types count. It may only fall."""
+
+TYPES_FROM_ABOVE = ["kvplan.status -> planning"]
+"""Imports for types from a room above or beside. The list may only shrink."""
 
 
 def python(code: str) -> str:
@@ -73,22 +106,31 @@ def native_files(kind: str) -> list[Path]:
     return found
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """All that a module imports when it is imported: not for types alone, not in a function."""
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """Yield the modules, and the possible modules, of one import."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported(tree: ast.AST, *, with_types: bool = False) -> Iterator[str]:
+    """Yield all that a module imports at its top level, with or without imports for types."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (it.name for it in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield str(node.module)
-            yield from (f"{node.module}.{it.name}" for it in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        yield from names_of(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from imported(node)
+        if with_types or not is_for_types(node):
+            yield from imported(node, with_types=with_types)
 
 
 def in_circles(graph: dict[str, set[str]]) -> set[str]:
-    """What reaches itself."""
+    """Return the modules that reach themselves."""
     found = set()
     for start in graph:
         seen: set[str] = set()
@@ -102,22 +144,94 @@ def in_circles(graph: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def test_no_modules_import_one_another() -> None:
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+@cache
+def library() -> dict[str, ast.Module]:
+    """Return the syntax trees of kvplan by module."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
         for path in (ROOT / "kvplan").rglob("*.py")
     }
+
+
+def modules_in_circles(*, with_types: bool) -> set[str]:
+    # Not packages: one is imported with each of its modules, so what it imports is no circle.
+    files = {name: tree for name, tree in library().items() if not name.endswith("__init__")}
     graph = {
-        name: ({*imported(ast.parse(path.read_text()))} & set(files)) - {name}
-        for name, path in files.items()
+        name: ({*imported(tree, with_types=with_types)} & files.keys()) - {name}
+        for name, tree in files.items()
     }
-    packages = {name for name, path in files.items() if path.name == "__init__.py"}
     assert sum(map(len, graph.values())) > 300
-    # A package is imported with each of its modules: what it imports itself is no circle.
-    assert in_circles({name: them - packages for name, them in graph.items()}) == set()
+    return in_circles(graph)
+
+
+def test_no_modules_import_one_another() -> None:
+    assert modules_in_circles(with_types=False) == set()
+
+
+def test_few_modules_need_one_another_for_types() -> None:
+    found = modules_in_circles(with_types=True)
+    assert len(found) <= MAX_IN_CIRCLES_OF_TYPES, sorted(found)
+
+
+@cache
+def levels() -> dict[str, int]:
+    """Return the level of each room, 0 for the highest, as import-linter has them."""
+    linted = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = linted["contracts"][0]["layers"]
+    return {room: at for at, row in enumerate(layers) for room in re.findall(r"\w+", row)}
+
+
+def types_from_above(module: str, tree: ast.AST) -> Iterator[str]:
+    """Yield imports for types that go upwards, or sideways to another room."""
+    at = levels()
+    room = module.split(".")[1]
+    for block in filter(is_for_types, ast.walk(tree)):
+        found = {name for node in ast.walk(block) for name in names_of(node)}
+        for other in sorted({name.split(".")[1] for name in found if name.startswith("kvplan.")}):
+            if other != room and at.get(other, len(at)) <= at.get(room, -1):
+                yield f"{module} -> {other}"
+
+
+def test_few_types_come_from_above() -> None:
+    found = [
+        arrow
+        for module, tree in library().items()
+        if module != "kvplan.__init__"
+        for arrow in types_from_above(module, tree)
+    ]
+    assert sorted(arrow for arrow in found if "kvplan.inspection." not in arrow) == TYPES_FROM_ABOVE
+    # Inspection reads plans by type only, so that planning may import it.
+    assert {arrow.split(" -> ")[1] for arrow in found if "kvplan.inspection." in arrow} == {
+        "planning"
+    }
+
+
+def test_an_arrow_of_types_would_be_seen() -> None:
+    source = "if TYPE_CHECKING:\n    from kvplan.engine import engine\n    import kvplan.status"
+    assert [*types_from_above("kvplan.links.links", ast.parse(source))] == [
+        "kvplan.links.links -> engine"
+    ]
 
 
 def test_a_circle_would_be_seen() -> None:
     source = "import a\nif TYPE_CHECKING:\n    import b\ndef f():\n    import c\nfrom d import e"
     assert {*imported(ast.parse(source))} == {"a", "d", "d.e"}
+    assert {*imported(ast.parse(source), with_types=True)} == {"a", "b", "d", "d.e"}
     assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == {"a", "b", "c"}
+
+
+def lines_of_rooms() -> dict[str, int]:
+    """Return the lines of each room, and of the files beside the rooms together."""
+    found: dict[str, int] = {}
+    for path in (ROOT / "kvplan").rglob("*.py"):
+        room = path.relative_to(ROOT).parts[-2 if path.parent.name == "kvplan" else 1]
+        found[room] = found.get(room, 0) + len(path.read_text().splitlines())
+    return found
+
+
+def test_no_room_grows() -> None:
+    """A room that needs more lines takes them from another, or its commit says why not."""
+    found = lines_of_rooms()
+    assert found.keys() == MAX_LINES.keys()
+    too_long = {room: lines for room, lines in found.items() if lines > MAX_LINES[room]}
+    assert not too_long, f"{too_long} exceed MAX_LINES={MAX_LINES}"

@@ -28,9 +28,10 @@ from kvplan import (
     Transfer,
     TransferTask,
 )
+from kvplan.cli.tune.cuda import Way, calibrate, time_copies
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
-from kvplan.device.cuda_copies import NO_LIMIT, Way
+from kvplan.device.cuda_copies import NO_LIMIT
 from tools.cuda_tries.notes import Notes, SkippedError, random_bytes, the_device
 
 TIMEOUT_MS = 60_000
@@ -118,7 +119,7 @@ def try_tuning(notes: Notes) -> None:
         times: list[str] = []
 
         def timed(direction: Any, way: Way, nbytes: int) -> float:
-            seconds = cuda_copies.time_copies(device, direction, way, nbytes, **spans)
+            seconds = time_copies(device, direction, way, nbytes, **spans)
             times.append(f"{way} {1e6 * seconds:.0f}")
             if len(times) == len(WAYS):
                 step = f"{direction}: us of blocks of {nbytes >> 10} KiB"
@@ -126,7 +127,7 @@ def try_tuning(notes: Notes) -> None:
                 times.clear()
             return seconds
 
-        found = cuda_copies.calibrate(timed)
+        found = calibrate(timed)
         for direction, words in found.words(device).items():
             notes.add(f"{direction}: measured", "says", words)
         notes.add("seconds that it took", "says", f"{time.monotonic() - began:.1f}")

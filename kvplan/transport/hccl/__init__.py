@@ -1,4 +1,4 @@
 """Memory of Ascend devices of this host and others, by one-sided operations of HCCL.
 
-Devices of other makers may not enter.
+This transport must not use devices of other vendors.
 """

@@ -183,7 +183,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     found = DeviceAddress("1.0", host, str(physical_id), device_ip_of(physical_id))
     if device.product is not A3:
         return found
-    pod, number = (device.native.attribute(it) for it in (_SUPER_POD_ID, _SUPER_DEVICE_ID))
+    pod, number = (device.native.attribute(code) for code in (_SUPER_POD_ID, _SUPER_DEVICE_ID))
     if pod is None or number is None:
         name = "super_pod_id" if pod is None else "super_device_id"
         raise _unknown(name, "this CANN does not say it (8.5 and later do)")
@@ -237,9 +237,12 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
     servers = [
         {
             "server_id": server_id,
-            "device": [_device(it, ranked.index(it), version, with_ip=with_ip) for it in of_it],
+            "device": [
+                _device(address, ranked.index(address), version, with_ip=with_ip)
+                for address in of_it
+            ],
         }
-        for server_id, of_it in groupby(ranked, key=lambda it: it.server_id)
+        for server_id, of_it in groupby(ranked, key=lambda address: address.server_id)
     ]
     table["server_count"] = str(len(servers))
     table["server_list"] = servers
@@ -267,12 +270,12 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
         if same_pod and here.super_device_id == there.super_device_id:
             return f"both ends have the same super_device_id, {here.super_device_id}"
     needs_ip = _is_rdma_wanted() or not (same_host or same_pod)
-    for whose, it in (("this", here), ("the peer's", there)):
-        if it.device_ip is None and needs_ip:
+    for whose, address in (("this", here), ("the peer's", there)):
+        if address.device_ip is None and needs_ip:
             return (
-                f"device_ip of {whose} device {it.device_id} is not known, which two hosts need: "
-                f"have address_{it.device_id}=<ip> in /etc/hccn.conf, or hccn_tool in the PATH, or "
-                "give llm.LocalCommRes"
+                f"device_ip of {whose} device {address.device_id} is not known, which two hosts "
+                f"need: have address_{address.device_id}=<ip> in /etc/hccn.conf, or hccn_tool in "
+                "the PATH, or give llm.LocalCommRes"
             )
     if None not in (here.device_ip, there.device_ip) and _is_ipv6(here) is not _is_ipv6(there):
         return (
@@ -295,7 +298,7 @@ def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) ->
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse variables with which HCCL cannot make a communicator."""
-    pcie, roce = (environment.get(it) for it in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
+    pcie, roce = (environment.get(name) for name in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
     if (pcie, roce) in (("1", "1"), ("0", None), (None, "0")):
         raise LLMException(
             f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and {_ROCE} is {roce or 'not set'}, "
@@ -309,31 +312,31 @@ def _is_rdma_wanted() -> bool:
     return os.environ.get(_ROCE) == "1"
 
 
-def _is_ipv6(it: DeviceAddress) -> bool:
-    return ":" in (it.device_ip or "")
+def _is_ipv6(address: DeviceAddress) -> bool:
+    return ":" in (address.device_ip or "")
 
 
-def _order(it: DeviceAddress) -> tuple[str, ...]:
-    return it.server_id, it.device_id, it.device_ip or "", it.device_port or ""
+def _order(address: DeviceAddress) -> tuple[str, ...]:
+    return address.server_id, address.device_id, address.device_ip or "", address.device_port or ""
 
 
-def _device(it: DeviceAddress, rank: int, version: str, *, with_ip: bool) -> dict[str, str]:
-    device = {"device_id": it.device_id}
+def _device(address: DeviceAddress, rank: int, version: str, *, with_ip: bool) -> dict[str, str]:
+    device = {"device_id": address.device_id}
     for name in ("device_ip", "device_port"):
-        if with_ip and (value := getattr(it, name)) is not None:
+        if with_ip and (value := getattr(address, name)) is not None:
             device[name] = value
     if version == "1.2":
-        assert it.super_device_id is not None
-        device["super_device_id"] = it.super_device_id
+        assert address.super_device_id is not None
+        device["super_device_id"] = address.super_device_id
     return {**device, "rank_id": str(rank)}
 
 
 def _pods(ranked: Sequence[DeviceAddress]) -> list[dict[str, Any]]:
     # Each host once, in the order of ranks.
-    hosts = dict.fromkeys((it.super_pod_id or "", it.server_id) for it in ranked)
+    hosts = dict.fromkeys((address.super_pod_id or "", address.server_id) for address in ranked)
     return [
         {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_it]}
-        for pod, of_it in groupby(sorted(hosts), key=lambda it: it[0])
+        for pod, of_it in groupby(sorted(hosts), key=lambda row: row[0])
     ]
 
 

@@ -67,7 +67,7 @@ class Connections:
         table: The rank table of both.
         session: Names the link at both ends.
         own_metadata: Returns the metadata that tells the peer what is bound.
-        is_hccs: Whether HCCL uses HCCS to the peer.
+        is_hccs: True if HCCL uses HCCS to the peer.
     """
 
     def __init__(
@@ -218,12 +218,12 @@ class Connections:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._why_closed is not None
 
     @property
     def is_down(self) -> bool:
-        """Whether it is closed, and the peer can write over none of its connections."""
+        """True if it is closed, and the peer can write over none of its connections."""
         return self.closed and all(opened.state != "ready" for opened in list(self._opened_ever))
 
     def tickets(self, tag: int) -> Tickets | None:
@@ -311,7 +311,7 @@ class Connections:
 
     def _name(self, generation: int) -> str:
         instances = sorted((self._own_metadata().instance, self._peer.instance))
-        identity = b"".join([*(it.encode() for it in instances), self._session])
+        identity = b"".join([*(instance.encode() for instance in instances), self._session])
         return f"kvplan-{hashlib.sha256(identity).hexdigest()[:32]}-{generation}"
 
     def _retire(self, generation: int) -> bool:
@@ -360,7 +360,7 @@ def _advice(
         library: HCCL.
         device_id: The logical number of the device of this process.
         address: The address of that device, as in the rank table.
-        is_hccs: Whether HCCS connects the devices, and not RDMA.
+        is_hccs: True if HCCS connects the devices, and not RDMA.
         num_open: The number of other connections of the transport.
     """
     if code in (_RUNTIME, _DRV, _NETWORK):

@@ -202,9 +202,9 @@ class HcclDevice:
                 if self.staging is not None:
                     communicator.bind(self.staging.region)
                 kinds = self.product.local_kinds(is_hccs=is_hccs)
-                for it in self.regions.all():
-                    if it.on_device or "host" in kinds:
-                        communicator.bind(it.native)
+                for region in self.regions.all():
+                    if region.on_device or "host" in kinds:
+                        communicator.bind(region.native)
         except BaseException:
             self.close(communicator)
             raise
@@ -231,7 +231,7 @@ class HcclDevice:
     def read_tickets(self, communicator: Communicator, address: int) -> list[int] | None:
         """Return the words of a peer's tickets; None: they cannot be read now."""
         seen = self.generations.seen
-        columns = (np.array([it], np.uint64) for it in (seen, address, _TICKETS_NBYTES))
+        columns = (np.array([number], np.uint64) for number in (seen, address, _TICKETS_NBYTES))
         words = bytearray(_TICKETS_NBYTES)
         # A signal handler may interrupt this and call it again: it fails then.
         if not self._reading.acquire(timeout=_LOOK_MS / 1000):
@@ -261,8 +261,8 @@ class HcclDevice:
         with self._mutex:
             communicators = list(self._open)
             self._is_shutting = True
-        for it in communicators:
-            self.close(it)
+        for communicator in communicators:
+            self.close(communicator)
         self._finish()
 
     def _finish(self) -> None:
@@ -277,12 +277,14 @@ class HcclDevice:
 
     def _forget(self, held: HeldRegion) -> None:
         with self._mutex:
-            communicators = [it for it in self._open if held.native in it.regions]
-        for it in communicators:
+            communicators = [
+                communicator for communicator in self._open if held.native in communicator.regions
+            ]
+        for communicator in communicators:
             try:
-                it.unbind(held.native)
+                communicator.unbind(held.native)
             except NativeError as error:
-                if held.native in it.regions:  # otherwise it was closed meanwhile
+                if held.native in communicator.regions:  # otherwise it was closed meanwhile
                     self._warn(error)
         self._give_back(held.close)
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvnative._hccl import MAX_GUARDS, Guards
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, no_leases
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, lease_words
 from kvplan.transport.hccl.metadata import WORD_NBYTES, Metadata, Range
 from kvplan.transport.metadata import tag_of
 
@@ -77,9 +77,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
 
         Pushes are announced, and also read all words before their bytes.
         """
-        words = [it for lease in leases if (it := lease.word(self._link.transport)) is not None]
-        if len(words) < len(leases):
-            raise no_leases(self._link.transport)
+        words = lease_words(leases, self._link.transport)
         for lease, word in zip(leases, words, strict=True):
             if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
                 raise LLMException(  # a lease that cannot exist
@@ -89,7 +87,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         made = self._copy()
         made._newest, made._seen = self._newest, self._seen
         made._guards = self._link.guards(self._ranges, words)
-        made._leases, made._backends = [str(it) for it in leases], {}
+        made._leases, made._backends = [str(lease) for lease in leases], {}
         return made
 
     def _backend(self, connection: Connection, direction: Direction, way: Way) -> Backend:
@@ -121,8 +119,8 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         if hccl.staging is None:
             takes = " and ".join(sorted(kinds))
             raise LLMException(
-                f"the local side is {local} memory that is not registered with HCCL, and there is "
-                "no staging memory (kvplan.staging_nbytes=0): on this product "
+                f"the local side is {local} memory that is not registered with HCCL, and the "
+                "device has no staging memory (kvplan.staging_nbytes=0): on this product "
                 f"({hccl.product.name}) register {takes} memory, or give staging memory",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
@@ -146,7 +144,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
 
     Attributes:
         hccl: The device of this process.
-        is_hccs: Whether HCCL uses HCCS, and not RDMA.
+        is_hccs: True if HCCL uses HCCS, and not RDMA.
     """
 
     transport = "hccl"
@@ -162,7 +160,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
 
     @property
     def closed(self) -> bool:
-        """Whether it, or the transport, was closed."""
+        """True if it, or the transport, was closed."""
         return self._connections.closed
 
     def _memory(
@@ -175,7 +173,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         *,
         writable: bool,
     ) -> HcclPeerMemory:
-        if len({it.on_device for it in ranges}) > 1:
+        if len({found.on_device for found in ranges}) > 1:
             raise invalid(
                 f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
                 "one way"
@@ -237,12 +235,12 @@ def _newest_region(
 ) -> int:
     """Return the highest number of the regions that hold the tensors, each in one region."""
     newest = 0
-    for k, it in enumerate(ranges):
-        if len(it.regions) == 1:
-            newest = max(newest, it.regions[0].number)
+    for k, found in enumerate(ranges):
+        if len(found.regions) == 1:
+            newest = max(newest, found.regions[0].number)
             continue
         for i in np.flatnonzero(held_by == k).tolist():
-            region = it.region_of(int(starts[i]), int(sizes[i]))
+            region = found.region_of(int(starts[i]), int(sizes[i]))
             if region is None:
                 raise LLMException(
                     f"tensor {i} at address {int(starts[i]):#x}, nbytes {sizes[i]}, lies in memory "

@@ -50,7 +50,7 @@ class Range(metadata.Range, frozen=True):
     """Registered memory [address, address + nbytes) of a process.
 
     Attributes:
-        on_device: Whether the memory is on the device.
+        on_device: True if the memory is on the device.
         regions: The HCCL regions that cover the memory, by address.
     """
 

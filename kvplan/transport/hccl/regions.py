@@ -44,8 +44,8 @@ class HeldRegion:
         native: The region in HCCL.
         pinned: Pins its memory.
         ref: The region as peers learn of it.
-        on_device: Whether the memory is on the device.
-        is_kept: Whether something keeps the memory in place while HCCL knows it.
+        on_device: True if the memory is on the device.
+        is_kept: True if something keeps the memory in place while HCCL knows it.
     """
 
     __slots__ = ("is_kept", "native", "on_device", "pinned", "ref", "users")
@@ -140,7 +140,9 @@ class Regions:
                     region.close()
                 raise
             if made:
-                self._regions = sorted((*self._regions, *made), key=lambda it: it.ref.address)
+                self._regions = sorted(
+                    (*self._regions, *made), key=lambda region: region.ref.address
+                )
                 self._columns = None
                 self.changes += 1
             found = tuple(self._between(address, address + nbytes))
@@ -178,16 +180,16 @@ class Regions:
         return int(numbers[at].max())
 
     def _sorted(self) -> tuple[Column, Column, Column]:
-        refs = [it.ref for it in self._regions]
+        refs = [region.ref for region in self._regions]
         return (
-            np.array([it.address for it in refs], dtype=np.uint64),
-            np.array([it.address + it.nbytes - 1 for it in refs], dtype=np.uint64),
-            np.array([it.number for it in refs], dtype=np.uint64),
+            np.array([ref.address for ref in refs], dtype=np.uint64),
+            np.array([ref.address + ref.nbytes - 1 for ref in refs], dtype=np.uint64),
+            np.array([ref.number for ref in refs], dtype=np.uint64),
         )
 
     def _between(self, start: int, end: int) -> list[HeldRegion]:
         """Return the regions that have bytes of [start, end), in order."""
-        at = bisect_right(self._regions, start, key=lambda it: it.end)
+        at = bisect_right(self._regions, start, key=lambda region: region.end)
         found = []
         while at < len(self._regions) and self._regions[at].ref.address < end:
             found.append(self._regions[at])
@@ -197,10 +199,10 @@ class Regions:
     def _gaps(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the parts of [start, end) that are not in a region."""
         gaps = []
-        for it in self._between(start, end):
-            if start < it.ref.address:
-                gaps.append((start, it.ref.address))
-            start = it.end
+        for region in self._between(start, end):
+            if start < region.ref.address:
+                gaps.append((start, region.ref.address))
+            start = region.end
         if start < end:
             gaps.append((start, end))
         return gaps

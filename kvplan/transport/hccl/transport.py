@@ -146,7 +146,7 @@ class HcclTransport(BaseTransport[HcclRegistration]):
         """See `Transport.metadata`."""
         self._check_open()
         return self._metadata(
-            tuple(it.range for it in self._registrations.select(registrations))
+            tuple(registration.range for registration in self._registrations.select(registrations))
         ).to_bytes()
 
     def connect(
@@ -171,7 +171,7 @@ class HcclTransport(BaseTransport[HcclRegistration]):
         connections = Connections(self._hccl, peer, table, session, self._metadata, is_hccs=is_hccs)
         with self._mutex:
             self._check_open()
-            self._links = {it for it in self._links if not it.is_down}
+            self._links = {link for link in self._links if not link.is_down}
             self._links.add(connections)
         try:
             connections.connect(timeout_ms)

@@ -1,6 +1,6 @@
 """Memory of processes on this host: arenas that both ends map, and any memory by its address.
 
-Other transports, and any network, may not enter.
+This transport must not use other transports or any network.
 """
 
 from kvplan.transport.local.transport import LocalTransport

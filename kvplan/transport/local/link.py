@@ -205,7 +205,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     a transfer between two passed checks moved the right bytes.
 
     Attributes:
-        is_to_self: Whether the peer is this process, whose memory is not mapped again.
+        is_to_self: True if the peer is this process, whose memory is not mapped again.
         device: The device of this process that memory of the peer's devices is mapped for.
     """
 
@@ -234,7 +234,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
-            if any(not it.is_mapped for it in metadata.ranges):
+            if any(not found.is_mapped for found in metadata.ranges):
                 self._probe()
         except (OSError, ValueError, MemoryError) as error:
             self.process.close()
@@ -264,13 +264,13 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     ) -> LocalPeerMemory:
         words = words_of(ranges)
         self.check_ranges(ranges, words)
-        on_device = any(it.allocation is not None for it in ranges)
+        on_device = any(found.allocation is not None for found in ranges)
         held, shifts = (self._mapped_for_device if on_device else self._mapped)(ranges)
         if held:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
-        is_announced = writable or any(it.announces_reads for it in ranges)
+        is_announced = writable or any(found.announces_reads for found in ranges)
         writer = self._writer_there() if is_announced else None
         kind = LocalDeviceMemory if on_device else LocalPeerMemory
         return kind(
@@ -347,10 +347,10 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         Return nothing if a range is not in an arena. A transfer has one way, so all ranges are then
         reached by the peer's own addresses.
         """
-        refs = [it.arena for it in ranges if it.arena is not None]
+        refs = [found.arena for found in ranges if found.arena is not None]
         arenas: list[Arena | Pin] = []
         if len(refs) == len(ranges):
-            arenas = [arena for it in ranges if (arena := self._hold(it)) is not None]
+            arenas = [arena for found in ranges if (arena := self._hold(found)) is not None]
         if len(arenas) < len(ranges):
             return [], np.empty(0, np.uint64)
         pairs = zip(arenas, refs, strict=True)
@@ -359,7 +359,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
     def _mapped_for_device(self, ranges: Sequence[Range]) -> tuple[Sequence[object], Column]:
         """Return the same for memory of the peer's devices, which must be mapped."""
-        refs = [it.allocation for it in ranges if it.allocation is not None]
+        refs = [found.allocation for found in ranges if found.allocation is not None]
         if len(refs) < len(ranges):
             raise invalid(
                 f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
@@ -372,8 +372,8 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         held, shifts = [], []
-        for it, ref in zip(ranges, refs, strict=True):
-            mapped, address = self._hold_allocation(self._allocations, it, ref)
+        for found, ref in zip(ranges, refs, strict=True):
+            mapped, address = self._hold_allocation(self._allocations, found, ref)
             held.append(mapped)
             shifts.append((address - ref.address) % 2**64)
         return held, np.array(shifts, dtype=np.uint64)
@@ -460,9 +460,11 @@ def _between(sharing: Sharing, peer: Metadata) -> str:
         return ""
     if sharing.shortfall(peer.device) is None:
         return " (of another GPU, by peer access)"
-    return " (of the same GPU alone: there is no peer access)"
+    return " (only of the same GPU: no peer access)"
 
 
 def words_of(ranges: Sequence[Range]) -> bytes:
     """Return slot and generation of each range, by which a check finds it registered."""
-    return array("Q", [number for it in ranges for number in (it.slot, it.generation)]).tobytes()
+    return array(
+        "Q", [number for found in ranges for number in (found.slot, found.generation)]
+    ).tobytes()

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from kvplan.device.sharing import Mapped, Sharing
 
 POPULATE: Final = ("background", "now", "off")
-"""When to map pages of a peer's arena: existing pages in the background, all pages with the arena,
-or each page at its first use."""
+"""Times to map pages of a peer's arena.
+
+Existing pages in the background, all pages with the arena, or each page at its first use.
+"""
 
 # So that a link to this process finds the arena instead of mapping it again.
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()

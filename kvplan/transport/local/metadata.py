@@ -79,7 +79,7 @@ class Range(metadata.Range, frozen=True):
 
     @property
     def is_preferred(self) -> bool:
-        """Whether it is in an arena, which a plain copy reaches."""
+        """True if it is in an arena, which a plain copy reaches."""
         return self.arena is not None
 
     @property
@@ -89,7 +89,7 @@ class Range(metadata.Range, frozen=True):
 
     @property
     def announces_reads(self) -> bool:
-        """Whether peers announce reads too, because the owner must wait for them to end."""
+        """True if peers announce reads too, because the owner must wait for them to end."""
         return self.allocation is not None and not self.allocation.is_kept_by_peers
 
     @property

@@ -91,7 +91,7 @@ class LocalTransport(BaseTransport[LocalRegistration]):
                 caller holds. An arena, a slice of its memoryview, or an array over one is reached
                 by a plain copy, whichever transport has allocated it. Or a `DeviceRange` of the
                 transport's device, which must lie in one allocation.
-            writable: Whether peers may write to the memory.
+            writable: True if peers may write to the memory.
             keep: An object to hold as long as a peer may write to the memory.
 
         Raises:
@@ -130,7 +130,9 @@ class LocalTransport(BaseTransport[LocalRegistration]):
         with self._registrations.mutex:
             self._check_open()
             generations, writers = self._registrations.refs()
-            ranges = tuple(it.range for it in self._registrations.select(registrations))
+            ranges = tuple(
+                registration.range for registration in self._registrations.select(registrations)
+            )
         device = "" if self._sharing is None else self._sharing.uuid
         return Metadata(self._identity, generations, writers, ranges, device).to_bytes()
 

@@ -1,4 +1,4 @@
 """Memory of processes on any host over TCP connections, served by native threads.
 
-The opening of ports and the handshake may not enter: connections come as `Streams`.
+This transport must not open ports or make handshakes. Connections come as `Streams`.
 """

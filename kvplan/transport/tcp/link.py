@@ -8,7 +8,7 @@ from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed, no_leases
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, lease_words, link_failed
 from kvplan.transport.metadata import Range
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
@@ -61,12 +61,12 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
         try:
             each = [
                 tcp_backend(
-                    *(native, it, direction, slots, generations, addresses, nbytes),
+                    *(native, word, direction, slots, generations, addresses, nbytes),
                     on_device=other.on_device,
-                    leases=[(it.slot, it.generation) for it in self._words],
+                    leases=[(word.slot, word.generation) for word in self._words],
                     leases_name=" or ".join(map(str, self._leases)),
                 )
-                for it in range(native.connections)
+                for word in range(native.connections)
             ]
         except NativeError as error:
             self.check()  # if it has ended just now, that is the reason
@@ -76,9 +76,7 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: the owner checks them with each request."""
-        words = [it for lease in leases if (it := lease.word(self._link.transport)) is not None]
-        if len(words) < len(leases):
-            raise no_leases(self._link.transport)
+        words = lease_words(leases, self._link.transport)
         made = self._copy()
         made._leases, made._words, made._backends = leases, words, {}
         return made

@@ -30,7 +30,7 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.tcp 2"):
         instance: 32 hexadecimal digits, unique to this transport.
         host, pid: Name the process in messages.
         connections: The maximum per link and direction of requests.
-        encrypt: Whether this process demands that all data is encrypted.
+        encrypt: True if this process demands that all data is encrypted.
         ranges: The registered memory.
     """
 

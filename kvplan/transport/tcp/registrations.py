@@ -33,12 +33,12 @@ _NOWHERE: Final = 2**64 - 1
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """What keeps registered memory in place.
+    """The owners that keep registered memory in place.
 
     Attributes:
         pin: Of host memory; None: the caller keeps it.
         buffer: Of a device, that the memory lies in; None: the caller keeps it.
-        on_device: Whether the memory is on the device.
+        on_device: True if the memory is on the device.
         ending: Held while the registration ends; taken before the mutex of the registrations.
             Re-entrant, since a signal handler may end it as well.
     """

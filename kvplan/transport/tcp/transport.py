@@ -100,7 +100,9 @@ class TcpTransport(BaseTransport[TcpRegistration]):
                 or a parent process's.
         """
         self._check_open()
-        ranges = tuple(it.range for it in self._registrations.select(registrations))
+        ranges = tuple(
+            registration.range for registration in self._registrations.select(registrations)
+        )
         return Metadata(
             self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
         ).to_bytes()
@@ -127,7 +129,7 @@ class TcpTransport(BaseTransport[TcpRegistration]):
         those of odd index.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: the peer cannot be reached, there are no streams, or data
+            LLMException: LLM_LINK_FAILED: the peer cannot be reached, `streams` is None, or data
                 must be encrypted without a private secret; LLM_FEATURE_NOT_ENABLED: libcrypto is
                 not installed; LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the transport is closed,
                 or a parent process's.

@@ -1,4 +1,4 @@
 """Memory of processes on other hosts over RDMA, and of GPUs, through UCX.
 
-Plain sockets may not enter: that is `tcp`.
+This transport must not use plain sockets, which belong to `tcp`.
 """

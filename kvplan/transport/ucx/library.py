@@ -21,7 +21,7 @@ OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
 of an installation. Empty: UCX is not used."""
 
 NAME: Final = "libucp.so.0"
-"""It finds the other libraries (libucs, libuct, libucm) in its own folder."""
+"""The name of the library. It loads libucs, libuct and libucm from its own folder."""
 
 _WHEEL: Final = "libucx"
 """The package that libucx-cu12 (the extra `ucx`) installs, as do its wheels for other CUDAs."""
@@ -65,9 +65,7 @@ class Place(NamedTuple):
 
 
 def find() -> Found:
-    """Return the library that is found first.
-
-    LLM_FEATURE_NOT_ENABLED: none is, and what to install.
+    """Return the first library found.
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED: none is installed; says where it was searched and
@@ -111,7 +109,7 @@ def why_no_rdma(library: str) -> str:
     """
     if not _RDMA.is_dir():
         return f"this host has no RDMA device ({_RDMA} is not there)"
-    if not any(_is_active(it) for it in _RDMA.glob("*/ports/*/state")):
+    if not any(_is_active(port) for port in _RDMA.glob("*/ports/*/state")):
         return f"no port of an RDMA device is active (as {_RDMA}/*/ports/*/state says)"
     if library and not any(Path(library).resolve().parent.glob(f"**/{_VERBS}")):
         return (
@@ -169,7 +167,7 @@ def check_devices(name: str, value: object) -> str:
         LLMException: LLM_PARAM_INVALID.
     """
     text = check_type(name, value, str)
-    if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", it) for it in text.split(",")):
+    if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", device) for device in text.split(",")):
         raise invalid(
             f"{name}={shown(text)} must be names of devices with commas between, such as "
             '"mlx5_0:1,mlx5_1:1", or empty'

@@ -10,7 +10,7 @@ from kvnative._backend import NativeError
 from kvnative._ucx import ucx_backend, ucx_leased
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed, no_leases
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, lease_words, link_failed
 from kvplan.transport.ucx.metadata import Metadata, Range
 
 if TYPE_CHECKING:
@@ -77,10 +77,8 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: a transfer reads the generations of leases too."""
-        named = [(lease.word(self._link.transport), str(lease)) for lease in leases]
-        words = [(word.slot, word.generation, name) for word, name in named if word is not None]
-        if len(words) < len(leases):
-            raise no_leases(self._link.transport)
+        found = zip(lease_words(leases, self._link.transport), leases, strict=True)
+        words = [(word.slot, word.generation, str(lease)) for word, lease in found]
         made = self._copy()
         made._known, made._unleased, made._leases, made._backends = self._known, self, words, {}
         return made
@@ -92,7 +90,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
     Attributes:
         way: The transport of UCX that reads and writes the peer's memory, such as
             "rc_mlx5/mlx5_0:1".
-        takes_device: Whether memory of a device can be this process's side of a transfer.
+        takes_device: True if memory of a device can be this process's side of a transfer.
     """
 
     transport = "ucx"
@@ -127,8 +125,8 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         """Return the backend between this process and `ranges`, which `known` describes."""
         if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
-        keys = {it.number: it.key for metadata in known for it in metadata.regions}
-        places = {number: i for i, number in enumerate({it.region for it in ranges})}
+        keys = {region.number: region.key for metadata in known for region in metadata.regions}
+        places = {number: i for i, number in enumerate({found.region for found in ranges})}
         addresses, nbytes, slots, generations = columns(
             ranges, "address", "nbytes", "slot", "generation"
         )
@@ -139,7 +137,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
             nbytes=nbytes,
             slots=slots,
             generations=generations,
-            keys=np.array([places[it.region] for it in ranges], dtype=np.uint64),
+            keys=np.array([places[found.region] for found in ranges], dtype=np.uint64),
             rkeys=[keys[number] for number in places],
             local="cuda" if on_device else "host",
         )

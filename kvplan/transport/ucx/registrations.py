@@ -90,10 +90,15 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
     def published(self, registrations: Iterable[protocol.Registration] | None) -> Published:
         """Return what peers learn of `registrations`; None: of all."""
         named = self.select(registrations)
-        regions = {_name(it.holder.region): it.holder.region for it in named}
+        regions = {
+            _name(registration.holder.region): registration.holder.region for registration in named
+        }
         numbers = {name: number for number, name in enumerate(regions)}
         return Published(
-            tuple(replace(it.range, region=numbers[_name(it.holder.region)]) for it in named),
+            tuple(
+                replace(registration.range, region=numbers[_name(registration.holder.region)])
+                for registration in named
+            ),
             tuple(_ref(numbers[name], region) for name, region in regions.items()),
             _ref(0, self._table_region),
             _ref(0, self._tickets),

@@ -114,8 +114,9 @@ class UcxTransport(BaseTransport[UcxRegistration]):
 
         A read that a peer has begun goes on, and is not confirmed. A write that a peer has begun is
         waited for, and reports an error. A peer that does not stop within 1 s (it is stopped, or
-        cut off) keeps the memory from being used again until it goes on, or its link ends, or,
-        without RDMA, it ends; a warning names it. A second call waits for the same peers.
+        cut off) keeps the memory from being used again; a warning
+        names it. The memory is free once the peer goes on, or its link ends, or, without RDMA, the
+        peer ends. A second call waits for the same peers.
         """
         super().deregister(registration)
 

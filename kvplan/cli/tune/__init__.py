@@ -80,12 +80,13 @@ def _check_can_store() -> None:
 
 def _tune_host(*, dry_run: bool) -> Finding:
     from kvnative._tuning import builtin_tuning
-    from kvplan.execution import calibration, tuning
+    from kvplan.cli.tune import host
+    from kvplan.execution import tuning
 
-    found = calibration.tune(builtin_tuning())
+    found = host.tune(builtin_tuning())
     for _ in range(_MAX_TRIES - 1):
         if not found.sure:
-            found = calibration.tune(builtin_tuning())
+            found = host.tune(builtin_tuning())
     return found if dry_run or not found.sure else tuning.save_tuning(found)
 
 
@@ -98,11 +99,12 @@ def _tune_cuda(*, dry_run: bool, is_asked: bool) -> TunedCuda | None:
         device = CudaDevice(0)
     except LLMException as error:
         return TunedCuda("", {}, str(error)) if is_asked else None
+    from kvplan.cli.tune import cuda
     from kvplan.device import cuda_copies
 
     try:
         try:
-            found = cuda_copies.calibrate(partial(cuda_copies.time_copies, device))
+            found = cuda.calibrate(partial(cuda.time_copies, device))
         except (NativeError, LLMException) as error:
             return TunedCuda(device.native.name, {}, str(error))
         if not dry_run:

@@ -1,8 +1,8 @@
-"""Compare copy tunings on this machine, for `kvplan tune`.
+"""The comparison of copy tunings on this machine, for `kvplan tune`.
 
-The built-in tuning stays unless another one is clearly better, so that noise changes nothing. The
-decisions are made here, from times that `measure` gives; `measured_here` takes them, on threads of
-their own and without the GIL.
+The built-in tuning stays unless another one is clearly faster, so that noise changes nothing.
+`calibrate` decides from times that `measure` gives; `measured_here` takes them on its own threads
+and without the GIL.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvnative._tuning import NEVER, Tuning, measure_copies
 from kvplan.execution.tuning import Finding
 
 BUDGET_MS: Final = 300
-"""What measuring takes at most, memory and threads included."""
+"""Time budget of a measurement in ms, including memory and threads."""
 
 _SPAN_NBYTES: Final = 32 << 20
-"""On each side: more than caches of one processor hold, and few enough for any host."""
+"""Size of each side: larger than the caches of one processor, but available on any host."""
 _BLOCK_NBYTES: Final = 32 << 10
 _SIZES: Final = tuple(mib << 20 for mib in (8, 16, 24, 32))
 _PIECES_NBYTES: Final = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
@@ -36,23 +36,25 @@ _THREADS: Final = (1, 2, 4, 8, 12)
 _ROUNDS: Final = 5
 _FEWEST_ROUNDS: Final = 3
 _MARGIN: Final = 0.12
-"""By how much something else must be faster: in the median of the rounds, in which both had the
-machine one right after the other, and in the best ones. Which pages a process gets makes a tenth.
+"""Minimum relative gain of another tuning, in the median and in the best rounds.
+
+Both tunings have the machine in turns. The choice of pages alone makes a difference of a tenth.
 """
 _OF_CORES: Final = 0.85
-"""What threads must have been given of the cores they wanted: below it, others have them."""
+"""Minimum share of the wanted core time. Below it, other processes use the cores."""
 _SHARE: Final = 0.75
-"""In how many of the rounds it must be faster at all."""
+"""Minimum share of rounds in which the other tuning is faster."""
 _STEADY: Final = 1.6
-"""Rounds whose median is so many times the fastest say that others use the machine."""
+"""Maximum ratio of the median round to the fastest. Above it, other processes use the machine."""
 
 Measure = Callable[[Sequence[Tuning], int, int, int], tuple[list[list[int]], float]]
-"""Tunings, bytes of a transfer, rounds, and a deadline of the clock, in ns: ns of each in each
-round that is whole, and how much of the cores that it wanted it was given."""
+"""Maps (tunings, bytes of a transfer, rounds, deadline in ns) to the ns of each complete round, and
+to the share of the wanted core time.
+"""
 
 
 class _Comparison:
-    """Tunings that moved the same bytes in turns."""
+    """Times of tunings that moved the same bytes in turns."""
 
     def __init__(self, rounds: list[list[int]], share: float) -> None:
         self._rounds = rounds
@@ -60,14 +62,14 @@ class _Comparison:
 
     @property
     def sure(self) -> bool:
-        """Whether enough was measured, and nothing else used the machine meanwhile."""
+        """True if enough was measured and no other process used the machine."""
         steady = all(
             median(column) <= _STEADY * min(column) for column in zip(*self._rounds, strict=True)
         )
         return len(self._rounds) >= _FEWEST_ROUNDS and self._share >= _OF_CORES and steady
 
     def gain(self, of: int, over: int) -> float:
-        """How much less time one takes than another: 0.1 is a tenth; 0: not clearly less."""
+        """Return the relative gain of one tuning over another, 0 if it is not clear."""
         ratios = [row[of] / row[over] for row in self._rounds]
         fastest, other = (min(row[it] for row in self._rounds) for it in (of, over))
         gain = 1 - max(median(ratios), fastest / other)
@@ -76,11 +78,11 @@ class _Comparison:
 
 
 class _BusyError(Exception):
-    """Others used the machine: what was measured says nothing of it."""
+    """Other processes used the machine, so the measurement is not valid."""
 
 
 class _Calibration:
-    """The comparisons, one after the other; each begins with the best of those before."""
+    """A sequence of comparisons, each of which begins with the best tuning so far."""
 
     def __init__(self, builtin: Tuning, measure: Measure, began_ns: int, budget_ns: float) -> None:
         self.tuning = builtin
@@ -92,11 +94,7 @@ class _Calibration:
     def settle(
         self, title: str, field: str, others: Sequence[object], nbytes: int, until: float
     ) -> None:
-        """Let a field have the value that is clearly the best, if there is one.
-
-        Args:
-            until: the part of the time that may be over then.
-        """
+        """Set a field to the clearly best value, within the share `until` of the time."""
         values = [getattr(self.tuning, field)]
         values += [it for it in others if it not in values]
         if len(values) == 1:
@@ -112,9 +110,9 @@ class _Calibration:
         self.reasons.append(f"{title}: {text}")
 
     def find_bypass(self, begin: float, end: float) -> None:
-        """From which size on to write past the caches: as built in, unless that clearly loses."""
+        """Find the size from which copies bypass the caches, if another one is clearly better."""
         title, builtin = "past the caches from", self.tuning.bypass_nbytes
-        gains = {}  # of writing past them; below 0: of not doing so; 0: neither is clearly faster
+        gains = {}  # of bypassing the caches; below 0: of not bypassing; 0: not clear
         done = 0
         for nbytes in _SIZES:
             done += nbytes
@@ -149,12 +147,7 @@ def calibrate(
     clock: Callable[[], int] = time.monotonic_ns,
     budget_ms: float = BUDGET_MS,
 ) -> Finding:
-    """Compare tunings with the built-in one, within the time.
-
-    Args:
-        measure: takes the times.
-        clock: nanoseconds; `measure` is given its deadlines.
-    """
+    """Compare tunings with the built-in one within the time budget, by the times of `measure`."""
     began_ns = clock()
     it = _Calibration(builtin, measure, began_ns, 1e6 * budget_ms)
     try:
@@ -178,15 +171,16 @@ def _mib(nbytes: int) -> str:
 
 @contextmanager
 def measured_here() -> Iterator[Measure]:
-    """What takes the times on this machine, with memory of its own.
+    """Return a `Measure` of this machine with its own memory.
 
     Raises:
-        OSError, MemoryError: the system has too little.
+        OSError: The system has too few threads.
+        MemoryError: The system has too little memory.
     """
     with Arena(2 * _SPAN_NBYTES, prefault=True) as arena:
         rng = np.random.default_rng(0)
         count = _SPAN_NBYTES // _BLOCK_NBYTES
-        # Random blocks, as those of a cache are.
+        # Random blocks, like those of a cache.
         dst, src = (rng.permutation(count).astype(np.uint64) * _BLOCK_NBYTES for _ in range(2))
         dst, src = dst + np.uint64(arena.address), src + np.uint64(arena.address + _SPAN_NBYTES)
 
@@ -206,12 +200,12 @@ def measured_here() -> Iterator[Measure]:
 
 
 def is_crowded() -> bool:
-    """Whether more threads want to run, on this host, than it has cores."""
+    """Return True if more threads want to run on this host than it has cores."""
     try:
         running = Path("/proc/loadavg").read_text(encoding="utf-8").split()[3]
         return int(running.partition("/")[0]) > (os.cpu_count() or 1)
     except (OSError, ValueError, IndexError):
-        return False  # not known: measuring finds out
+        return False  # unknown: the measurement finds out
 
 
 def tune(
@@ -220,20 +214,18 @@ def tune(
     budget_ms: float = BUDGET_MS,
     crowded: Callable[[], bool] = is_crowded,
 ) -> Finding:
-    """Measure this machine, unless it is crowded now.
-
-    Args:
-        crowded: returns True if other processes would disturb the measurement.
+    """Measure this machine, unless `crowded` returns True because other processes disturb it.
 
     Raises:
-        OSError, MemoryError: the system has too little memory, or too few threads.
+        OSError: The system has too few threads.
+        MemoryError: The system has too little memory.
     """
     began = time.monotonic_ns()
     if crowded():
         reason = "more threads want to run than there are cores; all is as built in"
         return Finding(builtin, False, (reason,), (time.monotonic_ns() - began) / 1e6)
     with measured_here() as measure:
-        # To give the memory back takes about half as long as to have it.
+        # Freeing the memory takes about half as long as populating it.
         left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
         found = calibrate(builtin, measure, budget_ms=left)
     return found._replace(took_ms=(time.monotonic_ns() - began) / 1e6)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvnative._tuning import NEVER, Tuning, builtin_tuning
-from kvplan.execution import calibration
-from kvplan.execution.calibration import BUDGET_MS, calibrate
+from kvplan.cli.tune import host
+from kvplan.cli.tune.host import BUDGET_MS, calibrate
 from kvplan.execution.tuning import Finding
 
 MIB = 1 << 20
@@ -139,13 +139,13 @@ def test_a_processor_that_cannot_write_past_the_caches() -> None:
 
 
 def test_this_machine_can_be_measured() -> None:
-    found = calibration.tune(builtin_tuning(), crowded=lambda: False)
+    found = host.tune(builtin_tuning(), crowded=lambda: False)
     assert 1 <= found.tuning.threads <= builtin_tuning().threads
     assert found.reasons
 
 
 def test_a_crowded_machine_is_not_measured() -> None:
-    assert calibration.is_crowded() in (False, True)
-    found = calibration.tune(builtin_tuning(), crowded=lambda: True)
+    assert host.is_crowded() in (False, True)
+    found = host.tune(builtin_tuning(), crowded=lambda: True)
     assert (found.tuning, found.sure) == (builtin_tuning(), False)
     assert found.reasons == ("more threads want to run than there are cores; all is as built in",)

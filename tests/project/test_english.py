@@ -1,0 +1,190 @@
+"""English as a program can check it: first words of docstrings, plain words, short sentences.
+
+CONTRIBUTING.md has the rules. Each check counts what is wrong in each room. A room that
+is not listed has nothing wrong, and the numbers of the others may only fall.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_WORDS = 30
+
+FIRST_WORDS = re.compile(
+    "(What|Whether|How|Where|Which|Why|Who|Whose|When|That|Those|As|Of|To|For|Nothing|Nobody)$"
+)
+
+WORDS = (
+    "nobody|somebody|whoever|anybody|those who|that which|is told|are told|another life|gravest"
+    "|foretells?|once more|is no [a-z]+|are no [a-z]+"
+)
+
+# The shapes of what is certainly no imperative.
+NOT_IMPERATIVE = re.compile(
+    r"(A|An|The|One|All|Any|Each|Every|It|Its|This|`.*|[A-Z]+_.*|[A-Z]\w+s)$"
+)
+ENDS_IN_S = {"Pass", "Process", "Express", "Guess", "Press", "Address", "Bypass"}
+PROPERTIES = {"property", "cached_property", "functools.cached_property"}
+
+
+class Text(NamedTuple):
+    """A docstring or a comment, and the kind of what it describes."""
+
+    text: str
+    kind: str
+
+
+@cache
+def sources() -> dict[str, list[str]]:
+    """Return the sources of each room."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "kvplan").rglob("*.py")):
+        room = path.relative_to(ROOT).parts[-2 if path.parent.name == "kvplan" else 1]
+        found.setdefault(room, []).append(path.read_text())
+    return found
+
+
+def docstrings(tree: ast.Module) -> Iterator[Text]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_property = is_function and PROPERTIES & {*map(ast.unparse, node.decorator_list)}
+        for before, statement in zip([None, *node.body], node.body, strict=False):
+            if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+                continue
+            if isinstance(text := statement.value.value, str):
+                kind = "function" if is_function and not is_property else "thing"
+                yield Text(inspect.cleandoc(text), "attribute" if before is not None else kind)
+
+
+def comments(source: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def bad_first_words(source: str) -> Iterator[str]:
+    for doc in docstrings(ast.parse(source)):
+        line = doc.text.partition("\n")[0]
+        first = line.split(" ")[0].rstrip(".,:;")
+        is_bad = bool(FIRST_WORDS.match(first))
+        if doc.kind == "function" and first not in ENDS_IN_S and not line.startswith("See `"):
+            is_bad = is_bad or bool(NOT_IMPERATIVE.match(first))
+        if is_bad:
+            yield line
+
+
+def bad_words(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for text in [*texts, *comments(source)]:
+        yield from re.findall(rf"\b(?:{WORDS})\b", text)
+    yield from re.findall(r"^ *MOST_\w+", source, re.MULTILINE)
+
+
+def long_sentences(source: str) -> Iterator[str]:
+    for doc in docstrings(ast.parse(source)):
+        prose = re.sub(r"\n+(?=[A-Z][a-z]+:\n)|\n\n|\n(?= *- )|\n(?= +[\w, *`]+: )", "\0", doc.text)
+        for sentence in re.split(r"\0|(?<=[.:;])\s", prose):
+            if len(sentence.split()) > MAX_WORDS and "|" not in sentence:
+                yield sentence
+
+
+def pronouns(source: str) -> Iterator[str]:
+    """Yield each variable or parameter `it`."""
+    for node in ast.walk(ast.parse(source)):
+        is_name = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if (is_name and node.id == "it") or (isinstance(node, ast.arg) and node.arg == "it"):
+            yield f"line {node.lineno}"
+
+
+CHECKS: dict[Callable[[str], Iterator[str]], dict[str, int]] = {
+    bad_first_words: {
+        "cli": 44,
+        "debug": 24,
+        "engine": 102,
+        "hixl": 37,
+        "inspection": 98,
+        "kvplan": 47,
+        "llm_datadist": 23,
+        "planning": 82,
+        "recording": 56,
+        "serving": 40,
+        "testing": 6,
+        "vllm": 58,
+    },
+    bad_words: {
+        "cli": 8,
+        "debug": 2,
+        "engine": 45,
+        "hixl": 11,
+        "inspection": 3,
+        "kvplan": 14,
+        "llm_datadist": 8,
+        "planning": 20,
+        "recording": 6,
+        "serving": 21,
+        "testing": 3,
+        "vllm": 3,
+    },
+    long_sentences: {"cli": 2, "engine": 1, "kvplan": 2, "planning": 1, "vllm": 1},
+    pronouns: {
+        "cli": 96,
+        "debug": 22,
+        "engine": 75,
+        "hixl": 3,
+        "inspection": 56,
+        "kvplan": 12,
+        "llm_datadist": 31,
+        "planning": 86,
+        "recording": 44,
+        "run": 1,
+        "serving": 10,
+        "testing": 11,
+        "vllm": 25,
+    },
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_english_gets_no_worse(check: Callable[[str], Iterator[str]]) -> None:
+    found = {
+        room: [wrong for source in of_room for wrong in check(source)]
+        for room, of_room in sources().items()
+    }
+    ceilings = Counter(CHECKS[check])
+    worse = {room: texts for room, texts in found.items() if len(texts) > ceilings[room]}
+    assert not worse, {room: (len(texts), ceilings[room], texts) for room, texts in worse.items()}
+
+
+def test_what_is_wrong_would_be_seen() -> None:
+    source = (
+        '"""A module."""\n'
+        "def f(it):  # nobody waits\n"
+        '    """The first one."""\n'
+        '    raise ValueError("x is no number")\n'
+        "class C:\n"
+        '    """What holds it."""\n'
+    )
+    assert [*bad_first_words(source)] == ["What holds it.", "The first one."]
+    assert [*bad_words(source)] == ["is no number", "nobody"]
+    assert [*pronouns(source)] == ["line 2"]
+    assert [*long_sentences(f'"""{"word " * 31}end."""')] != []
+    assert [*long_sentences(f'"""{"word " * 29}end."""')] == []
