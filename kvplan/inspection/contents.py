@@ -162,7 +162,7 @@ def model_layers(part: Part, src: Span, dst: Span) -> tuple[Span, Span] | None:
     """
     numbers = []
     for side, (first, last) in ((part.src, src), (part.dst, dst)):
-        layers = side.shard.layers if side.shard is not None else None
+        layers = side.numbered_layers(part.split, part.tensors_per_layer)
         if layers is not None:
             numbers.append((layers[first], layers[last]))
     return (numbers[0], numbers[-1]) if numbers else None
@@ -180,7 +180,7 @@ def model_text(part: Part, piece: slice = slice(None)) -> str:
 def _between(part: Part, ends: Span) -> str:
     """Numbers of the model from one to another, of those that a side has: `2..5`, or `0, 6, 12`."""
     for side in (part.src, part.dst):
-        layers = side.shard.layers if side.shard is not None else None
+        layers = side.numbered_layers(part.split, part.tensors_per_layer)
         if isinstance(layers, tuple) and ends[0] in layers and ends[1] in layers:
             return numbers_text(layers[layers.index(ends[0]) : layers.index(ends[1]) + 1])
     return to_text(*ends)

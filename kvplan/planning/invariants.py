@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvplan.planning.layers import has_layers
 from kvplan.planning.segments import Coalesce, Segments, first_overlap
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, UINT32_MAX
@@ -69,7 +70,12 @@ def check_invariants(part: Part) -> None:
         if tensors.start % t or (tensors.stop % t and tensors.stop != views):
             raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
         kv = side.extent("kv") if "kv" in part.split else 1
-        # A tensor's layers are all of it: views of one layer are those of so many whole tensors.
+        if has_layers(side) and not part.reinterpret and side.numbered_layers(part.split, t) is None:
+            raise invalid(
+                f"tensors_per_layer={t} of {views} {name} tensors, split={part.split}, must group "
+                f"them into the layers of the shard: {name} is {side}"
+            )
+        # Layers fill their tensors: the views of a layer come from a whole number of tensors.
         if part.split and (side.num_tensors * kv % t or t % kv):
             raise invalid(
                 f"tensors_per_layer={t} of {views} views, split={part.split}: they are not layers"

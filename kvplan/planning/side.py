@@ -26,7 +26,7 @@ from kvplan.validation import as_int, check_index, check_type
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.layout import CacheLayout, Shard
+    from kvplan.layout import CacheLayout, Layers, Shard
     from kvplan.planning.spread import Spread
     from kvplan.types import DataType
 
@@ -155,6 +155,17 @@ class Side:
                 f"{self.num_tensors} tensors of {self}"
             )
         return said
+
+    def numbered_layers(self, split: tuple[str, ...], per_layer: int) -> Layers | None:
+        """Return the model's numbers of the layers that `per_layer` views each make up.
+
+        None: the shard names no layers, or the views are grouped in another way than it says.
+        """
+        layers = None if self.shard is None else self.shard.layers
+        if layers is None:
+            return None
+        said = self.usual_tensors_per_layer * (self.extent("kv") if "kv" in split else 1)
+        return layers if said == per_layer else None
 
     @cached_property
     def usual_tensors_per_layer(self) -> int:

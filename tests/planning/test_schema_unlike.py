@@ -137,6 +137,8 @@ HOSTILE: list[tuple[Plan, str, Any, list[str]]] = [
     (RESHARD, "split", ["token"], ["split='token'"]),
     (RESHARD, "split", "layer", ["split='layer'"]),
     (RESHARD, "reinterpret", 1, ["reinterpret=1"]),
+    (RESHARD, "tensors_per_layer", 1, ["tensors_per_layer=1 of 4 src tensors", "2 layers"]),
+    (RESHARD, "src.shard.layers", [0, 1], ["tensors_per_layer=2 of 4 src tensors", "layer 0 of"]),
     (RESHARD, "src.layout", "block token", ["src", "names 2 axes"]),
     (RESHARD, "src.layout", "block token head head", ["src.layout", "names an axis twice"]),
     (RESHARD, "src.layout", 7, ["src.layout", "7"]),
