@@ -70,7 +70,11 @@ def check_invariants(part: Part) -> None:
         if tensors.start % t or (tensors.stop % t and tensors.stop != views):
             raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
         kv = side.extent("kv") if "kv" in part.split else 1
-        if has_layers(side) and not part.reinterpret and side.numbered_layers(part.split, t) is None:
+        if (
+            has_layers(side)
+            and not part.reinterpret
+            and side.numbered_layers(part.split, t) is None
+        ):
             raise invalid(
                 f"tensors_per_layer={t} of {views} {name} tensors, split={part.split}, must group "
                 f"them into the layers of the shard: {name} is {side}"

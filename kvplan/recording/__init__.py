@@ -5,7 +5,7 @@
 
 from kvplan.recording.queries import Write, select, who_wrote
 from kvplan.recording.reader import follow, read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, TransferRecord
 
 __all__ = [
     "AnyRecord",
@@ -13,7 +13,7 @@ __all__ = [
     "Event",
     "Header",
     "Recording",
-    "Transfer",
+    "TransferRecord",
     "Write",
     "follow",
     "read",

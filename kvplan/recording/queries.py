@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvplan.recording.records import AnyRecord, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Event, Recording, TransferRecord
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width
 
@@ -48,7 +48,7 @@ class Write:
         partial: whether only a part of the block was written, of all tensors of the cache.
     """
 
-    transfer: Transfer
+    transfer: TransferRecord
     label: str
     source: int | None
     src_cache: int
@@ -95,7 +95,7 @@ def select(
         failed: only what failed.
     """
     for it in records:
-        if not isinstance(it, Transfer | Event):
+        if not isinstance(it, TransferRecord | Event):
             continue
         its_tag, peer, verb = _names_of(it)
         if tag is not None and not _matches(its_tag, tag):
@@ -182,7 +182,9 @@ def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
     return (it % side.count for it in range(first, min(last, first + side.count - 1) + 1))
 
 
-def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> Iterator[Write]:
+def _writes(
+    transfer: TransferRecord, cache: int, block: int, source: int | None
+) -> Iterator[Write]:
     """What a transfer wrote of a block: of each part."""
     caches = transfer.caches
     if not transfer.may_write(cache, block):
@@ -193,9 +195,9 @@ def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> I
             yield Write(transfer, part.label, source, src_cache, *written)
 
 
-def _names_of(it: Transfer | Event) -> tuple[str, object, str]:
+def _names_of(it: TransferRecord | Event) -> tuple[str, object, str]:
     """The tag, the peer and the verb of a row; of an event, as far as it is about one."""
-    if isinstance(it, Transfer):
+    if isinstance(it, TransferRecord):
         return it.tag, it.peer, it.verb
     return str(it.fields.get("tag", "")), it.fields.get("peer"), ""
 

@@ -41,7 +41,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferRecord:
     """A transfer that has ended, well or not.
 
     Attributes:
@@ -168,7 +168,7 @@ class Dropped:
     count: int | None
 
 
-AnyRecord = Transfer | Event | Dropped
+AnyRecord = TransferRecord | Event | Dropped
 
 
 class Recording:
@@ -193,9 +193,9 @@ class Recording:
         return len(self.rows)
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[TransferRecord]:
         """The transfers among the rows."""
-        return [it for it in self.rows if isinstance(it, Transfer)]
+        return [it for it in self.rows if isinstance(it, TransferRecord)]
 
     @property
     def events(self) -> list[Event]:
