@@ -16,11 +16,11 @@ import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
-from kvplan.inspection.contents import local_layers
-from kvplan.inspection.units import nbytes_text, plural, span
-from kvplan.recording.queries import OPERATIONS, Write, select, who_wrote
+from kvplan.planning.contents import local_layers
+from kvplan.planning.texts import nbytes_text, plural, span
+from kvplan.recording.queries import OPERATIONS, select, who_wrote
 from kvplan.recording.reader import follow, read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 

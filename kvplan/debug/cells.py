@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.inspection.contents import tokens_spanned
+from kvplan.planning.contents import tokens_spanned
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.dlpack import read_dlpack
-from kvplan.inspection.units import plural
 from kvplan.planning.part import Part
+from kvplan.planning.texts import plural
 from kvplan.status import invalid
 from kvplan.types import DataType
 

@@ -28,8 +28,8 @@ from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.verification import verify_every
-from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import start_thread
 from kvplan.transport.choice import TransportOptions, make_transports

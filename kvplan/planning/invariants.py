@@ -6,20 +6,15 @@ planner makes: a plan of a million tokens has as many runs as tokens and heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from kvplan.planning.layers import has_layers
+from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.segments import Coalesce, Segments, first_overlap
+from kvplan.planning.side import Side
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, UINT32_MAX
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvplan.planning.part import Kind, Operation, Part
-    from kvplan.planning.side import Side
 
 KINDS: dict[Operation, tuple[Kind, ...]] = {
     "pull_cache": ("C2C",),

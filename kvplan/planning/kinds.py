@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvplan.inspection.units import plural
 from kvplan.planning.axes import (
     WHOLE_SHARE,
     Share,
@@ -28,6 +27,7 @@ from kvplan.planning.layers import ALL_LAYERS, has_layers, pair_views
 from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
+from kvplan.planning.texts import plural
 from kvplan.planning.tokens import BlockTables, room
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, CacheDesc, KvCacheExtParam, RemoteCache

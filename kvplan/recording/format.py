@@ -14,22 +14,19 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.planning.part import Part, from_label
-from kvplan.planning.plan import SCHEMA_VERSION, Plan
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
 from kvplan.planning.schema import part_from_dict, part_to_dict
 from kvplan.planning.segments import Segments
 from kvplan.status import invalid
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-MAGIC: Final = b"kvplan-recording 1\n"
+MAGIC: Final = b"kvplan-recording 2\n"
 LENGTH: Final = Struct("<I")
 COMPRESSED: Final = 1 << 31
 _COMPRESS_FROM: Final = 1024  # bytes of a row; shorter ones gain little
@@ -70,9 +67,8 @@ class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
     """What a part has besides block tables and segments; transfers name it by its number.
 
     Attributes:
-        plan: the part as in `Plan.to_dict`, with the version of that schema, without segments,
-            num_slices and tables.
-        ways, cache_ids: of src and dst, which that does not have.
+        plan: the part as in `Plan.to_dict`, without segments, num_slices and tables.
+        ways, cache_ids: of src and dst, which `plan` lacks.
     """
 
     number: int
@@ -99,15 +95,17 @@ class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a plan; its label is empty where it is the only one.
+    """A part of a plan.
 
     Attributes:
+        name, source: as those of the part.
         src, dst: block tables, little-endian, 8 bytes each.
         segments: None: whole rows are moved, each of `src` to that of `dst`; if `src` is a slot,
             that is cut into rows of `dst`.
     """
 
-    label: str
+    name: str
+    source: int | None
     template: int
     src: bytes
     dst: bytes
@@ -225,7 +223,7 @@ def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> Fou
 def template_of(part: Part) -> dict[str, Any]:
     """What a `TemplateRow` has of a part."""
     bare = replace(part, segments=Segments.single(0, 0, 1), tables=None, name="", source=None)
-    document = {"schema_version": SCHEMA_VERSION, **part_to_dict(bare)}
+    document = part_to_dict(bare)
     for name in ("segments", "num_slices", "tables"):
         del document[name]
     return document
@@ -287,8 +285,7 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
             (part.src, part.dst), template.ways, template.cache_ids, strict=True
         )
     )
-    name, source = from_label(row.label)
-    return replace(part, src=src, dst=dst, name=name, source=source)
+    return replace(part, src=src, dst=dst, name=row.name, source=row.source)
 
 
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.recording.records import AnyRecord, Event, Recording, TransferRecord
+from kvplan.planning.part import Part
+from kvplan.planning.side import Side
+from kvplan.recording.records import PUSHES, AnyRecord, Event, Recording, TransferRecord, Write
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvplan.planning.part import Part
-    from kvplan.planning.side import Side
-
-PUSHES = "push"
 OPERATIONS: Final = frozenset(
     (
         *("pull", "pull_cache", "pull_blocks", "pull_groups", "pull_ranges", "pull_layers"),
@@ -33,46 +28,6 @@ OPERATIONS: Final = frozenset(
     )
 )
 """Names by which `select` finds rows: operations of engines, and which way bytes go."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """A transfer that wrote a block, or a slot, or was to.
-
-    Attributes:
-        transfer: which; its cluster_id says who ran it.
-        label: of the part of the transfer; empty: the only one.
-        source: the cluster that the bytes came from; None: this process.
-        src_cache: the cache that they came from, in that cluster; -1: not known.
-        src_rows: the blocks (or slot) that they came from, in the order of the destination's bytes.
-        partial: whether only a part of the block was written, of all tensors of the cache.
-    """
-
-    transfer: TransferRecord
-    label: str
-    source: int | None
-    src_cache: int
-    src_rows: tuple[int, ...]
-    partial: bool
-
-    def __str__(self) -> str:
-        """`#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
-        it = self.transfer
-        rows = ", ".join(map(str, self.src_rows[:8])) + (" ..." if len(self.src_rows) > 8 else "")
-        cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
-        source = "of this engine" if self.source is None else f"of cluster {self.source}"
-        word = "block" if len(self.src_rows) == 1 else "blocks"
-        # Who has pushed into a cache was its peer: this is of the engine that has the cache.
-        by = f", run by cluster {it.cluster_id}" if it.verb == PUSHES else ""
-        label = f", part {self.label}" if self.label else ""
-        tag = f" of {it.tag}" if it.tag else ""
-        part = ", a part of it" if self.partial else ""
-        how = "failed" if it.failed else "was cancelled"
-        failed = f"; {how}, and may have written it: {it.error}" if it.error else ""
-        return (
-            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{label}{part}"
-            f"{by}{failed}"
-        )
 
 
 def select(

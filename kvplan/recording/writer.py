@@ -11,16 +11,20 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
 import kvplan
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.logs import Log
+from kvplan.planning.blocks import Blocks
 from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import Side
 from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import (
     DROPPED,
@@ -35,13 +39,6 @@ from kvplan.recording.format import (
 )
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import start_thread
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvplan.planning.blocks import Blocks
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Side
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # for which rows are gathered
@@ -252,7 +249,7 @@ class Recorder:
 
     def _part(self, part: Part) -> tuple[object, ...]:
         """A `PartRow`."""
-        label, src, dst = part.label, part.src, part.dst
+        name, source, src, dst = part.name, part.source, part.src, part.dst
         key: object = vars(part).get("common")  # with all requests of its pair
         if key is None:
             read, written = part.src_tensors, part.dst_tensors  # of equal length: a hash is dear
@@ -264,16 +261,16 @@ class Recorder:
         number = self._number(key, part) if known is None else known[0]
         if (rows := part.unplanned_rows) is not None:  # planning it would take several times this
             if part.kind != "C2C":
-                return label, number, _packed(rows[0]), _packed(rows[1]), None
+                return name, source, number, _packed(rows[0]), _packed(rows[1]), None
             (src_slot,), (dst_slot,) = rows
             offsets = src_slot * src.stride, dst_slot * dst.stride
-            return label, number, b"", b"", (1, *offsets, part.nbytes_per_tensor)
+            return name, source, number, b"", b"", (1, *offsets, part.nbytes_per_tensor)
         tables = part.tables
         if part.by_rows and tables is not None:
-            return label, number, tables.src.tobytes(), tables.dst.tobytes(), None
+            return name, source, number, tables.src.tobytes(), tables.dst.tobytes(), None
         if tables is None:
-            return label, number, b"", b"", segments_of(part)
-        return label, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
+            return name, source, number, b"", b"", segments_of(part)
+        return name, source, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
 
     def _number(self, key: object, part: Part) -> int:
         """The number of the template of a part, which is recorded if it is a new one."""

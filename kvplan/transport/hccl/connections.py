@@ -12,8 +12,8 @@ import msgspec
 
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
-from kvplan.inspection.units import plural
 from kvplan.logs import Log
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system_limits import start_thread
 from kvplan.transport.base import link_failed

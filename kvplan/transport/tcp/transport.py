@@ -13,7 +13,7 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
-from kvplan.inspection.units import plural
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system_limits import reason_of
 from kvplan.transport.base import BaseTransport, link_failed
