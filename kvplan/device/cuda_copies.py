@@ -24,8 +24,8 @@ from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvplan.device.device import CopyDirection
-from kvplan.machine_file import cache_path, read_machines, unreadable, write_machines
 from kvplan.status import LLMException
+from kvplan.system.machine_file import cache_path, read_machines, unreadable, write_machines
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:

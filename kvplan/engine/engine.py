@@ -31,7 +31,7 @@ from kvplan.execution.verification import verify_every
 from kvplan.links import Links, LinkState
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
 from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
 

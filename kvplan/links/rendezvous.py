@@ -21,9 +21,9 @@ from kvplan.links.local_engine import LinkOptions, LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState, link_failed
-from kvplan.logs import Log
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.validation import (
     UINT32_MAX,
     UINT64_MAX,

@@ -20,7 +20,6 @@ import numpy as np
 
 import kvplan
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.logs import Log
 from kvplan.planning.blocks import Blocks
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
@@ -38,7 +37,8 @@ from kvplan.recording.format import (
     template_of,
 )
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import Log
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # for which rows are gathered

@@ -15,7 +15,7 @@ from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import reason_of
+from kvplan.system.limits import reason_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
