@@ -258,7 +258,7 @@ class CacheDesc:
                 instead), or of a type that is no DataType; and as the constructor.
         """
         # Loaded here: planning itself reads no memory.
-        module = import_module("kvplan.cache_tensors")
+        module = import_module("kvplan.tensors.description")
         described: CacheDesc = module.describe(tensors, layout, data_type, placement, shard)
         return described
 

@@ -60,7 +60,7 @@ def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
 
 
 def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
-    from kvplan.planning.files import load_plan, read_plan  # not every command has plans
+    from kvplan.planning.schema import load_plan, read_plan  # not every command has plans
 
     if path != STDIN:
         return load_plan(path)

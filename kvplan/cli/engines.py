@@ -15,8 +15,8 @@ import click
 
 from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.inspection.units import nbytes_text, plural
 from kvplan.links.values import ClusterInfo, LinkStatus, cluster_here
+from kvplan.planning.texts import nbytes_text, plural
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.transport.choice import TRANSPORTS

@@ -21,7 +21,7 @@ from kvplan.cli.common import (
     write_text,
 )
 from kvplan.inspection.diff import is_equivalent
-from kvplan.inspection.units import DEFAULT_LIMIT, Format
+from kvplan.planning.texts import DEFAULT_LIMIT, Format
 from kvplan.validation import open_regular
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvplan.cli.common import ExitCode, console, json_option, table, write_json
 from kvplan.control.status_socket import Answer, read_all
-from kvplan.inspection.units import nbytes_text
+from kvplan.planning.texts import nbytes_text
 from kvplan.validation import printable
 
 if TYPE_CHECKING:

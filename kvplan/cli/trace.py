@@ -16,11 +16,11 @@ import click
 
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
-from kvplan.inspection.contents import local_layers
-from kvplan.inspection.units import nbytes_text, plural, span
-from kvplan.recording.queries import OPERATIONS, Write, select, who_wrote
+from kvplan.planning.contents import local_layers
+from kvplan.planning.texts import nbytes_text, plural, span
+from kvplan.recording.queries import OPERATIONS, select, who_wrote
 from kvplan.recording.reader import follow, read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 
@@ -243,7 +243,7 @@ class _Lines:
 
     def of(self, record: AnyRecord) -> str:
         """The line of a row."""
-        if not isinstance(record, Transfer):
+        if not isinstance(record, TransferRecord):
             return _line(record, "")
         key = tuple(part.template for part in record.parts)
         if key not in self._layers:
@@ -251,7 +251,7 @@ class _Lines:
         return _line(record, self._layers[key])
 
 
-def _layers(transfer: Transfer) -> str:
+def _layers(transfer: TransferRecord) -> str:
     """`0-31`, or `0-1>4-5` where layers go to others; of several parts each that differs."""
     try:
         parts = () if transfer.plan is None else transfer.plan.parts

@@ -9,9 +9,9 @@ import click
 import numpy as np
 
 from kvplan.inspection.diff import changed_table
-from kvplan.inspection.units import fit
-from kvplan.planning.files import save
-from kvplan.recording.records import Transfer
+from kvplan.planning.schema import save
+from kvplan.planning.texts import fit
+from kvplan.recording.records import TransferRecord
 from kvplan.status import invalid
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Expected(NamedTuple):
             raise click.BadParameter(f"{text}: a table has at most {_MAX_ENTRIES:,} entries")
         return cls(side, tuple(block for blocks in ranges for block in blocks))
 
-    def difference(self, transfer: Transfer) -> str:
+    def difference(self, transfer: TransferRecord) -> str:
         """Return how a recorded table differs, in words; empty: it is as expected."""
         tables = block_tables(transfer)
         if len(tables) != 1:
@@ -71,19 +71,19 @@ class Expected(NamedTuple):
         return f"{said}; {cause}" if cause else said
 
 
-def transfer_at(recording: Recording, number: int) -> Transfer:
+def transfer_at(recording: Recording, number: int) -> TransferRecord:
     """Return a transfer by the number of its row.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: that row is not a transfer.
     """
     found = recording.rows[number] if number < len(recording) else None
-    if not isinstance(found, Transfer):
+    if not isinstance(found, TransferRecord):
         raise invalid(f"{recording.path}: row {number} is no transfer; there are {len(recording)}")
     return found
 
 
-def save_plan(transfer: Transfer, path: Path) -> str:
+def save_plan(transfer: TransferRecord, path: Path) -> str:
     """Write the plan of a transfer; return what was written, in a line."""
     plan = transfer.plan
     if plan is None:
@@ -92,7 +92,7 @@ def save_plan(transfer: Transfer, path: Path) -> str:
     return f"{path}: {plan!r}"
 
 
-def block_tables(transfer: Transfer) -> list[dict[str, Any]]:
+def block_tables(transfer: TransferRecord) -> list[dict[str, Any]]:
     """Return the block tables of each part of a transfer, in the order of the request."""
     return [
         {"part": part.label}
@@ -105,7 +105,7 @@ def block_tables(transfer: Transfer) -> list[dict[str, Any]]:
     ]
 
 
-def plan_lines(transfer: Transfer) -> Iterator[str]:
+def plan_lines(transfer: TransferRecord) -> Iterator[str]:
     """Yield the plan as text, and its block tables below."""
     plan = transfer.plan
     if plan is None:

@@ -25,9 +25,9 @@ from kvplan.control.pending_connections import (
     PendingConnection,
     PendingConnections,
 )
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import reason_of, system_error
+from kvplan.system.limits import reason_of, system_error
+from kvplan.system.logs import Log
 
 MAX_PENDING: Final = 1024
 """Limit of connections without proof of the key, or of conversations without a link.

@@ -16,9 +16,9 @@ import zmq
 
 from kvnative._signals import Mutex
 from kvplan.control.zmtp import ZapAuthenticator
-from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import check_threads, system_error
+from kvplan.system.limits import check_threads, system_error
+from kvplan.system.logs import LimitedLog, Log
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

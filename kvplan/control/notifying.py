@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Notified, Notify
 from kvplan.control.users import peer_credentials
-from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
     import socket

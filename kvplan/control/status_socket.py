@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kvplan.control.users import peer_credentials
-from kvplan.logs import Log
 from kvplan.status import LLMException
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.inspection.contents import tokens_spanned
+from kvplan.planning.contents import tokens_spanned
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
 
@@ -90,7 +90,7 @@ class Coordinates:
             first = tables.src_token if self.knows_tokens else self.shift
             self.tokens_moved = range(first, last if count is None else first + count)
         shard = side.shard
-        self.layers = None if shard is None else shard.layers
+        self.layers = side.numbered_layers(part.split, part.tensors_per_layer)
         self.first_head = 0 if shard is None or shard.heads is None else shard.heads.start
 
     def cells(self, tensor: int, offsets: Offsets) -> Cells:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvplan.inspection.contents import Span, spans_of, spans_text
-from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.part import Part
-
-if TYPE_CHECKING:
-    from kvplan.recording import Write
+from kvplan.planning.texts import Span, nbytes_text, plural, spans_of, spans_text
+from kvplan.recording import Write
 
 
 @dataclass(frozen=True)

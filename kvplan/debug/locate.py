@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +14,13 @@ from kvplan.debug.cells import Cells, Coordinates
 from kvplan.debug.difference import Difference, Located
 from kvplan.debug.search import Search
 from kvplan.debug.tensors import CHUNK, Bytes, Same, comparison, tensors_of
-from kvplan.inspection.contents import spans_of
 from kvplan.planning import reference
 from kvplan.planning.part import Part
 from kvplan.planning.plan import PlacedPart, Plan
+from kvplan.planning.texts import spans_of
+from kvplan.recording import Recording
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
-
-if TYPE_CHECKING:
-    from kvplan.recording import Recording
 
 
 def locate(

@@ -10,9 +10,9 @@ import numpy as np
 from kvplan.debug.cells import Cells, Coordinates, Offsets
 from kvplan.debug.difference import Wrong
 from kvplan.debug.tensors import CHUNK, Bytes, Same
-from kvplan.inspection.contents import spans_of, spans_text
 from kvplan.planning.part import Part
 from kvplan.planning.segments import Segments
+from kvplan.planning.texts import spans_of, spans_text
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.dlpack import read_dlpack
-from kvplan.inspection.units import plural
 from kvplan.planning.part import Part
+from kvplan.planning.texts import plural
 from kvplan.status import invalid
+from kvplan.tensors.dlpack import read_dlpack
 from kvplan.types import DataType
 
 Bytes = NDArray[np.uint8]

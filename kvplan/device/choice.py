@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Final
 
-from kvplan.logs import Log
 from kvplan.status import LLMException
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

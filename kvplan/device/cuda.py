@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, cast
 from kvnative._backend import NativeError
 from kvplan.device.cuda_sharing import CudaSharing
 from kvplan.device.device import Device, device_error, find_library
-from kvplan.logs import Log
 from kvplan.status import LLMException
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,7 +19,7 @@ from kvnative._cuda import (
 )
 from kvnative._device import COPY_DIRECTIONS
 from kvplan.device.device import CopyDirection
-from kvplan.machine_file import cache_path, read_machines, unreadable, write_machines
+from kvplan.system.machine_file import cache_path, read_machines, unreadable, write_machines
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:

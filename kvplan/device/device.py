@@ -11,8 +11,8 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.execution.compute_events import handle_of, stream_handle_of
 from kvplan.execution.task import status_code_of
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.validation import shown
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvplan.device.device import Watch
     from kvplan.execution.memory import Addresses, Direction, TensorMemory
-    from kvplan.tensor_forms import TensorForm
+    from kvplan.tensors.form import TensorForm
 
 
 def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import check_lent, using
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.tensor_forms import array_form
+from kvplan.tensors.form import array_form
 from kvplan.types import CacheDesc
 
 if TYPE_CHECKING:

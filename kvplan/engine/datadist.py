@@ -19,9 +19,9 @@ from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.snapshot import metrics_of
 from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
-from kvplan.inspection.units import plural
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import system_error
+from kvplan.system.limits import system_error
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, as_int, check_type, check_width
 

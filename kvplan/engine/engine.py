@@ -28,10 +28,10 @@ from kvplan.engine.snapshot import describe
 from kvplan.engine.telemetry import logger
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.verification import verify_every
-from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
 from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
 

@@ -11,9 +11,9 @@ from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.telemetry import logger
 from kvplan.execution import LayerTask
 from kvplan.execution.completion import completion_thread
-from kvplan.inspection.units import plural
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, invalid
-from kvplan.system_limits import system_error
+from kvplan.system.limits import system_error
 from kvplan.validation import UINT32_MAX, check_type, check_width
 
 

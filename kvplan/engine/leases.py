@@ -17,7 +17,7 @@ from kvplan.lease import BlockLease, LeaseEnd, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
 from kvplan.planning.tokens import room
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
 from kvplan.transport.lease_expiry import Deadlines, seconds_left
 from kvplan.types import Cache
 from kvplan.validation import as_int, shown

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.cache_tensors import check_described, check_host
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory
 from kvplan.status import invalid
-from kvplan.tensor_forms import TensorForm, read_form
+from kvplan.tensors.description import check_described, check_host
+from kvplan.tensors.form import TensorForm, read_form
 from kvplan.transport.protocol import DeviceRange
 from kvplan.types import CacheDesc, Placement
 from kvplan.validation import UINT64_MAX, check_width

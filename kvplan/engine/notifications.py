@@ -19,7 +19,7 @@ from kvplan.engine.registry import finalized
 from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
 from kvplan.validation import UINT64_MAX, check_width
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplan.execution import Transfers, default_transfers
-from kvplan.inspection.units import plural
+from kvplan.planning.texts import plural
 from kvplan.status import invalid
 
 MAX_NODE: Final = 1023

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvnative._device import DeviceBuffer
 from kvnative._signals import Mutex
-from kvplan.inspection.units import plural
-from kvplan.logs import Log
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.transport.host_memory import new_arena
 from kvplan.transport.pages import background_pages
 from kvplan.transport.protocol import DeviceRange, kind_of

@@ -14,7 +14,7 @@ from kvplan.engine.groups import joined
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions
 from kvplan.execution.binding import check_order_free
 from kvplan.links.address_index import check_ranges
-from kvplan.planning.ranges import RangePart, Ranges, plan_ranges, span_text
+from kvplan.planning.ranges import RangePart, RangePlan, Ranges, span_text
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc
@@ -183,7 +183,7 @@ class RangeOperation(Operation):
             len(found.nbytes),
             pairs,
         )
-        plan = plan_ranges(Ranges(src, dst, nbytes, pulls, len(own), int(nbytes.sum())), made)
+        plan = RangePlan(Ranges(src, dst, nbytes, pulls), len(own), made)
         reached = _as_reached(src if pulls else dst, theirs, peer, bounds)
         read, written = (reached, dst) if pulls else (src, reached)
         descriptors = Descriptors.from_columns(written, read, nbytes)
@@ -205,7 +205,7 @@ class RangeOperation(Operation):
 
 def unconfirmed_text(plan: Plan | None, error: LLMException) -> str:
     """What to add to the message of a transfer that failed: the first range that may be missing."""
-    if plan is None or plan.ranges is None or not error.unconfirmed:
+    if not isinstance(plan, RangePlan) or not error.unconfirmed:
         return ""
     return f"; the first that is not confirmed: {plan.ranges.text(error.unconfirmed[0][0])}"
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, NoReturn, Unpack, cast
 
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
 from kvplan.engine.pairs import Request, request_tables
-from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
 from kvplan.planning.layers import source_tensors
@@ -15,6 +14,7 @@ from kvplan.planning.plan import Plan
 from kvplan.planning.planner import VERBS, Local, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
+from kvplan.planning.texts import plural
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import (

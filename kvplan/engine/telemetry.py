@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import TypedDict
 
 from kvnative._tally import Histogram
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import Log
 
 logger = Log("kvplan")
 # A program that set no logging up is not spoken to: it gets exceptions.

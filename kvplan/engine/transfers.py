@@ -195,7 +195,9 @@ class TransferOperations(OperationRunner):
             options: `notify`, `notify_failure`, `verify` and `tag`; see `TransferOptions`.
 
         Returns:
-            The task: `ready(layer)` submits a source layer, `wait()` ends when all have arrived.
+            The task: `ready(layer)` submits one of `task.layers`, `wait()` ends when all have
+            arrived. Layers are counted as in the source; if several caches or peers are pulled
+            from, each of which counts its own, as in the destination.
             Until its end it keeps its link: `unlink_clusters` waits, then reports LLM_LINK_BUSY.
 
         Raises:

@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary, ref
 from kvnative._executor import CompletionQueue, NativeError
 from kvnative._signals import Condition, Mutex
 from kvplan.execution.awaitable import AwaitableTask, NativeTask
-from kvplan.logs import Log
 from kvplan.status import LLMException
-from kvplan.system_limits import start_thread, system_error
+from kvplan.system.limits import start_thread, system_error
+from kvplan.system.logs import Log
 
 _logger: Final = Log("kvplan")
 _MAX_ASIDE: Final = 32  # threads of a process

@@ -20,8 +20,8 @@ from kvplan.execution.completion import tracker
 from kvplan.execution.compute_events import GateOf, no_accelerator
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
-from kvplan.inspection.contents import model_note
-from kvplan.inspection.units import span
+from kvplan.planning.contents import model_note
+from kvplan.planning.texts import span
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import as_int, shown
 

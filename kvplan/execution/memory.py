@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from kvnative._executor import Revocable, revoke
 from kvnative._host import check_ranges
 from kvnative._signals import Condition
-from kvplan.cache_tensors import check_contiguous
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import system_error
-from kvplan.tensor_forms import TensorForm, read_form
+from kvplan.system.limits import system_error
+from kvplan.tensors.description import check_contiguous
+from kvplan.tensors.form import TensorForm, read_form
 from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.part import Part
 from kvplan.planning.plan import OBSERVERS, Plan
-from kvplan.planning.templates import Template, templates_of
+from kvplan.planning.templates import LoweredPart, Template, templates_of
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import INT64_MAX
 
@@ -113,13 +113,13 @@ class RowPair(NamedTuple):
     ) -> Part:
         """Return the part of the plan of a request that was lowered without one."""
         known = cut.part.copy()
-        known["unplanned"] = (
+        known["request"] = (
             src_rows, dst_rows, self.layers, self.by_layer, num_tokens, src_token, dst_token,
             self.reinterpret, self.heads,
         )  # fmt: skip
         known["nbytes"] = nbytes
         known["nbytes_per_tensor"] = nbytes // cut.num_pairs
-        part = _new(Part)
+        part = _new(LoweredPart)
         _assign(part, "__dict__", known)  # bypass a constructor that sets each field separately
         return part
 

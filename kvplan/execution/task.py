@@ -30,8 +30,8 @@ from kvplan.execution.awaitable import NativeTask
 from kvplan.execution.completion import completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import revocation
-from kvplan.inspection.contents import source_layers_text
-from kvplan.inspection.units import nbytes_text
+from kvplan.planning.contents import source_layers_text
+from kvplan.planning.texts import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import shown
 

@@ -40,7 +40,7 @@ from kvplan.execution.tuning import choose
 from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import system_error
+from kvplan.system.limits import system_error
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from kvnative._tuning import Tuning, builtin_tuning, check_tuning
 from kvnative.cores import usable_cores
-from kvplan.machine_file import (
+from kvplan.status import LLMException, invalid
+from kvplan.system.machine_file import (
     cache_path,
     cpuinfo,
     model_of,
@@ -24,7 +25,6 @@ from kvplan.machine_file import (
     unreadable,
     write_machines,
 )
-from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type, shown
 
 FILE_VERSION: Final = 2

@@ -17,9 +17,9 @@ from kvplan.hixl.options import cluster_id_of, peer_endpoint
 from kvplan.hixl.values import AsyncConnectStatus, NotifyDesc
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.values import cluster_here
-from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist

@@ -34,9 +34,9 @@ from kvplan.hixl.values import (
     check_type,
     status_of,
 )
-from kvplan.inspection.units import plural
-from kvplan.logs import Log
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
 from kvplan.validation import UINT64_MAX
 

@@ -25,8 +25,8 @@ from kvplan.hixl.values import (
     OPTION_RDMA_TRAFFIC_CLASS,
 )
 from kvplan.hixl.values import OPTION_GLOBAL_RESOURCE_CONFIG as OPTION_RESOURCES
-from kvplan.logs import Log
 from kvplan.status import invalid
+from kvplan.system.logs import Log
 from kvplan.validation import check_one_of, shown
 
 _log = Log("kvplan.hixl")

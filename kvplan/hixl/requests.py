@@ -17,8 +17,8 @@ from kvplan.hixl.values import (
     TransferStatus,
     status_of,
 )
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from kvplan.engine.ranges import AddressRanges

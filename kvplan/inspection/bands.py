@@ -5,30 +5,18 @@ All tensor pairs share the segments, so the bands of one layer are those of ever
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.inspection.contents import (
-    RequestOrder,
-    heads_of_runs,
-    kv_of,
-    spans_of,
-    spans_text,
-    to_text,
-)
-from kvplan.inspection.units import nbytes_text, plural
+from kvplan.planning.contents import RequestOrder, heads_of_runs, kv_of
+from kvplan.planning.part import Part
+from kvplan.planning.side import Side
+from kvplan.planning.texts import Span, nbytes_text, plural, spans_of, spans_text, to_text
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import NDArray
-
-    from kvplan.inspection.contents import Span
-    from kvplan.planning.part import Part
-    from kvplan.planning.side import Side
-
-    Numbers = NDArray[np.int64]
+Numbers = NDArray[np.int64]
 
 
 class Places(NamedTuple):

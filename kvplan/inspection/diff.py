@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.inspection.contents import (
+from kvplan.inspection.explain import labels_text
+from kvplan.inspection.table import blocks_of
+from kvplan.planning.contents import (
     heads_of_runs,
     layers_text,
     local_layers,
     model_note,
     model_text,
-    spans_text,
     tokens_of,
 )
-from kvplan.inspection.explain import labels_text
-from kvplan.inspection.table import blocks_of
-from kvplan.inspection.units import fit, nbytes_text, place, plural, shown_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from kvplan.planning.part import Part
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.segments import Segments
-    from kvplan.planning.side import Side
-    from kvplan.planning.tokens import BlockTables
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.segments import Segments
+from kvplan.planning.side import Side
+from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, spans_text
+from kvplan.planning.tokens import BlockTables
 
 OTHER_BYTES = "different bytes"
 """How the verdict on plans begins that do not put the same bytes into the same places."""

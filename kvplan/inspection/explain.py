@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
 
-from kvplan.inspection.contents import (
+from kvplan.inspection.table import summary, table_lines
+from kvplan.planning.contents import (
     RequestOrder,
     kv_of,
     layers_text,
     local_layers,
     model_note,
-    to_text,
     tokens_moved,
 )
-from kvplan.inspection.table import summary, table_lines
-from kvplan.inspection.units import WIDTH, Format, fit, nbytes_text, place, plural, shown_rows, span
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import Side
+from kvplan.planning.texts import (
+    WIDTH,
+    Format,
+    fit,
+    nbytes_text,
+    place,
+    plural,
+    shown_rows,
+    span,
+    to_text,
+)
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
-
-if TYPE_CHECKING:
-    from kvplan.planning.part import Part
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Side
-
 
 _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""

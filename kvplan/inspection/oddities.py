@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
-from kvplan.inspection.units import nbytes_text, plural
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvplan.planning.part import Part
+from kvplan.planning.part import Part
+from kvplan.planning.texts import nbytes_text, plural
 
 TINY: Final = 2048
 """Bytes of a descriptor below which its fixed cost exceeds that of its bytes, over "local"."""

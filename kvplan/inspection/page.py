@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvplan.inspection.svg import layer_texts, picture
+from kvplan.planning.plan import Plan
 from kvplan.validation import check_type
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Sequence
-
-    from kvplan.planning.plan import Plan
 
 CELL_HEIGHT: Final = 620
 """Pixels of a notebook's cell; the document scrolls inside of it."""

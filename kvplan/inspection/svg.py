@@ -5,28 +5,24 @@ Each band has a title, which a browser shows where the pointer rests. Readable o
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from kvplan.inspection.bands import Bands
-from kvplan.inspection.contents import kv_of, layers_text, to_text, tokens_moved
+from kvplan.inspection.bands import Bands, Places
 from kvplan.inspection.oddities import oddities
-from kvplan.inspection.units import fit, nbytes_text, plural
+from kvplan.planning.contents import kv_of, layers_text, tokens_moved
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import Side
+from kvplan.planning.texts import fit, nbytes_text, plural, to_text
 from kvplan.types import Placement
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Sequence
-
-    from kvplan.inspection.bands import Places
-    from kvplan.planning.part import Part
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Side
 
 WIDTH: Final = 960
 MARGIN: Final = 24

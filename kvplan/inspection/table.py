@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.inspection.contents import local_layers, model_note, model_text
-from kvplan.inspection.units import fit, nbytes_text, place, plural, shown_rows, span
+from kvplan.planning.contents import local_layers, model_note, model_text
+from kvplan.planning.part import Part
+from kvplan.planning.segments import Column
+from kvplan.planning.side import Side
+from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, span
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvplan.planning.part import Part
-    from kvplan.planning.segments import Column
-    from kvplan.planning.side import Side
-
-    Rows = NDArray[np.int64]
+Rows = NDArray[np.int64]
 
 _CHUNK = 4096
 """Runs of which the texts are in memory."""

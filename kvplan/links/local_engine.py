@@ -14,8 +14,8 @@ from kvplan.control.channel import ChannelClosed
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import MAX_NBYTES, Offer, ShardEntry, Sync, Synced, Table, TableEntry
 from kvplan.links.values import link_failed
-from kvplan.logs import Log
 from kvplan.status import LLMException
+from kvplan.system.logs import Log
 from kvplan.transport.choice import WHERE_MISSING
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 

@@ -16,8 +16,8 @@ from kvplan.control.notifying import Notifier
 from kvplan.links.peer_caches import PeerCaches
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.values import LinkStatus, link_failed
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import Log
 from kvplan.types import CacheKey, LlmRole
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
 from kvplan.links.values import link_failed
-from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop

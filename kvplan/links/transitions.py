@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Unlink, Unlinked
-from kvplan.inspection.units import plural
 from kvplan.links.local_engine import LocalEngine, Publisher
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.renewals import Renewals
 from kvplan.links.values import LOST, LinkState, in_phase, link_failed
-from kvplan.logs import Log
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import TransportLink

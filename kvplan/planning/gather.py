@@ -8,7 +8,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from kvplan.inspection.contents import spans_of, spans_text
 from kvplan.layout import Layers, consecutive, numbers_text
 from kvplan.planning.axes import Share, heads_of
 from kvplan.planning.blocks import block_table, check_table
@@ -16,6 +15,7 @@ from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.part import Part
 from kvplan.planning.side import Described, Side, side
+from kvplan.planning.texts import spans_of, spans_text
 from kvplan.planning.tokens import Mask, fewest, room
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import invalid

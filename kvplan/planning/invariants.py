@@ -6,19 +6,15 @@ planner makes: a plan of a million tokens has as many runs as tokens and heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
+from kvplan.planning.layers import has_layers
+from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.segments import Coalesce, Segments, first_overlap
+from kvplan.planning.side import Side
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, UINT32_MAX
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvplan.planning.part import Kind, Operation, Part
-    from kvplan.planning.side import Side
 
 KINDS: dict[Operation, tuple[Kind, ...]] = {
     "pull_cache": ("C2C",),
@@ -69,7 +65,16 @@ def check_invariants(part: Part) -> None:
         if tensors.start % t or (tensors.stop % t and tensors.stop != views):
             raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
         kv = side.extent("kv") if "kv" in part.split else 1
-        # A tensor's layers are all of it: views of one layer are those of so many whole tensors.
+        if (
+            has_layers(side)
+            and not part.reinterpret
+            and side.numbered_layers(part.split, t) is None
+        ):
+            raise invalid(
+                f"tensors_per_layer={t} of {views} {name} tensors, split={part.split}, must group "
+                f"them into the layers of the shard: {name} is {side}"
+            )
+        # Layers fill their tensors: the views of a layer come from a whole number of tensors.
         if part.split and (side.num_tensors * kv % t or t % kv):
             raise invalid(
                 f"tensors_per_layer={t} of {views} views, split={part.split}: they are not layers"

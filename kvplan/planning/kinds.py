@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvplan.inspection.units import plural
 from kvplan.planning.axes import (
     WHOLE_SHARE,
     Share,
@@ -24,10 +23,11 @@ from kvplan.planning.blocks import (
     check_indices,
     sorted_pairs,
 )
-from kvplan.planning.layers import ALL_LAYERS, pair_views
+from kvplan.planning.layers import ALL_LAYERS, has_layers, pair_views
 from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
+from kvplan.planning.texts import plural
 from kvplan.planning.tokens import BlockTables, room
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, CacheDesc, KvCacheExtParam, RemoteCache
@@ -409,8 +409,15 @@ def _plan(
         num_slices=num_slices,
         coalesce=how,
         split=split,
-        # Said only of a plan that could not be made otherwise.
-        reinterpret=reinterpret and rows_differ(source, target, chunked=kind != "B2B"),
+        # True only if the plan could not be made without it.
+        reinterpret=reinterpret
+        and (
+            rows_differ(source, target, chunked=kind != "B2B")
+            or any(
+                has_layers(cache) and cache.numbered_layers(split, per_layer) is None
+                for cache in (source, target)
+            )
+        ),
         tables=tables,
         by_rows=by_rows,
         # What a plan made otherwise has to sum.

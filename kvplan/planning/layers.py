@@ -57,7 +57,7 @@ def pair_views(
     per_layer = _views_per_layer(src, dst, given, split, as_bytes, ranged)
     num_src, num_dst = (it.num_views(split) if split else it.num_tensors for it in (src, dst))
     known = src.data_type is not None is not dst.data_type
-    sharded = known and not as_bytes and (_has_layers(src) or _has_layers(dst))
+    sharded = known and not as_bytes and (has_layers(src) or has_layers(dst))
     if not ranged and not sharded:
         if num_src != num_dst:
             raise invalid(
@@ -78,7 +78,8 @@ def pair_views(
     return _views(src_range, per_layer), _views(dst_range, per_layer), per_layer
 
 
-def _has_layers(side: Side) -> bool:
+def has_layers(side: Side) -> bool:
+    """Whether the shard of a side names layers of the model."""
     return side.shard is not None and side.shard.layers is not None
 
 
@@ -133,7 +134,7 @@ def _check_not_latents(src: Side, dst: Side) -> None:
         own, theirs = (() if side.layout is None else side.layout.axes for side in (it, other))
         latents = bool(own) and "head" not in own and "kv" not in own and "state" not in own
         apart = "head" in theirs and "kv" not in theirs
-        if latents and apart and not _has_layers(it) and not _has_layers(other):
+        if latents and apart and not has_layers(it) and not has_layers(other):
             raise invalid(
                 f"src and dst differ in axis head: src is {src}; dst is {dst}. Keys and values of "
                 "one head have two tensors a layer, latents one: give both caches one layout, or "
@@ -149,7 +150,7 @@ def _in_model(
         _model_layers(it, local) for it, local in ((src, src_range), (dst, dst_range))
     )
     # With a range, what is not said by a shard is not known.
-    said = _has_layers(src) and _has_layers(dst)
+    said = has_layers(src) and has_layers(dst)
     if src_total != dst_total and (said or not (src_given or dst_given)):
         raise invalid(
             f"src and dst differ in axis layer, how many the model has: src is {src}, of "

@@ -1,31 +1,27 @@
-"""The Plan: an immutable, symbolic recipe for a transfer."""
+"""The Plan: an immutable, symbolic description of a transfer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from kvplan.inspection.contents import model_note
-from kvplan.inspection.units import DEFAULT_LIMIT, Format, nbytes_text
+from kvplan.planning.contents import model_note, one_line
 from kvplan.planning.part import Origin, Part
+from kvplan.planning.texts import DEFAULT_LIMIT, Format, nbytes_text
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type, shown
-
-if TYPE_CHECKING:
-    import os
-
-    from kvplan.planning.ranges import Ranges
 
 SCHEMA_VERSION: Final = 3
 
 MAX_NAME: Final = 64
-"""Characters of the name of a part."""
+"""Characters in the name of a part."""
 
 OBSERVERS: list[Callable[[Plan], object]] = []
-"""Called with each plan that is made. Empty but in tests: `kvplan.testing.observe_plans`."""
+"""Called with each plan of `Plan.made`. Empty except in tests: `kvplan.testing.observe_plans`."""
 
 
 _reinterpret: Final = attrgetter("reinterpret")
@@ -35,7 +31,7 @@ _nbytes: Final = attrgetter("nbytes")
 
 
 class PlacedPart(NamedTuple):
-    """A part, and where its descriptors and its tensors begin among those of the plan."""
+    """A part, and the plan's numbers of its first descriptor and tensors."""
 
     part: Part
     descriptor: int
@@ -44,60 +40,46 @@ class PlacedPart(NamedTuple):
 
 
 class Plan:
-    """What to copy, symbolically. Made by `kvplan.plan` and by an engine; read with `explain`.
+    """What to copy, without addresses. `kvplan.plan` and engines make plans; `explain` shows them.
 
     A plan has a part for each pair of caches: usually one. Several caches of one request, such as
-    MLA's latent and its indexer, make a part for each name; a gather makes one for each source that
-    gives something; ranges of addresses make one for each pair of tensors that ranges go between.
+    MLA's latent and its indexer, make a part for each name. A gather makes a part for each source
+    that contributes. Ranges of addresses make a part for each pair of tensors.
 
-    Descriptors are those of the first part, then those of the second, and so on; so are tensors: a
-    side of the transfer has the tensors of each part's side, one part after another. Descriptor i
-    of a part is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by layer,
+    The plan numbers the descriptors and tensors of its parts in the order of the parts. Descriptor
+    i of a part is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by layer,
     tensor by tensor, segment by segment.
 
     Args:
-        parts: at least one; all pull, all push, or all copy; no two of one label.
+        parts: at least one. All pull, all push, or all copy; labels are unique.
 
     Raises:
-        TypeError: what is no part.
-        LLMException: LLM_PARAM_INVALID: no part, a bad name, two of one label, or parts of
-            different directions.
+        TypeError: an element is not a Part.
+        LLMException: LLM_PARAM_INVALID: no part, an invalid name, two parts of one label, or parts
+            of different directions.
     """
 
     parts: tuple[Part, ...]
-    ranges: Ranges | None = None  # of a plan of ranges: they are planned when somebody looks
 
     def __init__(self, parts: Iterable[Part]) -> None:
         vars(self)["parts"] = _checked(tuple(parts))
 
     @classmethod
     def made(cls, *parts: Part) -> Plan:
-        """Return a new plan of parts that need no check, and show it to `OBSERVERS`."""
-        plan = cls._of(parts)
-        if OBSERVERS:
-            plan.observe()
-        return plan
-
-    @classmethod
-    def _of(cls, parts: tuple[Part, ...]) -> Plan:
-        """Return a plan of parts that need no check."""
+        """Return a newly made plan of valid parts, after `OBSERVERS` have seen the plan."""
         plan = object.__new__(cls)
-        vars(plan)["parts"] = parts
+        fields = vars(plan)
+        fields["parts"] = parts
+        if len(parts) == 1:  # every transfer asks for these two
+            (part,) = parts
+            fields["nbytes"], fields["reinterpret"] = part.nbytes, part.reinterpret
+        if OBSERVERS:
+            plan._observe()
         return plan
 
-    def observe(self) -> None:
-        """Show a plan that has just been made to `OBSERVERS`."""
+    def _observe(self) -> None:
         for observer in OBSERVERS:
             observer(self)
-
-    if not TYPE_CHECKING:  # as to mypy: every field is there
-
-        def __getattr__(self, name: str) -> Any:
-            """Make the parts of ranges, now that one asks."""
-            if name != "parts" or "made_parts" not in vars(self):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            made = vars(self)["parts"] = vars(self)["made_parts"]()
-            return made
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a Plan cannot be changed")
@@ -110,30 +92,30 @@ class Plan:
         """The only part.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: the plan has several; `parts` are all of them.
+            LLMException: LLM_PARAM_INVALID: the plan has several; use `parts`.
         """
         parts = self.parts
         if len(parts) > 1:
-            labels = [it.label for it in parts]
+            labels = [part.label for part in parts]
             raise invalid(f"plan has {len(parts)} parts: {shown(labels)}; take one of plan.parts")
         return parts[0]
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one part without a label: then texts do not speak of parts."""
+        """Whether there is one part without a label, so that texts need not mention parts."""
         return len(self.parts) == 1 and not self.parts[0].label
 
     def by_part(self) -> dict[str, Plan]:
-        """Return each part as a plan of its own, without a name, by its label."""
-        return {part.label: Plan._of((part.labelled(""),)) for part in self.parts}
+        """Return, by label, each part as a plan of its own without a name."""
+        return {part.label: _of_valid((part.labelled(""),)) for part in self.parts}
 
     def for_layers(self, layers: range) -> Plan:
         """Return the plan that copies only the source layers in `layers` (step 1).
 
         Raises:
-            TypeError: `layers` is no range.
-            LLMException: LLM_PARAM_INVALID: several parts, or a layer that is not one of the
-                `src_layers` of the part.
+            TypeError: `layers` is not a range.
+            LLMException: LLM_PARAM_INVALID: the plan has several parts, or a layer is not in
+                `part.src_layers`.
         """
         check_type("layers", layers, range)
         part = self.part
@@ -142,13 +124,13 @@ class Plan:
             raise invalid(
                 f"layers={layers} must be a non-empty part, of step 1, of {own}{model_note(part)}"
             )
-        t = part.tensors_per_layer
-        some = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
-        src_tensors, dst_tensors = part.src_tensors[some], part.dst_tensors[some]
-        return Plan._of((replace(part, src_tensors=src_tensors, dst_tensors=dst_tensors),))
+        per_layer = part.tensors_per_layer
+        piece = slice((layers.start - own.start) * per_layer, (layers.stop - own.start) * per_layer)
+        src_tensors, dst_tensors = part.src_tensors[piece], part.dst_tensors[piece]
+        return _of_valid((replace(part, src_tensors=src_tensors, dst_tensors=dst_tensors),))
 
     def placed(self) -> Iterator[PlacedPart]:
-        """Each part, in order, with where its descriptors and tensors begin."""
+        """Yield each part, in order, with the numbers of its first descriptor and tensors."""
         descriptor = src = dst = 0
         for part in self.parts:
             yield PlacedPart(part, descriptor, src, dst)
@@ -158,10 +140,10 @@ class Plan:
 
     @cached_property
     def operation(self) -> str:
-        """What the plan is of: that of the part, such as "pull_blocks".
+        """The planned call, such as "pull_blocks".
 
-        Of several parts, or one with a name: "pull_groups", "push_groups" or "copy_groups". Of
-        ranges: "pull_ranges" or "push_ranges".
+        Several parts, or one with a name: "pull_groups", "push_groups" or "copy_groups". Ranges of
+        addresses: "pull_ranges" or "push_ranges".
         """
         first = self.parts[0]
         if self.is_single or first.operation.endswith("_ranges"):
@@ -175,56 +157,59 @@ class Plan:
 
     @cached_property
     def local(self) -> Literal["src", "dst", "both"]:
-        """Which side is this process's own: a pull writes it, a push reads it."""
+        """The side of this process: "dst" for a pull, "src" for a push, "both" for a copy."""
         return self.parts[0].local
 
     @property
     def reinterpret(self) -> bool:
-        """Whether a part copies rows that mean different things as bytes."""
-        return self.ranges is None and any(map(_reinterpret, self.parts))
+        """Whether any part copies rows of different meaning as bytes."""
+        return any(map(attrgetter("reinterpret"), self.parts))
 
     @property
     def num_tensor_pairs(self) -> int:
         """Tensor pairs of all parts."""
-        ranges = self.ranges
-        return sum(map(_num_pairs, self.parts)) if ranges is None else ranges.num_parts
+        return sum(map(attrgetter("num_tensor_pairs"), self.parts))
 
     @property
     def num_descriptors(self) -> int:
-        """Descriptors that lowering will make."""
-        ranges = self.ranges
-        return sum(map(_num_descriptors, self.parts)) if ranges is None else len(ranges.nbytes)
+        """Number of descriptors after lowering."""
+        return sum(map(attrgetter("num_descriptors"), self.parts))
 
     @property
     def nbytes(self) -> int:
-        """Bytes copied in all."""
-        ranges = self.ranges
-        return sum(map(_nbytes, self.parts)) if ranges is None else ranges.total_nbytes
+        """Bytes copied in total."""
+        return sum(map(attrgetter("nbytes"), self.parts))
 
     def origin(self, descriptor: int) -> Origin:
-        """Return where a descriptor came from; tensors count within its part.
+        """Return where a descriptor came from; its tensors are counted within the part.
 
         Raises:
-            TypeError: `descriptor` is no int.
-            LLMException: LLM_PARAM_INVALID if there is no such descriptor.
+            TypeError: `descriptor` is not an int.
+            LLMException: LLM_PARAM_INVALID: the descriptor does not exist.
         """
         check_index("descriptor", descriptor, self.num_descriptors)
-        at = next(it for it in reversed([*self.placed()]) if it.descriptor <= descriptor)
-        return at.part.origin(descriptor - at.descriptor)
+        placed = next(
+            placed for placed in reversed([*self.placed()]) if placed.descriptor <= descriptor
+        )
+        return placed.part.origin(descriptor - placed.descriptor)
+
+    # The methods that show a plan, or write it, import what they need: a program that only
+    # transfers does not load it.
 
     def explain(
         self,
         format: Format = "tree",  # noqa: A002
         limit: int | None = DEFAULT_LIMIT,
     ) -> str:
-        """Return the plan as text for people: "tree" or "table"; offsets, no addresses.
+        """Return the plan as text: "tree" or "table". It has offsets, no addresses.
 
-        What is the same for several layers, tensors or parts stands there once. Of a list longer
-        than `limit` the first and the last rows are shown, and between them what it comes to.
+        Layers, tensors and parts with equal rows are listed once. A list longer than `limit` shows
+        its first and last rows, and between them a summary of the others.
 
         Args:
-            limit: rows of each list; below 8 the first rows only, and how many more there are.
-                None: all of them; `explain_lines` has them without one large text.
+            format: "tree" or "table".
+            limit: rows of each list. Below 8, only the first rows are shown and the others are
+                counted. None: all rows; `explain_lines` yields them without one large text.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
@@ -238,34 +223,35 @@ class Plan:
     ) -> Iterator[str]:
         """Return the lines of `explain` one by one, by default all of them.
 
-        A table of millions of descriptors is never in memory as a whole.
+        A table of millions of descriptors is never in memory as a whole. Arguments are those of
+        `explain`, and are checked before the first line.
 
-        Arguments and errors as for `explain`; what is wrong is refused before the first line.
+        Raises:
+            LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
         """
-        # Text for people is not loaded at the top: those who only transfer pay nothing for it.
         from kvplan.inspection.explain import explain_plan
 
         return explain_plan(self, format, limit)
 
     def diff(self, other: Plan) -> str:
-        """Return how `other` differs, part by part, as text that ends in a verdict.
+        """Return how `other` differs, part by part, as text that ends with a verdict.
 
         Raises:
-            TypeError: `other` is no Plan.
+            TypeError: `other` is not a Plan.
         """
         from kvplan.inspection.diff import diff_plans
 
         return diff_plans(self, check_type("other", other, Plan))
 
     def assert_equivalent(self, other: Plan) -> None:
-        """Fail unless `other` puts the same bytes into the same places, in whatever segments.
+        """Fail unless `other` puts the same bytes into the same places, whatever its segments.
 
-        Both must have parts of the same labels in the same order. The verdict of `diff` is then
-        "identical" or "equivalent". `plan == other` asks for more: the same segments and options.
+        Both plans must have parts of the same labels in the same order. The verdict of `diff` is
+        then "identical" or "equivalent". `plan == other` also compares segments and options.
 
         Raises:
-            TypeError: `other` is no Plan.
-            AssertionError: with the difference.
+            TypeError: `other` is not a Plan.
+            AssertionError: the plans differ; the message has the difference.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         from kvplan.inspection.diff import is_equivalent
@@ -280,16 +266,16 @@ class Plan:
         diff: Plan | None = None,
         notes: Sequence[str] = (),
     ) -> str:
-        """Return a picture of the plan as one HTML document, which asks for nothing else.
+        """Return a picture of the plan as one self-contained HTML document.
 
         Args:
-            path: a file to write it to; None: it is only returned.
+            path: a file to write; None: the document is only returned.
             diff: another plan; the document then has the text of `diff`, and both pictures.
-            notes: sentences of yours, shown above the picture.
+            notes: sentences to show above the picture.
 
         Raises:
-            TypeError: `diff` is no Plan.
-            OSError: `path` cannot be written to.
+            TypeError: `diff` is not a Plan.
+            OSError: `path` cannot be written.
         """
         from kvplan.inspection.page import to_html
 
@@ -297,50 +283,50 @@ class Plan:
         return to_html(self, path, other=diff, difference=text, notes=notes)
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a picture of the plan for documents, its parts below one another: SVG, no script.
+        """Return a picture of the plan as SVG without scripts, its parts below one another.
 
         Args:
-            path: a file to write it to; None: it is only returned.
+            path: a file to write; None: the picture is only returned.
 
         Raises:
-            OSError: `path` cannot be written to.
+            OSError: `path` cannot be written.
         """
         from kvplan.inspection.svg import to_svg
 
         return to_svg(self, path)
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows."""
+        """Return the HTML that Jupyter shows."""
         from kvplan.inspection.page import cell
 
         return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
-        from kvplan.planning.schema import to_dict  # it builds plans: not at the top
+        """Return the plan as plain JSON values; `from_dict` returns an equal plan."""
+        from kvplan.planning.schema import to_dict
 
         return to_dict(self)
 
     @staticmethod
     def from_dict(document: dict[str, Any]) -> Plan:
-        """Return the plan that `to_dict` wrote, of this or an older schema version.
+        """Return the plan that `to_dict` wrote. All values are checked.
 
         Raises:
-            TypeError: `document` is no dict.
-            LLMException: LLM_PARAM_INVALID for another schema version, or a document that is no
-                plan (naming the field).
+            TypeError: `document` is not a dict.
+            LLMException: LLM_PARAM_INVALID: another schema version, or a document that is not a
+                plan; the message names the field.
         """
         from kvplan.planning.schema import from_dict
 
         return from_dict(document)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+        """Write the plan to a JSON file for `kvplan.load_plan` and the command `kvplan`.
 
         Raises:
             OSError: the file cannot be written.
         """
-        from kvplan.planning.files import save
+        from kvplan.planning.schema import save
 
         save(self, path)
 
@@ -368,18 +354,23 @@ class Plan:
         return Plan, (self.parts,)
 
     def __repr__(self) -> str:
-        from kvplan.inspection.explain import one_line
-
         if self.is_single:
             return f"<Plan {one_line(self.parts[0])}>"
         return (
-            f"<Plan {self.operation} {self.kind} {', '.join(it.label for it in self.parts)}: "
+            f"<Plan {self.operation} {self.kind} {', '.join(part.label for part in self.parts)}: "
             f"{self.num_descriptors} desc, {nbytes_text(self.nbytes)}>"
         )
 
 
+def _of_valid(parts: tuple[Part, ...]) -> Plan:
+    """Return a plan of parts that need no check."""
+    plan = object.__new__(Plan)
+    vars(plan)["parts"] = parts
+    return plan
+
+
 def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Refuse parts that are no plan."""
+    """Refuse parts that do not make a plan."""
     if not parts:
         raise invalid("parts is empty; a plan has at least one")
     labels: set[str] = set()
@@ -392,17 +383,17 @@ def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         labels.add(part.label)
     verbs = {_verb(part): part for part in parts}
     if len(verbs) > 1:
-        said = ", ".join(f"{shown(part.label)} is a {verb}" for verb, part in verbs.items())
-        raise invalid(f"parts: {said}; one transfer has one direction")
+        listed = ", ".join(f"{shown(part.label)} is a {verb}" for verb, part in verbs.items())
+        raise invalid(f"parts: {listed}; one transfer has one direction")
     return parts
 
 
 def check_name(name: object) -> None:
-    """Refuse a name of a part that cannot be printed in a line.
+    """Refuse a name of a part that does not fit into a printed line.
 
     Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID: of another length than 1 to 64, or not printable.
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID: not 1 to 64 characters, or not printable.
     """
     check_type("name of a part", name, str)
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():

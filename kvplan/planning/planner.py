@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -12,14 +12,11 @@ from kvplan.planning.kinds import plan_slot_to_slot, plan_to_blocks
 from kvplan.planning.part import Operation, Part
 from kvplan.planning.plan import Plan, check_name
 from kvplan.planning.segments import first_overlapped
-from kvplan.planning.side import Side, is_same_cache, slot_index
+from kvplan.planning.side import Described, Side, is_same_cache, slot_index
 from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
 from kvplan.status import LLMException, invalid
 from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
-
-if TYPE_CHECKING:
-    from kvplan.planning.side import Described
 
 Local: TypeAlias = Literal["src", "dst", "both"]
 """Which side of a transfer is this process's: of a push, a pull and a copy."""

@@ -1,41 +1,35 @@
-"""The plan of a transfer that its caller lists by addresses: made when somebody looks at it.
+"""The plan of a transfer that its caller lists by addresses, with parts made at their first use.
 
-Thousands of ranges are bound in less time than a plan of them takes; what a text, a recording or an
-error needs of the plan is made of the same columns then.
+Thousands of ranges are bound in less time than planning them takes. Texts, recordings and errors
+make the plan's parts from the same columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvplan.planning.part import Part
-from kvplan.planning.plan import OBSERVERS, Plan
-from kvplan.planning.segments import Coalesce, Segments
+from kvplan.planning.plan import Plan
+from kvplan.planning.segments import Coalesce, Column, Segments
+from kvplan.planning.side import Side
 from kvplan.validation import check_index
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from kvplan.planning.side import Side
-
-    Column = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class RangePart:
-    """The ranges that one tensor of src and one of dst have, which are a part of the plan.
+    """The ranges between one tensor of src and one of dst, which make one part of the plan.
 
     Attributes:
         src, dst: the sides.
-        src_tensor, dst_tensor: in them.
-        src_address, dst_address: of these tensors.
-        first, last: the ranges, [first, last) of the columns.
-        num_slices: as many were given, before those that go on were merged.
+        src_tensor, dst_tensor: the tensor of each side.
+        src_address, dst_address: the addresses of these tensors.
+        first, last: the ranges, as [first, last) of the columns.
+        num_slices: ranges as the caller listed them, before adjacent ones were merged.
     """
 
     src: Side
@@ -50,7 +44,7 @@ class RangePart:
 
     @property
     def name(self) -> str:
-        """Of the part: the caches, and of those with several tensors which."""
+        """The name of the part: both caches, with the tensor if a cache has several."""
         places = (
             str(side.cache_id) if side.num_tensors == 1 else f"{side.cache_id}.{tensor}"
             for side, tensor in ((self.src, self.src_tensor), (self.dst, self.dst_tensor))
@@ -59,70 +53,85 @@ class RangePart:
 
 
 class Ranges(NamedTuple):
-    """The ranges of a plan in the order of its descriptors, by addresses of each side's process."""
+    """The ranges of a plan in the order of its descriptors, as addresses in each side's process."""
 
     src: Column
     dst: Column
     nbytes: Column
     pulls: bool
-    num_parts: int
-    total_nbytes: int
 
     def text(self, descriptor: int) -> str:
-        """Where a descriptor reads and writes, by addresses.
+        """Return the addresses that a descriptor reads and writes, for messages.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: there is no such descriptor.
+            LLMException: LLM_PARAM_INVALID: the descriptor does not exist.
         """
         check_index("descriptor", descriptor, len(self.nbytes))
         nbytes = int(self.nbytes[descriptor])
-        src, dst = (span_text(int(it[descriptor]), nbytes) for it in (self.src, self.dst))
+        src, dst = (
+            span_text(int(addresses[descriptor]), nbytes) for addresses in (self.src, self.dst)
+        )
         here, there = (dst, src) if self.pulls else (src, dst)
         return f"local {here}, remote {there}, {nbytes} bytes"
 
-    def part(self, it: RangePart) -> Part:
-        """The part of a plan that these ranges are."""
-        rows = slice(it.first, it.last)
+    def part(self, pair: RangePart) -> Part:
+        """Return the part of a plan that copies the ranges of one pair of tensors."""
+        rows = slice(pair.first, pair.last)
         segments = Segments.adopt(
-            self.src[rows] - np.uint64(it.src_address),
-            self.dst[rows] - np.uint64(it.dst_address),
+            self.src[rows] - np.uint64(pair.src_address),
+            self.dst[rows] - np.uint64(pair.dst_address),
             self.nbytes[rows].copy(),
         )
         return Part(
             operation="pull_ranges" if self.pulls else "push_ranges",
             kind="C2C",
-            src=it.src,
-            dst=it.dst,
-            src_tensors=range(it.src_tensor, it.src_tensor + 1),
-            dst_tensors=range(it.dst_tensor, it.dst_tensor + 1),
+            src=pair.src,
+            dst=pair.dst,
+            src_tensors=range(pair.src_tensor, pair.src_tensor + 1),
+            dst_tensors=range(pair.dst_tensor, pair.dst_tensor + 1),
             tensors_per_layer=1,
             segments=segments,
-            num_slices=it.num_slices,
+            num_slices=pair.num_slices,
             coalesce=Coalesce.SORTED,
-            name=it.name,
+            name=pair.name,
         )
 
 
-def plan_ranges(ranges: Ranges, made_parts: Callable[[], Sequence[RangePart]]) -> Plan:
-    """Return the plan of ranges that were checked. Descriptor i is range i.
+class RangePlan(Plan):
+    """A plan of ranges that were checked. Descriptor i is range i.
 
     Args:
         ranges: part by part; the plan takes the columns over.
-        made_parts: makes them; it must hold no memory.
+        num_parts: the number of parts.
+        made_parts: makes the parts; the function must not keep memory alive.
     """
-    plan: Plan = object.__new__(Plan)
-    vars(plan).update(
-        ranges=ranges,
-        operation="pull_ranges" if ranges.pulls else "push_ranges",
-        kind="C2C",  # each side is as one slot, of which bytes are moved
-        local="dst" if ranges.pulls else "src",
-        made_parts=lambda: tuple(map(ranges.part, made_parts())),
-    )
-    if OBSERVERS:
-        plan.observe()
-    return plan
+
+    ranges: Ranges
+
+    def __init__(
+        self, ranges: Ranges, num_parts: int, made_parts: Callable[[], Sequence[RangePart]]
+    ) -> None:
+        vars(self).update(
+            ranges=ranges,
+            operation="pull_ranges" if ranges.pulls else "push_ranges",
+            kind="C2C",  # each side is one slot
+            local="dst" if ranges.pulls else "src",
+            reinterpret=False,  # bytes of ranges have no meaning here
+            num_descriptors=len(ranges.nbytes),
+            num_tensor_pairs=num_parts,
+            nbytes=int(ranges.nbytes.sum()),
+            made_parts=made_parts,
+        )
+        self._observe()
+
+    if not TYPE_CHECKING:  # a type checker sees the attribute of Plan
+
+        @cached_property
+        def parts(self) -> tuple[Part, ...]:
+            """The parts, one for each pair of tensors."""
+            return tuple(map(self.ranges.part, self.made_parts()))
 
 
 def span_text(address: int, nbytes: int) -> str:
-    """A range of addresses as messages have it."""
+    """Return a range of addresses as messages show it."""
     return f"[{address:#x}, {address + nbytes:#x})"

@@ -1,34 +1,89 @@
-"""Plans as plain JSON values, and back, exactly; what is read is checked in full."""
+"""Plans as plain JSON values and files. Whatever is read is checked in full."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, cast, get_args
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast, get_args
 
 import numpy as np
 
 from kvplan.layout import CacheLayout, Interleaved, Layers, Shard
 from kvplan.planning.invariants import check_invariants
-from kvplan.planning.part import Kind, Operation, Part, from_label
+from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.plan import SCHEMA_VERSION, Plan, check_name
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import INT64_MAX, check_index, check_type, check_width, shown
+from kvplan.validation import (
+    INT64_MAX,
+    check_index,
+    check_type,
+    check_width,
+    open_regular,
+    shown,
+)
+
+MAX_NBYTES: Final = 128 << 20
+"""Size of a file of a plan: room for three million segments that cannot be merged."""
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write `plan` to a file for `load_plan`."""
+    Path(path).write_text(json.dumps(plan.to_dict()) + "\n", encoding="utf-8")
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan that `plan.save` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        LLMException: LLM_PARAM_INVALID: not a regular file, not a plan, or a plan of another schema
+            version; the message names the file and the field.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return read_plan(file, os.fspath(path))
+
+
+def read_plan(file: BinaryIO, name: str) -> Plan:
+    """Return the plan in an open file, which error messages call `name`."""
+    blob = file.read(MAX_NBYTES + 1)
+    if len(blob) > MAX_NBYTES:
+        raise invalid(f"{name} has more than {MAX_NBYTES >> 20} MiB, which no plan has")
+    try:
+        document = json.loads(blob)
+        if not isinstance(document, dict):
+            raise invalid(
+                f"document is not a plan: it is {shown(document)}, and a plan is an object with "
+                "schema_version"
+            )
+        return Plan.from_dict(document)
+    except RecursionError:
+        raise invalid(f"{name} is not a plan: it is nested too deeply") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise invalid(f"{name} is not a plan: it is not JSON: {error}") from None
+    except LLMException as error:
+        raise LLMException(f"{name}: {error.args[0]}", status_code=error.status_code) from None
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return `plan` as values that `json.dumps` takes."""
-    return {"schema_version": SCHEMA_VERSION, "parts": [part_to_dict(it) for it in plan.parts]}
+    """Return `plan` as values for `json.dumps`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "parts": [part_to_dict(part) for part in plan.parts],
+    }
 
 
 def part_to_dict(part: Part) -> dict[str, Any]:
     """Return one of the `parts` of `to_dict`."""
-    tables = part.tables
+    tables, segments = part.tables, part.segments
     return {
         "name": part.name,
         "source": part.source,
@@ -40,8 +95,11 @@ def part_to_dict(part: Part) -> dict[str, Any]:
         "dst_tensors": [part.dst_tensors.start, part.dst_tensors.stop],
         "tensors_per_layer": part.tensors_per_layer,
         "segments": {
-            **{name: getattr(part.segments, name).tolist() for name in Segments.columns()},
-            "repeats": [[it.counts.tolist(), *it[1:]] for it in part.segments.repeats],
+            **{name: getattr(segments, name).tolist() for name in Segments.columns()},
+            "repeats": [
+                [repeat.counts.tolist(), repeat.src_stride, repeat.dst_stride]
+                for repeat in segments.repeats
+            ],
         },
         "num_slices": part.num_slices,
         "coalesce": part.coalesce.value,
@@ -54,84 +112,103 @@ def part_to_dict(part: Part) -> dict[str, Any]:
 
 
 def from_dict(document: dict[str, Any]) -> Plan:
-    """Return the plan that `to_dict` wrote; a document from outside is checked in full.
-
-    Version 2 had one part in place of `parts`, or `groups`: a document for each name. Version 1 did
-    not know what the bytes of a row are.
-    """
-    # The version first: another one may have other fields.
+    """Return the plan that `to_dict` wrote, in this or an older version of the schema."""
     if not isinstance(document, dict):
         raise invalid(f"document is not a plan: document={shown(document)} must be dict")
+    # The version first: another one may have other fields.
     version = document.get("schema_version")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise invalid(
             f"document is not a plan: schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}"
         )
-    if version == SCHEMA_VERSION:
-        places = {f"parts[{i}]": it for i, it in enumerate(_list_of(document, "parts"))}
-    elif version == 2 and "groups" in document:
-        places = _groups(document)
-    else:
-        places = {"": document}
     parts = []
-    for place, it in places.items():
+    for place, part in _listed(document, version).items():
         try:
-            parts.append(_checked(it, version, place))
+            parts.append(_checked(_upgraded(part, version), place))
         except (LLMException, TypeError, ValueError) as error:
-            said = f"{place}: {error.args[0]}" if place else error.args[0]
-            raise invalid(f"document is not a plan: {said}") from None
+            raise invalid(f"document is not a plan: {place}: {error.args[0]}") from None
     return Plan(parts)
 
 
-def _list_of(document: dict[str, Any], field: str) -> list[Any]:
-    if document.keys() != {"schema_version", field} or not isinstance(document[field], list):
-        raise invalid(
-            f"document is not a plan: version {SCHEMA_VERSION} has schema_version and a list of "
-            f"{field}; this has {shown(sorted(map(str, document)))}"
-        )
-    return cast("list[Any]", document[field])
+def _listed(document: dict[str, Any], version: int) -> dict[str, Any]:
+    """Return the documents of the parts by their place.
 
-
-def _groups(document: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a document of version 2, by where they are."""
-    groups = document["groups"]
-    if document.keys() != {"schema_version", "groups"} or not isinstance(groups, dict):
+    Version 2 had one part in place of `parts`, or `groups`: a document for each label.
+    """
+    field = "parts" if version == SCHEMA_VERSION else "groups"
+    if version < SCHEMA_VERSION and not (version == 2 and field in document):
+        if unknown := document.keys() & {"name", "source"}:
+            raise invalid(
+                f"document is not a plan: version {version} has no fields {sorted(unknown)}"
+            )
+        return {"document": document}
+    listed = document.get(field)
+    kind = list if field == "parts" else dict
+    if document.keys() != {"schema_version", field} or not isinstance(listed, kind):
         raise invalid(
-            "document is not a plan: of several caches version 2 has schema_version and groups, a "
-            f"plan for each name; this has {shown(sorted(map(str, document)))}"
+            f"document is not a plan: a plan of version {version} has schema_version and a "
+            f"{kind.__name__} of {field}; this has {shown(sorted(map(str, document)))}"
         )
-    places = {}
-    for label, it in groups.items():
+    if isinstance(listed, list):
+        return {f"parts[{index}]": part for index, part in enumerate(listed)}
+    parts = {}
+    for label, part in listed.items():
         place = f"groups[{shown(label)}]"
         check_name(label)
+        if not isinstance(part, dict) or part.get("schema_version") != 2:
+            raise invalid(
+                f"document is not a plan: {place}={shown(part)} must be a plan of schema_version 2"
+            )
         name, source = from_label(label)
-        if not isinstance(it, dict):
-            raise invalid(f"document is not a plan: {place}={shown(it)} must be dict")
-        its = it.get("schema_version")
-        if its != 2:
-            raise invalid(f"document is not a plan: {place}: schema_version={shown(its)} must be 2")
-        places[place] = {"name": name, "source": source} | it
-    return places
+        parts[place] = part | {"name": name, "source": source}
+    return parts
+
+
+def _upgraded(document: Any, version: int) -> Any:
+    """Return the document of a part as today's version has it."""
+    if version == SCHEMA_VERSION or not isinstance(document, dict):
+        return document
+    fields = {name: value for name, value in document.items() if name != "schema_version"}
+    if version == 1:  # rows had no meaning, and segments no repeats
+        side: dict[str, Any] = dict.fromkeys(("data_type", "layout", "label", "shard"))
+        fields = _with(fields, {"split": [], "reinterpret": False, "tables": None})
+        for name, more in (
+            ("segments", {"repeats": []}), ("src", side | {"shape": []}),
+            ("dst", side | {"shape": []}),
+        ):  # fmt: skip
+            if isinstance(fields.get(name), dict):
+                fields[name] = _with(fields[name], more)
+    return {"name": "", "source": None} | fields
+
+
+def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields and those of a later version, which the document must not have."""
+    if unknown := fields.keys() & more:
+        raise ValueError(f"schema_version=1 has no fields {sorted(unknown)}")
+    return fields | more
+
+
+def from_label(label: str) -> tuple[str, int | None]:
+    """Return the name and the source of a part of this label; the inverse of `label_of`."""
+    if (found := re.fullmatch(r"(?:(.*): )?source (\d{1,9})", label)) is None:
+        return label, None
+    return found[1] or "", int(found[2])
 
 
 def part_from_dict(document: dict[str, Any]) -> Part:
-    """Return the part that `part_to_dict` wrote, of the version that `document` says besides.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is none.
-    """
-    fields = dict(document)
-    version = fields["schema_version"] if fields.get("schema_version") in (1, 2) else SCHEMA_VERSION
-    if version == SCHEMA_VERSION and fields.pop("schema_version", None) != SCHEMA_VERSION:
-        raise invalid(f"schema_version={shown(document.get('schema_version'))} must be 1 to 3")
+    """Return the part that `part_to_dict` wrote, of the version that the document says besides."""
+    version = document.get("schema_version")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise invalid(f"schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}")
+    part = {name: value for name, value in document.items() if name != "schema_version"}
     try:
-        return _checked(fields, version, "")
+        return _checked(_upgraded(part, version), "part")
     except (TypeError, ValueError) as error:
-        raise invalid(f"document is not a plan: {error}") from None
+        raise invalid(f"document is not a part of a plan: {error}") from None
 
 
-def _checked(document: Any, version: int, place: str) -> Part:
-    part = _parse(document, version, place)
+def _checked(document: Any, place: str) -> Part:
+    part = _parse(document, place)
     check_invariants(part)
     if part.tables is not None:
         for name in ("src", "dst"):
@@ -140,24 +217,14 @@ def _checked(document: Any, version: int, place: str) -> Part:
     return part
 
 
-def _parse(given: Any, version: int, place: str) -> Part:
-    document = check_type(place or "document", given, dict)
-    if version < SCHEMA_VERSION:
-        of_parts = {"name": "", "source": None}
-        if not place and (unknown := document.keys() & of_parts):
-            raise ValueError(f"schema_version={version} has no fields {sorted(unknown)}")
-        document = of_parts | {
-            name: it for name, it in document.items() if name != "schema_version"
-        }
-    if version == 1:
-        document = _from_version_1(document)
-    _check_fields(place or "document", document, {f.name for f in fields(Part)})
+def _parse(document: Any, place: str) -> Part:
+    _check_fields(place, document, {field.name for field in fields(Part)})
     columns = _check_fields("segments", document["segments"], {*Segments.columns(), "repeats"})
     repeats = check_type("repeats", columns["repeats"], list)
-    for level, it in enumerate(repeats):
-        if len(check_type(f"repeats[{level}]", it, list)) != 3:
+    for level, repeat in enumerate(repeats):
+        if len(check_type(f"repeats[{level}]", repeat, list)) != 3:
             raise ValueError(
-                f"repeats[{level}]={shown(it)} must be [counts, src_stride, dst_stride]"
+                f"repeats[{level}]={shown(repeat)} must be [counts, src_stride, dst_stride]"
             )
     name, source = document["name"], document["source"]
     return Part(
@@ -172,7 +239,10 @@ def _parse(given: Any, version: int, place: str) -> Part:
             _integers("src_offsets", columns["src_offsets"]),
             _integers("dst_offsets", columns["dst_offsets"]),
             _integers("nbytes", columns["nbytes"]),
-            [(_integers(f"repeats[{i}]", it[0]), it[1], it[2]) for i, it in enumerate(repeats)],
+            [
+                (_integers(f"repeats[{level}]", counts), src_stride, dst_stride)
+                for level, (counts, src_stride, dst_stride) in enumerate(repeats)
+            ],
         ),
         num_slices=check_width("num_slices", document["num_slices"], 0, INT64_MAX),
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
@@ -184,31 +254,15 @@ def _parse(given: Any, version: int, place: str) -> Part:
     )
 
 
-def _split(axes: Any) -> tuple[str, ...]:
-    split = tuple(_one_of("split", it, ("layer", "kv")) for it in check_type("split", axes, list))
+def _split(document: Any) -> tuple[str, ...]:
+    axes = check_type("split", document, list)
+    split = tuple(_one_of("split", axis, ("layer", "kv")) for axis in axes)
     if len(set(split)) < len(split):
         raise ValueError(f"split={shown(axes)} names an axis twice")
     return split
 
 
-def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
-    """What version 1 did not know: rows were opaque, of tensors that lie in one piece."""
-    more: dict[str, Any] = {"split": [], "reinterpret": False, "tables": None}
-    if unknown := document.keys() & more:
-        raise ValueError(f"schema_version=1 has no fields {sorted(unknown)}")
-    document = more | document
-    of_side: dict[str, Any] = dict.fromkeys(_MEANING) | {"shape": []}
-    of_segments: dict[str, Any] = {"repeats": []}
-    for name, more in (("segments", of_segments), ("src", of_side), ("dst", of_side)):
-        if isinstance(document.get(name), dict):
-            if unknown := document[name].keys() & more:
-                raise ValueError(f"{name}: schema_version=1 has no fields {sorted(unknown)}")
-            document[name] = document[name] | more
-    return document
-
-
-_MEANING = ("data_type", "shape", "layout", "label", "shard")
-_SIDE_FIELDS = {it.name for it in fields(Side)} - {"way", "cache_id"}
+_SIDE_FIELDS = {field.name for field in fields(Side)} - {"way", "cache_id"}
 
 
 def _side_to_dict(side: Side) -> dict[str, Any]:
@@ -222,21 +276,21 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
         "shard": None
         if shard is None
         else {
-            "layers": None if shard.layers is None else _layers_document(shard.layers),
+            "layers": None if shard.layers is None else _layers_to_json(shard.layers),
             "heads": None if shard.heads is None else [shard.heads.start, shard.heads.stop],
             "num_layers": shard.num_layers,
             "num_heads": shard.num_heads,
-            **_tokens_document(shard.tokens),
+            "tokens": _tokens_to_json(shard.tokens),
         },
     }
 
 
 def _side_from_dict(name: str, document: Any) -> Side:
     _check_fields(name, document, _SIDE_FIELDS)
-    data_type, layout, label = (document[it] for it in ("data_type", "layout", "label"))
+    data_type, layout, label = (document[field] for field in ("data_type", "layout", "label"))
     shape = tuple(_integers(f"{name}.shape", document["shape"]))
     with _named(f"{name}.layout"):
-        made = None if layout is None else CacheLayout(layout)
+        axes = None if layout is None else CacheLayout(layout)
     side = Side(
         num_tensors=_positive(f"{name}.num_tensors", document["num_tensors"]),
         count=_positive(f"{name}.count", document["count"]),
@@ -249,7 +303,7 @@ def _side_from_dict(name: str, document: Any) -> Side:
         if data_type is None
         else DataType[_one_of(f"{name}.data_type", data_type, tuple(DataType.__members__))],
         shape=shape,
-        layout=made,
+        layout=axes,
         label=None if label is None else check_type(f"{name}.label", label, str),
         shard=_shard(f"{name}.shard", document["shard"]),
         name=check_type(f"{name}.name", document["name"], str),
@@ -259,7 +313,7 @@ def _side_from_dict(name: str, document: Any) -> Side:
 
 
 def _check_side(name: str, side: Side) -> None:
-    """Refuse a side that no CacheDesc describes."""
+    """Refuse a side that does not correspond to a CacheDesc."""
     if side.data_type is None:
         if side.shape or side.layout or side.label is not None or side.shard:
             raise ValueError(f"{name}: data_type=None, and so shape must be [], the others None")
@@ -282,51 +336,49 @@ def _check_side(name: str, side: Side) -> None:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Say of which field a description is refused."""
+    """Put the name of the field before the message of an error."""
     try:
         yield
     except (LLMException, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error.args[0]}") from None
 
 
-def _layers_document(layers: Layers) -> list[int] | dict[str, list[int]]:
+def _layers_to_json(layers: Layers) -> list[int] | dict[str, list[int]]:
     if isinstance(layers, range):
         return [layers.start, layers.stop]
     return {"numbers": [*layers]}
 
 
-def _tokens_document(tokens: Interleaved | range | None) -> dict[str, Any]:
-    """A field that a shard of all tokens does not have, as files that were written before."""
+def _layers(name: str, document: Any) -> Layers | None:
+    if isinstance(document, dict):
+        return tuple(_integers(name, _check_fields(name, document, {"numbers"})["numbers"]))
+    return None if document is None else _range(name, document)
+
+
+def _tokens_to_json(tokens: Interleaved | range | None) -> list[int] | dict[str, int] | None:
     if tokens is None:
-        return {}
+        return None
     if isinstance(tokens, range):
-        return {"tokens": [tokens.start, tokens.stop]}
-    return {"tokens": {"rank": tokens.rank, "ranks": tokens.ranks, "size": tokens.size}}
+        return [tokens.start, tokens.stop]
+    return {"rank": tokens.rank, "ranks": tokens.ranks, "size": tokens.size}
 
 
-def _tokens(name: str, document: Any) -> Interleaved | range:
-    if not isinstance(document, dict):
-        return _range(name, document)
-    _check_fields(name, document, {it.name for it in fields(Interleaved)})
-    return Interleaved(**document)
+def _tokens(name: str, document: Any) -> Interleaved | range | None:
+    if isinstance(document, dict):
+        names = {field.name for field in fields(Interleaved)}
+        return Interleaved(**_check_fields(name, document, names))
+    return None if document is None else _range(name, document)
 
 
 def _shard(name: str, document: Any) -> Shard | None:
     if document is None:
         return None
-    has_tokens = isinstance(document, dict) and "tokens" in document
-    names = {it.name for it in fields(Shard)}
-    _check_fields(name, document, names if has_tokens else names - {"tokens"})
-    layers, heads = (
-        None
-        if document[it] is None
-        else _integers(f"{name}.{it}", document[it]["numbers"])
-        if it == "layers" and isinstance(document[it], dict) and [*document[it]] == ["numbers"]
-        else _range(f"{name}.{it}", document[it])
-        for it in ("layers", "heads")
-    )
+    _check_fields(name, document, {field.name for field in fields(Shard)})
+    layers = _layers(f"{name}.layers", document["layers"])
+    heads = document["heads"]
+    heads = None if heads is None else _range(f"{name}.heads", heads)
     with _named(name):
-        tokens = _tokens("tokens", document["tokens"]) if has_tokens else None
+        tokens = _tokens("tokens", document["tokens"])
         return Shard(layers, heads, document["num_layers"], document["num_heads"], tokens)
 
 
@@ -337,14 +389,14 @@ def _tables(document: Any) -> BlockTables | None:
     src, dst = (
         np.array(
             [
-                check_width(f"tables.{it}", row, 0, INT64_MAX)
-                for row in check_type(f"tables.{it}", document[it], list)
+                check_width(f"tables.{name}", row, 0, INT64_MAX)
+                for row in check_type(f"tables.{name}", document[name], list)
             ],
             np.int64,
         )
-        for it in ("src", "dst")
+        for name in ("src", "dst")
     )
-    src_token, dst_token, num_tokens = (document[it] for it in BlockTables._fields[2:])
+    src_token, dst_token, num_tokens = (document[name] for name in BlockTables._fields[2:])
     least = 1 if len(dst) else 0
     if len(src) < least:
         raise ValueError("tables.src is empty; a request has a row on both sides, or none")

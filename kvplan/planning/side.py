@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.planning.spread import spread_of
+from kvplan.layout import CacheLayout, Interleaved, Layers, Shard
 from kvplan.status import invalid
 from kvplan.types import (
     DEFAULT_TENSORS_PER_LAYER,
@@ -18,17 +19,69 @@ from kvplan.types import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
+    DataType,
     Placement,
     RemoteCache,
 )
 from kvplan.validation import as_int, check_index, check_type
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Tokens = NDArray[np.int64]
 
-    from kvplan.layout import CacheLayout, Shard
-    from kvplan.planning.spread import Spread
-    from kvplan.types import DataType
+_NO_PERIOD: Final = 2**62
+"""The period of tokens that do not repeat: longer than any request."""
+
+
+class Spread(NamedTuple):
+    """The tokens that a cache holds: from `first` on, the first `size` of every `period`."""
+
+    first: int
+    size: int
+    period: int
+
+    def owns(self, tokens: Tokens) -> NDArray[np.bool_]:
+        """Return whether each of these tokens is held."""
+        beyond = tokens - self.first
+        own: NDArray[np.bool_] = (beyond >= 0) & (beyond % self.period < self.size)
+        return own
+
+    def count(self, end: int) -> int:
+        """Return how many of the tokens before `end` are held."""
+        periods, rest = divmod(max(end - self.first, 0), self.period)
+        return periods * self.size + min(rest, self.size)
+
+    def token(self, place: int) -> int:
+        """Return the token at a place; far beyond any request, where there is none."""
+        chunk, inside = divmod(place, self.size)
+        return self.first + chunk * self.period + inside
+
+    def tokens(self, places: Tokens) -> Tokens:
+        """Return the tokens at these places, each of which has one."""
+        if self is ALL_TOKENS:
+            return places
+        chunk, inside = np.divmod(places, self.size)
+        found: Tokens = self.first + chunk * self.period + inside
+        return found
+
+    def places(self, tokens: Tokens) -> Tokens:
+        """Return the places of these tokens, each of which is held."""
+        if self is ALL_TOKENS:
+            return tokens
+        chunk, inside = np.divmod(tokens - self.first, self.period)
+        found: Tokens = chunk * self.size + inside
+        return found
+
+
+ALL_TOKENS: Final = Spread(0, 1, 1)
+
+
+def spread_of(shard: Shard | None) -> Spread:
+    """Return which tokens of a request a cache of this shard holds; None: all."""
+    tokens = None if shard is None else shard.tokens
+    if tokens is None:
+        return ALL_TOKENS
+    if isinstance(tokens, Interleaved):
+        return Spread(tokens.rank * tokens.size, tokens.size, tokens.ranks * tokens.size)
+    return Spread(tokens.start, len(tokens), _NO_PERIOD)
 
 
 @dataclass(frozen=True)
@@ -155,6 +208,17 @@ class Side:
                 f"{self.num_tensors} tensors of {self}"
             )
         return said
+
+    def numbered_layers(self, split: tuple[str, ...], per_layer: int) -> Layers | None:
+        """Return the model's numbers of the layers that `per_layer` views each make up.
+
+        None: the shard names no layers, or the views are grouped in another way than it says.
+        """
+        layers = None if self.shard is None else self.shard.layers
+        if layers is None:
+            return None
+        said = self.usual_tensors_per_layer * (self.extent("kv") if "kv" in split else 1)
+        return layers if said == per_layer else None
 
     @cached_property
     def usual_tensors_per_layer(self) -> int:

@@ -1,34 +1,36 @@
 """Templates: how requests between two sides are cut, whatever rows and tokens they name.
 
-The planner makes a template once for two sides and the layers that are moved. From it and the
-block tables of a request `kvplan.execution.rows` makes the descriptors that the plan of the request
-would have, without that plan.
+The planner makes a template once for two sides and the layers that move. From a template and the
+block tables of a request, `kvplan.execution.rows` computes the descriptors without a plan. The
+request's part of a plan is a `LoweredPart`.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvplan.planning.axes import Level, elements, in_common, kv_level
+from kvplan.planning.blocks import Blocks
 from kvplan.planning.kinds import move_as_bytes, plan_rows
 from kvplan.planning.layers import pair_views
+from kvplan.planning.part import Kind, Operation, Part
+from kvplan.planning.segments import Segments
+from kvplan.planning.side import Side
+from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException
-
-if TYPE_CHECKING:
-    from kvplan.planning.part import Kind, Operation
-    from kvplan.planning.side import Side
-    from kvplan.types import KvCacheExtParam
+from kvplan.types import KvCacheExtParam
 
 
 class RowShape(NamedTuple):
-    """How rows lie on one side.
+    """How the rows of one side lie in memory.
 
     Attributes:
         num_rows: rows of a tensor.
-        tokens: tokens of a row; bytes of it where rows are copied as bytes.
+        tokens: tokens of a row; its bytes if rows are copied as bytes.
         stride, token_stride: bytes from one row, or token, to the next.
-        start: bytes of a token before the first that is moved.
-        is_slot: whether a request has one row, filled or read as far as the other side reaches.
+        start: bytes of a token before the first that moves.
+        is_slot: True if a request has one row, used as far as the other side reaches.
     """
 
     num_rows: int
@@ -40,16 +42,16 @@ class RowShape(NamedTuple):
 
 
 class Template(NamedTuple):
-    """What requests between two sides have in common.
+    """What all requests between two sides have in common.
 
     Attributes:
-        src, dst: the rows.
-        run: bytes that lie together however a request is cut.
-        levels: the axes that both sides step along, but that of tokens.
-        kv: the level of keys and values. Requests that are left with it and with more levels than
-            segments have repeats are cut as the next template says. None: it never becomes pairs.
-        as_bytes: whether whole rows are copied as bytes.
-        part: the fields that the parts of all requests have in common.
+        src, dst: the rows of both sides.
+        run: bytes that stay together in every request.
+        levels: the axes that both sides step along, except tokens.
+        kv: the level of keys and values. The next template cuts requests that keep this level and
+            have more levels than repeats can express. None: keys and values stay in one pair.
+        as_bytes: True if whole rows are copied as bytes.
+        part: the fields that all parts share.
     """
 
     src: RowShape
@@ -59,6 +61,49 @@ class Template(NamedTuple):
     kv: Level | None
     as_bytes: bool
     part: dict[str, Any]
+
+
+class LoweredPart(Part):
+    """A part whose request was lowered from a template, without segments.
+
+    Its `segments`, `tables` and `num_slices` are planned at their first use.
+
+    Attributes:
+        request: the arguments of `plan_rows` after the sides.
+        as_bytes: as in the template.
+    """
+
+    request: tuple[Any, ...]
+    as_bytes: bool
+
+    @cached_property
+    def _planned(self) -> Part:
+        return plan_rows(self.operation, self.kind, self.src, self.dst, *self.request)
+
+    if not TYPE_CHECKING:  # a type checker sees the fields of Part
+
+        @cached_property
+        def segments(self) -> Segments:
+            """Segments, as the planner makes them."""
+            return self._planned.segments
+
+        @cached_property
+        def tables(self) -> BlockTables | None:
+            """Rows of the request in its order."""
+            return self._planned.tables
+
+        @cached_property
+        def num_slices(self) -> int:
+            """Slices of one tensor before coalescing."""
+            return self._planned.num_slices
+
+    @property
+    def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
+        """Source and destination rows, as long as the segments are not computed."""
+        if not self.as_bytes or "segments" in vars(self):
+            return None
+        src_rows, dst_rows, *_ = self.request
+        return src_rows, dst_rows
 
 
 _OF_REQUESTS: Final = frozenset({"segments", "tables", "num_slices", "nbytes", "nbytes_per_tensor"})
@@ -76,15 +121,11 @@ def templates_of(
     reinterpret: bool,
     heads: range | None = None,
 ) -> tuple[Template, ...]:
-    """Return templates of requests between two sides; the first that takes a request is used.
+    """Return templates of requests between two sides; the first that accepts a request is used.
 
-    Args:
-        by_tokens: whether requests name tokens; otherwise they are of whole rows.
-        heads: KV heads of the model that are moved; None: all that both sides have.
-
-    Returns:
-        Nothing if the planner refuses all such requests, or must be asked for each: a shard names
-        tokens.
+    `by_tokens` requests name tokens, others move whole rows. `heads` are the model's KV heads that
+    move; None means all that both sides have. The result is empty if the planner refuses all such
+    requests, or must plan each of them because a shard names tokens.
     """
     try:
         as_bytes = (
@@ -97,17 +138,17 @@ def templates_of(
         if not as_bytes and not (source.has_all_tokens and target.has_all_tokens):
             return ()
         has_tokens = source.layout is not None and "token" in source.layout.axes
-        # A request that is right between all sides: it shows what is refused whatever is asked for.
+        # This request is valid between any two sides: a refusal is one of all requests.
         sample = plan_rows(
             operation, kind, source, target, (0,), (0,), ext_param, by_layer,
             1 if by_tokens or (has_tokens and not as_bytes) else None,
             reinterpret=reinterpret, heads=heads,
         )  # fmt: skip
-        fields = {name: it for name, it in vars(sample).items() if name not in _OF_REQUESTS}
+        fields = {name: value for name, value in vars(sample).items() if name not in _OF_REQUESTS}
         if as_bytes:
             src, dst = (
-                RowShape(it.count, it.stride, it.stride, 1, 0, not it.paged)
-                for it in (source, target)
+                RowShape(side.count, side.stride, side.stride, 1, 0, not side.paged)
+                for side in (source, target)
             )
             return (Template(src, dst, 1, (), None, True, fields),)
         src_start, dst_start, every_level, split = in_common(source, target, heads)
@@ -115,13 +156,14 @@ def templates_of(
         run, levels = elements(source, target, every_level)
         kv = kv_level(levels, source, target)
         templates = []
-        for it in (None,) if kv is None else (kv, None):
+        for level in (None,) if kv is None else (kv, None):
             views = pair_views(source, target, ext_param, tuple(split))
             names = "src_tensors", "dst_tensors", "tensors_per_layer", "split"
             of_views = dict(zip(names, (*views, tuple(split)), strict=True))
-            templates.append(Template(src, dst, run, tuple(levels), it, False, fields | of_views))
-            if it is not None:  # keys and values as pairs of their own
-                levels.remove(it)
+            template = Template(src, dst, run, tuple(levels), level, False, fields | of_views)
+            templates.append(template)
+            if level is not None:  # the next template pairs keys and values separately
+                levels.remove(level)
                 split.append("kv")
     except LLMException:
         return ()
@@ -129,7 +171,7 @@ def templates_of(
 
 
 def _row_shape(side: Side, start: int) -> RowShape:
-    assert side.layout is not None  # else nothing is cut by axes
+    assert side.layout is not None  # rows without a layout are copied as bytes
     row = side.layout.axes[side.layout.row_axis]
     return RowShape(
         side.count, side.extent("token"), side.stride_of(row), side.stride_of("token"), start,

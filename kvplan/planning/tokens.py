@@ -11,10 +11,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.inspection.units import plural
 from kvplan.planning.blocks import Indices, RequestBlocks
-from kvplan.planning.side import Side
-from kvplan.planning.spread import ALL_TOKENS, Spread
+from kvplan.planning.side import ALL_TOKENS, Side, Spread
+from kvplan.planning.texts import plural
 from kvplan.status import invalid
 
 Mask: TypeAlias = NDArray[np.bool_]

@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Generic, TypeAlias
 
 import msgspec
 
+from kvplan.lease import BlockLease
 from kvplan.planning.blocks import Blocks
 from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.plan import Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
+from kvplan.planning.side import Described
 from kvplan.status import invalid
-from kvplan.types import KvCacheExtParam
+from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 from kvplan.validation import INT64_MAX, UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    from kvplan.lease import BlockLease
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Described
-    from kvplan.types import AnyCacheKey, Cache
-
-    AnyCache: TypeAlias = "Described | AnyCacheKey | BlockLease | PeerTensors"
     # By this parameter a type checker knows that one source makes a TransferTask, several a
     # GatherTask. Its default, by which `Transfer` alone means either, is in `typing` from 3.13 on.
     Source_co = TypeVar(
@@ -35,8 +32,47 @@ if TYPE_CHECKING:
 else:
     from typing import TypeVar
 
-    AnyCache = object  # what `help` reads; a lease would load OpenSSL with planning
     Source_co = TypeVar("Source_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTensors:
+    """Memory of a peer by addresses that the peer itself gave, as destination of a push.
+
+    Each address must lie in a tensor of one cache that the peer offers. The address is row 0, and
+    there are as many rows as that tensor has room for behind it.
+
+    Args:
+        cluster_id: of the peer.
+        addresses: there, one for each tensor that is transferred, in order.
+        stride: bytes of a row (slot or block) there; None: those of the source.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: cluster_id or an address outside uint64, stride outside int64.
+        LLMException: LLM_PARAM_INVALID: no address, address 0, or stride below 1.
+    """
+
+    cluster_id: int
+    addresses: Sequence[int]
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
+        if not isinstance(self.addresses, tuple | list):
+            raise TypeError(f"addresses={shown(self.addresses)} must be a tuple or list of int")
+        object.__setattr__(self, "addresses", tuple(self.addresses))
+        if not self.addresses:
+            raise invalid("addresses is empty; one for each tensor is needed")
+        for position, address in enumerate(self.addresses):
+            if check_width(f"addresses[{position}]", address, 0, UINT64_MAX) == 0:
+                raise invalid(f"addresses[{position}]=0 is no address of memory")
+        if self.stride is not None and check_width("stride", self.stride, -(2**63), INT64_MAX) < 1:
+            raise invalid(f"stride={self.stride} is out of range [1, {INT64_MAX}]")
+
+
+AnyCache: TypeAlias = Described | AnyCacheKey | BlockLease | PeerTensors
+"""What names a cache of a transfer."""
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -119,48 +155,3 @@ AnyTransfer: TypeAlias = "Transfer | Mapping[str, Transfer]"
 
 AnyRequest: TypeAlias = "Transfer | Planned | Mapping[str, Transfer | Planned]"
 """What moves between caches: to be planned, or planned before."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTensors:
-    """Memory of a peer by addresses that the peer itself gave, as destination of a push.
-
-    Each address must lie in a tensor of one cache that the peer offers. The address is row 0, and
-    there are as many rows as that tensor has room for behind it.
-
-    Args:
-        cluster_id: of the peer.
-        addresses: there, one for each tensor that is transferred, in order.
-        stride: bytes of a row (slot or block) there; None: those of the source.
-
-    Raises:
-        TypeError: a field of another type.
-        ValueError: cluster_id or an address outside uint64, stride outside int64.
-        LLMException: LLM_PARAM_INVALID: no address, address 0, or stride below 1.
-    """
-
-    cluster_id: int
-    addresses: Sequence[int]
-    stride: int | None = None
-
-    def __post_init__(self) -> None:
-        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
-        if not isinstance(self.addresses, tuple | list):
-            raise TypeError(f"addresses={shown(self.addresses)} must be a tuple or list of int")
-        object.__setattr__(self, "addresses", tuple(self.addresses))
-        if not self.addresses:
-            raise invalid("addresses is empty; one for each tensor is needed")
-        for position, address in enumerate(self.addresses):
-            if check_width(f"addresses[{position}]", address, 0, UINT64_MAX) == 0:
-                raise invalid(f"addresses[{position}]=0 is no address of memory")
-        if self.stride is not None and check_width("stride", self.stride, -(2**63), INT64_MAX) < 1:
-            raise invalid(f"stride={self.stride} is out of range [1, {INT64_MAX}]")
-
-
-if not TYPE_CHECKING:  # `help` and `inspect.signature` look up the names of annotations here
-    from kvplan.lease import BlockLease
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Described
-    from kvplan.types import AnyCacheKey, Cache
-
-    AnyCache = Described | AnyCacheKey | BlockLease | PeerTensors

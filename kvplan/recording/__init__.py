@@ -3,9 +3,17 @@
 `LlmDataDist.record` writes them, `read` reads them: see docs/how-to/recording.md.
 """
 
-from kvplan.recording.queries import Write, select, who_wrote
+from kvplan.recording.queries import select, who_wrote
 from kvplan.recording.reader import follow, read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
+from kvplan.recording.records import (
+    AnyRecord,
+    Dropped,
+    Event,
+    Header,
+    Recording,
+    TransferRecord,
+    Write,
+)
 
 __all__ = [
     "AnyRecord",
@@ -13,7 +21,7 @@ __all__ = [
     "Event",
     "Header",
     "Recording",
-    "Transfer",
+    "TransferRecord",
     "Write",
     "follow",
     "read",

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvplan.planning.part import Part, from_label
+from kvplan.planning.part import Part
 from kvplan.planning.plan import SCHEMA_VERSION, Plan
-from kvplan.planning.schema import part_from_dict, part_to_dict
+from kvplan.planning.schema import from_label, part_from_dict, part_to_dict
 from kvplan.planning.segments import Segments
 from kvplan.status import invalid
 

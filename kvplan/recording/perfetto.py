@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord
 
 _EVENTS: Final = 1  # the track of links, leases and caches
 
@@ -26,13 +26,13 @@ def trace_of(recordings: Sequence[tuple[Recording, Sequence[AnyRecord]]]) -> dic
     origin = min((it.time for it in records), default=0.0)
     pids = _pids([it for it, _ in recordings])
     events: list[dict[str, Any]] = []
-    slices: list[tuple[Transfer, dict[str, Any]]] = []
+    slices: list[tuple[TransferRecord, dict[str, Any]]] = []
     for (recording, its), pid in zip(recordings, pids, strict=True):
         head = recording.header
         title = f"cluster {head.cluster_id} ({head.role}) pid {head.pid} on {head.host}"
         events.append(_name("process_name", pid, 0, title))
         events.append(_name("thread_name", pid, _EVENTS, "links, leases, caches"))
-        found = [*_slices([it for it in its if isinstance(it, Transfer)], pid, origin)]
+        found = [*_slices([it for it in its if isinstance(it, TransferRecord)], pid, origin)]
         events += [event for _, event in found]
         slices += [(transfer, event) for transfer, event in found if transfer is not None]
         events += _others(its, pid, origin)
@@ -51,8 +51,8 @@ def _pids(recordings: Sequence[Recording]) -> list[int]:
 
 
 def _slices(
-    transfers: list[Transfer], pid: int, origin: float
-) -> Iterator[tuple[Transfer | None, dict[str, Any]]]:
+    transfers: list[TransferRecord], pid: int, origin: float
+) -> Iterator[tuple[TransferRecord | None, dict[str, Any]]]:
     """A slice for each transfer, and the names of their tracks."""
     for index, (name, lane) in enumerate(lanes(transfers), _EVENTS + 1):
         yield None, _name("thread_name", pid, index, name)
@@ -60,7 +60,7 @@ def _slices(
             yield it, _slice(it, pid, index, origin)
 
 
-def _slice(it: Transfer, pid: int, tid: int, origin: float) -> dict[str, Any]:
+def _slice(it: TransferRecord, pid: int, tid: int, origin: float) -> dict[str, Any]:
     label = f"{it.operation} {it.tag}" if it.tag else it.operation
     args = {
         "number": it.number,
@@ -90,11 +90,11 @@ class _Tracks:
     """The tracks of one peer and operation; each transfer goes into the first that is free."""
 
     def __init__(self) -> None:
-        self.lanes: list[list[Transfer]] = []
+        self.lanes: list[list[TransferRecord]] = []
         self._free: list[int] = []  # heap of track numbers
         self._busy: list[tuple[float, int]] = []  # heap of ends, each with its track
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: TransferRecord) -> None:
         """Add a transfer that begins no earlier than those before."""
         while self._busy and self._busy[0][0] <= transfer.time:
             heappush(self._free, heappop(self._busy)[1])
@@ -107,7 +107,7 @@ class _Tracks:
         heappush(self._busy, (transfer.time + transfer.seconds, number))
 
 
-def lanes(transfers: Iterable[Transfer]) -> list[tuple[str, list[Transfer]]]:
+def lanes(transfers: Iterable[TransferRecord]) -> list[tuple[str, list[TransferRecord]]]:
     """Tracks: of one peer and operation each, in which no two transfers overlap."""
     tracks: dict[tuple[int, str], _Tracks] = {}
     for transfer in sorted(transfers, key=lambda transfer: transfer.time):
@@ -160,7 +160,7 @@ def _event_name(it: Event) -> str:
     return it.operation
 
 
-def _flows(slices: list[tuple[Transfer, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _flows(slices: list[tuple[TransferRecord, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Arrows between the transfers of one request."""
     last: dict[str, dict[str, Any]] = {}
     number = 0

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.recording.records import AnyRecord, Event, Recording, Transfer
+from kvplan.planning.part import Part
+from kvplan.planning.side import Side
+from kvplan.recording.records import PUSHES, AnyRecord, Event, Recording, TransferRecord, Write
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvplan.planning.part import Part
-    from kvplan.planning.side import Side
-
-PUSHES = "push"
 OPERATIONS: Final = frozenset(
     (
         *("pull", "pull_cache", "pull_blocks", "pull_groups", "pull_ranges", "pull_layers"),
@@ -33,46 +28,6 @@ OPERATIONS: Final = frozenset(
     )
 )
 """Names by which `select` finds rows: operations of engines, and which way bytes go."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """A transfer that wrote a block, or a slot, or was to.
-
-    Attributes:
-        transfer: which; its cluster_id says who ran it.
-        label: of the part of the transfer; empty: the only one.
-        source: the cluster that the bytes came from; None: this process.
-        src_cache: the cache that they came from, in that cluster; -1: not known.
-        src_rows: the blocks (or slot) that they came from, in the order of the destination's bytes.
-        partial: whether only a part of the block was written, of all tensors of the cache.
-    """
-
-    transfer: Transfer
-    label: str
-    source: int | None
-    src_cache: int
-    src_rows: tuple[int, ...]
-    partial: bool
-
-    def __str__(self) -> str:
-        """`#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
-        it = self.transfer
-        rows = ", ".join(map(str, self.src_rows[:8])) + (" ..." if len(self.src_rows) > 8 else "")
-        cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
-        source = "of this engine" if self.source is None else f"of cluster {self.source}"
-        word = "block" if len(self.src_rows) == 1 else "blocks"
-        # Who has pushed into a cache was its peer: this is of the engine that has the cache.
-        by = f", run by cluster {it.cluster_id}" if it.verb == PUSHES else ""
-        label = f", part {self.label}" if self.label else ""
-        tag = f" of {it.tag}" if it.tag else ""
-        part = ", a part of it" if self.partial else ""
-        how = "failed" if it.failed else "was cancelled"
-        failed = f"; {how}, and may have written it: {it.error}" if it.error else ""
-        return (
-            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{label}{part}"
-            f"{by}{failed}"
-        )
 
 
 def select(
@@ -95,7 +50,7 @@ def select(
         failed: only what failed.
     """
     for it in records:
-        if not isinstance(it, Transfer | Event):
+        if not isinstance(it, TransferRecord | Event):
             continue
         its_tag, peer, verb = _names_of(it)
         if tag is not None and not _matches(its_tag, tag):
@@ -182,7 +137,9 @@ def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
     return (it % side.count for it in range(first, min(last, first + side.count - 1) + 1))
 
 
-def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> Iterator[Write]:
+def _writes(
+    transfer: TransferRecord, cache: int, block: int, source: int | None
+) -> Iterator[Write]:
     """What a transfer wrote of a block: of each part."""
     caches = transfer.caches
     if not transfer.may_write(cache, block):
@@ -193,9 +150,9 @@ def _writes(transfer: Transfer, cache: int, block: int, source: int | None) -> I
             yield Write(transfer, part.label, source, src_cache, *written)
 
 
-def _names_of(it: Transfer | Event) -> tuple[str, object, str]:
+def _names_of(it: TransferRecord | Event) -> tuple[str, object, str]:
     """The tag, the peer and the verb of a row; of an event, as far as it is about one."""
-    if isinstance(it, Transfer):
+    if isinstance(it, TransferRecord):
         return it.tag, it.peer, it.verb
     return str(it.fields.get("tag", "")), it.fields.get("peer"), ""
 

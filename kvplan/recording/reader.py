@@ -21,7 +21,7 @@ from kvplan.recording.format import (
     TransferRow,
     row_in,
 )
-from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, Transfer
+from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, TransferRecord
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import open_regular
 
@@ -196,7 +196,7 @@ class Reader:
         if not (abs(moment) < _MOST_S and 0 <= getattr(row, "seconds", 0.0) < _MOST_S):
             raise invalid(f"{self.path}: row {self._count} is damaged: its time is {moment}")
         if isinstance(row, TransferRow):
-            return Transfer(
+            return TransferRecord(
                 self._number(),
                 moment,
                 row.seconds,

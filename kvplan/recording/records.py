@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Final
 
+from kvplan.planning.plan import Plan
 from kvplan.recording.format import Field, PartRow, TemplateRow, plan_of, rows_of
 from kvplan.status import LLMStatusCode, invalid
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvplan.planning.plan import Plan
-    from kvplan.recording.queries import Write
+PUSHES: Final = "push"
+"""The verb of transfers that write into a peer's cache."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferRecord:
     """A transfer that has ended, well or not.
 
     Attributes:
@@ -131,6 +130,46 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Write:
+    """A transfer that wrote a block, or a slot, or was to.
+
+    Attributes:
+        transfer: which; its cluster_id says who ran it.
+        label: of the part of the transfer; empty: the only one.
+        source: the cluster that the bytes came from; None: this process.
+        src_cache: the cache that they came from, in that cluster; -1: not known.
+        src_rows: the blocks (or slot) that they came from, in the order of the destination's bytes.
+        partial: whether only a part of the block was written, of all tensors of the cache.
+    """
+
+    transfer: TransferRecord
+    label: str
+    source: int | None
+    src_cache: int
+    src_rows: tuple[int, ...]
+    partial: bool
+
+    def __str__(self) -> str:
+        """`#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
+        it = self.transfer
+        rows = ", ".join(map(str, self.src_rows[:8])) + (" ..." if len(self.src_rows) > 8 else "")
+        cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
+        source = "of this engine" if self.source is None else f"of cluster {self.source}"
+        word = "block" if len(self.src_rows) == 1 else "blocks"
+        # Who has pushed into a cache was its peer: this is of the engine that has the cache.
+        by = f", run by cluster {it.cluster_id}" if it.verb == PUSHES else ""
+        label = f", part {self.label}" if self.label else ""
+        tag = f" of {it.tag}" if it.tag else ""
+        part = ", a part of it" if self.partial else ""
+        how = "failed" if it.failed else "was cancelled"
+        failed = f"; {how}, and may have written it: {it.error}" if it.error else ""
+        return (
+            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{label}{part}"
+            f"{by}{failed}"
+        )
+
+
+@dataclass(frozen=True)
 class Event:
     """What else an engine has done: links, leases, caches.
 
@@ -168,7 +207,7 @@ class Dropped:
     count: int | None
 
 
-AnyRecord = Transfer | Event | Dropped
+AnyRecord = TransferRecord | Event | Dropped
 
 
 class Recording:
@@ -193,9 +232,9 @@ class Recording:
         return len(self.rows)
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[TransferRecord]:
         """The transfers among the rows."""
-        return [it for it in self.rows if isinstance(it, Transfer)]
+        return [it for it in self.rows if isinstance(it, TransferRecord)]
 
     @property
     def events(self) -> list[Event]:

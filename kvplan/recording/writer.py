@@ -11,16 +11,19 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
 import kvplan
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.logs import Log
+from kvplan.planning.blocks import Blocks
 from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import Side
 from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import (
     DROPPED,
@@ -34,14 +37,8 @@ from kvplan.recording.format import (
     template_of,
 )
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import start_thread
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvplan.planning.blocks import Blocks
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Side
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import Log
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # for which rows are gathered

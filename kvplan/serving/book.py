@@ -9,10 +9,10 @@ from typing import Final, Protocol
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
-from kvplan.logs import Log
 from kvplan.serving.messages import Handle, peer_log
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.types import Cache
 from kvplan.validation import shown
 

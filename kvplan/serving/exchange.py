@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvnative._signals import Condition, Mutex
-from kvplan.logs import Log
 from kvplan.serving.asks import Asks
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.messages import (
@@ -32,7 +31,8 @@ from kvplan.serving.pusher import Chunk, Pusher
 from kvplan.serving.tables import Blocks, CacheGroup, groups_of, share_of
 from kvplan.serving.tasks import OWN, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import Log
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:

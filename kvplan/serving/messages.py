@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from kvplan.logs import LimitedLog, Log
 from kvplan.status import invalid
+from kvplan.system.logs import LimitedLog, Log
 from kvplan.validation import printable, shown
 
 peer_log = LimitedLog(Log("kvplan.serving"))

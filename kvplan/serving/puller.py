@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvplan.lease import tag_of
-from kvplan.logs import Log
 from kvplan.serving.messages import (
     MAX_HANDLES,
     Ask,
@@ -41,6 +40,7 @@ from kvplan.serving.tables import (
     tables_of,
 )
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist

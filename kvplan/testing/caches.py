@@ -6,22 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvplan.layout import CacheLayout
+from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import reference
+from kvplan.planning.plan import Plan
+from kvplan.planning.side import Side
 from kvplan.status import invalid
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import check_type, check_width, shown
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvplan.layout import Shard
-    from kvplan.planning.plan import Plan
-    from kvplan.planning.side import Side
 
 _OF_WIDTH: dict[int, type[np.unsignedinteger[Any]]] = {
     8: np.uint8,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from kvplan.inspection.units import plural
 from kvplan.planning import Plan, load_plan
 from kvplan.planning.plan import OBSERVERS
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type
 

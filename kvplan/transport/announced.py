@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from kvplan.inspection.units import plural
+from kvplan.planning.texts import plural
 from kvplan.transport.host_memory import Releasable
 from kvplan.transport.lease_expiry import LeaseExpiry
 from kvplan.transport.metadata import Range

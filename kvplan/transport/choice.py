@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import POPULATE
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvnative._host import Arena, Pin, check_memory
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import memory_limit, system_error
+from kvplan.system.limits import memory_limit, system_error
 from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvnative._signals import Condition
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,9 @@ from weakref import ref
 
 from kvnative._host import PageWalk
 from kvnative._signals import Condition
-from kvplan.logs import Log
 from kvplan.status import LLMException
-from kvplan.system_limits import memory_limit, start_thread
+from kvplan.system.limits import memory_limit, start_thread
+from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvnative._signals import Condition, Mutex
-from kvplan.logs import LimitedLog, Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import LimitedLog, Log
 from kvplan.transport import protocol
 from kvplan.transport.host_memory import Releasable, released_if_refused
 from kvplan.transport.metadata import Range

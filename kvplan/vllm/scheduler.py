@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
-from kvplan.logs import LimitedLog, Log
 from kvplan.serving import Chunk, Handle, Reference, Source, Table, Target, token_digest
 from kvplan.serving.messages import check_transfer
 from kvplan.serving.tables import Blocks
 from kvplan.status import LLMException
+from kvplan.system.logs import LimitedLog, Log
 from kvplan.vllm.step import Offer, Step, WorkerAddress
 
 client_log = LimitedLog(Log("kvplan.vllm"))  # of what clients of the server can cause

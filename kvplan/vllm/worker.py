@@ -11,11 +11,11 @@ from typing import Any
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.options import Options
 from kvplan.layout import Shard
-from kvplan.logs import Log
 from kvplan.planning.plan import MAX_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
 from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
+from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, LlmRole
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.step import Figures, Step, WorkerAddress

@@ -8,7 +8,7 @@ import pytest
 from kvplan import CacheDesc, DataType, LLMException
 from kvplan.engine.arrays import read_tensors, tensor_arrays, write_tensors
 from kvplan.execution.memory import HostMemory
-from kvplan.tensor_forms import numpy_dtype
+from kvplan.tensors.form import numpy_dtype
 from tests.support.refusals import refused
 
 from .caches import SLOTS, free_nbytes

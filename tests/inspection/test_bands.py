@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Transfer
 from kvplan.inspection.bands import Bands, Places
-from kvplan.inspection.contents import spans_text, tokens_of
 from kvplan.inspection.svg import layer_texts
+from kvplan.planning.contents import tokens_of
+from kvplan.planning.texts import spans_text
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers

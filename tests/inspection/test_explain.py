@@ -19,7 +19,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.inspection.units import nbytes_text
+from kvplan.planning.texts import nbytes_text
 from tests.support.refusals import refused
 
 INT8 = DataType.DT_INT8

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvplan import CacheDesc, DataType, Placement
-from kvplan.cache_tensors import check_present
-from kvplan.dlpack import TensorDevice
-from kvplan.tensor_forms import read_form
+from kvplan.tensors.description import check_present
+from kvplan.tensors.dlpack import TensorDevice
+from kvplan.tensors.form import read_form
 from tests.support.foreign import CudaArray, GpuTensor, TorchTensor, exported_by_numpy
 from tests.support.refusals import refused
 

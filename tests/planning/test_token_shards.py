@@ -332,9 +332,7 @@ def test_texts_and_plan_files(held: Held, text: str) -> None:
         Plan.from_dict(document)
 
 
-def test_a_shard_of_all_tokens_is_written_as_before() -> None:
-    plan = kvplan.plan(Transfer(Rows(desc(), [1]), Rows(desc(), [4])), local="dst")
-    assert "tokens" not in plan.to_dict()["parts"][0]["src"]["shard"]
+def test_one_rank_of_interleaved_tokens_has_all() -> None:
     assert Shard(tokens=Interleaved(0, 1, 16)) == Shard()
 
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvplan.logs import LimitedLog, Log
+from kvplan.system.logs import LimitedLog, Log
 
 
 def test_a_record_names_its_logger(caplog: pytest.LogCaptureFixture) -> None:

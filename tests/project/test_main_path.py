@@ -31,9 +31,9 @@ MOST = {
     "push_blocks": (8, 5),
     "pull_cache": (8, 5),
     "push_cache": (8, 5),
-    "operation": (30, 10),  # more than moves at once
+    "operation": (31, 11),  # more than moves at once
     "planned": (53, 17),  # something needs a plan, as an order of its segments
-    "submit": (47, 14),
+    "submit": (48, 15),
     "layered": (89, 17),  # four layers
     "groups": (167, 21),  # two caches
 }

@@ -35,8 +35,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.cli import main
-from kvplan.recording import Dropped, follow, read, who_wrote
-from kvplan.recording import Transfer as Recorded
+from kvplan.recording import Dropped, TransferRecord, follow, read, who_wrote
 from kvplan.recording.format import LENGTH, MAGIC, framed, row_in
 from tests.recording.operations import record, recorder
 from tests.support.held import Held
@@ -204,7 +203,9 @@ def test_a_file_that_is_written_is_followed_through_rotations(tmp_path):
     thread.start()
     found = [*follow(path, idle)]
     thread.join()
-    assert [row.tag for row in found if isinstance(row, Recorded)] == [*map(str, range(count))]
+    assert [row.tag for row in found if isinstance(row, TransferRecord)] == [
+        *map(str, range(count))
+    ]
     assert len(list(tmp_path.iterdir())) > 5
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import dlpack
+from kvplan.tensors import dlpack
 
 
 class _Name:

@@ -324,7 +324,7 @@ def test_a_golden_plan_is_written_compared_and_written_again(folder: Folder) -> 
     path.write_text("{}")
     assert f"{path}: document is not a plan: schema_version=None" in folder.run(code=1)
     path.write_text("{")
-    assert f"{path} is no plan: it is not JSON: Expecting" in folder.run(code=1)
+    assert f"{path} is not a plan: it is not JSON: Expecting" in folder.run(code=1)
 
 
 REFUSED = """

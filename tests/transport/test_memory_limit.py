@@ -14,7 +14,7 @@ from kvplan import CacheDesc, DataType, Placement
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.status import LLMStatusCode
-from kvplan.system_limits import memory_limit
+from kvplan.system.limits import memory_limit
 from kvplan.transport.local import LocalTransport
 from tests.support.refusals import refused
 

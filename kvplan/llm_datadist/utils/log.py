@@ -13,7 +13,7 @@ import traceback
 from functools import cache
 from typing import Any, TextIO
 
-from kvplan.logs import Log
+from kvplan.system.logs import Log
 
 _LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING}
 _FORMAT = (

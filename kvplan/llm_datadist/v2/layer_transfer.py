@@ -32,7 +32,7 @@ from kvplan.llm_datadist.v2.llm_types import (
 )
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
 from kvplan.validation import shown
 

@@ -22,8 +22,8 @@ from msgspec import Meta
 
 from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
 from kvplan.transport.base import link_failed
 from kvplan.transport.metadata import Record, read, resolved
 from kvplan.validation import shown

@@ -12,10 +12,10 @@ import msgspec
 
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
-from kvplan.inspection.units import plural
-from kvplan.logs import Log
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import Log
 from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.device import MAX_LINKS
 from kvplan.transport.hccl.metadata import Metadata

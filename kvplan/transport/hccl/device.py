@@ -15,9 +15,9 @@ from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging, Tickets
 from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
 from kvplan.device.device import Device, device_error
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import start_thread
+from kvplan.system.limits import start_thread
+from kvplan.system.logs import Log
 from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef
 from kvplan.transport.hccl.regions import Regions

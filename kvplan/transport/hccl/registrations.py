@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
+from kvplan.system.logs import Log
 from kvplan.transport import announced
 from kvplan.transport.announced import AnnouncedRegistrations
 from kvplan.transport.hccl.connections import Connections

@@ -10,8 +10,8 @@ from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
 from kvnative._signals import Mutex
 from kvplan.device.device import device_error
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import Log
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.hccl.addresses import (
     check_environment,

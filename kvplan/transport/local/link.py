@@ -14,7 +14,7 @@ from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import reason_of
+from kvplan.system.limits import reason_of
 from kvplan.transport.base import BaseLink, BasePeerMemory, check_process, link_failed, no_leases
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import (

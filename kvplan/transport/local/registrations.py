@@ -9,8 +9,8 @@ from kvnative._host import GenerationTable
 from kvnative._writers import Ticket, WriterTable
 from kvplan.device.device import Device
 from kvplan.device.sharing import Exported
-from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import Log
 from kvplan.transport.host_memory import Releasable, host_range
 from kvplan.transport.local.memory import offer
 from kvplan.transport.local.metadata import MAX_SLOTS, GenerationTableRef, Range, WritersRef

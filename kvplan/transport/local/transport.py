@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvplan.device.device import Device
 from kvplan.status import LLMException, invalid
-from kvplan.system_limits import system_error
+from kvplan.system.limits import system_error
 from kvplan.transport import protocol
 from kvplan.transport.base import BaseTransport
 from kvplan.transport.local.identity import Identity

@@ -13,9 +13,9 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
-from kvplan.inspection.units import plural
+from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system_limits import reason_of
+from kvplan.system.limits import reason_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata

@@ -14,7 +14,7 @@ from kvnative._signals import Mutex
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.system_limits import reason_of
+from kvplan.system.limits import reason_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.registrations import transport_closed

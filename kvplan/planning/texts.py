@@ -5,6 +5,12 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import Final, Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+Span = tuple[int, int]
+"""First and last of a stretch of numbers."""
+
 Format = Literal["tree", "table"]
 """How `explain` writes a plan."""
 
@@ -71,3 +77,30 @@ def fit(text: str, width: int = WIDTH, indent: str = "    ") -> list[str]:
     return wrap(
         text, width, subsequent_indent=lead + indent, break_on_hyphens=False, drop_whitespace=True
     )
+
+
+def spans_of(numbers: ArrayLike) -> list[Span]:
+    """First and last of each stretch of numbers of which each is the next."""
+    found = np.asarray(numbers, np.int64)
+    if not len(found):
+        return []
+    # A span ends where the next row is not the next of the request.
+    ends = np.flatnonzero(np.diff(found) != 1)
+    first = found[np.concatenate(([0], ends + 1))].tolist()
+    last = found[np.concatenate((ends, [len(found) - 1]))].tolist()
+    return [*zip(first, last, strict=True)]
+
+
+def to_text(first: int, last: int) -> str:
+    """`5`, or `5..9`."""
+    return f"{first}" if first == last else f"{first}..{last}"
+
+
+def spans_text(word: str, spans: list[Span]) -> str:
+    """`token 5`, `tokens 32..47`, or `tokens 16..31, 0..15` where they are not in order."""
+    if not spans:
+        return ""
+    if len(spans) == 1 and spans[0][0] == spans[0][1]:
+        return f"{word} {spans[0][0]}"
+    shown = ", ".join(to_text(*it) for it in spans[:3])
+    return f"{word}s {shown}{', ...' if len(spans) > 3 else ''}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvplan.layout import CacheLayout, Shard
 from kvplan.status import invalid
-from kvplan.tensor_forms import TensorForm, array_form, read_form
+from kvplan.tensors.form import TensorForm, array_form, read_form
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import check_type, shown
 

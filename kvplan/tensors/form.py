@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.dlpack import TensorDevice, read_dlpack
 from kvplan.status import LLMException, invalid
+from kvplan.tensors.dlpack import TensorDevice, read_dlpack
 from kvplan.types import CacheDesc, DataType
 from kvplan.validation import UINT64_MAX, shown
 
