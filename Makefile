@@ -134,8 +134,9 @@ arm64-setup: build/arm64/ready ## an emulated aarch64 machine with a Python, in 
 build/arm64/ready: .venv/ready tools/arm64_setup tools/arm64_shim.c pyproject.toml requirements/constraints.txt
 	tools/arm64_setup $(BIN)/python
 
-bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
-	$(BIN)/python -m benchmarks
+PAGE ?=
+bench: .venv/dev ## measure every row beside its limit, 15 minutes; also build/bench.jsonl; PAGE=1: and write docs/internals/performance.md
+	$(BIN)/python -m benchmarks $(if $(PAGE),--page)
 
 bench-peers: build/peers/ready ## install NIXL and Mooncake, 500 MB, in build/peers: `make bench` then measures them too
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks import (
     network,
     notifying,
     one_host,
+    page,
     pages,
     peers_memory,
     planning,
@@ -63,7 +65,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", action="append", help="this row (repeatable)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument(
+        "--page", action="store_true", help="replace the table of docs/internals/performance.md"
+    )
+    parser.add_argument(
+        "--from", dest="kept", metavar="FILE", type=Path, help="with --page: measure nothing"
+    )
     parsed = parser.parse_args()
+    if parsed.kept and not parsed.page:
+        parser.error(f"--from {parsed.kept}: needs --page")
     unknown = sorted(set(parsed.only or ()) - set(ROWS))
     if unknown:
         parser.error(f"--only {unknown[0]}: expected one of {', '.join(ROWS)}")
@@ -89,9 +99,17 @@ def measure(names: list[str], quick: bool) -> list[Row | Blank]:
 def main() -> int:
     """Print the table; 1 where --check was asked and a target is missed."""
     asked = arguments()
+    if asked.kept:
+        page.write(asked.kept, ROWS)
+        return 0
+    machine = json.dumps(page.machine(asked.quick))
     rows = measure(asked.only or list(ROWS), asked.quick)
     JSON_LINES.parent.mkdir(exist_ok=True)
-    JSON_LINES.write_text("".join(f"{row.to_json()}\n" for row in rows))
+    JSON_LINES.write_text(
+        "".join(f"{line}\n" for line in [machine, *(row.to_json() for row in rows)])
+    )
+    if asked.page:
+        page.write(JSON_LINES, ROWS)
     print("\n".join(format_table(rows)))
     return int(asked.check and not all(row.met for row in rows))
 

@@ -80,8 +80,8 @@ def main() -> None:
                     )
                 )
                 times.append((time.perf_counter() - start) * 1e6)
-            slices = statistics.mean(p.num_slices for p in plans)
-            segments = statistics.mean(len(p.segments) for p in plans)
+            slices = statistics.mean(p.part.num_slices for p in plans)
+            segments = statistics.mean(len(p.part.segments) for p in plans)
             median = statistics.median(times)
             print(f"{policy:<62} {how:<8} {slices:7.0f} {segments:9.1f} {median:8.0f}")
 

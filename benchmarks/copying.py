@@ -108,7 +108,7 @@ def scattered(src: Column, dst: Column, block: int, total: int) -> Descriptors:
     src_blocks, dst_blocks = (rng.permutation(POOL_BLOCKS)[:blocks] for _ in range(2))
     segments = kvplan.plan(
         Transfer(Rows(desc, src_blocks), Rows(desc, dst_blocks)), local="dst"
-    ).segments
+    ).part.segments
     return lower(segments.src_offsets, segments.dst_offsets, segments.nbytes, src, dst)
 
 

@@ -132,7 +132,7 @@ class Scattered:
         desc = cache_of(TENSORS, self.pool, self.block)
         first, second = self.tables()
         transfer = Transfer(Rows(desc, first), Rows(desc, second), coalesce=False)
-        segments = kvplan.plan(transfer, local="dst").segments
+        segments = kvplan.plan(transfer, local="dst").part.segments
         starts = np.arange(TENSORS, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
         bases = (np.uint64(it) + starts for it in (src, dst))
         return lower(segments.src_offsets, segments.dst_offsets, segments.nbytes, *bases)
