@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from benchmarks import (
@@ -92,6 +93,9 @@ def measure(names: list[str], quick: bool) -> list[Row | Blank]:
                 rows.append(ROWS[name](run, name))
             except Unmeasured as error:
                 rows.append(Blank(name, str(error)))
+            except Exception as error:  # one row that fails must not cost the others
+                traceback.print_exc()
+                rows.append(Blank(name, f"failed: {str(error).partition('\n')[0]}", met=False))
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return rows
 

@@ -53,7 +53,9 @@ def table(records: Iterable[Record], measures: Measures) -> Iterator[str]:
     The first line of the docstring of a row's function says what the row measures.
     """
     blank: dict[str, list[str]] = {}
+    missing = dict(measures)
     for record in records:
+        missing.pop(record.get("name", ""), None)
         if "machine" in record:
             yield from heading(record)
         elif "unmeasured" in record:
@@ -61,6 +63,8 @@ def table(records: Iterable[Record], measures: Measures) -> Iterator[str]:
         else:
             described, _, _ = (measures[record["name"]].__doc__ or "").partition("\n")
             yield row(record, described)
+    if missing:
+        blank["not asked for in this run"] = [f"`{name}`" for name in missing]
     for reason, names in blank.items():
         yield ""
         yield f"Not measured ({reason}): {', '.join(names)}."

@@ -38,8 +38,13 @@ def test_a_row_that_cannot_be_measured_says_what_is_missing(
     def other(run: Run, name: str) -> Row:
         return Row(name, 3, "GB/s", 2, "at least", 1.25, cases={"pull 64": 1.23456})
 
+    @topic.row("broken")
+    def broken(run: Run, name: str) -> Row:
+        raise OSError("an end says nothing\nand more")
+
     monkeypatch.setattr(command, "ROWS", topic)
-    rows = command.measure(list(topic), quick=True)
+    *rows, failed = command.measure(list(topic), quick=True)
+    assert failed == Blank("broken", "failed: an end says nothing", met=False)
     assert [row.met for row in rows] == [True, True]
     assert [row.to_json() for row in rows] == [
         '{"name": "over_peer", "unmeasured": "the peers are not installed: make bench-peers"}',
@@ -65,7 +70,7 @@ def test_a_run_replaces_the_table_of_the_page_and_nothing_else(tmp_path: Path) -
         Details.
         """
 
-    measures = {"pull": pull, "push": pull, "count": pull}
+    measures = {"pull": pull, "push": pull, "count": pull, "over_peer": pull, "left_out": pull}
     run = tmp_path / "bench.jsonl"
     run.write_text(
         "\n".join([json.dumps(page.machine(quick=True)), *(row.to_json() for row in rows)])
@@ -83,6 +88,7 @@ def test_a_run_replaces_the_table_of_the_page_and_nothing_else(tmp_path: Path) -
         "| `count` | A pull. | 4 calls | 8 calls | 0.50 |  |  |",
     ]
     assert "Not measured (no peer): `over_peer`." in text
+    assert "Not measured (not asked for in this run): `left_out`." in text
     page.write(run, measures, shown)  # again: the same
     assert shown.read_text() == text
 
