@@ -95,7 +95,8 @@ def measure(names: list[str], quick: bool) -> list[Row | Blank]:
                 rows.append(Blank(name, str(error)))
             except Exception as error:  # one row that fails must not cost the others
                 traceback.print_exc()
-                rows.append(Blank(name, f"failed: {str(error).partition('\n')[0]}", met=False))
+                reason, _, _ = str(error).partition("\n")
+                rows.append(Blank(name, f"failed: {reason}", met=False))
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return rows
 
