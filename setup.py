@@ -32,6 +32,7 @@ from pathlib import Path
 from Cython.Build import cythonize
 from Cython.Compiler import Options
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
@@ -256,6 +257,27 @@ class BuildNative(build_ext):
         return mapping
 
 
+class Build(build):
+    """build of a wheel, without what earlier builds have left in the same folder.
+
+    Modules that were deleted, and modules of the tests from a build in place, would get into it.
+    """
+
+    def run(self) -> None:
+        super().run()
+        kept = {Path(path).resolve() for path in self.get_outputs()}
+        for path in Path(self.build_lib).rglob("*"):
+            if path.is_file() and path.resolve() not in kept:
+                path.unlink()
+
+    def get_outputs(self) -> list[str]:
+        return [
+            path
+            for name in self.get_sub_commands()
+            for path in self.get_finalized_command(name).get_outputs()
+        ]
+
+
 setup(
     packages=[
         *find_packages(include=["kvplan", "kvplan.*", "kvnative"]),
@@ -283,7 +305,7 @@ setup(
     )
     if modules
     else [],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build": Build, "build_ext": BuildNative},
     options={
         "build": {"build_base": BUILD},
         "build_ext": {"parallel": os.cpu_count()},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from benchmarks import (
@@ -20,6 +22,7 @@ from benchmarks import (
     network,
     notifying,
     one_host,
+    page,
     pages,
     peers_memory,
     planning,
@@ -63,7 +66,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", action="append", help="this row (repeatable)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument(
+        "--page", action="store_true", help="replace the table of docs/internals/performance.md"
+    )
+    parser.add_argument(
+        "--from", dest="kept", metavar="FILE", type=Path, help="with --page: measure nothing"
+    )
     parsed = parser.parse_args()
+    if parsed.kept and not parsed.page:
+        parser.error(f"--from {parsed.kept}: needs --page")
     unknown = sorted(set(parsed.only or ()) - set(ROWS))
     if unknown:
         parser.error(f"--only {unknown[0]}: expected one of {', '.join(ROWS)}")
@@ -82,6 +93,10 @@ def measure(names: list[str], quick: bool) -> list[Row | Blank]:
                 rows.append(ROWS[name](run, name))
             except Unmeasured as error:
                 rows.append(Blank(name, str(error)))
+            except Exception as error:  # one row that fails must not cost the others
+                traceback.print_exc()
+                reason, _, _ = str(error).partition("\n")
+                rows.append(Blank(name, f"failed: {reason}", met=False))
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return rows
 
@@ -89,9 +104,17 @@ def measure(names: list[str], quick: bool) -> list[Row | Blank]:
 def main() -> int:
     """Print the table; 1 where --check was asked and a target is missed."""
     asked = arguments()
+    if asked.kept:
+        page.write(asked.kept, ROWS)
+        return 0
+    machine = json.dumps(page.machine(asked.quick))
     rows = measure(asked.only or list(ROWS), asked.quick)
     JSON_LINES.parent.mkdir(exist_ok=True)
-    JSON_LINES.write_text("".join(f"{row.to_json()}\n" for row in rows))
+    JSON_LINES.write_text(
+        "".join(f"{line}\n" for line in [machine, *(row.to_json() for row in rows)])
+    )
+    if asked.page:
+        page.write(JSON_LINES, ROWS)
     print("\n".join(format_table(rows)))
     return int(asked.check and not all(row.met for row in rows))
 

@@ -46,8 +46,11 @@ class Row:
         """One line of build/bench.jsonl."""
         figures = {"value": self.value, "unit": self.unit, "limit": self.limit, "ratio": self.ratio}
         rounded = {key: round(x, 4) if isinstance(x, float) else x for key, x in figures.items()}
+        judged = {"sense": self.sense, "target": self.target, "met": self.met}
         cases = {key: round(x, 4) for key, x in self.cases.items()}
-        return json.dumps({"name": self.name, **rounded, **({"cases": cases} if cases else {})})
+        return json.dumps(
+            {"name": self.name, **rounded, **judged, **({"cases": cases} if cases else {})}
+        )
 
     def cells(self) -> tuple[str, ...]:
         """The row as the table prints it."""

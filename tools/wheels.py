@@ -58,14 +58,16 @@ def main() -> None:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(PLACE, ignore_errors=True)
+    print("building the source archive ...", flush=True)
     sdist = make_sdist(out)
     print(f"{sdist.name}: {sdist.stat().st_size:,} bytes", flush=True)
     with tarfile.open(sdist) as archive:
         archive.extractall(PLACE / "source", filter="data")
     (tree,) = (PLACE / "source").iterdir()
     for architecture in wanted:
+        print(f"\ncompiling for {architecture}, one to two minutes ...", flush=True)
         wheel = build(tree, architecture, out)
-        print(f"\n{wheel.name}: {wheel.stat().st_size:,} bytes")
+        print(f"{wheel.name}: {wheel.stat().st_size:,} bytes")
         for name, version in needed(wheel):
             print(f"  {name} needs glibc {version[0]}.{version[1]}")
         sys.stdout.flush()

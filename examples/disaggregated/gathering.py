@@ -34,14 +34,14 @@ def gathered(
     gather = Transfer(sources, Rows(cache, mine), num_tokens=offers[0].num_tokens)
 
     started = time.perf_counter()
-    parts = datadist.plan(gather).by_part().values()
+    plans = datadist.plan(gather).by_part().values()
     plan_seconds = time.perf_counter() - started
     first, repeated = timed(lambda: datadist.run(gather, timeout_ms=TIMEOUT_MS))
     return Moved(
-        explanation="\n\n".join(part.explain(limit=EXPLAINED_ROWS) for part in parts),
-        nbytes=sum(part.nbytes for part in parts),
-        num_slices=sum(part.num_slices * part.num_tensor_pairs for part in parts),
-        num_descriptors=sum(part.num_descriptors for part in parts),
+        explanation="\n\n".join(plan.explain(limit=EXPLAINED_ROWS) for plan in plans),
+        nbytes=sum(plan.nbytes for plan in plans),
+        num_slices=sum(plan.part.num_slices * plan.num_tensor_pairs for plan in plans),
+        num_descriptors=sum(plan.num_descriptors for plan in plans),
         plan_seconds=plan_seconds,
         transfer_seconds=first,
         repeated_seconds=repeated,

@@ -81,8 +81,8 @@ def tables() -> Tables:
     mine = [request("mine", PROMPT) for _ in range(2)]
     admit(prefill, mine[0])
     num_cached = admit(decode, mine[1])
-    blocks = (pool.get_block_ids("mine")[0] for pool in (prefill, decode))
-    return Tables(*blocks, num_cached)
+    theirs, ours = (pool.get_block_ids("mine")[0] for pool in (prefill, decode))
+    return Tables(theirs, ours, num_cached)
 
 
 if __name__ == "__main__":

@@ -384,9 +384,9 @@ def _url(text: str) -> str:
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.vllm.proxy",
+        prog="python proxy.py",
         description="OpenAI's protocol over vLLM servers with kvplan between them.",
-        epilog="Example: python -m examples.vllm.proxy --prefill http://127.0.0.1:8100 "
+        epilog="Example: python proxy.py --prefill http://127.0.0.1:8100 "
         "--decode http://127.0.0.1:8200 --decode http://127.0.0.1:8201 --port 8000",
     )
     add = parser.add_argument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.table import Row, Run, Topic, Unmeasured, format_table
+from benchmarks import page
+from benchmarks.table import Blank, Row, Run, Topic, Unmeasured, format_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,17 +38,68 @@ def test_a_row_that_cannot_be_measured_says_what_is_missing(
     def other(run: Run, name: str) -> Row:
         return Row(name, 3, "GB/s", 2, "at least", 1.25, cases={"pull 64": 1.23456})
 
+    @topic.row("broken")
+    def broken(run: Run, name: str) -> Row:
+        raise OSError("an end says nothing\nand more")
+
     monkeypatch.setattr(command, "ROWS", topic)
-    rows = command.measure(list(topic), quick=True)
+    *rows, failed = command.measure(list(topic), quick=True)
+    assert failed == Blank("broken", "failed: an end says nothing", met=False)
     assert [row.met for row in rows] == [True, True]
     assert [row.to_json() for row in rows] == [
         '{"name": "over_peer", "unmeasured": "the peers are not installed: make bench-peers"}',
         '{"name": "other", "value": 3, "unit": "GB/s", "limit": 2, "ratio": 1.5, '
-        '"cases": {"pull 64": 1.2346}}',
+        '"sense": "at least", "target": 1.25, "met": true, "cases": {"pull 64": 1.2346}}',
     ]
     assert list(format_table(rows))[1].endswith(
         "not measured: the peers are not installed: make bench-peers"
     )
+
+
+def test_a_run_replaces_the_table_of_the_page_and_nothing_else(tmp_path: Path) -> None:
+    rows: list[Row | Blank] = [
+        Row("pull", 9.0, "us", 6.0),
+        Row("push", 3.0, "GB/s", 2.0, "at least", 1.25),
+        Blank("over_peer", "no peer"),
+        Row("count", 4, "calls", 8, target=None),
+    ]
+
+    def pull() -> None:
+        """A pull.
+
+        Details.
+        """
+
+    measures = {"pull": pull, "push": pull, "count": pull, "over_peer": pull, "left_out": pull}
+    run = tmp_path / "bench.jsonl"
+    run.write_text(
+        "\n".join([json.dumps(page.machine(quick=True)), *(row.to_json() for row in rows)])
+    )
+    shown = tmp_path / "performance.md"
+    shown.write_text(f"# Before\n\n{page.BEGIN}\n| old |\n{page.END}\n\n## After\n")
+    page.write(run, measures, shown)
+    text = shown.read_text()
+    assert text.startswith(f"# Before\n\n{page.BEGIN}\n\nMachine: ")
+    assert text.endswith(f"{page.END}\n\n## After\n")
+    assert "| old |" not in text
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `pull` | A pull. | 9 us | 6 us | 1.50 | at most 1 | **missed** |",
+        "| `push` | A pull. | 3 GB/s | 2 GB/s | 1.50 | at least 1.25 | met |",
+        "| `count` | A pull. | 4 calls | 8 calls | 0.50 |  |  |",
+    ]
+    assert "Not measured (no peer): `over_peer`." in text
+    assert "Not measured (not asked for in this run): `left_out`." in text
+    page.write(run, measures, shown)  # again: the same
+    assert shown.read_text() == text
+
+
+def test_the_page_has_a_table_of_rows_that_exist() -> None:
+    text = page.PAGE.read_text()
+    assert text.index(page.BEGIN) < text.index(page.END)
+    made = text.partition(page.BEGIN)[2].partition(page.END)[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", made, re.MULTILINE))
+    assert len(named) > 20
+    assert named <= set(command.ROWS)
 
 
 def test_every_row_has_one_name_and_one_topic() -> None:
@@ -54,22 +107,32 @@ def test_every_row_has_one_name_and_one_topic() -> None:
 
 
 @pytest.mark.slow
-def test_benchmarks_and_tools_use_what_is_there() -> None:
+def test_benchmarks_tools_and_examples_use_names_that_exist() -> None:
     """Most run on request only: a name that has gone from kvplan would not be missed for long.
 
     With the options of `make types`, whose cache it then finds.
     """
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--explicit-package-bases", "benchmarks", "tools"],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--explicit-package-bases",
+            "benchmarks",
+            "tools",
+            "examples",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert re.search(r"\(checked [0-9]+ source files\)|no issues found", checked.stdout), checked
     gone = re.compile(r"\[(attr-defined|call-arg|name-defined|import-not-found)\]$")
-    # What `make bench-peers` and `make wheels` install in environments of their own, or users have.
+    # What `make bench-peers`, `make wheels` and `make vllm` install in environments of their own,
+    # what users have, and what `python -m kvplan.run` provides.
     elsewhere = re.compile(
-        r' module named "(nixl_cu1[23]|mooncake\.engine|elftools\..+|cupy|torch)" '
+        r' module named "(nixl_cu1[23]|mooncake\.engine|elftools\..+|cupy|torch|aiohttp'
+        r'|transformers|safetensors\.numpy|vllm\..+|hixl|llm_datadist|llm_datadist_prefill)" '
     )
     lines = [it for it in checked.stdout.splitlines() if not elsewhere.search(it)]
     assert [it for it in lines if gone.search(it)] == []

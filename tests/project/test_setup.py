@@ -63,10 +63,10 @@ def project(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / "project")
 
 
-def build(project: Path, **switches: str) -> None:
+def build(project: Path, *command: str, **switches: str) -> None:
     bare = {name: text for name, text in os.environ.items() if not name.startswith("KVPLAN_")}
     subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        [sys.executable, "setup.py", "-q", *(command or ("build_ext", "--inplace"))],
         cwd=project,
         env=bare | switches,
         check=True,
@@ -123,6 +123,29 @@ def test_what_was_compiled_in_another_folder_is_not_compiled_again(
     assert compiled("source", "kvnative/src/core/one.c") == ["one.c"]
     assert compiled("header", "include/kvnative/one.h") == ["_one.c", "one.c", "two.c"]
     assert compiled("strict", KVPLAN_WERROR="1") == ["one.c", "two.c"]
+
+
+def test_a_wheel_has_nothing_that_earlier_builds_have_left(project: Path) -> None:
+    """`pip install .` builds in the folder in which `make test` has built before."""
+    (project / "tests/support").mkdir(parents=True)
+    (project / "tests/support/more.pyx").write_text("def more():\n    return 1\n")
+    gone = project / "kvplan/gone.py"
+    gone.touch()
+    build(project)
+    build(project, "build")
+    (library,) = project.glob("build/release-*/lib.*")
+    assert (library / "kvplan/gone.py").exists()
+    gone.unlink()
+    build(project)  # in place again, with the module of the tests
+    assert [*library.glob("tests/support/more.*.so")]
+    build(project, "build")
+    files = {str(path.relative_to(library)) for path in library.rglob("*") if path.is_file()}
+    assert {name.split(".")[0] for name in files} == {
+        "kvnative/__init__",
+        "kvnative/_one",
+        "kvnative/lib/libkvn",
+        "kvplan/__init__",
+    }
 
 
 @pytest.mark.parametrize("inplace", [True, False])
