@@ -73,12 +73,25 @@ class AwaitableTask(ABC):
             try:
                 await ended
             except asyncio.CancelledError:
-                self.cancel()
+                await self._cancelled(loop)
                 raise
             finally:
                 with suppress(ValueError):  # it was called
                     self._calls.remove(call)
         self.wait()
+
+    async def _cancelled(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel, and await the end: a stopped peer delays that, and must not block the loop."""
+        import asyncio
+
+        from kvplan.execution.completion import run_aside  # it settles tasks
+
+        run_aside(self.cancel)
+        while not self._is_settled:
+            ended = loop.create_future()
+            self.when_settled(partial(_wake, ended))
+            with suppress(asyncio.CancelledError):  # until then bytes may be touched
+                await ended
 
     def when_settled(self, call: Callable[[], object]) -> None:
         """Call `call()` once `wait` does not block any more: now, or later in another thread.

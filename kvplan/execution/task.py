@@ -75,7 +75,8 @@ class TransferTask(NativeTask):
     A forked child gets a NativeError, since the task is its parent's.
 
     A task can be awaited under asyncio, which is `wait` without blocking the event loop: the result
-    is None, or it raises. A cancelled await cancels the transfer.
+    is None, or it raises. A cancelled await cancels the transfer, and ends when no byte is touched
+    any more.
 
     Args:
         on_outcome: Called with the error or None, by the thread that finds the outcome first,

@@ -1,6 +1,7 @@
-"""The Python interface of HIXL, over kvplan's engine: memory by addresses, and names of engines.
+"""The Python interface of HIXL over kvplan's engine: memory by addresses, engines by names.
 
-Programs import it as `hixl` under `python -m kvplan.run`, where no other one is installed.
+Only names, checks and conversions may enter; bytes move by the verbs of `LlmDataDist`. Programs
+import it as `hixl` under `python -m kvplan.run` if no other hixl is installed.
 """
 
 from kvnative._ranges import TransferOpDesc
@@ -37,7 +38,7 @@ from kvplan.hixl.values import (
     get_capability,
 )
 
-# As the original exports them; not those of TransferStatus.
+# The original exports these members too, but not those of TransferStatus.
 MEM_DEVICE, MEM_HOST = MemType.MEM_DEVICE, MemType.MEM_HOST
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 NOT_CONNECT = AsyncConnectStatus.NOT_CONNECT

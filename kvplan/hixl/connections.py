@@ -1,4 +1,4 @@
-"""Remote engines by their names, and those that are connected in the background."""
+"""Connections with remote engines by their names, made at once or in the background."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread, current_thread
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from kvnative._signals import Mutex
 from kvplan.control.endpoint import Endpoint
+from kvplan.engine.datadist import LlmDataDist
 from kvplan.hixl.options import cluster_id_of, peer_endpoint
 from kvplan.hixl.values import AsyncConnectStatus, NotifyDesc
-from kvplan.links import ClusterInfo, LinkState
+from kvplan.links import ClusterInfo, LinkState, PeerLink
 from kvplan.links.values import cluster_here
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
-
-if TYPE_CHECKING:
-    from kvplan.engine.datadist import LlmDataDist
-    from kvplan.links import PeerLink
-
 
 _log = Log("kvplan.hixl")
 _peer_log = LimitedLog(_log)
@@ -32,24 +28,24 @@ _peer_log = LimitedLog(_log)
 _MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
 _HEAD: Final = struct.Struct("<cH")  # kind, bytes of the name
 _MESSAGE, _USES, _LEAVES = b"N", b"U", b"L"
-_ATTEMPTS: Final = 3  # to find a link that its peer does not end at the same time
+_ATTEMPTS: Final = 3  # to get a link that its peer does not end at the same time
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
 
 
 class _Connection(NamedTuple):
-    """A remote engine that was connected by this end, and over which link."""
+    """The cluster of a remote engine that this end has connected, and its link."""
 
     cluster_id: int
     link: ref[PeerLink]
 
     def is_replaced(self, datadist: LlmDataDist) -> bool:
-        """Whether the link ended, and the peer has made another one since, for itself."""
+        """Return True if the link ended and the peer has since made another for itself."""
         now = datadist._running().links.peers.get(self.cluster_id)
         return now is not None and now is not self.link()
 
 
 class Connections:
-    """Which remote engines this one is connected with.
+    """The remote engines that one engine is connected with.
 
     Args:
         datadist: the engine below.
@@ -58,13 +54,13 @@ class Connections:
     def __init__(self, datadist: LlmDataDist) -> None:
         self._datadist = datadist
         self._mutex = Mutex()
-        self._busy: dict[str, Mutex] = {}  # of each remote engine: one call at a time
+        self._busy: dict[str, Mutex] = {}  # by address: one call at a time for each engine
         self._connected: dict[str, _Connection] = {}  # by each name that was used
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[NotifyDesc] = []
 
     def cluster_of(self, remote_engine: str) -> int:
-        """The cluster id of a connected engine; whether the link stands, a transfer finds out."""
+        """Return the cluster id of a connected engine. Its link may be broken all the same."""
         found = self._connected.get(remote_engine)
         if found is None:
             found = self._connected.get(str(peer_endpoint(remote_engine)))
@@ -72,8 +68,8 @@ class Connections:
             raise _not_connected(remote_engine)
         return found.cluster_id
 
-    def stands(self, remote_engine: str) -> bool:
-        """Whether it is connected, and its link is up."""
+    def is_linked(self, remote_engine: str) -> bool:
+        """Return True if the engine is connected and its link is up."""
         try:
             return self._link(self.cluster_of(remote_engine)).state is LinkState.LINKED
         except LLMException:
@@ -84,31 +80,31 @@ class Connections:
         endpoint = peer_endpoint(remote_engine)
         started = time.monotonic()
         with self._one_call(remote_engine, str(endpoint), timeout_ms):
-            if self.stands(remote_engine):
+            if self.is_linked(remote_engine):
                 raise LLMException(
-                    f"{remote_engine} is connected already",
+                    f"{remote_engine} is already connected",
                     status_code=LLMStatusCode.LLM_ALREADY_LINK,
                 )
             try:
                 self._connect(remote_engine, str(endpoint), started + timeout_ms / 1000)
             except LLMException as error:
-                raise _not_made(error, started, timeout_ms) from None
+                raise _connect_error(error, started, timeout_ms) from None
 
     def _connect(self, remote_engine: str, address: str, deadline: float) -> None:
         cluster_id = cluster_id_of(Endpoint.parse(address))
         for attempt in range(_ATTEMPTS):
             try:
-                made = self._linked(cluster_id, address, deadline)
+                is_made = self._linked(cluster_id, address, deadline)
             except LLMException as error:
-                # Who listens at all addresses of its host, say, is known to itself by another name.
+                # The peer may use another name for itself: that of all addresses of its host, say.
                 if (here := cluster_here(error)) is None:
                     raise
                 cluster_id = here
-                made = self._linked(cluster_id, address, deadline)
+                is_made = self._linked(cluster_id, address, deadline)
             try:
                 link = self._link(cluster_id)
                 self._add(remote_engine, address, link)
-                if made and link.phase:  # of a handshake that this end has begun
+                if is_made and link.phase:  # this end has begun the handshake
                     return
                 self._datadist.notify(cluster_id, _USES, timeout_ms=_left_ms(deadline))
                 if link.state is LinkState.LINKED:
@@ -117,17 +113,17 @@ class Connections:
                 if error.status_code is LLMStatusCode.LLM_ALREADY_LINK:
                     raise
                 self._forget(cluster_id)
-                # The peer has just ended the link that it had made: then this end makes one.
+                # The peer may have just ended the link that it had made. Then this end makes one.
                 if attempt + 1 == _ATTEMPTS or time.monotonic() >= deadline:
                     raise
         raise _not_connected(remote_engine)
 
     def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
-        """End a connection; on return nothing moves over it for this end."""
+        """End a connection; on return this end moves no bytes over it."""
         deadline = time.monotonic() + timeout_ms / 1000
         with self._one_call(remote_engine, str(peer_endpoint(remote_engine)), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
-            self.receive()  # whether the peer uses it
+            self.receive()  # the peer may have said that it uses the link
             try:
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
@@ -138,18 +134,14 @@ class Connections:
                     ).raise_for_status()
             except LLMException as error:
                 code = error.status_code
-                if code is LLMStatusCode.LLM_LINK_BUSY:
-                    raise LLMException(
-                        error.args[0], status_code=LLMStatusCode.LLM_TIMEOUT
-                    ) from None
-                self._forget(cluster_id)
-                if code is LLMStatusCode.LLM_UNLINK_FAILED:
-                    raise LLMException(
-                        error.args[0], status_code=LLMStatusCode.LLM_TIMEOUT
-                    ) from None
+                if code is not LLMStatusCode.LLM_LINK_BUSY:
+                    self._forget(cluster_id)
+                if code in (LLMStatusCode.LLM_LINK_BUSY, LLMStatusCode.LLM_UNLINK_FAILED):
+                    timeout = LLMStatusCode.LLM_TIMEOUT
+                    raise LLMException(error.args[0], status_code=timeout) from None
                 if code not in (_NOT_LINKED, LLMStatusCode.LLM_LINK_FAILED):
                     raise
-                _log.info("disconnect: %s had gone already: %s", remote_engine, error)
+                _log.info("disconnect: %s was already gone: %s", remote_engine, error)
             else:
                 self._forget(cluster_id)
 
@@ -160,45 +152,45 @@ class Connections:
         except LLMException as error:
             if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                 raise
-            # It reads no messages. The link stays until one of the engines is finalized.
-            _log.info("disconnect: %s does not learn of it: %s", remote_engine, error)
+            # The peer reads no messages. The link stays until one of the engines is finalized.
+            _log.info("disconnect: %s could not be notified: %s", remote_engine, error)
 
     def notify(self, remote_engine: str, message: NotifyDesc, timeout_ms: int) -> None:
         """Send a message; on return the remote engine has it."""
         name, text = message.name.encode(), message.notify_msg.encode()
-        for what, data in (("name", name), ("notify_msg", text)):
+        for argument, data in (("name", name), ("notify_msg", text)):
             if len(data) > _MAX_TEXT:
-                raise invalid(f"{what} has {len(data)} bytes; at most {_MAX_TEXT} can be sent")
+                raise invalid(f"{argument} has {len(data)} bytes; at most {_MAX_TEXT} can be sent")
         frame = _HEAD.pack(_MESSAGE, len(name)) + name + text
         self._datadist.notify(self.cluster_of(remote_engine), frame, timeout_ms=timeout_ms)
 
     def take_messages(self) -> list[NotifyDesc]:
-        """All that have arrived and were not taken before."""
+        """Return the messages that have arrived since the last call."""
         with self._mutex:
             self.receive()
             taken, self._messages = self._messages, []
         return taken
 
     def receive(self) -> None:
-        """Look at what peers have sent."""
+        """Read the notifications of all peers."""
         with self._mutex:
             for cluster_id, data in self._datadist.notifications():
                 if data in (_USES, _LEAVES):
                     try:
                         self._peer_uses[self._link(cluster_id)] = data == _USES
                     except LLMException:
-                        continue  # it has gone, and what it used with it
+                        continue  # the link is gone, and with it the peer's use of it
                 elif (message := _message(data)) is not None:
                     self._messages.append(message)
                 else:
                     _peer_log.warning(
-                        "cluster %d has sent %d bytes that are no notification of hixl",
+                        "cluster %d has sent %d bytes that are not a notification of hixl",
                         cluster_id,
                         len(data),
                     )
 
     def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
-        """Link with a cluster; returns whether this call has made the link."""
+        """Link with a cluster; return True if this call has made the link."""
         cluster = ClusterInfo(cluster_id, address)
         results = self._datadist.link_clusters([cluster], _left_ms(deadline))
         if results.status is LLMStatusCode.LLM_ALREADY_LINK:
@@ -210,30 +202,32 @@ class Connections:
         return self._datadist._running().links.get(cluster_id)
 
     def _used_by_peer(self, link: PeerLink) -> bool:
-        """Whether the peer uses it: one that made it does until it says otherwise."""
+        """Return True if the peer uses the link: if it made the link, until it says otherwise."""
         return self._peer_uses.get(link, not link.phase)
 
     def _add(self, remote_engine: str, address: str, link: PeerLink) -> None:
-        """Know a connection by its names."""
+        """Remember a connection by its names."""
         connection = _Connection(link.cluster_id, ref(link))
         with self._mutex:
-            known = connection in self._connected.values()
+            is_known = connection in self._connected.values()
             self._connected[remote_engine] = self._connected[address] = connection
-        if known:
+        if is_known:
             raise LLMException(
-                f"{remote_engine} is connected already, by another name",
+                f"{remote_engine} is already connected by another name",
                 status_code=LLMStatusCode.LLM_ALREADY_LINK,
             )
 
     def _forget(self, cluster_id: int) -> None:
         with self._mutex:
             self._connected = {
-                name: it for name, it in self._connected.items() if it.cluster_id != cluster_id
+                name: connection
+                for name, connection in self._connected.items()
+                if connection.cluster_id != cluster_id
             }
 
     @contextmanager
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:
-        """Connect or disconnect inside; LLM_TIMEOUT: another call is at it all the time."""
+        """Exclude other calls for the same engine; LLM_TIMEOUT if they last too long."""
         with self._mutex:
             busy = self._busy.setdefault(address, Mutex())
         if not busy.acquire(timeout=timeout_ms / 1000):
@@ -269,59 +263,59 @@ def _not_connected(remote_engine: str) -> LLMException:
     return LLMException(f"{remote_engine} is not connected", status_code=_NOT_LINKED)
 
 
-def _not_made(error: LLMException, started: float, timeout_ms: int) -> LLMException:
-    """Why there is no connection: what took all of the time is a timeout, else it is a failure."""
+def _connect_error(error: LLMException, started: float, timeout_ms: int) -> LLMException:
+    """Return the error of `connect`: LLM_TIMEOUT if it took all of its time, or LLM_FAILED."""
     code = error.status_code
-    # Busy: the link before this one is just being ended.
+    # Busy: the link before this one is being ended.
     if code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_LINK_BUSY, _NOT_LINKED):
         late = (time.monotonic() - started) * 1000 >= timeout_ms
         code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED
     return LLMException(error.args[0], status_code=code)
 
 
-_log = Log("kvplan.hixl")
-
-_WAITING = {
-    True: AsyncConnectStatus.CONNECT_PENDING,
-    False: AsyncConnectStatus.DISCONNECT_PENDING,
-}
-_RUNNING = {True: AsyncConnectStatus.CONNECTING, False: AsyncConnectStatus.DISCONNECTING}
-_ENDED = {
-    (True, True): AsyncConnectStatus.CONNECTED,
-    (True, False): AsyncConnectStatus.CONNECT_FAILED,
-    (False, True): AsyncConnectStatus.NOT_CONNECT,
-    (False, False): AsyncConnectStatus.NOT_CONNECT,
-}
+# While waiting, while running, after success, after failure.
+_CONNECT_STATES: Final = (
+    AsyncConnectStatus.CONNECT_PENDING,
+    AsyncConnectStatus.CONNECTING,
+    AsyncConnectStatus.CONNECTED,
+    AsyncConnectStatus.CONNECT_FAILED,
+)
+_DISCONNECT_STATES: Final = (
+    AsyncConnectStatus.DISCONNECT_PENDING,
+    AsyncConnectStatus.DISCONNECTING,
+    AsyncConnectStatus.NOT_CONNECT,
+    AsyncConnectStatus.NOT_CONNECT,
+)
 
 
 class _Task(NamedTuple):
-    connects: bool
-    run: Callable[[], bool]  # returns whether it did what it was asked
+    states: tuple[AsyncConnectStatus, ...]
+    run: Callable[[], bool]  # returns True on success
 
 
 class AsyncConnector:
-    """Runs such tasks in a few threads, which are there while there are tasks.
+    """Connects and disconnects in the background, in threads that exist while there are tasks.
 
-    They keep no process from ending: one that ends without `finalize` does not wait for them.
+    The threads do not keep the process from ending without `finalize`.
 
     Args:
-        threads: how many.
-        capacity: how many tasks may wait.
+        threads: maximum number of threads.
+        capacity: maximum number of waiting tasks.
         name: of the threads.
     """
 
     def __init__(self, threads: int, capacity: int, name: str) -> None:
-        self._most, self._capacity, self._name = threads, capacity, name
+        self._max_threads, self._capacity, self._name = threads, capacity, name
         self._mutex = Mutex()
         self._closed = False
         self._threads: set[Thread] = set()
-        self._queues: dict[str, deque[_Task]] = {}  # of the remote engines that have a task
-        self._ready: deque[str] = deque()  # those that no thread is at
+        self._queues: dict[str, deque[_Task]] = {}  # by remote engine, for those with a task
+        self._ready: deque[str] = deque()  # remote engines that no thread works for
         self._waiting = 0
         self._states: dict[str, AsyncConnectStatus] = {}
 
     def submit(self, remote_engine: str, *, connects: bool, run: Callable[[], bool]) -> None:
-        """Run a task after those of the same remote engine."""
+        """Queue a task behind those of the same remote engine."""
         with self._mutex:
             if self._closed:
                 raise LLMException(
@@ -329,38 +323,39 @@ class AsyncConnector:
                 )
             if self._waiting >= self._capacity:
                 raise LLMException(
-                    f"{self._waiting} asynchronous connects wait; at most {self._capacity} may "
-                    "(connect_pool.task_queue_capacity)",
+                    f"{self._waiting} asynchronous connects are waiting; at most {self._capacity} "
+                    "may (connect_pool.task_queue_capacity)",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             queue = self._queues.get(remote_engine)
             if queue is None:
                 queue = self._queues[remote_engine] = deque()
                 self._ready.append(remote_engine)
-                if len(self._threads) < self._most:
+                if len(self._threads) < self._max_threads:
                     self._threads.add(start_thread(self._name, self._work))
-            queue.append(_Task(connects, run))
+            task = _Task(_CONNECT_STATES if connects else _DISCONNECT_STATES, run)
+            queue.append(task)
             self._waiting += 1
-            self._states[remote_engine] = _WAITING[connects]
+            self._states[remote_engine] = task.states[0]
 
     def states(self) -> dict[str, AsyncConnectStatus]:
-        """That of the last task of each remote engine."""
+        """Return the state of the last task of each remote engine."""
         with self._mutex:
             return dict(self._states)
 
     def stop(self) -> None:
-        """Begin no more tasks."""
+        """Start no more tasks."""
         with self._mutex:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
 
     def join(self) -> None:
-        """Wait until those that were running have ended."""
+        """Wait for the tasks that are running."""
         with self._mutex:
             threads = tuple(self._threads)
-        for it in threads:
-            it.join()
+        for thread in threads:
+            thread.join()
 
     def _work(self) -> None:
         while True:
@@ -372,7 +367,7 @@ class AsyncConnector:
             self._work_for(remote_engine)
 
     def _work_for(self, remote_engine: str) -> None:
-        """Run the tasks of a remote engine until it has none."""
+        """Run the tasks of a remote engine until its queue is empty."""
         while True:
             with self._mutex:
                 queue = self._queues[remote_engine]
@@ -382,12 +377,12 @@ class AsyncConnector:
                 task = queue.popleft()
                 self._waiting -= 1
                 if not queue:
-                    self._states[remote_engine] = _RUNNING[task.connects]
-            done = False
+                    self._states[remote_engine] = task.states[1]
+            has_succeeded = False
             try:
-                done = task.run()
-            except Exception:  # a mistake of ours; other tasks go on
+                has_succeeded = task.run()
+            except Exception:  # a bug of this package must not stop other tasks
                 _log.exception("connecting with %s in the background", remote_engine)
             with self._mutex:
-                if not queue:  # else a later task's is what is asked for
-                    self._states[remote_engine] = _ENDED[task.connects, done]
+                if not queue:  # otherwise the state is that of a later task
+                    self._states[remote_engine] = task.states[2 if has_succeeded else 3]

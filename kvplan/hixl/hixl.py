@@ -1,24 +1,26 @@
-"""`Hixl` of the original over `kvplan.LlmDataDist`: it checks, converts and returns numbers."""
+"""`Hixl` over `kvplan.LlmDataDist`: it checks and converts arguments, and returns numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import wraps
+from inspect import signature
 from operator import index
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, Literal, SupportsIndex
+from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
 from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
+from kvplan.execution import Transfers
 from kvplan.hixl.connections import AsyncConnector, Connections
 from kvplan.hixl.options import Settings, peer_endpoint, read
 from kvplan.hixl.requests import Requests
 from kvplan.hixl.values import (
     ALREADY_CONNECTED,
-    FAILED,
     NOT_CONNECTED,
     STATUS_NAMES,
     SUCCESS,
@@ -34,34 +36,83 @@ from kvplan.hixl.values import (
     check_type,
     status_of,
 )
+from kvplan.planning.plan import Plan
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
 from kvplan.validation import UINT64_MAX
 
-if TYPE_CHECKING:
-    from kvplan.execution import Transfers
-    from kvplan.planning.plan import Plan
-
 _log = Log("kvplan.hixl")
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 _REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
-"""What the engine raises; here each is a number, and a line of the log."""
+"""Exceptions of the engine, which become a status number and a line of the log."""
 
 _INT32_MAX = 2**31 - 1
-_AUTO_CONNECT_MS = 1000  # of a transfer that has no time of its own
+_AUTO_CONNECT_MS = 1000  # for a transfer without a timeout of its own
 _DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
     TransferOp.READ: "pull",
     TransferOp.WRITE: "push",
 }
 
 _Region = tuple[int, int, bool]
-"""Registered memory: address, bytes, and whether it is local only."""
+"""Registered memory: address, bytes, and True if it is local only."""
+
+
+def _returns_status(*rest: object, about: Callable[..., str] | None = None) -> Callable[[_F], _F]:
+    """Let a method return the status number of what it raises, and log the reason.
+
+    Args:
+        rest: Values that are returned after the number of a failure.
+        about: Returns the text that the log has after the name of the method, from its arguments.
+    """
+
+    def decorate(method: _F) -> _F:
+        @wraps(method)
+        def call(engine: Hixl, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(engine, *args, **kwargs)
+            except _REFUSALS as error:
+                text = method.__name__
+                if about is not None:
+                    given = signature(method).bind(engine, *args, **kwargs).arguments
+                    text = f"{text} {about(**given)}"
+                status = _log_failure(text, error)
+                return (status, *map(copy, rest)) if rest else status
+
+        return cast("_F", call)
+
+    return decorate
+
+
+def _log_failure(text: str, error: BaseException) -> int:
+    status = status_of(error)
+    _log.warning("%s: %s: %s", text, STATUS_NAMES[status], error, stacklevel=3)
+    return status
+
+
+def _name_text(local_engine: str, **_: object) -> str:
+    return local_engine
+
+
+def _peer_text(remote_engine: str, **_: object) -> str:
+    return remote_engine
+
+
+def _memory_text(mem_desc: MemDesc, mem_type: MemType, **_: object) -> str:
+    return f"{mem_type.name} [{mem_desc.addr:#x}, {mem_desc.addr + mem_desc.len:#x})"
+
+
+def _transfer_text(
+    remote_engine: str, op: TransferOp, op_descs: Sequence[TransferOpDesc], **_: object
+) -> str:
+    return f"{op.name} of {remote_engine}, {plural(len(op_descs), 'range')}"
 
 
 class _Running:
-    """What there is between `initialize` and `finalize`."""
+    """The state between `initialize` and `finalize`."""
 
     def __init__(self, settings: Settings, transfers: Transfers | None) -> None:
         self.settings = settings
@@ -73,11 +124,11 @@ class _Running:
         )
         self.requests = Requests()
         self.registered: dict[int, _Region] = {}  # by handle
-        self.handles: dict[_Region, int] = {}  # the other way round
-        self.mutex = Mutex()  # of registering
+        self.handles: dict[_Region, int] = {}  # the inverse of `registered`
+        self.mutex = Mutex()  # of `registered` and `handles`
 
     def place_of(self, mem_type: MemType) -> Placement:
-        """Return where memory of this type lies."""
+        """Return the placement of memory of this type."""
         if mem_type is MemType.MEM_HOST:
             return Placement.HOST
         if self.datadist.device is not None:
@@ -85,11 +136,32 @@ class _Running:
         if self.settings.device_is_host:
             return Placement.HOST
         raise LLMException(
-            "there is no device: no library of an accelerator was found, or "
-            "kvplan.accelerator=none; `kvplan info` says why. Where MEM_DEVICE is to be memory of "
-            "this host, give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host",
+            "this engine has no device: no library of an accelerator was found, or "
+            "kvplan.accelerator=none (`kvplan info` says why). To treat MEM_DEVICE as host memory, "
+            "give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
+
+    def cluster_of(self, remote_engine: str, timeout_ms: int) -> int:
+        """Return the cluster of a remote engine; with AutoConnect, connect first."""
+        connections = self.connections
+        if self.settings.auto_connect and not connections.is_linked(remote_engine):
+            try:
+                connections.connect(remote_engine, timeout_ms)
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
+                    raise
+        return connections.cluster_of(remote_engine)
+
+    def async_status(
+        self, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
+    ) -> AsyncConnectStatus:
+        """Return the state of the last task, corrected by the state of the connection."""
+        state = states.get(remote_engine, AsyncConnectStatus.NOT_CONNECT)
+        settled = (AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT)
+        if state in settled:
+            return settled[not self.connections.is_linked(remote_engine)]
+        return state
 
     def close(self) -> None:
         self.connector.stop()
@@ -98,14 +170,14 @@ class _Running:
 
 
 class Hixl:
-    """An engine: memory of this process, connections with others, and transfers between them.
+    """An engine: memory of this process, connections with other engines, and transfers.
 
     Every call returns a status number, alone or first in a tuple, and logs why it is not SUCCESS
-    (logger `kvplan.hixl`). Before `initialize`, and after `finalize`, it is FAILED. Calls may come
-    from several threads. Nothing is raised but TypeError, for an argument of another type.
+    (logger `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any
+    thread may call the methods. They raise only TypeError, for an argument of another type.
 
     Args:
-        transfers: what copies; None: what this process shares. Not in hixl.
+        transfers: executes the copies; None: the transfers of this process. Not in hixl.
     """
 
     def __init__(self, *, transfers: Transfers | None = None) -> None:
@@ -113,17 +185,18 @@ class Hixl:
         self._running: _Running | None = None
         self._mutex = Mutex()  # of initialize and finalize
 
+    @_returns_status(about=_name_text)
     def initialize(self, local_engine: str, options: Mapping[str, str] | None = None) -> int:
-        """Begin to take calls, and to listen if the name has a port; a second time: nothing.
+        """Start the engine, and listen if the name has a port. A second call has no effect.
 
         Args:
-            local_engine: "host:port", "[ipv6]:port"; without a port, or with one below 1, it does
-                not listen.
-            options: those of the original, and of kvplan (`kvplan.transport`...), as text.
+            local_engine: "host:port" or "[ipv6]:port". Without a port, or with a port below 1, the
+                engine does not listen.
+            options: options of the original and of kvplan (`kvplan.transport`...), as text.
 
         Returns:
-            SUCCESS; PARAM_INVALID: no such name, or an impossible option; FAILED: the port is in
-            use, say.
+            SUCCESS; PARAM_INVALID: a malformed name, or an invalid option; FAILED: for example, the
+            port is in use.
 
         Raises:
             TypeError: an argument of another type.
@@ -135,19 +208,15 @@ class Hixl:
             check_type("options key", key, str)
             check_type(f"options[{key!r}]", text, str)
         with self._mutex:
-            if self._running is not None:
-                return SUCCESS
-            try:
+            if self._running is None:
                 self._running = _Running(read(local_engine, given), self._transfers)
-            except _REFUSALS as error:
-                return _failed(f"initialize {local_engine}", error)
         return SUCCESS
 
     def finalize(self) -> None:
         """End transfers and connections, and take no more calls; idempotent.
 
-        Transfers in flight are waited for, up to llm.SyncKvCacheWaitTime (1 s), then stopped: on
-        return none writes a byte any more.
+        Transfers in flight may complete for llm.SyncKvCacheWaitTime (1 s); then they are stopped.
+        On return no transfer writes a byte.
         """
         with self._mutex:
             running, self._running = self._running, None
@@ -155,19 +224,20 @@ class Hixl:
                 try:
                     running.close()
                 except _REFUSALS as error:
-                    _failed("finalize", error)
+                    _log_failure("finalize", error)
 
+    @_returns_status(0, about=_memory_text)
     def register_mem(self, mem_desc: MemDesc, mem_type: MemType) -> tuple[int, int]:
-        """Let transfers of this engine, and of those connected with it, use memory.
+        """Let this engine and connected engines use memory in transfers.
 
-        It must stay mapped until it is deregistered. The same memory again has the same handle.
-        Remote engines do not reach memory whose `local_only` is True.
+        The memory must stay mapped until it is deregistered. Registering it again returns the same
+        handle. Remote engines do not reach memory whose `local_only` is True.
 
         Returns:
-            The status, and the handle (0 unless SUCCESS). PARAM_INVALID: no bytes, address 0,
-            memory that is not mapped, or not where `mem_type` says; UNSUPPORTED: MEM_DEVICE where
-            there is no device, unless option kvplan.mem_device (environment variable
-            KVPLAN_MEM_DEVICE) is "host": then it is memory of this host.
+            The status, and the handle (0 unless SUCCESS). PARAM_INVALID: zero bytes, address 0,
+            memory that is not mapped or does not match `mem_type`; UNSUPPORTED: MEM_DEVICE on a
+            host without a device, unless option kvplan.mem_device (environment variable
+            KVPLAN_MEM_DEVICE) is "host", which registers the memory as host memory.
 
         Raises:
             TypeError: an argument of another type.
@@ -175,106 +245,102 @@ class Hixl:
         check_type("mem_desc", mem_desc, MemDesc)
         check_type("mem_type", mem_type, MemType)
         address, nbytes = mem_desc.addr, mem_desc.len
-        what = f"register_mem {mem_type.name} [{address:#x}, {address + nbytes:#x})"
-        running = self._running
-        if running is None:
-            return _not_initialized(what), 0
-        try:
-            if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
-                raise invalid(
-                    f"addr={address:#x}, len={nbytes}: memory has at least 1 byte, does not begin "
-                    "at 0, and ends by 2**64"
-                )
-            region = address, nbytes, mem_desc.local_only
-            desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, running.place_of(mem_type))
-            with running.mutex:
-                if (known := running.handles.get(region)) is not None:
-                    return SUCCESS, known
-                handle = running.datadist.register_cache(
-                    desc, [address], remote_accessible=not mem_desc.local_only
-                ).cache_id
-                running.registered[handle] = region
-                running.handles[region] = handle
-        except _REFUSALS as error:
-            return _failed(what, error), 0
+        running = self._initialized()
+        if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
+            raise invalid(
+                f"addr={address:#x}, len={nbytes}: memory must have at least 1 byte, begin above 0 "
+                "and end by 2**64"
+            )
+        region = address, nbytes, mem_desc.local_only
+        desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, running.place_of(mem_type))
+        with running.mutex:
+            if (known := running.handles.get(region)) is not None:
+                return SUCCESS, known
+            handle = running.datadist.register_cache(
+                desc, [address], remote_accessible=not mem_desc.local_only
+            ).cache_id
+            running.registered[handle] = region
+            running.handles[region] = handle
         return SUCCESS, handle
 
+    @_returns_status()
     def deregister_mem(self, mem_handle: int) -> int:
-        """Let no transfer use memory any more; on return none does, and it may be freed.
+        """Withdraw memory from transfers. On return no transfer uses it, and it may be freed.
 
-        Those in flight that use it are stopped, and fail: requests, and calls of `transfer_sync` in
-        other threads.
+        Requests and `transfer_sync` calls of other threads that use the memory are stopped, and
+        fail.
 
         Returns:
-            SUCCESS, for a handle that is not known (any more) too; PARAM_INVALID: 0.
+            SUCCESS, also for an unknown handle; PARAM_INVALID: handle 0.
 
         Raises:
             TypeError: an argument of another type.
         """
         mem_handle = _index("mem_handle", mem_handle)
-        running = self._running
-        if running is None:
-            return _not_initialized("deregister_mem")
+        running = self._initialized()
         if mem_handle == 0:
-            return _failed("deregister_mem", invalid("mem_handle=0 is no handle"))
-        try:
-            with running.mutex:
-                known = running.registered.pop(mem_handle, None)
-                if known is not None:
-                    del running.handles[known]
-            if known is not None:
-                running.datadist.unregister_cache(mem_handle)
-        except _REFUSALS as error:
-            return _failed(f"deregister_mem {mem_handle}", error)
+            raise invalid("mem_handle=0 is not a handle; pass one that register_mem returned")
+        with running.mutex:
+            region = running.registered.pop(mem_handle, None)
+            if region is not None:
+                del running.handles[region]
+        if region is not None:
+            running.datadist.unregister_cache(mem_handle)
         return SUCCESS
 
+    @_returns_status(about=_peer_text)
     def connect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
         """Connect with an engine that listens.
 
         Returns:
-            SUCCESS; PARAM_INVALID: no such name, this engine's own, or a timeout below 1;
-            ALREADY_CONNECTED; TIMEOUT; FAILED: nobody listens there, say.
+            SUCCESS; PARAM_INVALID: a malformed name, the name of this engine, or a timeout below 1;
+            ALREADY_CONNECTED; TIMEOUT; FAILED: for example, no engine listens there.
 
         Raises:
             TypeError: an argument of another type.
         """
         check_type("remote_engine", remote_engine, str)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
-        running = self._running
-        if running is None:
-            return _not_initialized("connect")
-        return _connect(running, remote_engine, timeout_in_millis)
+        running = self._initialized()
+        _check_timeout(timeout_in_millis)
+        running.connections.connect(remote_engine, timeout_in_millis)
+        return SUCCESS
 
+    @_returns_status(about=_peer_text)
     def disconnect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection; requests over it that have not ended are stopped.
+        """End a connection, and stop the requests that still use it.
 
         Returns:
-            SUCCESS; PARAM_INVALID: no such name, or a timeout below 1; NOT_CONNECTED; TIMEOUT: the
-            remote engine has not confirmed it.
+            SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
+            the remote engine has not confirmed the end.
 
         Raises:
             TypeError: an argument of another type.
         """
         check_type("remote_engine", remote_engine, str)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
-        running = self._running
-        if running is None:
-            return _not_initialized("disconnect")
-        return _disconnect(running, remote_engine, timeout_in_millis)
+        running = self._initialized()
+        _check_timeout(timeout_in_millis)
+        cluster_id = running.connections.cluster_of(remote_engine)
+        running.requests.stop_peer(cluster_id, f"stopped, as {remote_engine} was disconnected")
+        running.connections.disconnect(remote_engine, timeout_in_millis)
+        return SUCCESS
 
+    @_returns_status(about=_peer_text)
     def connect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """Connect in the background; `get_async_connect_status` says how far it is.
+        """Connect in the background; `get_async_connect_status` returns the progress.
 
         Tasks with one remote engine run one after another.
 
         Returns:
-            SUCCESS: it was begun; PARAM_INVALID; RESOURCE_EXHAUSTED: too many wait.
+            SUCCESS: the task is queued; PARAM_INVALID; RESOURCE_EXHAUSTED: the queue is full.
 
         Raises:
             TypeError: an argument of another type.
         """
         return self._begin(remote_engine, timeout_in_millis, connects=True)
 
+    @_returns_status(about=_peer_text)
     def disconnect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
         """End a connection in the background. Otherwise as `connect_async`.
 
@@ -283,30 +349,26 @@ class Hixl:
         """
         return self._begin(remote_engine, timeout_in_millis, connects=False)
 
+    @_returns_status(AsyncConnectStatus.NOT_CONNECT)
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return how far the last asynchronous task with a remote engine is.
+        """Return the state of the last asynchronous task with a remote engine.
 
         Raises:
             TypeError: an argument of another type.
         """
         check_type("remote_engine", remote_engine, str)
-        running = self._running
-        if running is None:
-            return _not_initialized("get_async_connect_status"), AsyncConnectStatus.NOT_CONNECT
-        try:
-            peer_endpoint(remote_engine)
-        except _REFUSALS as error:
-            return _failed("get_async_connect_status", error), AsyncConnectStatus.NOT_CONNECT
-        return SUCCESS, _state(running, remote_engine, running.connector.states())
+        running = self._initialized()
+        peer_endpoint(remote_engine)
+        return SUCCESS, running.async_status(remote_engine, running.connector.states())
 
+    @_returns_status({})
     def get_all_async_connect_status(self) -> tuple[int, dict[str, AsyncConnectStatus]]:
-        """Return the same of all remote engines that there was such a task with."""
-        running = self._running
-        if running is None:
-            return _not_initialized("get_all_async_connect_status"), {}
+        """Return the state of the last asynchronous task with each remote engine."""
+        running = self._initialized()
         states = running.connector.states()
-        return SUCCESS, {it: _state(running, it, states) for it in states}
+        return SUCCESS, {name: running.async_status(name, states) for name in states}
 
+    @_returns_status(about=_transfer_text)
     def transfer_sync(
         self,
         remote_engine: str,
@@ -314,20 +376,20 @@ class Hixl:
         op_descs: Sequence[TransferOpDesc],
         timeout_in_millis: int = 1000,
     ) -> int:
-        """Copy ranges from the memory of a remote engine to memory here, or to there.
+        """Copy ranges between the memory of a remote engine and local memory.
 
         Args:
-            remote_engine: which, by the name it was connected with.
-            op: READ: from there; WRITE: to there.
-            op_descs: the ranges; each must lie in registered memory at both ends, and no byte may
-                be written twice.
-            timeout_in_millis: what it may take; then it is stopped.
+            remote_engine: the name with which it was connected.
+            op: READ: from the remote engine; WRITE: to it.
+            op_descs: the ranges. Each must lie in registered memory at both ends; destinations must
+                not overlap.
+            timeout_in_millis: milliseconds until the transfer is stopped.
 
         Returns:
-            SUCCESS: every byte has arrived; PARAM_INVALID: a range that is not registered, of no
-            bytes, or that overlaps another; NOT_CONNECTED: not connected, or the remote engine has
-            gone; TIMEOUT; UNSUPPORTED: memory that the way between the two does not reach; FAILED:
-            memory that was deregistered or freed meanwhile, say.
+            SUCCESS: every byte has arrived; PARAM_INVALID: a range that is empty, not registered,
+            or overlaps another; NOT_CONNECTED: not connected, or the remote engine is gone;
+            TIMEOUT; UNSUPPORTED: memory that the transport does not reach; FAILED: for example,
+            memory was deregistered or freed during the transfer.
 
         Raises:
             TypeError: an argument of another type.
@@ -335,20 +397,16 @@ class Hixl:
         _check_move(remote_engine, op)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
         columns = address_columns(op_descs)
-        running = self._running
-        if running is None:
-            return _not_initialized("transfer_sync")
-        try:
-            _check_timeout(timeout_in_millis)
-            started = perf_counter()
-            cluster = _cluster(running, remote_engine, timeout_in_millis)
-            ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
-            left_ms = timeout_in_millis - (perf_counter() - started) * 1000
-            running.datadist.run(ranges, timeout_ms=max(0.0, left_ms))
-        except _REFUSALS as error:
-            return _failed(_move_text("transfer_sync", remote_engine, op, len(columns[0])), error)
+        running = self._initialized()
+        _check_timeout(timeout_in_millis)
+        started = perf_counter()
+        cluster = running.cluster_of(remote_engine, timeout_in_millis)
+        ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
+        left_ms = timeout_in_millis - (perf_counter() - started) * 1000
+        running.datadist.run(ranges, timeout_ms=max(0.0, left_ms))
         return SUCCESS
 
+    @_returns_status(0, about=_transfer_text)
     def transfer_async(
         self,
         remote_engine: str,
@@ -356,14 +414,14 @@ class Hixl:
         op_descs: Sequence[TransferOpDesc],
         args: TransferArgs | None = None,
     ) -> tuple[int, int]:
-        """Begin what `transfer_sync` does, and return the request to ask for.
+        """Begin a transfer as of `transfer_sync`, and return its request.
 
         Args:
-            args: with `user_data`, which `get_all_transfer_status` gives back.
+            args: has the `user_data` that `get_all_transfer_status` returns with the request.
 
         Returns:
             The status, and the request (0 unless SUCCESS). As of `transfer_sync`;
-            RESOURCE_EXHAUSTED: too many requests were not asked for.
+            RESOURCE_EXHAUSTED: too many requests are open; get their status first.
 
         Raises:
             TypeError: an argument of another type.
@@ -372,65 +430,49 @@ class Hixl:
         given = TransferArgs() if args is None else args
         check_type("args", given, TransferArgs)
         columns = address_columns(op_descs)
-        running = self._running
-        if running is None:
-            return _not_initialized("transfer_async"), 0
-        try:
-            running.requests.check_room()
-            cluster = _cluster(running, remote_engine, _AUTO_CONNECT_MS)
-            ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
-            task = running.datadist.submit(ranges)
-            request = running.requests.add(task, ranges, remote_engine, op, given.user_data)
-        except _REFUSALS as error:
-            text = _move_text("transfer_async", remote_engine, op, len(columns[0]))
-            return _failed(text, error), 0
-        return SUCCESS, request
+        running = self._initialized()
+        running.requests.check_room()
+        cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
+        ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
+        task = running.datadist.submit(ranges)
+        return SUCCESS, running.requests.add(task, ranges, remote_engine, op, given.user_data)
 
+    @_returns_status(TransferStatus.FAILED)
     def get_transfer_status(self, req_id: int) -> tuple[int, TransferStatus]:
-        """Return how far a request is; one that has ended is forgotten then.
+        """Return the state of a request; forget the request if it has ended.
 
         Returns:
-            SUCCESS and the status; PARAM_INVALID and FAILED: no such request, or its end was told
-            before; NOT_CONNECTED and FAILED: it failed as the remote engine has gone.
+            SUCCESS and the state; PARAM_INVALID and FAILED: unknown request, or one whose end was
+            returned before; NOT_CONNECTED and FAILED: it failed because the remote engine is gone.
 
         Raises:
             TypeError: an argument of another type.
         """
         req_id = _index("req_id", req_id)
-        running = self._running
-        if running is None:
-            return _not_initialized("get_transfer_status"), TransferStatus.FAILED
-        try:
-            return running.requests.status(req_id)
-        except _REFUSALS as error:
-            return _failed("get_transfer_status", error), TransferStatus.FAILED
+        return self._initialized().requests.status(req_id)
 
+    @_returns_status([])
     def get_all_transfer_status(
         self, args: GetTransferStatusArgs | None = None
     ) -> tuple[int, list[TransferResult]]:
-        """Return how far all requests are, those submitted first; those that have ended go then.
+        """Return the states of all requests, oldest first; forget the requests that have ended.
 
         Raises:
             TypeError: an argument of another type.
         """
         given = GetTransferStatusArgs() if args is None else args
         check_type("args", given, GetTransferStatusArgs)
-        running = self._running
-        if running is None:
-            return _not_initialized("get_all_transfer_status"), []
-        try:
-            return SUCCESS, running.requests.all(given)
-        except _REFUSALS as error:
-            return _failed("get_all_transfer_status", error), []
+        return SUCCESS, self._initialized().requests.all(given)
 
+    @_returns_status(about=_peer_text)
     def send_notify(
         self, remote_engine: str, notify: NotifyDesc, timeout_in_millis: int = 1000
     ) -> int:
-        """Send a message to a remote engine; on SUCCESS it has it, for `get_notifies`.
+        """Send a message. After SUCCESS the remote engine has it, for `get_notifies`.
 
         Returns:
             SUCCESS; PARAM_INVALID: a name or message of more than 1024 bytes, or a timeout below 1;
-            NOT_CONNECTED; RESOURCE_EXHAUSTED: 4096 wait there to be read; TIMEOUT.
+            NOT_CONNECTED; RESOURCE_EXHAUSTED: the remote engine has 4096 unread messages; TIMEOUT.
 
         Raises:
             TypeError: an argument of another type.
@@ -438,25 +480,15 @@ class Hixl:
         check_type("remote_engine", remote_engine, str)
         check_type("notify", notify, NotifyDesc)
         timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
-        running = self._running
-        if running is None:
-            return _not_initialized("send_notify")
-        try:
-            _check_timeout(timeout_in_millis)
-            running.connections.notify(remote_engine, notify, timeout_in_millis)
-        except _REFUSALS as error:
-            return _failed(f"send_notify to {remote_engine}", error)
+        running = self._initialized()
+        _check_timeout(timeout_in_millis)
+        running.connections.notify(remote_engine, notify, timeout_in_millis)
         return SUCCESS
 
+    @_returns_status([])
     def get_notifies(self) -> tuple[int, list[NotifyDesc]]:
-        """Return all messages that have arrived since it was last called."""
-        running = self._running
-        if running is None:
-            return _not_initialized("get_notifies"), []
-        try:
-            return SUCCESS, running.connections.take_messages()
-        except _REFUSALS as error:
-            return _failed("get_notifies", error), []
+        """Return the messages that have arrived since the last call."""
+        return SUCCESS, self._initialized().connections.take_messages()
 
     @property
     def datadist(self) -> LlmDataDist:
@@ -470,16 +502,16 @@ class Hixl:
     def plan_transfer(
         self, remote_engine: str, op: TransferOp, op_descs: Sequence[TransferOpDesc]
     ) -> Plan:
-        """Return the plan of a transfer, to `explain` and `diff`; nothing moves. Not in hixl.
+        """Return the plan of a transfer, to `explain` and `diff`; no byte moves. Not in hixl.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: what `transfer_sync` would log.
+            LLMException: the reason that `transfer_sync` would log.
         """
         _check_move(remote_engine, op)
         columns = address_columns(op_descs)
         running = self._initialized()
-        cluster = _cluster(running, remote_engine, _AUTO_CONNECT_MS)
+        cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
         return running.datadist.plan(AddressRanges(cluster, *columns, _DIRECTIONS[op]))
 
     def _initialized(self) -> _Running:
@@ -488,93 +520,23 @@ class Hixl:
         return self._running
 
     def _begin(self, remote_engine: str, timeout_ms: int, *, connects: bool) -> int:
-        name = "connect_async" if connects else "disconnect_async"
         check_type("remote_engine", remote_engine, str)
         timeout_ms = _index("timeout_in_millis", timeout_ms)
-        running = self._running
-        if running is None:
-            return _not_initialized(name)
-        try:
-            _check_timeout(timeout_ms)
-            peer_endpoint(remote_engine)
-            run = partial(_connected if connects else _disconnected, running, remote_engine)
-            running.connector.submit(remote_engine, connects=connects, run=partial(run, timeout_ms))
-        except _REFUSALS as error:
-            return _failed(f"{name} {remote_engine}", error)
+        running = self._initialized()
+        _check_timeout(timeout_ms)
+        peer_endpoint(remote_engine)
+
+        def run() -> bool:
+            if connects:
+                return self.connect(remote_engine, timeout_ms) in (SUCCESS, ALREADY_CONNECTED)
+            return self.disconnect(remote_engine, timeout_ms) in (SUCCESS, NOT_CONNECTED)
+
+        running.connector.submit(remote_engine, connects=connects, run=run)
         return SUCCESS
 
     def __repr__(self) -> str:
         running = self._running
         return f"<Hixl {'not initialized' if running is None else running.settings.name}>"
-
-
-def _connect(running: _Running, remote_engine: str, timeout_ms: int) -> int:
-    try:
-        _check_timeout(timeout_ms)
-        running.connections.connect(remote_engine, timeout_ms)
-    except _REFUSALS as error:
-        return _failed(f"connect {remote_engine}", error)
-    return SUCCESS
-
-
-def _disconnect(running: _Running, remote_engine: str, timeout_ms: int) -> int:
-    try:
-        _check_timeout(timeout_ms)
-        cluster_id = running.connections.cluster_of(remote_engine)
-        running.requests.stop_peer(cluster_id, f"stopped, as {remote_engine} was disconnected")
-        running.connections.disconnect(remote_engine, timeout_ms)
-    except _REFUSALS as error:
-        return _failed(f"disconnect {remote_engine}", error)
-    return SUCCESS
-
-
-def _connected(running: _Running, remote_engine: str, timeout_ms: int) -> bool:
-    """Connect in the background; returns whether it is connected then."""
-    return _connect(running, remote_engine, timeout_ms) in (SUCCESS, ALREADY_CONNECTED)
-
-
-def _disconnected(running: _Running, remote_engine: str, timeout_ms: int) -> bool:
-    """Disconnect in the background; returns whether it is not connected then."""
-    return _disconnect(running, remote_engine, timeout_ms) in (SUCCESS, NOT_CONNECTED)
-
-
-def _cluster(running: _Running, remote_engine: str, timeout_ms: int) -> int:
-    """The cluster of a remote engine that is connected, or with AutoConnect becomes so."""
-    connections = running.connections
-    if running.settings.auto_connect and not connections.stands(remote_engine):
-        try:
-            connections.connect(remote_engine, timeout_ms)
-        except LLMException as error:
-            if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # another thread was first
-                raise
-    return connections.cluster_of(remote_engine)
-
-
-def _state(
-    running: _Running, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
-) -> AsyncConnectStatus:
-    """How far the last task is; what it has made may have ended since, or be made otherwise."""
-    state = states.get(remote_engine, AsyncConnectStatus.NOT_CONNECT)
-    settled = (AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT)
-    if state in settled:
-        return settled[not running.connections.stands(remote_engine)]
-    return state
-
-
-def _failed(what: str, error: BaseException) -> int:
-    """The number that a refused or failed call returns; why is logged."""
-    status = status_of(error)
-    _log.warning("%s: %s: %s", what, STATUS_NAMES[status], error, stacklevel=2)
-    return status
-
-
-def _not_initialized(name: str) -> int:
-    _log.warning("%s: FAILED: the engine is not initialized", name, stacklevel=2)
-    return FAILED
-
-
-def _move_text(name: str, remote_engine: str, op: TransferOp, count: int) -> str:
-    return f"{name} {op.name} of {remote_engine}, {plural(count, 'range')}"
 
 
 def _check_move(remote_engine: object, op: object) -> None:
@@ -583,7 +545,7 @@ def _check_move(remote_engine: object, op: object) -> None:
 
 
 def _index(name: str, value: SupportsIndex) -> int:
-    """A whole number, of NumPy too, as the original takes them."""
+    """Return an integer, also one of NumPy, as the original takes them."""
     try:
         return index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a `Hixl` is initialized with: names of engines, and options."""
+"""Names of engines and options, as `Hixl.initialize` reads them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from kvplan.validation import check_one_of, shown
 _log = Log("kvplan.hixl")
 
 OPTION_MEM_DEVICE: Final = "kvplan.mem_device"
-"""Option: what MEM_DEVICE means where there is no device: "refuse" (the default) or "host"."""
+"""Option: "refuse" (default), or "host" to treat MEM_DEVICE as host memory without a device."""
 
 ENVIRONMENT_MEM_DEVICE: Final = "KVPLAN_MEM_DEVICE"
-"""Environment variable with that value, for engines that do not give the option."""
+"""Environment variable for engines that do not give that option."""
 
 MEM_DEVICE_VALUES: Final = ("refuse", "host")
 
 _THREADS: Final = 2
 _CAPACITY: Final = 128
 
-# Options of the original that the engine has, under its own names.
+# Options of the original that the engine has under other names.
 _SAME: Final = {
     OPTION_RDMA_TRAFFIC_CLASS: "llm.RdmaTrafficClass",
     OPTION_RDMA_SERVICE_LEVEL: "llm.RdmaServiceLevel",
@@ -53,16 +53,16 @@ _SAME: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a `Hixl` works.
+    """The settings of a `Hixl`.
 
     Attributes:
-        name: of the engine, as it was given.
-        cluster_id: of the engine below: all who know the name of one that listens know it.
+        name: of the engine, as given.
+        cluster_id: of the engine below; of one that listens it follows from the name.
         engine: options of the engine below.
-        auto_connect: whether a transfer connects.
-        device_is_host: True if MEM_DEVICE is host memory where there is no device.
-        threads: of asynchronous connects.
-        capacity: how many of them may wait.
+        auto_connect: True if a transfer connects.
+        device_is_host: True if MEM_DEVICE is host memory on a host without a device.
+        threads: maximum number of threads for asynchronous connects.
+        capacity: maximum number of waiting asynchronous connects.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Settings:
 
 
 def read(local_engine: str, options: Mapping[str, str]) -> Settings:
-    """Return what the arguments of `Hixl.initialize` mean."""
+    """Read the arguments of `Hixl.initialize`."""
     listen = own_endpoint(local_engine)
     texts: dict[str, str] = {}
     for key, text in options.items():
@@ -92,19 +92,16 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
         elif key in SPELLINGS:
             texts[key] = text
         else:
-            _log.warning("option %s=%s is not known, and ignored", shown(key), shown(text))
+            _log.warning("option %s=%s is unknown and ignored", shown(key), shown(text))
     if _given(options, OPTION_ENABLE_USE_FABRIC_MEM) == "1":
         if (pool := _given(options, OPTION_BUFFER_POOL)) not in (None, "", "0:0"):
             raise invalid(f'BufferPool={shown(pool)} must be "0:0" with EnableUseFabricMem=1')
-        _log.warning(
-            "option EnableUseFabricMem=1 is ignored: there is no fabric memory here; bytes move as "
-            "they would without it"
-        )
+        _log.warning("option EnableUseFabricMem=1 is ignored: this host has no fabric memory")
     engine = Options.of(texts)
     if listen is not None:
         engine = replace(engine, listen_ip_info=str(listen))
     if "device_id" not in {SPELLINGS[key].field for key in texts} | configured().keys():
-        # As in the original: the device that the program has set before.
+        # As in the original: the current device of the program.
         engine = replace(engine, device_id=current_device(engine.accelerator) or 0)
     resources = engine.global_resource_config
     return Settings(
@@ -119,7 +116,7 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
 
 
 def _given(options: Mapping[str, str], name: str) -> str | None:
-    """Return the text of an option by either of its keys, None where it is not given."""
+    """Return the text of an option by either of its keys; None if it is not given."""
     return options.get(name, options.get(f"adxl.{name}"))
 
 
@@ -132,7 +129,7 @@ def _mem_device(options: Mapping[str, str]) -> str:
 
 
 def own_endpoint(local_engine: str) -> Endpoint | None:
-    """Where an engine of this name listens; None: nowhere, as it has no port, or one below 1."""
+    """Return where an engine of this name listens; None without a port, or with one below 1."""
     host, port = _split(local_engine, "local_engine")
     if port is None or port < 1:
         Endpoint.parse(f"{host}:0")
@@ -141,15 +138,15 @@ def own_endpoint(local_engine: str) -> Endpoint | None:
 
 
 def peer_endpoint(remote_engine: str) -> Endpoint:
-    """Where a remote engine of this name listens."""
+    """Return where a remote engine of this name listens."""
     host, port = _split(remote_engine, "remote_engine")
     if port is None or port < 1:
-        raise invalid(f"remote_engine={shown(remote_engine)} has no port: it listens nowhere")
+        raise invalid(f"remote_engine={shown(remote_engine)} has no port; give host:port")
     return Endpoint.parse(f"{host}:{port}")
 
 
 def cluster_id_of(endpoint: Endpoint) -> int:
-    """The id of the engine that listens there: whoever knows its name knows that."""
+    """Return the cluster id of the engine that listens there; it follows from the name."""
     digest = hashlib.blake2b(f"hixl {endpoint}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -165,11 +162,11 @@ def _split(name: str, argument: str) -> tuple[str, int | None]:
 
 
 def _check_buffer_pool(key: str, text: str) -> None:
-    """Staging memory of the original, which stages what is small; what is needed is made here."""
+    """Check the size of the original's staging memory; kvplan sizes its own."""
     if text and not re.fullmatch(r"[0-9]{1,6}:[0-9]{1,6}", text):
         raise invalid(f'{key}={shown(text)} must be "number:size in MB", such as "4:8" or "0:0"')
 
 
 def _number(resources: str, name: str, default: int) -> int:
-    """A number of the global resource config, or its digits; the options have checked it."""
+    """Return a number of the global resource config, which `Options` has checked."""
     return int((json.loads(resources) if resources else {}).get(name, default))

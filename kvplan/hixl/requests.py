@@ -1,12 +1,13 @@
-"""Transfers in flight: requests that were submitted and not asked for yet."""
+"""Asynchronous transfers: requests whose end the program has not asked for yet."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvnative._signals import Mutex
-from kvplan.engine.ranges import unconfirmed_text
+from kvplan.engine.ranges import AddressRanges, unconfirmed_text
+from kvplan.execution import TransferTask
 from kvplan.hixl.values import (
     NOT_CONNECTED,
     SUCCESS,
@@ -20,14 +21,10 @@ from kvplan.hixl.values import (
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 
-if TYPE_CHECKING:
-    from kvplan.engine.ranges import AddressRanges
-    from kvplan.execution import TransferTask
-
 _log = Log("kvplan.hixl")
 
 MAX_REQUESTS: Final = 1 << 16
-"""Requests that may wait to be asked for."""
+"""Maximum number of open requests."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,7 +37,7 @@ class _Request:
 
 
 class Requests:
-    """What is in flight over one `Hixl`; may be used from several threads."""
+    """The open requests of one `Hixl`. Any thread may call the methods."""
 
     def __init__(self) -> None:
         self._mutex = Mutex()
@@ -48,10 +45,10 @@ class Requests:
         self._requests: dict[int, _Request] = {}  # in the order in which they were submitted
 
     def check_room(self) -> None:
-        """Refuse another request: LLM_LINK_BUSY: too many were not asked for."""
+        """Raise LLM_LINK_BUSY if too many requests are open."""
         if len(self._requests) >= MAX_REQUESTS:
             raise LLMException(
-                f"{MAX_REQUESTS} requests wait to be asked for by get_transfer_status",
+                f"{MAX_REQUESTS} requests are open; call get_transfer_status to end some",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
 
@@ -63,53 +60,51 @@ class Requests:
         op: TransferOp,
         user_data: Any,
     ) -> int:
-        """Return the number of a request that was submitted."""
+        """Add a submitted request, and return its number."""
         with self._mutex:
             self._last += 1
             self._requests[self._last] = _Request(task, ranges, remote_engine, op, user_data)
             return self._last
 
     def status(self, number: int) -> tuple[int, TransferStatus]:
-        """How far a request is; one that has ended is forgotten."""
+        """Return the state of a request; forget the request if it has ended."""
         with self._mutex:
             request = self._requests.get(number)
             if request is None:
-                raise invalid(f"req_id={number} is not a request, or its end was told before")
+                raise invalid(f"req_id={number} is unknown, or its end was already returned")
             if not request.task.done:
                 return SUCCESS, TransferStatus.WAITING
             del self._requests[number]
         return _outcome(number, request)
 
     def all(self, args: GetTransferStatusArgs) -> list[TransferResult]:
-        """How far the requests are, those submitted first; those that have ended are forgotten."""
-        told: list[TransferResult] = []
+        """Return the states of requests, oldest first; forget the requests that have ended."""
+        results: list[TransferResult] = []
         with self._mutex:
             for number, request in list(self._requests.items()):
-                if len(told) >= args.max_query_count:
+                if len(results) >= args.max_query_count:
                     break
                 if not request.task.done:
                     if not args.skip_waiting:
                         waiting = TransferStatus.WAITING
-                        told.append(TransferResult.of(number, request.user_data, waiting))
+                        results.append(TransferResult.of(number, request.user_data, waiting))
                     continue
                 del self._requests[number]
                 _, status = _outcome(number, request)
-                told.append(TransferResult.of(number, request.user_data, status))
-        return told
+                results.append(TransferResult.of(number, request.user_data, status))
+        return results
 
     def stop_peer(self, cluster_id: int, reason: str) -> None:
-        """Stop the requests with a peer, by whatever name it was called."""
-        for request in self._now():
+        """Stop the requests with a peer, under all of its names."""
+        with self._mutex:
+            requests = list(self._requests.values())
+        for request in requests:
             if request.ranges.cluster_id == cluster_id:
                 request.task.cancel(LLMException(reason))
 
-    def _now(self) -> list[_Request]:
-        with self._mutex:
-            return list(self._requests.values())
-
 
 def _outcome(number: int, request: _Request) -> tuple[int, TransferStatus]:
-    """How a request has ended; why it failed is logged."""
+    """Return the outcome of a request that has ended, and log the reason of a failure."""
     try:
         request.task.wait()
     except LLMException as error:
@@ -124,6 +119,5 @@ def _outcome(number: int, request: _Request) -> tuple[int, TransferStatus]:
         )
         if status == TIMEOUT:
             return SUCCESS, TransferStatus.TIMEOUT
-        lost = status == NOT_CONNECTED
-        return (NOT_CONNECTED if lost else SUCCESS), TransferStatus.FAILED
+        return (NOT_CONNECTED if status == NOT_CONNECTED else SUCCESS), TransferStatus.FAILED
     return SUCCESS, TransferStatus.COMPLETED

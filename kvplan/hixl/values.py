@@ -1,4 +1,4 @@
-"""What programs of `hixl` name: status numbers, options, enums, and the values of its calls."""
+"""Names of `hixl`: status numbers, options, enums, and the values that its calls take."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ FEATURE_NOT_SUPPORTED: Final = 0
 FEATURE_SUPPORTED: Final = 1
 
 STATUS_NAMES: Final = {
-    SUCCESS: "SUCCESS",
-    PARAM_INVALID: "PARAM_INVALID",
-    TIMEOUT: "TIMEOUT",
-    NOT_CONNECTED: "NOT_CONNECTED",
-    ALREADY_CONNECTED: "ALREADY_CONNECTED",
-    NOTIFY_FAILED: "NOTIFY_FAILED",
-    UNSUPPORTED: "UNSUPPORTED",
-    RESOURCE_EXHAUSTED: "RESOURCE_EXHAUSTED",
-    FAILED: "FAILED",
+    globals()[name]: name
+    for name in (
+        *("SUCCESS", "PARAM_INVALID", "TIMEOUT", "NOT_CONNECTED", "ALREADY_CONNECTED"),
+        *("NOTIFY_FAILED", "UNSUPPORTED", "RESOURCE_EXHAUSTED", "FAILED"),
+    )
 }
-"""What the log calls each number."""
+"""Names of the status numbers in the log."""
 
 _CODES: Final = {
     LLMStatusCode.LLM_PARAM_INVALID: PARAM_INVALID,
-    # A range that is not registered; what was deregistered under a transfer is FAILED.
+    # A range that is not registered. Memory that was deregistered during a transfer is FAILED.
     LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: PARAM_INVALID,
     LLMStatusCode.LLM_TIMEOUT: TIMEOUT,
     LLMStatusCode.LLM_NOT_YET_LINK: NOT_CONNECTED,
@@ -59,7 +55,7 @@ _CODES: Final = {
 
 
 def status_of(error: BaseException) -> int:
-    """The status number of what the engine raised; of what moved bytes already, as it fails."""
+    """Return the status number of an exception of the engine."""
     if not isinstance(error, LLMException):
         return PARAM_INVALID if isinstance(error, ValueError) else FAILED
     if error.unconfirmed and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
@@ -68,31 +64,31 @@ def status_of(error: BaseException) -> int:
 
 
 class _Exported(IntEnum):
-    """Prints as enums of pybind11 do: with the class, and without the number."""
+    """An enum that prints as those of pybind11: with its class, without its number."""
 
     __str__ = Enum.__str__
 
     def __format__(self, format_spec: str) -> str:
-        """Return the same text."""
+        """Return the text of `str`."""
         return format(str(self), format_spec)
 
 
 class MemType(_Exported):
-    """Where memory is."""
+    """The kind of registered memory."""
 
     MEM_DEVICE = 0
     MEM_HOST = 1
 
 
 class TransferOp(_Exported):
-    """Which way a transfer goes, as its caller sees it."""
+    """The direction of a transfer, as its caller sees it."""
 
     READ = 0
     WRITE = 1
 
 
 class AsyncConnectStatus(_Exported):
-    """How far the last `connect_async` or `disconnect_async` of a remote engine is."""
+    """The state of the last `connect_async` or `disconnect_async` of a remote engine."""
 
     NOT_CONNECT = 0
     CONNECT_PENDING = 1
@@ -104,14 +100,14 @@ class AsyncConnectStatus(_Exported):
 
 
 class FeatureType(_Exported):
-    """What can be asked of `get_capability`."""
+    """A feature, for `get_capability`."""
 
     AUTO_CONNECT = 0
     CLIENT_SERVER_COMM = 1
 
 
 class TransferStatus(_Exported):
-    """How far an asynchronous transfer is."""
+    """The state of an asynchronous transfer."""
 
     WAITING = 0
     COMPLETED = 1
@@ -119,20 +115,22 @@ class TransferStatus(_Exported):
     FAILED = 3
 
 
-def _uint(name: str, value: object, most: int) -> int:
+def _uint(name: str, value: object, maximum: int) -> int:
     if not hasattr(type(value), "__index__"):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be int")
     number: int = value.__index__()  # type: ignore[attr-defined]
-    if not 0 <= number <= most:
-        raise TypeError(f"{name}={number:#x} is out of range [0, {most:#x}]")  # any int has hex
+    if not 0 <= number <= maximum:
+        raise TypeError(
+            f"{name}={number:#x} is out of range [0, {maximum:#x}]"
+        )  # a huge int has no decimal text
     return number
 
 
 class _Checked:
-    """Objects whose attributes can be set, and are checked then."""
+    """A value whose attributes are checked whenever they are set."""
 
     __slots__: tuple[str, ...] = ()
-    _NUMBERS: ClassVar[dict[str, int]] = {}  # the largest value of each
+    _NUMBERS: ClassVar[dict[str, int]] = {}  # maximum value, by name
     _TYPES: ClassVar[dict[str, type]] = {}
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -144,21 +142,21 @@ class _Checked:
         object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        own = ((name.lstrip("_"), getattr(self, name)) for name in self.__slots__)
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in own)})"
+        fields = ((name.lstrip("_"), getattr(self, name)) for name in self.__slots__)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields)})"
 
 
 class MemDesc(_Checked):
-    """Memory that is registered.
+    """A range of memory to register.
 
     Args:
         addr: address of its first byte.
         len: number of bytes.
-        local_only: True if only transfers of this engine may use it, and no remote engine.
+        local_only: True if remote engines must not use it.
 
     Raises:
-        TypeError: addr or len is not an int in [0, 2**64), or local_only is not a bool, here or
-            when it is set.
+        TypeError: addr or len is not an int in [0, 2**64), or local_only is not a bool; also when
+            an attribute is set.
     """
 
     __slots__ = ("addr", "len", "local_only")
@@ -180,10 +178,10 @@ class MemDesc(_Checked):
 
 
 class TransferArgs(_Checked):
-    """What `transfer_async` takes besides.
+    """Optional arguments of `transfer_async`.
 
     Attributes:
-        user_data: whatever the caller likes, given back by `get_all_transfer_status`.
+        user_data: any object, which `get_all_transfer_status` returns with the request.
     """
 
     __slots__ = ("user_data",)
@@ -193,14 +191,14 @@ class TransferArgs(_Checked):
 
 
 class GetTransferStatusArgs(_Checked):
-    """Which requests `get_all_transfer_status` tells of.
+    """Selects the requests that `get_all_transfer_status` returns.
 
     Args:
-        max_query_count: at most so many, of those that were submitted first.
-        skip_waiting: leave out, and do not count, those that have not ended.
+        max_query_count: maximum number of requests, oldest first.
+        skip_waiting: True to leave out the requests that have not ended.
 
     Raises:
-        TypeError: one of them, here or when it is set, of another type.
+        TypeError: an argument of another type; also when an attribute is set.
     """
 
     __slots__ = ("max_query_count", "skip_waiting")
@@ -215,12 +213,12 @@ class GetTransferStatusArgs(_Checked):
 
 
 class TransferResult(_Checked):
-    """How far a request is.
+    """The state of a request.
 
     Attributes:
-        req: the request.
-        user_data: as its `TransferArgs` had it.
-        status: read-only.
+        req: number of the request.
+        user_data: from its `TransferArgs`.
+        status: its state; read-only.
     """
 
     __slots__ = ("_status", "req", "user_data")
@@ -235,14 +233,14 @@ class TransferResult(_Checked):
 
     @classmethod
     def of(cls, req: int, user_data: object, status: TransferStatus) -> TransferResult:
-        """That of one request."""
+        """Return the result of one request."""
         result = cls()
         result.req, result.user_data, result._status = req, user_data, status
         return result
 
     @property
     def status(self) -> TransferStatus:
-        """How far it is."""
+        """The state of the request."""
         return self._status
 
 
@@ -253,7 +251,7 @@ class NotifyDesc(_Checked):
         name, notify_msg: at most 1024 bytes each, as UTF-8.
 
     Raises:
-        TypeError: one of them, here or when it is set, is no str.
+        TypeError: an argument is not a str; also when an attribute is set.
     """
 
     __slots__ = ("name", "notify_msg")
@@ -267,16 +265,16 @@ class NotifyDesc(_Checked):
 
 
 def get_capability(feature_type: FeatureType) -> tuple[int, int]:
-    """Return SUCCESS, and whether a feature is there: FEATURE_SUPPORTED, as both are.
+    """Return SUCCESS and FEATURE_SUPPORTED: kvplan has all features.
 
     Raises:
-        TypeError: no FeatureType.
+        TypeError: feature_type is not a FeatureType.
     """
     check_type("feature_type", feature_type, FeatureType)
     return SUCCESS, FEATURE_SUPPORTED
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Refuse an argument of another type, as pybind11 does: TypeError."""
+    """Raise TypeError for an argument of another type, as pybind11 does."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind.__name__}")

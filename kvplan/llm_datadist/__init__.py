@@ -1,8 +1,9 @@
 """The Python interface of LLM-DataDist, over kvplan's engine.
 
-It has the names, arguments, outcomes and module paths of the official package `llm_datadist`; what
-differs is listed in the documentation. Programs get it by importing it from here, by `install()`,
-or unchanged by `python -m kvplan.run`.
+It has the names, arguments, outcomes and module paths of the official package `llm_datadist`
+(docs/reference/llm_datadist-differences.md lists the differences). Only checks and conversions may
+enter; bytes move by the verbs of `LlmDataDist`. Programs import it from here, call `install()`, or
+run unchanged by `python -m kvplan.run`.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ __all__ = [  # noqa: RUF022 the order of the official package
 ]
 
 v2_list = __all__
-"""The same, as the official package has it."""
+"""Another name of `__all__`, as in the official package."""
 
-# What reads it is in the official library; programs may read what importing it leaves behind.
+# Importing the official package sets this variable, and programs may read it.
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 
 _ROOMS = {
@@ -88,7 +89,7 @@ _MODULES = {*_ROOMS, "utils", "v2"}
 
 
 def __getattr__(name: str) -> Any:
-    # Importing this package costs nothing: the launcher does it for any program.
+    # Lazy, as the launcher imports this package for any program.
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     if name in _MODULES:

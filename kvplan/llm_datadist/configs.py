@@ -1,4 +1,4 @@
-"""What an engine is configured with: its role, its options, and its peers."""
+"""Configuration of an engine: its role, its options, and its peers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvplan.llm_datadist.utils.utils import (
     check_uint32,
     check_uint64,
     checked_by,
+    kind_of,
 )
 from kvplan.status import invalid
 from kvplan.validation import UINT32_MAX, shown
@@ -37,10 +38,10 @@ class LLMRole(IntEnum):
 
 
 def trans_str_ip(ip: str | int) -> int:
-    """Return an IPv4 address as the little-endian integer of its bytes; an integer as it is.
+    """Return an IPv4 address as the little-endian integer of its bytes; an integer unchanged.
 
     Raises:
-        RuntimeError: a text that is not an IPv4 address.
+        RuntimeError: a str that is not an IPv4 address.
     """
     if not isinstance(ip, str):
         return ip
@@ -69,12 +70,14 @@ def _checked_role_type(name: str, role: LLMRole | int | None) -> LLMRole | int |
 
 
 class LLMClusterInfo:
-    """A cluster to link with, and where both ends are."""
+    """A cluster to link with, and the addresses of both ends."""
 
     remote_cluster_id = Checked[int](checked_by(check_uint64), "Id of the peer; None: not set.")
-    remote_role_type = Checked[LLMRole | int | None](_checked_role_type, "Its role; not used.")
-    local_ip_info_list = Field[list[tuple[int, int]]]("(ip, port) of this process.")
-    remote_ip_info_list = Field[list[tuple[int, int]]]("(ip, port) of the peer.")
+    remote_role_type = Checked[LLMRole | int | None](
+        _checked_role_type, "Role of the peer; not used."
+    )
+    local_ip_info_list = Field[list[tuple[int, int]]]("Addresses of this process: (ip, port).")
+    remote_ip_info_list = Field[list[tuple[int, int]]]("Addresses of the peer: (ip, port).")
 
     def __init__(self) -> None:
         self._remote_cluster_id: int | None = None
@@ -86,12 +89,12 @@ class LLMClusterInfo:
         """Add an address of this process.
 
         Args:
-            ip: IPv4, as text or as the little-endian integer of its bytes.
-            port: the port there.
+            ip: IPv4, as str or as the little-endian integer of its bytes.
+            port: a uint16.
 
         Raises:
             TypeError, ValueError: an argument of another type, or port is not a uint16.
-            RuntimeError: a text that is not an IPv4 address.
+            RuntimeError: a str that is not an IPv4 address.
         """
         self._local_ip_info_list.append(_address(ip, port))
 
@@ -100,7 +103,7 @@ class LLMClusterInfo:
 
         Raises:
             TypeError, ValueError: an argument of another type, or port is not a uint16.
-            RuntimeError: a text that is not an IPv4 address.
+            RuntimeError: a str that is not an IPv4 address.
         """
         self._remote_ip_info_list.append(_address(ip, port))
 
@@ -115,11 +118,11 @@ class _Setting(Checked[_T]):
     """A property that becomes an option.
 
     Args:
-        keys: of the option; with several, the first gets all values, the others the first value.
+        keys: keys of the option. Of several, the first gets all values, the others the first value.
         check: as for `Checked`.
-        doc: what it is.
-        initial: its value until it is set; if that is empty or False, it is left out until then.
-        none: the value that None is read as.
+        doc: its docstring.
+        initial: the value until it is set. If that is empty or False, the option is omitted.
+        none: the value that a getter returns for None.
     """
 
     def __init__(
@@ -143,37 +146,27 @@ class _Setting(Checked[_T]):
         return self._none if held is None else held
 
     def written(self, config: object) -> dict[str, str]:
-        """Return the options of `config` that it makes; none while it is unset."""
+        """Return the options of this property of `config`; none while it is unset."""
         held = self._held(config)
         if held is None or (held == self._initial and not held):
             return {}
         values = held if isinstance(held, list | tuple) else [held]
         if not values:
-            raise invalid(f"{self.name}={held} is empty; at least one is needed")
-        texts = [str(int(it) if isinstance(it, bool) else it) for it in values]
+            raise invalid(f"{self.name}={held} is empty; give at least one value")
+        texts = [str(int(value) if isinstance(value, bool) else value) for value in values]
         return {
             key: texts[0] if position else ";".join(texts)
             for position, key in enumerate(self._keys)
         }
 
 
-def _check_text(name: str, text: _T) -> _T:
-    """Return a text, or None."""
-    return check_isinstance(name, text, str)
-
-
-def _check_bool(name: str, value: _T) -> _T:
-    """Return a bool, or None."""
-    return check_isinstance(name, value, bool)
-
-
-def _checked_int(name: str, value: _T) -> _T:
-    """Return an int, or None."""
-    return check_isinstance(name, value, int)
+_check_text = kind_of(str, allow_none=True)
+_check_bool = kind_of(bool, allow_none=True)
+_checked_int = kind_of(int, allow_none=True)
 
 
 def _within(low: int, high: int) -> Callable[[str, int], int]:
-    """Return what checks that an int is in [low, high]."""
+    """Return the check of an int in [low, high]."""
 
     def check(name: str, value: int) -> int:
         check_isinstance(name, value, int, allow_none=False)
@@ -185,7 +178,7 @@ def _within(low: int, high: int) -> Callable[[str, int], int]:
 
 
 def _checked_fraction(name: str, value: float) -> float:
-    """Return a float in [0, 1]."""
+    """Check a float in [0, 1]."""
     check_isinstance(name, value, float, allow_none=False)
     if not 0.0 <= value <= 1.0:
         raise invalid(f"{name}={value} is out of range [0, 1]")
@@ -193,7 +186,7 @@ def _checked_fraction(name: str, value: float) -> float:
 
 
 def _checked_ge_options(name: str, options: dict[str, str]) -> dict[str, str]:
-    """Return a dict of texts."""
+    """Check a dict of str."""
     check_isinstance(name, options, dict, allow_none=False)
     check_dict(name, options, str, str)
     return options
@@ -202,23 +195,23 @@ def _checked_ge_options(name: str, options: dict[str, str]) -> dict[str, str]:
 def _checked_device_id(
     name: str, device_id: int | list[int] | tuple[int, ...]
 ) -> int | list[int] | tuple[int, ...]:
-    """Return an int32 >= 0, or several."""
+    """Check an int32 >= 0, or a list of such."""
     check_isinstance(name, device_id, [list, tuple, int], allow_none=False)
     ids = device_id if isinstance(device_id, list | tuple) else [device_id]
     check_isinstance(name, ids, [list, tuple], int)
-    for each in ids:
-        if each < 0:
+    for one in ids:
+        if one < 0:
             raise invalid(f"{name}={shown(device_id)} is out of range [0, 2**31)")
-    for each in ids:
-        check_int32(name, each)
+    for one in ids:
+        check_int32(name, one)
     return device_id
 
 
 def _checked_timeout(name: str, timeout: int | str) -> int | str:
-    """Return an int32 > 0, or its digits."""
+    """Check an int32 > 0, or its digits."""
     check_isinstance(name, timeout, [int, str], allow_none=False)
     if isinstance(timeout, str) and not timeout.isdecimal():
-        raise invalid(f"{name}={shown(timeout)} must be digits: milliseconds")
+        raise invalid(f"{name}={shown(timeout)} must be milliseconds, in digits")
     if int(timeout) <= 0:
         raise invalid(f"{name}={shown(timeout)} is out of range [1, 2**31)")
     check_int32(name, int(timeout))
@@ -228,8 +221,8 @@ def _checked_timeout(name: str, timeout: int | str) -> int | str:
 class LlmConfig:
     """The options of an engine, each with its checks.
 
-    _Setting one raises TypeError for another type, ValueError for an integer outside its width, and
-    LLMException (LLM_PARAM_INVALID) for what breaks another rule.
+    Setting an option raises TypeError for another type, ValueError for an integer outside its
+    width, and LLMException (LLM_PARAM_INVALID) for other invalid values.
     """
 
     ge_options = _Setting[dict[str, str]](
@@ -238,10 +231,10 @@ class LlmConfig:
     device_id = _Setting[int | list[int] | tuple[int, ...]](
         ("ge.exec.deviceId", "ge.session_device_id"),
         _checked_device_id,
-        "Id of the device, or ids of several.",
+        "Id of the device, or a list of ids.",
     )
     sync_kv_timeout = _Setting[int | str](
-        "llm.SyncKvCacheWaitTime", _checked_timeout, "Milliseconds that a transfer may take, > 0."
+        "llm.SyncKvCacheWaitTime", _checked_timeout, "Timeout of a transfer, in ms, > 0."
     )
     deploy_res_path = _Setting[str | None]("llm.deployResPath", _check_text, "Not used.", "")
     buf_pool_cfg = _Setting[str | None](
@@ -254,16 +247,16 @@ class LlmConfig:
         "llm.HostMemPoolConfig", _check_text, "As `mem_pool_cfg`, for Placement.HOST.", ""
     )
     enable_cache_manager = _Setting[bool | None](
-        "llm.EnableCacheManager", _check_bool, "Whether there is a `cache_manager`.", none=False
+        "llm.EnableCacheManager", _check_bool, "True to have a `cache_manager`.", none=False
     )
     enable_remote_cache_accessible = _Setting[bool | None](
-        "llm.EnableRemoteCacheAccessible", _check_bool, "Whether it is remote mode.", none=False
+        "llm.EnableRemoteCacheAccessible", _check_bool, "True for remote mode.", none=False
     )
     listen_ip_info = _Setting[str | None](
         "llm.listenIpInfo", _check_text, '"ip:port" to listen at.', ""
     )
     link_total_time = _Setting[int](
-        "llm.LinkTotalTime", _within(0, UINT32_MAX), "Seconds that linking may take.", none=0
+        "llm.LinkTotalTime", _within(0, UINT32_MAX), "Timeout of linking, in seconds.", none=0
     )
     link_retry_count = _Setting[int](
         "llm.LinkRetryCount", _within(1, 100), "Attempts to link.", none=1
@@ -277,7 +270,7 @@ class LlmConfig:
     local_comm_res = _Setting[str | None](
         "llm.LocalCommRes",
         _check_text,
-        'JSON: what to link over; "": found automatically.',
+        'JSON: resources to link over; "": detected.',
         none="",
     )
     transfer_backend = _Setting[str | None](
@@ -291,7 +284,7 @@ class LlmConfig:
     )
     output_max_size = _Setting[int | None]("llm.OutputMaxSize", _checked_int, "Not used.")
     enable_switch_role = _Setting[bool | None](
-        "llm.EnableSwitchRole", _check_bool, "Whether the role may change.", False
+        "llm.EnableSwitchRole", _check_bool, "True to permit changes of the role.", False
     )
     mem_utilization = _Setting[float](
         "llm.MemoryUtilization", _checked_fraction, "Fraction of memory to use, in [0, 1].", 0.95
@@ -303,9 +296,9 @@ class LlmConfig:
         self.ge_options = dict[str, str]()
 
     def generate_options(self) -> dict[str, str]:
-        """Return the options by their keys, as `LLMDataDist.init` takes them.
+        """Return the options by their keys, for `LLMDataDist.init`.
 
-        It is one dict, which each call fills again: other keys in it stay.
+        Each call fills the same dict again; other keys in it stay.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: an empty list of devices.
@@ -313,7 +306,7 @@ class LlmConfig:
         return self.gen_options()
 
     def gen_options(self) -> dict[str, str]:
-        """The same as `generate_options`."""
+        """Return the same as `generate_options`."""
         self._options.update(self.ge_options)
         for setting in vars(LlmConfig).values():
             if isinstance(setting, _Setting):
@@ -322,4 +315,4 @@ class LlmConfig:
 
 
 LLMConfig = LlmConfig
-"""The same."""
+"""Another name of `LlmConfig`."""

@@ -1,4 +1,4 @@
-"""Convert official values and arguments to the engine's."""
+"""Conversion of official values and arguments to those of the engine."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
-    """Return the description; refuse one without data type or placement, or that cannot be made.
+    """Return the engine's description; raise if data type or placement is missing.
 
-    A format that would say of a row what the original does not read is only compared.
+    A format is only compared, not interpreted, if it implies more than the original reads.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
         raise TypeError(f"{cache_desc} has no data_type")
     plain = kvplan.CacheDesc(
         int(cache_desc.num_tensors),
-        tuple(int(it) for it in cache_desc.shape),
+        tuple(map(int, cache_desc.shape)),
         kvplan.DataType(cache_desc.data_type.value),
         cache_desc.placement,
         seq_len_dim_index=int(cache_desc.seq_len_dim_index),
@@ -51,7 +51,7 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     text = cache_desc.kv_tensor_format
     if text is None:
         return plain
-    with suppress(LLMException):  # it is no layout, or not of this shape
+    with suppress(LLMException):  # the format is not a layout of this shape
         named = replace(plain, kv_tensor_format=text)
         layout = named.layout
         if layout is None or (layout.row_axis == 0 and "layer" not in layout.axes):
@@ -60,10 +60,10 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the engine's cache; for one with an id, the one that its manager kept."""
+    """Return the engine's cache: the one that the manager kept, if the cache has an id."""
     if cache._engine_cache is not None:
         return cache._engine_cache
-    addrs = tuple(int(it) for it in cache.tensor_addrs) if cache.cache_id == -1 else ()
+    addrs = tuple(map(int, cache.tensor_addrs)) if cache.cache_id == -1 else ()
     return kvplan.Cache(desc_of(cache.cache_desc), int(cache.cache_id), addrs)
 
 
@@ -76,7 +76,7 @@ def key_of(key: CacheKeyByIdAndIndex) -> kvplan.CacheKeyByIdAndIndex: ...
 def key_of(
     key: AnyKey,
 ) -> kvplan.CacheKey | kvplan.BlocksCacheKey | kvplan.CacheKeyByIdAndIndex:
-    """Return the key; TypeError if ids of a BlocksCacheKey are not uint64, as in the original."""
+    """Return the engine's key. Ids of a BlocksCacheKey that are not uint64 raise TypeError."""
     if isinstance(key, CacheKey):
         return kvplan.CacheKey(
             int(key.cluster_id), int(key.req_id), int(key.model_id), int(key.prefix_id)
@@ -94,7 +94,7 @@ def key_of(
 
 
 def cluster_of(cluster: LLMClusterInfo) -> ClusterInfo:
-    """Return the cluster with its remote addresses; local ones and the role are not used."""
+    """Return the cluster with its remote addresses. Local addresses and the role are not used."""
     check_isinstance("remote_cluster_id", cluster.remote_cluster_id, int, allow_none=False)
     remote = [IpInfo(_text_of(ip), int(port)) for ip, port in cluster.remote_ip_info_list]
     return ClusterInfo(int(cluster.remote_cluster_id), remote)
@@ -111,15 +111,15 @@ TENSORS_PER_LAYER = 2
 Indices = list[int] | tuple[int, ...]
 Table = list[int] | NDArray[np.int64]
 
-_LONG = 64  # blocks; from here on an array is faster
+_LONG = 64  # blocks; an array is faster for longer tables
 
 
 def layers_of(
     src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int
 ) -> KvCacheExtParam:
-    """Return which layers go where; refuse what is not ranges of step 1 and uint32 > 0.
+    """Check ranges of layers, of step 1, and return them for the engine.
 
-    Without a range, 2 cannot be told from the default, with which any number of tensors moves.
+    Without ranges, tensor_num_per_layer=2 is the default, with which all tensors move.
     """
     check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if tensor_num_per_layer == 0:
@@ -137,25 +137,26 @@ def pushed_layers_of(
     tensor_num_per_layer: int,
     num_tensors: int,
 ) -> KvCacheExtParam:
-    """As `layers_of`, where a range that is not given means the layers of the local cache.
+    """Return `layers_of`; a range that is not given means all layers of the local cache.
 
-    The remote cache may have more: a push goes to its first ones.
+    The remote cache may have more layers: a push goes to the first ones.
     """
     layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
     per_layer = int(tensor_num_per_layer)
     if layers is ALL_LAYERS and num_tensors % per_layer:
         return KvCacheExtParam(range(num_tensors), range(num_tensors), 1)
     whole = range(num_tensors // per_layer)
-    src, dst = (whole if it is None else it for it in (src_layer_range, dst_layer_range))
+    src = whole if src_layer_range is None else src_layer_range
+    dst = whole if dst_layer_range is None else dst_layer_range
     if len(src) != len(dst):
         raise invalid(f"src_layer_range={src} and dst_layer_range={dst} must be of equal length")
     if src_layer_range is None and num_tensors % per_layer:
-        return layers  # no range names the tensors of the last layer
+        return layers  # no range includes the last, incomplete layer
     return KvCacheExtParam(src, dst, per_layer)
 
 
 def layers_given(kwargs: Mapping[str, Any]) -> KvCacheExtParam:
-    """Return `layers_of` the keyword arguments of a pull."""
+    """Return `layers_of` for the keyword arguments of a pull."""
     return layers_of(
         kwargs.get("src_layer_range"),
         kwargs.get("dst_layer_range"),
@@ -172,19 +173,19 @@ def _check_layers(name: str, layers: range | None) -> None:
 def indices_of(
     name: str, blocks: Indices | None, refusal: type[Exception] = TypeError
 ) -> list[int]:
-    """Return block indices as a list; None: none. One that is not a uint64 is a `refusal`."""
+    """Return block indices as a list; raise `refusal` for one that is not a uint64."""
     check_isinstance(name, blocks, [list, tuple])
     if not blocks:
         return []
-    # Almost always; several times faster for long tables.
+    # The usual case, several times faster for long tables.
     if set(map(type, blocks)) == {int} and min(blocks) >= 0 and max(blocks) <= UINT64_MAX:
         return list(blocks)
     check_isinstance(name, blocks, [list, tuple], int)
-    return [_index(name, it, refusal) for it in blocks]
+    return [_index(name, block, refusal) for block in blocks]
 
 
 def table_of(name: str, blocks: Indices | None, *, allow_none: bool = True) -> Table:
-    """As `indices_of`; a long table comes as an array, which is not checked element by element."""
+    """Return `indices_of`; of a long table an array, which is checked as a whole."""
     check_isinstance(name, blocks, [list, tuple], allow_none=allow_none)
     if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
         with suppress(struct.error):  # beyond int64
@@ -199,9 +200,9 @@ def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], 
 @overload
 def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]: ...
 def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]:
-    """Drop the pairs whose destination comes again later: the last one counts.
+    """Drop all pairs with the same destination but the last.
 
-    Tables of unequal length come back as they are.
+    Tables of unequal length are returned unchanged.
     """
     if len(src_blocks) != len(dst_blocks) or _are_distinct(dst_blocks):
         return src_blocks, dst_blocks
@@ -222,7 +223,7 @@ def _listed(blocks: Table) -> list[int]:
 
 
 def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Return the copies as `each_once` does; an index that is not a uint64 is a TypeError."""
+    """Return the copies as `each_once`; raise TypeError for an index that is not a uint64."""
     return each_once(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
         for src, targets in copy_block_info.items()
@@ -231,9 +232,9 @@ def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[in
 
 
 def each_once(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return {src: [dst, ...]} for copies inside one cache; of a destination the last one counts.
+    """Return {src: [dst, ...]} for copies inside one cache; the last copy to a block counts.
 
-    A copy of a block to itself changes nothing, so it does not count where there is another.
+    A copy of a block to itself counts only if it is the only one.
     """
     source_of: dict[int, int] = {}
     for src, dst in pairs:
@@ -247,39 +248,39 @@ def each_once(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 def _index(name: str, value: int, refusal: type[Exception] = TypeError) -> int:
     if not 0 <= value <= UINT64_MAX:
-        raise refusal(f"{name} holds {shown(value)}; a block index is in [0, 2**64)")
+        raise refusal(f"{name} holds {shown(value)}; block indices must be in range [0, 2**64)")
     return int(value)
 
 
 def check_size(size: int) -> None:
-    """Refuse a size that is neither -1 (the whole row) nor positive, or not an int64."""
+    """Check a size in bytes: an int64 that is -1 (the whole row) or positive."""
     check_int64("size", size)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
 
 
 def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
-    """Refuse a cache of the other kind."""
+    """Check that a cache is paged (`is_blocks`), or contiguous."""
     if cache.is_blocks_cache is not is_blocks:
         raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
 
 
 def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
-    """Refuse caches that cannot swap any blocks: other placements, num_tensors, size of a block."""
+    """Check that two caches can swap blocks: one on each side, with equal tensors and blocks."""
     ends = {src_name: desc_of(src.cache_desc), dst_name: desc_of(dst.cache_desc)}
     for what, values in (
-        ("placement", [it.placement.name for it in ends.values()]),
-        ("num_tensors", [it.num_tensors for it in ends.values()]),
-        ("bytes of a block", [it.tensor_nbytes // it.shape[0] for it in ends.values()]),
+        ("placement", [desc.placement.name for desc in ends.values()]),
+        ("num_tensors", [desc.num_tensors for desc in ends.values()]),
+        ("bytes of a block", [desc.tensor_nbytes // desc.shape[0] for desc in ends.values()]),
     ):
         if (values[0] == values[1]) is (what == "placement"):
             raise invalid(
-                f"{what} is {values[0]} of {src_name} and {values[1]} of {dst_name}; a swap is "
-                "between HOST and DEVICE, of as many tensors, and of blocks of one size"
+                f"{what} is {values[0]} of {src_name} and {values[1]} of {dst_name}; a swap needs "
+                "one cache of HOST and one of DEVICE, with equal num_tensors and bytes of a block"
             )
 
 
 def check_some(name: str, blocks: Sized) -> None:
-    """Refuse an empty block table."""
+    """Check that a block table is not empty."""
     if not len(blocks):
         raise invalid(f"{name} is empty; at least one block is needed")

@@ -1,4 +1,4 @@
-"""Element types of a cache, and what they are in NumPy."""
+"""Element types of a cache, and their NumPy types."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvplan.status import LLMException
 from kvplan.types import DataType as EngineDataType
 from kvplan.validation import INT64_MAX
 
-_STRING_BITS = 128  # the header of a string: where it is, and how long
+_STRING_BITS = 128  # header of a string: address and length
 
 
 class DataType(Enum):
-    """The type of an element."""
+    """The type of the elements of a cache."""
 
     DT_FLOAT = int(EngineDataType.DT_FLOAT)
     DT_FLOAT16 = int(EngineDataType.DT_FLOAT16)
@@ -35,13 +35,13 @@ class DataType(Enum):
     DT_STRING = int(EngineDataType.DT_STRING)
 
 
-python_dtype_2_dwrapper_dtype = {it: it.value for it in DataType}
+python_dtype_2_dwrapper_dtype = {data_type: data_type.value for data_type in DataType}
 """The number of each type."""
 
 dtype_to_np_dtype: dict[DataType, type[np.generic]] = {
     DataType.DT_FLOAT: np.float32,
     DataType.DT_FLOAT16: np.float16,
-    DataType.DT_BF16: np.float16,  # of equal width: NumPy has no bfloat16
+    DataType.DT_BF16: np.float16,  # has the same width; NumPy has no bfloat16
     DataType.DT_INT8: np.int8,
     DataType.DT_INT16: np.int16,
     DataType.DT_UINT16: np.uint16,
@@ -58,17 +58,17 @@ dtype_to_np_dtype: dict[DataType, type[np.generic]] = {
 valid_np_dtypes = list(dtype_to_np_dtype.values())
 
 np_dtype_to_dtype: dict[np.dtype[Any], DataType] = {
-    np.dtype(np_dtype): it
-    for it, np_dtype in dtype_to_np_dtype.items()
-    if it is not DataType.DT_BF16
+    np.dtype(np_dtype): data_type
+    for data_type, np_dtype in dtype_to_np_dtype.items()
+    if data_type is not DataType.DT_BF16
 }
 
 
 def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
-    """Return the type with this number.
+    """Return the type with a number of the original's wrapper.
 
     Raises:
-        ValueError: no type has it.
+        ValueError: unknown number.
     """
     return DataType(wrapper_dtype)
 
@@ -77,8 +77,8 @@ def calc_tensor_size(shape: Sequence[int], data_type: int) -> int:
     """Return the bytes of a tensor; -1 if it has no size.
 
     Args:
-        shape: its dimensions, each > 0.
-        data_type: the number of its type.
+        shape: dimensions, each > 0.
+        data_type: number of the element type.
     """
     try:
         kind = EngineDataType(data_type)

@@ -1,8 +1,8 @@
-"""Make `import llm_datadist`, and every path below it, mean this package; it can be undone.
+"""Let `import llm_datadist`, and imports below it, return this package; it can be undone.
 
-A finder, first on `sys.meta_path`, answers for `llm_datadist` and `llm_datadist_v1` with the
-modules of `kvplan.llm_datadist` themselves, not with copies: a class is one class by either name,
-and its pickles are read where nothing was installed.
+A finder, first on `sys.meta_path`, returns the modules of `kvplan.llm_datadist` for `llm_datadist`
+and `llm_datadist_v1`. They are not copies: a class is the same by either name, and its pickles can
+be read without an installation.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from types import ModuleType
 from typing import Final
 
 OURS: Final = __name__.rpartition(".")[0]
-"""The package that is installed."""
+"""Name of the package that is installed."""
 
 STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
-"""What `python -m kvplan.run` puts into PYTHONPATH: modules of these names that lead to us."""
+"""Folder that `python -m kvplan.run` puts into PYTHONPATH, with modules that install us."""
 
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
-"""The names that a program imports, and the modules that it gets; that of version 1 refuses."""
+"""Modules by the names that programs import. That of version 1 raises."""
 
 SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
-"""Environment variable: "1" lets a process have several engines; the launcher sets it."""
+"""Environment variable: "1" permits several engines in a process; the launcher sets it."""
 
 _logger = logging.getLogger("kvplan")
 
 
 def install(*, quiet: bool = False) -> None:
-    """Make `import llm_datadist` and its submodules mean this package.
+    """Let `import llm_datadist` and its submodules return this package; idempotent.
 
-    An import of `llm_datadist_v1` is refused. From here on, in this process and in what it forks; a
-    second time: nothing. An official package that could be imported as well is not touched, and a
-    warning on the logger `kvplan` names it.
+    It holds for this process and its forked children. An import of `llm_datadist_v1` raises. An
+    official package is not changed; if one could be imported, a warning of logger `kvplan` names
+    it.
 
     Args:
-        quiet: leave the warning out.
+        quiet: True to omit the warning.
 
     Raises:
-        ImportError: an official package was imported before: its classes are in use.
+        ImportError: an official package was already imported, so its classes are in use.
     """
     with _mutex:
         if installed():
@@ -66,7 +66,7 @@ def install(*, quiet: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; modules that were imported stay what they are to those who hold them."""
+    """Undo `install`. References to imported modules stay valid."""
     with _mutex:
         if installed():
             sys.meta_path.remove(finder)
@@ -74,30 +74,30 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether `install` is in force."""
+    """Return True after `install`, until `uninstall`."""
     return finder in sys.meta_path
 
 
 def in_use(official: str | None = None) -> str:
-    """Say in a line which package `import llm_datadist` gives, and where the others are.
+    """Describe in a line which package `import llm_datadist` returns, and where others are.
 
     Args:
-        official: where the official one is; None: it is looked for.
+        official: file of the official package; None to search for it.
     """
     ours = f"kvplan's, {Path(__file__).parent}"
     imported = sys.modules.get("llm_datadist")
     if imported is not None and not _is_ours(imported):
         return f"llm_datadist is {_file_of(imported)}, already imported; {ours}, is {OURS}"
     official = official or official_path()
-    if installed() or STUBS in sys.path:  # the launcher's processes install when it is imported
-        unused = "" if official is None else f"; {official} is importable too, and not used"
+    if installed() or STUBS in sys.path:  # under the launcher, the import installs
+        unused = "" if official is None else f"; {official} could be imported too, and is not used"
         return f"llm_datadist is {ours}{unused}"
-    found = "nothing that can be imported" if official is None else official
+    found = "not importable" if official is None else official
     return f"llm_datadist is {found}; {ours}, is {OURS}"
 
 
 def official_path(path: Sequence[str] | None = None) -> str | None:
-    """Return the file of an llm_datadist that is not this one and could be imported."""
+    """Return the file of another llm_datadist that could be imported; None if none exists."""
     for spec in _specs("llm_datadist", sys.path if path is None else path, path is None):
         # A folder without __init__.py is a namespace package, not an installation.
         if spec.origin is not None and spec.has_location:
@@ -106,12 +106,12 @@ def official_path(path: Sequence[str] | None = None) -> str | None:
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finds the modules of this package themselves as `llm_datadist[.x]`, `llm_datadist_v1[.x]`."""
+    """Finds the modules of this package by the names `llm_datadist[.x]`, `llm_datadist_v1[.x]`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer for our names only, and only where we have such a module."""
+        """Return a spec for a name of ours with an existing module, otherwise None."""
         name = real_name(fullname)
         if name is None:
             return None
@@ -127,22 +127,22 @@ class AliasFinder(MetaPathFinder, Loader):
         """Return the module itself, imported under its own name."""
         module = import_module(spec.loader_state)
         own = module.__spec__
-        # The import system puts the spec of the alias into the module; another thread may have just
-        # done so for another alias.
+        # The import system puts the spec of the alias into the module. Another thread may have just
+        # done that for another alias.
         while own is not None and own.loader is self:
             own = own.loader_state
         spec.loader_state = own
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back; it was executed under its own name."""
+        """Restore the spec of the module, which was executed under its own name."""
         alias = module.__spec__
         assert alias is not None
         module.__spec__ = alias.loader_state
 
 
 def real_name(alias: str) -> str | None:
-    """Return the name of our module for `llm_datadist.x` or `llm_datadist_v1.x`; None: not ours."""
+    """Return the name of our module for `llm_datadist.x`; None if the name is not ours."""
     root, _, rest = alias.partition(".")
     if root not in ROOTS:
         return None
@@ -150,7 +150,7 @@ def real_name(alias: str) -> str | None:
 
 
 finder = AliasFinder()
-"""The one that `install` puts on `sys.meta_path`."""
+"""The finder that `install` puts on `sys.meta_path`."""
 
 _mutex = Lock()
 _STUBS = Path(STUBS)
@@ -161,9 +161,9 @@ def _specs(name: str, path: Sequence[str], everywhere: bool) -> Iterator[ModuleS
         if other is finder or not hasattr(other, "find_spec"):
             continue
         if getattr(other, "__module__", None) == "kvplan_hook":
-            continue  # the launcher's: it would install
-        # Our own folder in the path would hide what is behind it.
-        folders = [it for it in path if it != STUBS] if other is PathFinder else None
+            continue  # of the launcher: it would install
+        # Our own folder in the path would hide the official package.
+        folders = [folder for folder in path if folder != STUBS] if other is PathFinder else None
         if (spec := other.find_spec(name, folders)) is not None:
             yield spec
 
@@ -179,5 +179,5 @@ def _file_of(module: ModuleType) -> str:
 
 
 def _forget() -> None:
-    for name in [it for it in sys.modules if it.partition(".")[0] in ROOTS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Status codes, the exception that carries them, and the functions that raise it."""
+"""Status codes, their exception, and the functions that raise it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Status:
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """As given."""
+        """The code of the outcome."""
         return self._status_code
 
     def is_ok(self) -> bool:
-        """Whether it is LLM_SUCCESS."""
+        """Return True if the code is LLM_SUCCESS."""
         return self._status_code == LLMStatusCode.LLM_SUCCESS
 
 
 def code_2_status(status: int) -> LLMStatusCode:
-    """Return the status whose number is `status`; of an unknown number LLM_FAILED."""
+    """Return the status with the number `status`; LLM_FAILED for an unknown number."""
     return _code_2_status.get(status, LLMStatusCode.LLM_FAILED)
 
 
 def handle_llm_status(status: int, func_name: str, other_info: object) -> None:
-    """Raise what `func_name` has returned, unless it is LLM_SUCCESS.
+    """Raise the status that `func_name` returned, unless it is LLM_SUCCESS.
 
     Raises:
-        LLMException: with this status, and `other_info` in its message.
+        LLMException: has this status, and `other_info` in its message.
     """
     code = code_2_status(status)
     if code is not LLMStatusCode.LLM_SUCCESS:
@@ -61,20 +61,20 @@ def raise_if_false(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Raise unless `pred`.
+    """Raise if `pred` is false.
 
     Args:
-        pred: what must hold.
-        fmt: the message; a format string if there are arguments for it.
+        pred: the condition.
+        fmt: the message; with further arguments a format string.
         *args: arguments for `fmt`.
-        status_code: of the exception.
+        status_code: status of the exception.
         **kwargs: more arguments for `fmt`.
 
     Raises:
-        LLMException: with `status_code`.
+        LLMException: has `status_code`.
     """
     if not pred:
-        # Without arguments the text is complete: braces in it are data.
+        # Without arguments, braces in the text are data.
         message = fmt.format(*args, **kwargs) if args or kwargs else fmt
         log.error("%s", message)
         raise LLMException(message, status_code=status_code)
@@ -87,9 +87,9 @@ def raise_if_true(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Raise if `pred`; arguments as of `raise_if_false`.
+    """Raise if `pred` is true; arguments as of `raise_if_false`.
 
     Raises:
-        LLMException: with `status_code`.
+        LLMException: has `status_code`.
     """
     raise_if_false(not pred, fmt, *args, status_code=status_code, **kwargs)

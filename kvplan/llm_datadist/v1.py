@@ -1,4 +1,4 @@
-"""Version 1 of the official package, which kvplan does not have: importing this module says so."""
+"""Version 1 of the official package, which kvplan does not have: the import raises."""
 
 raise ModuleNotFoundError(
     "kvplan has no version 1 of llm_datadist (KvCacheManager, Tensor, TensorDesc); "

@@ -221,8 +221,7 @@ class Exchange:
             moved: transfers whose blocks are not theirs any more, as they were preempted or
                 aborted: on return none of these is read.
         """
-        for it in moved:
-            self._pusher.cancel(it)
+        self._pusher.cancel(moved)
         self._pusher.begin(chunks)
 
     def layer_ready(self, layer: int) -> None:

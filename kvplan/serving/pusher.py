@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvnative._signals import Mutex
+from kvplan.execution.completion import run_aside
 from kvplan.lease import BlockLease, tag_of
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number, peer_log
@@ -90,12 +91,15 @@ class _Push:
     tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
     broken: bool = False
 
-    def cancel(self) -> None:
-        """Cancel what is in flight; waits for the consumer, which may be stopped."""
-        for task, _ in list(self.tasks):
-            task.cancel()
-            with suppress(LLMException):  # that it was cancelled
-                task.wait()
+
+def _stop(pushes: Iterable[_Push]) -> None:
+    """Cancel the tasks of pushes. Stopped consumers are waited for at the same time."""
+    tasks = [task for push in pushes for task, _ in list(push.tasks)]
+    for task in tasks:
+        run_aside(task.cancel)
+    for task in tasks:
+        with suppress(LLMException):  # LLM_CANCELLED
+            task.wait()
 
 
 class Pusher:
@@ -139,8 +143,7 @@ class Pusher:
             ended = {key: push for key, push in pushes.items() if key[0] == cluster_id}
             for push in ended.values():
                 push.broken = True
-        for push in ended.values():
-            push.cancel()
+        _stop(ended.values())
         with self._mutex:
             for key in ended:
                 pushes.pop(key, None)
@@ -165,16 +168,15 @@ class Pusher:
             self._stop(cluster_id, transfer)
         return not stopped
 
-    def cancel(self, transfer: str) -> None:
-        """Read no block of a transfer any more on return: the blocks are not its own any more.
+    def cancel(self, transfers: Iterable[str]) -> None:
+        """Stop reading the blocks of transfers: on return the blocks may be reused.
 
-        What has arrived stays where it is; if the request is computed again it is pushed from
-        there on.
+        Tokens that have arrived stay with the consumers. A request that is computed again is pushed
+        from there on.
         """
         with self._mutex:
-            pushes = list(self._pushes.get(transfer, {}).values())
-        for push in pushes:
-            push.cancel()
+            pushes = [push for name in transfers for push in self._pushes.get(name, {}).values()]
+        _stop(pushes)
         with self._mutex:
             for push in pushes:
                 push.tasks.clear()
@@ -236,7 +238,7 @@ class Pusher:
                 if not task.wait_done(self._timeout_ms):
                     task.cancel()
             self._take_ended(push, transfer, cluster_id)
-        push.cancel()  # if it is broken, the rest is worth nothing
+        _stop([push])  # of a broken push the rest is useless
         return push.arrived if push.arrived > push.goal.first_token else 0
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from kvplan import (
     Transfer,
     Transfers,
 )
-from kvplan.execution.completion import run_aside
+from kvplan.execution.completion import AwaitableTask, run_aside
 from tests.support.held import Held
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, hold, let_go
@@ -209,6 +209,46 @@ def test_a_cancelled_await_leaves_nothing_behind():
         while (gone(), later()) != (None, None):
             assert time.monotonic() < deadline
             gc.collect()
+
+
+class SlowToCancel(AwaitableTask):
+    """A transfer to a stopped peer: `cancel` returns only when `peer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peer = Event()
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        return self.cancelled
+
+    def wait(self, timeout_ms: float | None = None) -> None:
+        raise NotImplementedError
+
+    def cancel(self, reason: kvplan.LLMException | None = None) -> None:
+        self.cancelled = self.peer.wait(5)
+        self._note_settled()
+
+    def _follow(self) -> None:
+        pass
+
+
+def test_a_cancelled_await_does_not_block_the_loop_and_ends_with_the_transfer():
+    async def main():
+        task = SlowToCancel()
+        awaiting = asyncio.ensure_future(task.coroutine())
+        await asyncio.sleep(0)
+        for _ in range(2):  # also a second time
+            awaiting.cancel()
+            await asyncio.sleep(0)
+        assert not awaiting.done()
+        task.peer.set()  # which a blocked loop would not do in time
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+        assert task.done
+
+    asyncio.run(main())
 
 
 def test_a_task_that_is_dropped_while_it_is_awaited_goes_on_and_then_goes():

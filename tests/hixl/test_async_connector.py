@@ -46,7 +46,7 @@ class Tasks(RuleBasedStateMachine):
             return bool(outcome)
 
         if sum(map(len, self.waiting.values())) >= CAPACITY:
-            with refused("LLM_LINK_BUSY", f"{CAPACITY} asynchronous connects wait; at most"):
+            with refused("LLM_LINK_BUSY", f"{CAPACITY} asynchronous connects are waiting; at most"):
                 self.connector.submit(name, connects=connects, run=run)
             return
         self.connector.submit(name, connects=connects, run=run)

@@ -139,7 +139,7 @@ def test_a_synchronizer_that_says_no(
     pushes = [it for it in caplog.messages if "operation=push_layers" in it]
     assert len(pushes) == 3
     assert all("status=LLM_PARAM_INVALID" in it for it in pushes)
-    assert all("synchronize_layer(7) has returned False" in it for it in pushes)
+    assert all("synchronize_layer(7) returned False" in it for it in pushes)
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt()])

@@ -245,7 +245,7 @@ def test_groups_of_version_2_are_parts() -> None:
         ({}, "parts is empty"),
         ([OLD], "version 2 has schema_version and a dict of groups"),
         ({"": OLD}, "1 to 64 printable"),
-        ({"a": OLD | {"schema_version": 1}}, "groups['a']: schema_version=1"),
+        ({"a": OLD | {"schema_version": 1}}, "must be a plan of schema_version 2"),
         ({"a": OLD | {"kind": "C2B"}}, "groups['a']: kind=C2B"),
         ({"a": []}, "groups['a']=[]"),
     ],

@@ -141,6 +141,8 @@ def _raised(function: FunctionType, owner: type | None, above: frozenset[object]
         if isinstance(node, ast.Call):
             for called, kind in callees(node.func, function, owner):
                 names |= _raised(called, kind, above | {function})
+    if any("_returns_status" in ast.unparse(it) for it in tree(function).decorator_list):  # type: ignore[attr-defined]
+        names &= {"TypeError"}  # all others become numbers
     return names - NEVER - {""}
 
 

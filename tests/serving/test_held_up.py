@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
-from kvplan import BlockLease, ClusterInfo, Transfers
+from kvplan import BlockLease, ClusterInfo, LayerTask, Transfers
 from kvplan.serving import Chunk, Handle, Source, Target, token_digest
 from kvplan.serving.asks import MAX_GOAL_NBYTES
 from kvplan.serving.messages import Ask, encode, pieces
@@ -181,6 +183,35 @@ def test_stopped_consumers_hold_up_no_other(make_peer: MakePeer, make_worker: Ma
     while len(freed) <= len(names):  # then all of them are free
         assert producer.exchange.wait(60_000)
         freed |= producer.exchange.take_freed()
+
+
+class SlowPush:
+    """A push to a stopped consumer; each `cancel` returns when all of them are being cancelled."""
+
+    done = False
+
+    def __init__(self, together: threading.Barrier) -> None:
+        self._together = together
+        self._ended = threading.Event()
+
+    def cancel(self) -> None:
+        self._together.wait(5)
+        self._ended.set()
+
+    def wait(self) -> None:
+        assert self._ended.wait(10), "another push was waited for first"
+
+
+def test_consumers_of_moved_blocks_are_waited_for_together(make_worker: MakeWorker) -> None:
+    pusher = make_worker(1, push=True).exchange._pusher
+    together = threading.Barrier(3)
+    lease = BlockLease(2, bytes(16), 1, 1, (1,), True, "", ())
+    for cluster_id, name in ((2, "a"), (3, "a"), (3, "b")):
+        pusher.add(cluster_id, 0, name, b"", Goal(lease, 0, 0))
+        task = cast("LayerTask", SlowPush(together))
+        pusher._pushes[name][cluster_id, 0].tasks.append((task, 8))
+    pusher.cancel(["a", "b"])
+    assert not any(push.tasks for it in pusher._pushes.values() for push in it.values())
 
 
 def test_producers_that_are_gone_are_forgotten(make_worker: MakeWorker) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import inspect
 import os
 import signal
 import subprocess
@@ -270,7 +271,8 @@ def be_patient(*surfaces: type) -> None:
     defaults = Options.__init__.__kwdefaults__ or {}
     defaults.update(sync_kv_cache_wait_time=PATIENCE_MS, heartbeat_timeout_ms=3 * PATIENCE_MS)
     for surface in surfaces:
-        for method in vars(surface).values():
+        for member in vars(surface).values():
+            method = inspect.unwrap(member) if callable(member) else member
             if isinstance(method, FunctionType) and method.__defaults__:
                 patient = (PATIENCE_MS if it == 1000 else it for it in method.__defaults__)
                 method.__defaults__ = tuple(patient)

@@ -1,1 +1,1 @@
-"""What the modules of the package share: the log, and checks of arguments."""
+"""The log and the checks of arguments, which all modules of the package share."""

@@ -1,7 +1,7 @@
-"""The log of the original: logger LLM_DATADIST, to standard output.
+"""The log of the original: logger LLM_DATADIST, which writes to standard output.
 
-The environment variable ASCEND_GLOBAL_LOG_LEVEL is the level: "0" debug, "1" info, "2" warning, "3"
-(and anything else) error. It is read once, at the first use.
+The environment variable ASCEND_GLOBAL_LOG_LEVEL has the level: "0" debug, "1" info, "2" warning,
+anything else error. It is read once, at the first use.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FORMAT = (
     "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
     "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s: %(message)s"
 )
-_PASSED_OVER = (__file__, logging.__file__)
+_SKIPPED_FILES = (__file__, logging.__file__)
 
 
 class _StandardOutput(logging.StreamHandler[TextIO]):
-    """Writes to what is standard output when a record comes: a program may redirect it."""
+    """A handler that follows `sys.stdout`, which a program may redirect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -66,15 +66,15 @@ def error(msg: str, *args: object, **kwargs: Any) -> None:
 def _find_caller(
     stack_info: bool = False, stack_level: int = 1
 ) -> tuple[str, int, str, str | None]:
-    """Return file, line, function and (if `stack_info`) stack of the caller that logs.
+    """Return file, line, function and, if `stack_info`, the stack of the caller that logs.
 
     Args:
-        stack_info: whether to return the stack as well.
-        stack_level: 1: the caller; 2: who called it; and so on.
+        stack_info: True to return the stack as well.
+        stack_level: 1: the caller; 2: its caller; and so on.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        if frame.f_code.co_filename not in _PASSED_OVER:
+        if frame.f_code.co_filename not in _SKIPPED_FILES:
             if stack_level <= 1:
                 break
             stack_level -= 1

@@ -1,13 +1,16 @@
-"""Checks of arguments, as strict as those of the original, and properties that make them."""
+"""Checks of arguments, as strict as those of the original, and properties that use them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_args, overload
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args, overload
 
 from kvplan.validation import INT64_MAX, UINT32_MAX, UINT64_MAX, mismatch, shown
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_isinstance(
@@ -21,15 +24,15 @@ def check_isinstance(
     """Return `arg_value` if it is one of `classes`.
 
     Args:
-        arg_name: what messages call it.
+        arg_name: its name in messages.
         arg_value: the argument.
-        classes: what it may be.
-        inner_class: what its elements must be; None: anything.
-        extra_fmt: what messages begin with.
-        allow_none: whether it may be None.
+        classes: the allowed classes. A bool is not an int.
+        inner_class: the class of its elements; None: any.
+        extra_fmt: the beginning of messages.
+        allow_none: True to accept None.
 
     Raises:
-        TypeError: otherwise.
+        TypeError: it is not.
     """
     if allow_none and arg_value is None:
         return arg_value
@@ -46,7 +49,7 @@ def check_isinstance(
 
 
 def _is_of(value: object, kinds: list[type]) -> bool:
-    """Return whether `value` is of one of `kinds`. A bool is of bool only."""
+    """Return True if `value` is of one of `kinds`. A bool is of class bool only."""
     return isinstance(value, tuple(kinds)) and (not isinstance(value, bool) or bool in kinds)
 
 
@@ -54,7 +57,7 @@ def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -
     """Refuse an element that is not an `inner_class`.
 
     Raises:
-        TypeError: naming it.
+        TypeError: names the element.
     """
     for element in arg_value:
         if not _is_of(element, [inner_class]):
@@ -74,7 +77,7 @@ def check_dict(
     """Refuse keys other than `k_class`, values other than `v_class`, and elements of values.
 
     Raises:
-        TypeError: naming the first.
+        TypeError: names the first.
     """
     for key, value in arg_value.items():
         check_isinstance(f"{arg_name} key", key, k_class, allow_none=False)
@@ -84,97 +87,52 @@ def check_dict(
             check_inner(f"{arg_name}[{shown(key)}]", value, v_inner_class)
 
 
-def check_uint8(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int in [0, 2**8).
+def _width(kind: str, low: int, high: int) -> Callable[[str, object], None]:
+    """Return the check of an integer type."""
+
+    def check(arg_name: str, arg_value: object) -> None:
+        _check_width(arg_name, arg_value, low, high)
+
+    check.__name__ = check.__qualname__ = f"check_{kind}"
+    check.__doc__ = f"""Refuse anything but an int in [{low}, {high}].
 
     Raises:
         TypeError: not an int.
         ValueError: out of range.
     """
-    _check_width(arg_name, arg_value, 0, 2**8 - 1)
+    return check
 
 
-def check_uint16(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int in [0, 2**16).
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    _check_width(arg_name, arg_value, 0, 2**16 - 1)
+check_uint8 = _width("uint8", 0, 2**8 - 1)
+check_uint16 = _width("uint16", 0, 2**16 - 1)
+check_uint32 = _width("uint32", 0, UINT32_MAX)
+check_uint64 = _width("uint64", 0, UINT64_MAX)
+check_int32 = _width("int32", -(2**31), 2**31 - 1)
+check_int64 = _width("int64", -(2**63), INT64_MAX)
 
 
-def check_uint32(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int in [0, 2**32).
+def _width_of_each(
+    kind: str, check_one: Callable[[str, object], None]
+) -> Callable[[str, Iterable[object]], None]:
+    """Return the check of a list of integers."""
 
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    _check_width(arg_name, arg_value, 0, UINT32_MAX)
+    def check(arg_name: str, arg_value: Iterable[object]) -> None:
+        for element in arg_value:
+            check_one(arg_name, element)
 
-
-def check_uint64(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int in [0, 2**64).
+    check.__name__ = check.__qualname__ = f"check_list_{kind}"
+    check.__doc__ = f"""Refuse an element that `check_{kind}` refuses.
 
     Raises:
         TypeError: not an int.
         ValueError: out of range.
     """
-    _check_width(arg_name, arg_value, 0, UINT64_MAX)
+    return check
 
 
-def check_int32(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int in [-2**31, 2**31).
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    _check_width(arg_name, arg_value, -(2**31), 2**31 - 1)
-
-
-def check_int64(arg_name: str, arg_value: object) -> None:
-    """Refuse anything but an int in [-2**63, 2**63).
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    _check_width(arg_name, arg_value, -(2**63), INT64_MAX)
-
-
-def check_list_int32(arg_name: str, arg_value: Iterable[object]) -> None:
-    """Refuse an element that `check_int32` refuses.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    for element in arg_value:
-        check_int32(arg_name, element)
-
-
-def check_list_int64(arg_name: str, arg_value: Iterable[object]) -> None:
-    """Refuse an element that `check_int64` refuses.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    for element in arg_value:
-        check_int64(arg_name, element)
-
-
-def check_list_uint64(arg_name: str, arg_value: Iterable[object]) -> None:
-    """Refuse an element that `check_uint64` refuses.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
-    for element in arg_value:
-        check_uint64(arg_name, element)
+check_list_int32 = _width_of_each("int32", check_int32)
+check_list_int64 = _width_of_each("int64", check_int64)
+check_list_uint64 = _width_of_each("uint64", check_uint64)
 
 
 def check_positive_or_set_default(arg_name: str, arg_value: int | None, default: int = -1) -> int:
@@ -198,11 +156,54 @@ def _check_width(arg_name: str, arg_value: object, low: int, high: int) -> None:
         raise ValueError(f"{arg_name}={arg_value} is out of range [{low}, {high}]")
 
 
-class Field(property, Generic[_T]):
-    """A property that can only be read; the attribute `_<name>` holds its value.
+Kind = Callable[[str, Any], Any]
+"""Checks an argument: takes its name and value, and raises if the value is not of the kind."""
+
+
+def kind_of(*classes: type, inner: type | None = None, allow_none: bool = False) -> Kind:
+    """Return the kind of values of these classes, whose elements are of class `inner`."""
+
+    def check(name: str, value: Any) -> Any:
+        return check_isinstance(name, value, [*classes], inner, allow_none=allow_none)
+
+    return check
+
+
+def checked(kinds: Mapping[str, Kind]) -> Callable[..., Callable[[_F], _F]]:
+    """Return a decorator that checks arguments by their names, in order, before each call.
 
     Args:
-        doc: what it is.
+        kinds: the kind of each name. Keywords of the decorator override them for one function.
+    """
+
+    def of_function(**others: Kind) -> Callable[[_F], _F]:
+        known = {**kinds, **others}
+
+        def decorate(function: _F) -> _F:
+            names = tuple(signature(function).parameters)
+
+            @wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                for name, value in zip(names, args, strict=False):
+                    if name in known:
+                        known[name](name, value)
+                for name in kwargs and names:
+                    if name in known and name in kwargs:
+                        known[name](name, kwargs[name])
+                return function(*args, **kwargs)
+
+            return cast("_F", call)
+
+        return decorate
+
+    return of_function
+
+
+class Field(property, Generic[_T]):
+    """A read-only property; the attribute `_<name>` holds its value.
+
+    Args:
+        doc: its docstring.
     """
 
     def __init__(self, doc: str) -> None:
@@ -211,7 +212,7 @@ class Field(property, Generic[_T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
         self._attribute = f"_{name}"
-        # Field[int](...) is annotated like a getter `-> int`, for those who read documentation.
+        # Annotated like a getter `-> int`, for documentation.
         (annotation,) = get_args(self.__orig_class__)  # type: ignore[attr-defined]
         self.fget.__annotations__["return"] = annotation
 
@@ -235,11 +236,11 @@ class Field(property, Generic[_T]):
 
 
 class Checked(Field[_T]):
-    """A property that is checked when it is set.
+    """A property that is checked whenever it is set.
 
     Args:
-        check: gets the name and what it is set to; returns what to keep, or raises.
-        doc: what it is.
+        check: takes the name and the new value; returns the value to keep, or raises.
+        doc: its docstring.
     """
 
     def __init__(self, check: Callable[[str, _T], _T], doc: str) -> None:
@@ -255,7 +256,7 @@ class Checked(Field[_T]):
 
 
 def checked_by(check: Callable[[str, object], None]) -> Callable[[str, _T], _T]:
-    """Return what checks as `check` does, and keeps the value as it is."""
+    """Return a function that runs `check` and returns the value unchanged."""
 
     def keep(name: str, value: _T) -> _T:
         check(name, value)

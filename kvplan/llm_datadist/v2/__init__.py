@@ -1,1 +1,1 @@
-"""The engine's classes, and the values that they take."""
+"""The classes of the engine, and the values that they take."""

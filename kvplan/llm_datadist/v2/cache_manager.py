@@ -1,9 +1,11 @@
-"""CacheManager of the original over `kvplan.LlmDataDist`: it checks, converts and delegates."""
+"""`CacheManager` over `kvplan.LlmDataDist`: it checks and converts arguments, and delegates."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvplan
+from kvplan.engine.datadist import LlmDataDist
 from kvplan.llm_datadist.conversion import (
     TENSORS_PER_LAYER,
     Indices,
@@ -27,6 +29,8 @@ from kvplan.llm_datadist.utils.utils import (
     check_isinstance,
     check_uint32,
     check_uint64,
+    checked,
+    kind_of,
 )
 from kvplan.llm_datadist.v2.config import HOST_POOL, POOL, REMOTE_ACCESS, wait_time_ms
 from kvplan.llm_datadist.v2.layer_transfer import Configs, LayerSource, transfer_layers
@@ -46,19 +50,53 @@ from kvplan.llm_datadist.v2.llm_utils import is_invalid_id
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import UINT64_MAX, shown
 
-if TYPE_CHECKING:
-    import kvplan
-    from kvplan.engine.datadist import LlmDataDist
-
 CacheKeys = list[CacheKey] | tuple[CacheKey, ...]
 Layers = range | None
 
 
-class CacheManager:
-    """The caches of an LLMDataDist, and what moves their bytes. Get it from there.
+def _check_request(name: str, req_id: int | None) -> None:
+    if req_id is not None:
+        check_uint64(name, req_id)
 
-    In *request mode* peers pull by CacheKey, and a request's key goes with the pull. In *remote
-    mode* (llm.EnableRemoteCacheAccessible) they pull by id, and push.
+
+def _check_remote(_: str, manager: CacheManager) -> None:
+    if not manager._enable_remote_cache_accessible:
+        raise invalid("a push needs enable_remote_cache_accessible=True in the LLMConfig")
+
+
+_cache = kind_of(Cache)
+_checked = checked(
+    {
+        "cache": _cache,
+        "src_cache": _cache,
+        "dst_cache": _cache,
+        "src": _cache,
+        "dst": _cache,
+        "cache_desc": kind_of(CacheDesc),
+        "cache_keys": kind_of(list, tuple, inner=CacheKey),
+        "cache_key": kind_of(CacheKey),
+        "blocks_cache_key": kind_of(BlocksCacheKey, allow_none=True),
+        "addrs": kind_of(list, inner=int),
+        "remote_accessible": kind_of(bool, allow_none=True),
+        "cache_id": check_int64,
+        "batch_index": check_uint32,
+        "src_batch_index": check_uint32,
+        "dst_batch_index": check_uint32,
+        "offset": check_uint64,
+        "size": lambda _, size: check_size(size),
+        "req_id": _check_request,
+        "copy_block_info": kind_of(dict),
+        "src_to_dst": kind_of(dict),
+    }
+)
+"""Checks the arguments of a method by their names."""
+
+
+class CacheManager:
+    """The caches of an LLMDataDist and their transfers; see `LLMDataDist.cache_manager`.
+
+    In *request mode* peers pull by CacheKey, and a pull consumes the key of its request. In *remote
+    mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
     Args:
         llm_datadist: the engine.
@@ -73,22 +111,25 @@ class CacheManager:
         self._wait_time_ms = wait_time_ms(options)
 
     @staticmethod
+    @_checked()
     def check_cache_key(cache_key: CacheKey) -> None:
         """Refuse a key that does not name either a request or a prefix.
 
         Raises:
-            TypeError: no CacheKey.
-            LLMException: LLM_PARAM_INVALID: it names both or neither.
+            TypeError: cache_key is not a CacheKey.
+            LLMException: LLM_PARAM_INVALID: the key names both or neither.
         """
-        check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         if is_invalid_id(cache_key.req_id) is is_invalid_id(cache_key.prefix_id):
-            raise invalid(f"{cache_key} must name either a request (req_id) or a prefix")
+            raise invalid(
+                f"{cache_key} must name either a request (req_id) or a prefix (prefix_id)"
+            )
 
+    @_checked()
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: CacheKeys = ()) -> Cache:
         """Make a contiguous cache in the pool of its placement.
 
-        It lives as long as its id (`deallocate_cache`) and each of its keys (`remove_cache_key`, or
-        a pull).
+        The cache lives until its id is deallocated (`deallocate_cache`) and each of its keys is
+        removed (`remove_cache_key`, or a pull).
 
         Args:
             cache_desc: its description.
@@ -98,15 +139,14 @@ class CacheManager:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more
-                keys than slots, a key that is taken; LLM_ENGINE_FINALIZED.
+                keys than slots, a key in use; LLM_ENGINE_FINALIZED.
         """
-        check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
-        check_isinstance("cache_keys", cache_keys, [list, tuple], CacheKey, allow_none=False)
         self._check_pool(cache_desc)
         keys = [key_of(key) for key in cache_keys]
         made = self._engine.allocate_cache(desc_of(cache_desc), keys)
         return self._made(made, cache_desc, is_registered=False, is_blocks=False)
 
+    @_checked()
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
     ) -> Cache:
@@ -121,42 +161,44 @@ class CacheManager:
             ValueError: an integer outside its width.
             LLMException: as for `allocate_cache`.
         """
-        check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
-        check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         self._check_pool(cache_desc)
         key = None if blocks_cache_key is None else key_of(blocks_cache_key)
         made = self._engine.allocate_blocks_cache(desc_of(cache_desc), key)
         return self._made(made, cache_desc, is_registered=False, is_blocks=True)
 
+    @_checked()
     def deallocate_cache(self, cache: Cache) -> None:
-        """Free a contiguous cache that was allocated; it lives on by its keys. Repeating is fine.
+        """Free an allocated contiguous cache, which lives on while it has keys; idempotent.
 
         Raises:
-            TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it is paged, or was registered; LLM_ENGINE_FINALIZED.
+            TypeError: cache is not a Cache.
+            LLMException: LLM_PARAM_INVALID: the cache is paged, or was registered;
+                LLM_ENGINE_FINALIZED.
         """
         self._deallocate(cache, is_blocks=False)
 
+    @_checked()
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Free a paged cache that was allocated. Repeating is fine.
+        """Free an allocated paged cache; idempotent.
 
         Raises:
-            TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it is contiguous, or was registered;
+            TypeError: cache is not a Cache.
+            LLMException: LLM_PARAM_INVALID: the cache is contiguous, or was registered;
                 LLM_ENGINE_FINALIZED.
         """
         self._deallocate(cache, is_blocks=True)
 
+    @_checked()
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Forget a key of an allocated cache; an unknown one is fine.
+        """Remove a key of an allocated cache. An unknown key has no effect.
 
         Raises:
-            TypeError: no CacheKey.
+            TypeError: cache_key is not a CacheKey.
             LLMException: LLM_ENGINE_FINALIZED.
         """
-        check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         self._engine.remove_cache_key(key_of(cache_key))
 
+    @_checked()
     def register_cache(
         self,
         cache_desc: CacheDesc,
@@ -164,23 +206,22 @@ class CacheManager:
         cache_keys: CacheKeys = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a contiguous cache of memory that the caller keeps until it is unregistered.
+        """Make a contiguous cache of the caller's memory, which must live until it is unregistered.
 
         Args:
             cache_desc: its description.
-            addrs: one for each tensor.
-            cache_keys: key i names slot i; they are never consumed.
-            remote_accessible: whether peers may reach it. None: in request mode yes; in remote mode
-                Placement.DEVICE, unless `LLMDataDist.link` was called.
+            addrs: an address for each tensor.
+            cache_keys: key i names slot i; pulls do not consume them.
+            remote_accessible: True if peers may reach the cache. None: always in request mode; in
+                remote mode for Placement.DEVICE, unless `LLMDataDist.link` was called.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: addresses that do not fit the description, or are not
-                mapped; a key that is taken; remote_accessible=True after `LLMDataDist.link`;
+            LLMException: LLM_PARAM_INVALID: addresses that do not fit the description or are not
+                mapped, a key in use, remote_accessible=True after `LLMDataDist.link`;
                 LLM_ENGINE_FINALIZED.
         """
-        check_isinstance("cache_keys", cache_keys, [tuple, list], CacheKey, allow_none=False)
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
         made = self._engine.register_cache(
             desc_of(cache_desc),
@@ -190,6 +231,7 @@ class CacheManager:
         )
         return self._made(made, cache_desc, is_registered=True, is_blocks=False)
 
+    @_checked()
     def register_blocks_cache(
         self,
         cache_desc: CacheDesc,
@@ -197,14 +239,13 @@ class CacheManager:
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a paged cache of memory that the caller keeps until it is unregistered.
+        """Make a paged cache of the caller's memory, which must live until it is unregistered.
 
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 
         Raises:
             TypeError, ValueError, LLMException: as `register_cache`.
         """
-        check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
         key = None if blocks_cache_key is None else key_of(blocks_cache_key)
         made = self._engine.register_blocks_cache(
@@ -212,42 +253,44 @@ class CacheManager:
         )
         return self._made(made, cache_desc, is_registered=True, is_blocks=True)
 
+    @_checked()
     def unregister_cache(self, cache_id: int) -> None:
-        """End a registered cache; an unknown id is fine.
+        """Unregister a cache. An unknown id has no effect.
 
         Raises:
             TypeError, ValueError: cache_id is not an int64.
-            LLMException: LLM_PARAM_INVALID: it was allocated; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_PARAM_INVALID: the cache was allocated; LLM_ENGINE_FINALIZED.
         """
-        check_int64("cache_id", cache_id)
         self._engine.unregister_cache(int(cache_id))
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
-        """Check again how registered memory is mapped, and offer its caches to the peers again.
+        """Check the mapping of registered memory again, and offer its caches to peers again.
 
-        For memory that was repaired: transfers before this fail, transfers after it work.
+        Call it after memory was repaired: transfers fail before the call, and work after it.
 
         Args:
-            mem_infos: of Memtype.MEM_TYPE_DEVICE, inside of registered caches.
+            mem_infos: ranges of Memtype.MEM_TYPE_DEVICE inside registered caches.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: no link lives; LLM_PARAM_INVALID: also for another type;
-                LLM_ENGINE_FINALIZED.
+            LLMException: LLM_NOT_YET_LINK: no cluster is linked; LLM_PARAM_INVALID: also an
+                argument of another type; LLM_ENGINE_FINALIZED.
         """
         infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
-        for position, it in enumerate(infos):
-            if not isinstance(it, MemInfo):
-                raise invalid(f"mem_infos[{position}]={it!r} must be MemInfo")
-            if it.mem_type is not Memtype.MEM_TYPE_DEVICE or it.addr == 0 or it.size <= 0:
+        for position, info in enumerate(infos):
+            if not isinstance(info, MemInfo):
+                raise invalid(f"mem_infos[{position}]={info!r} must be MemInfo")
+            if info.mem_type is not Memtype.MEM_TYPE_DEVICE or info.addr == 0 or info.size <= 0:
                 raise invalid(
-                    f"mem_infos[{position}]={it} must be MEM_TYPE_DEVICE, with addr != 0, size > 0"
+                    f"mem_infos[{position}]={info} must be MEM_TYPE_DEVICE, with addr != 0 and "
+                    "size > 0"
                 )
-        self._engine.remap_registered_memory([(int(it.addr), int(it.size)) for it in infos])
+        self._engine.remap_registered_memory([(int(info.addr), int(info.size)) for info in infos])
 
     def set_is_call_linked(self) -> None:
-        """Say that `LLMDataDist.link` was called; see `register_cache`."""
+        """Note that `LLMDataDist.link` was called; see `register_cache`."""
         self._is_call_linked = True
 
+    @_checked(cache_key=kind_of(CacheKey, CacheKeyByIdAndIndex))
     def pull_cache(
         self,
         cache_key: CacheKey | CacheKeyByIdAndIndex,
@@ -259,11 +302,11 @@ class CacheManager:
         """Pull a slot of a remote cache into one of a contiguous local cache.
 
         Args:
-            cache_key: the remote slot; in remote mode CacheKeyByIdAndIndex.
+            cache_key: the remote slot; in remote mode a CacheKeyByIdAndIndex.
             cache: the local cache.
             batch_index: the local slot.
-            size: bytes of a row; -1: the whole local row.
-            **kwargs: src_layer_range, dst_layer_range: layers, as range of step 1;
+            size: bytes of each row to pull; -1: the whole local row.
+            **kwargs: src_layer_range, dst_layer_range: layers, ranges of step 1;
                 tensor_num_per_layer=2. Others are ignored.
 
         Raises:
@@ -271,17 +314,12 @@ class CacheManager:
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache, a
                 key that names neither a request nor a prefix; LLM_ENGINE_FINALIZED;
-                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
-                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
-                sync_kv_timeout has passed.
+                LLM_NOT_YET_LINK: the cluster is not linked; LLM_LINK_FAILED: the link is broken, or
+                broke during the transfer; LLM_KV_CACHE_NOT_EXIST: the peer has no such cache, slot
+                or key; LLM_TIMEOUT: sync_kv_timeout has passed.
         """
-        kinds: list[type] = [CacheKeyByIdAndIndex]
-        if not self._enable_remote_cache_accessible:
-            kinds.append(CacheKey)
-        check_isinstance("cache_key", cache_key, kinds, allow_none=False)
-        check_isinstance("cache", cache, Cache, allow_none=False)
-        check_uint32("batch_index", batch_index)
-        check_size(size)
+        if self._enable_remote_cache_accessible:
+            check_isinstance("cache_key", cache_key, CacheKeyByIdAndIndex)
         check_kind("cache", cache, is_blocks=False)
         layers = layers_given(kwargs)
         if isinstance(cache_key, CacheKey):
@@ -290,6 +328,7 @@ class CacheManager:
             key_of(cache_key), cache_of(cache), int(batch_index), int(size), layers
         )
 
+    @_checked(src_cache_key=kind_of(CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
     def pull_blocks(
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
@@ -298,28 +337,22 @@ class CacheManager:
         dst_blocks: Indices = (),
         **kwargs: Any,
     ) -> None:
-        """Pull into blocks of a paged local cache, from blocks of a remote one or from a slot.
+        """Pull blocks of a remote paged cache, or a remote slot, into blocks of a local cache.
 
         Args:
             src_cache_key: the remote paged cache (BlocksCacheKey), or slot.
             dst_cache: the local cache.
-            src_blocks: remote blocks, one for each of `dst_blocks`; of a slot none: it is cut into
-                chunks of one block, and chunk i goes to `dst_blocks[i]`.
-            dst_blocks: local blocks; of one that comes twice the last counts.
+            src_blocks: remote blocks, one for each of `dst_blocks`. Empty for a slot, which is cut
+                into chunks of one block: chunk i goes to `dst_blocks[i]`.
+            dst_blocks: local blocks; the last of duplicates counts.
             **kwargs: as of `pull_cache`.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: a block or layer out of range, block tables of unequal
-                length or none, a contiguous local cache; LLM_ENGINE_FINALIZED; LLM_NOT_YET_LINK: no
-                link to that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
-                LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there, or a CacheKey in remote
-                mode; LLM_TIMEOUT: sync_kv_timeout has passed.
+            TypeError, ValueError: as `pull_cache`.
+            LLMException: as `pull_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
+                unequal length or empty, a contiguous local cache; LLM_KV_CACHE_NOT_EXIST: a
+                CacheKey in remote mode.
         """
-        kinds: list[type] = [CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
-        check_isinstance("src_cache_key", src_cache_key, kinds, allow_none=False)
-        check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
         src = table_of("src_blocks", src_blocks, allow_none=False)
         dst = table_of("dst_blocks", dst_blocks, allow_none=False)
         check_kind("dst_cache", dst_cache, is_blocks=True)
@@ -335,13 +368,14 @@ class CacheManager:
             self.check_cache_key(src_cache_key)
             if self._enable_remote_cache_accessible:
                 raise LLMException(
-                    f"src_cache_key={src_cache_key}: in remote mode there are no keys of requests",
+                    f"src_cache_key={src_cache_key}: in remote mode requests have no keys",
                     status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
                 )
         self._engine.pull_blocks(
             key_of(src_cache_key), cache_of(dst_cache), *last_wins(src, dst), layers
         )
 
+    @_checked(self=_check_remote, dst_cache_key=kind_of(CacheKeyByIdAndIndex), size=check_int64)
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -352,41 +386,34 @@ class CacheManager:
         size: int = -1,
         tensor_num_per_layer: int = TENSORS_PER_LAYER,
     ) -> None:
-        """Push a slot of a contiguous local cache into one of a remote cache; in remote mode only.
+        """Push a slot of a contiguous local cache into a remote slot; in remote mode only.
 
         Args:
             dst_cache_key: the remote slot.
             src_cache: the local cache.
             src_batch_index: the local slot.
-            src_layer_range, dst_layer_range: layers, as many here as there; None: all of src_cache.
-            size: -1: the whole row; nothing else.
-            tensor_num_per_layer: consecutive tensors that are one layer.
+            src_layer_range, dst_layer_range: layers, ranges of equal length; None: all layers of
+                src_cache.
+            size: must be -1: the whole row.
+            tensor_num_per_layer: number of consecutive tensors of one layer.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: request mode, a slot or layer out of range, a size
-                other than -1, a paged cache; LLM_ENGINE_FINALIZED; LLM_NOT_YET_LINK: no link to
-                that cluster; LLM_LINK_FAILED: it is broken, or broke meanwhile;
-                LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
-                sync_kv_timeout has passed.
+            TypeError, ValueError: as `pull_cache`.
+            LLMException: as `pull_cache`; LLM_PARAM_INVALID: also request mode, or a size other
+                than -1.
         """
-        self._check_may_push("push_cache")
-        check_isinstance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex, allow_none=False)
-        check_isinstance("src_cache", src_cache, Cache, allow_none=False)
-        check_uint32("src_batch_index", src_batch_index)
         check_kind("src_cache", src_cache, is_blocks=False)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
             src_layer_range, dst_layer_range, tensor_num_per_layer, num_tensors
         )
-        check_int64("size", size)
         if size != -1:
             raise invalid(f"size={size} must be -1: a push moves the whole row")
         self._engine.push_cache(
             cache_of(src_cache), key_of(dst_cache_key), int(src_batch_index), -1, layers
         )
 
+    @_checked(self=_check_remote, dst_cache_key=kind_of(BlocksCacheKey))
     def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey,
@@ -403,22 +430,14 @@ class CacheManager:
             dst_cache_key: the remote cache.
             src_cache: the local cache.
             src_blocks: local blocks.
-            dst_blocks: remote blocks, one for each of `src_blocks`; of one that comes twice the
-                last counts.
+            dst_blocks: remote blocks, one for each of `src_blocks`; the last of duplicates counts.
             src_layer_range, dst_layer_range, tensor_num_per_layer: as of `push_cache`.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
-            LLMException: LLM_PARAM_INVALID: request mode, a block or layer out of range, block
-                tables of unequal length or none, a contiguous cache; LLM_ENGINE_FINALIZED;
-                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
-                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache, slot or key there; LLM_TIMEOUT:
-                sync_kv_timeout has passed.
+            TypeError, ValueError: as `push_cache`.
+            LLMException: as `push_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
+                unequal length or empty, a contiguous cache.
         """
-        self._check_may_push("push_blocks")
-        check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
-        check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         src = table_of("src_blocks", src_blocks)
         dst = table_of("dst_blocks", dst_blocks, allow_none=False)
         check_kind("src_cache", src_cache, is_blocks=True)
@@ -431,6 +450,7 @@ class CacheManager:
             cache_of(src_cache), key_of(dst_cache_key), *last_wins(src, dst), layers
         )
 
+    @_checked(layer_synchronizer=kind_of(LayerSynchronizer))
     def transfer_cache_async(
         self,
         src_cache: Cache,
@@ -440,42 +460,38 @@ class CacheManager:
         dst_block_indices: Indices | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        """Push a cache layer by layer, each as soon as `layer_synchronizer` says that it is there.
+        """Push a cache layer by layer, each once `layer_synchronizer` returns for it.
 
-        A thread calls it for each layer that is needed, in ascending order; while a layer is
-        copied, the next one is awaited. Two tensors are one layer.
+        A thread calls the synchronizer for each needed layer, in ascending order, while earlier
+        layers are copied. Two tensors are one layer.
 
         Args:
             src_cache: the local cache, of Placement.DEVICE.
-            layer_synchronizer: returns once a layer is computed.
-            transfer_configs: destinations: in remote mode TransferWithCacheKeyConfig, otherwise
-                TransferConfig. Each fails alone.
+            layer_synchronizer: waits until a layer is computed.
+            transfer_configs: the destinations: in remote mode TransferWithCacheKeyConfig, otherwise
+                TransferConfig. A failure of one does not affect the others.
             src_block_indices: blocks of a paged src_cache, one for each of `dst_block_indices`.
             dst_block_indices: blocks of paged destinations.
-            dst_block_memory_size: bytes of such a block; needed if src_cache is contiguous.
+            dst_block_memory_size: bytes of such a block; required if src_cache is contiguous.
 
         Returns:
-            The task that has the status of each destination.
+            The task, which returns the status of each destination.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit the
-                cache or each other, no destination; LLM_ENGINE_FINALIZED. What fails at one
-                destination is the status of that in the task.
+                cache or each other, no destination; LLM_ENGINE_FINALIZED. The failure of one
+                destination is its status in the task.
         """
-        check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         if src_cache.cache_desc.placement is not Placement.DEVICE:
-            raise invalid(f"src_cache is of {src_cache.cache_desc.placement}; DEVICE is needed")
+            raise invalid(f"src_cache is of {src_cache.cache_desc.placement}; it must be of DEVICE")
         source = LayerSource.of(
             cache_of(src_cache),
             src_cache.is_blocks_cache,
             src_block_indices,
             dst_block_indices,
             dst_block_memory_size,
-        )
-        check_isinstance(
-            "layer_synchronizer", layer_synchronizer, LayerSynchronizer, allow_none=False
         )
         return transfer_layers(
             self._engine,
@@ -486,6 +502,7 @@ class CacheManager:
             remote_mode=self._enable_remote_cache_accessible,
         )
 
+    @_checked()
     def copy_cache(
         self,
         dst: Cache,
@@ -499,28 +516,21 @@ class CacheManager:
         """Copy a slot of a contiguous cache into another.
 
         Args:
-            dst, src: the caches; mind the order.
+            dst, src: the caches; the destination comes first.
             dst_batch_index, src_batch_index: the slots.
-            offset: bytes into the row at which to begin, on both sides.
+            offset: first byte of the row to copy, on both sides.
             size: bytes to copy; -1: the rest of the source row.
-            req_id: whose it is; only checked.
+            req_id: the request; only checked.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache;
-                LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such cache.
+                LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache does not exist.
         """
-        check_isinstance("dst", dst, Cache, allow_none=False)
         check_isinstance("src", src, Cache, allow_none=False)
-        check_uint32("dst_batch_index", dst_batch_index)
-        check_uint32("src_batch_index", src_batch_index)
-        check_uint64("offset", offset)
-        check_size(size)
         check_kind("src", src, is_blocks=False)
         check_kind("dst", dst, is_blocks=False)
-        if req_id is not None:
-            check_uint64("req_id", req_id)
         self._engine.copy_cache(
             cache_of(src),
             cache_of(dst),
@@ -530,42 +540,40 @@ class CacheManager:
             int(size),
         )
 
+    @_checked()
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks of a paged cache, each to any number of others of it.
+        """Copy blocks of a paged cache to other blocks of it.
 
         Args:
             cache: the cache.
-            copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
+            copy_block_info: source block -> its destination blocks; may be empty.
 
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
-                contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such cache.
+                contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: the cache does not
+                exist.
         """
-        check_isinstance("cache", cache, Cache, allow_none=False)
-        check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
         check_dict("copy_block_info", copy_block_info, int, list, int)
         check_kind("cache", cache, is_blocks=True)
         self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))
 
+    @_checked()
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
-        """Copy blocks from a host cache to a device cache (in), or the other way round (out).
+        """Copy blocks from a host cache to a device cache, or from a device cache to a host cache.
 
         Args:
             src_cache, dst_cache: paged caches, one of each placement, with equal blocks.
-            src_to_dst: source block -> destination block; empty: nothing.
+            src_to_dst: source block -> destination block; may be empty.
 
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of one
-                placement, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: no such
-                cache.
+                placement, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache
+                does not exist.
         """
-        check_isinstance("src_cache", src_cache, Cache, allow_none=False)
-        check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_kind("dst_cache", dst_cache, is_blocks=True)
-        check_isinstance("src_to_dst", src_to_dst, dict, allow_none=False)
         check_dict("src_to_dst", src_to_dst, int, int)
         check_alike("src_cache", src_cache, "dst_cache", dst_cache)
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
@@ -574,43 +582,33 @@ class CacheManager:
                 cache_of(src_cache), cache_of(dst_cache), {int(s): int(d) for s, d in pairs}
             )
 
-    def _check_may_push(self, name: str) -> None:
-        if not self._enable_remote_cache_accessible:
-            raise invalid(f"{name} needs enable_remote_cache_accessible")
-
     def _check_pool(self, cache_desc: CacheDesc) -> None:
         if cache_desc.num_tensors < 1:
             raise invalid(f"num_tensors={cache_desc.num_tensors} must be > 0")
         check_isinstance("placement", cache_desc.placement, Placement, allow_none=False)
         if not self._pools[cache_desc.placement]:
             option = POOL if cache_desc.placement is Placement.DEVICE else HOST_POOL
-            raise invalid(
-                f"a cache of {cache_desc.placement} is allocated in a pool: give {option}"
-            )
+            raise invalid(f"a cache of {cache_desc.placement} needs a pool: give option {option}")
 
     def _check_registered(
         self, cache_desc: CacheDesc, addrs: list[int], remote_accessible: bool | None
     ) -> bool:
-        check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
-        check_isinstance("addrs", addrs, list, int, allow_none=False)
-        check_isinstance("remote_accessible", remote_accessible, bool)
         if remote_accessible and self._is_call_linked:
-            raise invalid("remote_accessible=True: caches must be registered before link")
+            raise invalid("remote_accessible=True is not allowed after link; register before link")
         if len(addrs) != cache_desc.num_tensors or not all(addrs):
             raise invalid(
                 f"addrs={shown(addrs)} must be num_tensors={cache_desc.num_tensors} addresses, "
-                "none zero"
+                "not 0"
             )
         if min(addrs) < 0 or max(addrs) > UINT64_MAX:
-            raise TypeError(f"addrs={shown(addrs)}: an address is in [1, 2**64)")
+            raise TypeError(f"addrs={shown(addrs)}: addresses must be in range [1, 2**64)")
         if remote_accessible is not None:
             return remote_accessible
         if not self._enable_remote_cache_accessible:
-            return True  # the original's peers pull from any cache, through its buffers
+            return True  # peers of the original pull from any cache, through its buffers
         return cache_desc.placement is Placement.DEVICE and not self._is_call_linked
 
     def _deallocate(self, cache: Cache, *, is_blocks: bool) -> None:
-        check_isinstance("cache", cache, Cache, allow_none=False)
         check_kind("cache", cache, is_blocks=is_blocks)
         self._engine.deallocate_cache(cache_of(cache))
         cache._tensor_addrs = []
@@ -619,7 +617,7 @@ class CacheManager:
     def _made(
         self, made: kvplan.Cache, cache_desc: CacheDesc, *, is_registered: bool, is_blocks: bool
     ) -> Cache:
-        log.info("cache %d is made: %s", made.cache_id, cache_desc)
+        log.info("made cache %d: %s", made.cache_id, cache_desc)
         addrs = list(made.tensor_addrs)
         cache = Cache(made.cache_id, cache_desc, addrs, self, is_registered, is_blocks)
         cache._engine_cache = made

@@ -1,4 +1,4 @@
-"""Caches of this process, and what describes them."""
+"""Caches of this process, and their descriptions."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class CacheDesc:
     """The shape of a cache: `num_tensors` tensors of equal `shape` and `data_type`.
 
     Args:
-        num_tensors: how many.
-        shape: of each; kept as it is given.
-        data_type: of an element.
-        placement: where the cache lives.
-        batch_dim_index: the dimension that counts slots or blocks. The engine takes the first.
+        num_tensors: number of tensors.
+        shape: shape of each tensor; the object is kept.
+        data_type: type of an element.
+        placement: host or device memory.
+        batch_dim_index: the dimension that counts slots or blocks. The engine uses the first.
         seq_len_dim_index: the dimension of the sequence; -1: none.
-        kv_tensor_format: a name of the layout; None: none.
+        kv_tensor_format: name of the layout; None: none.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: num_tensors is not a uint32, or a dimension not an int64.
-        LLMException: LLM_PARAM_INVALID: an index outside of the shape.
+        LLMException: LLM_PARAM_INVALID: a dimension index out of range.
     """
 
-    num_tensors = Field[int]("How many tensors.")
-    shape = Field[list[int] | tuple[int, ...]]("Of each tensor.")
-    data_type = Field[DataType]("Of an element.")
-    placement = Field[Placement]("Where the cache lives.")
+    num_tensors = Field[int]("Number of tensors.")
+    shape = Field[list[int] | tuple[int, ...]]("Shape of each tensor.")
+    data_type = Field[DataType]("Type of an element.")
+    placement = Field[Placement]("Host or device memory.")
     batch_dim = Field[int]("The dimension that counts slots or blocks.")
-    batch_size = Field[int]("Slots or blocks.")
+    batch_size = Field[int]("Number of slots or blocks.")
     seq_len_dim_index = Field[int]("The dimension of the sequence; -1: none.")
-    kv_tensor_format = Field[str | None]("A name of the layout; None: none.")
+    kv_tensor_format = Field[str | None]("Name of the layout; None: none.")
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class CacheDesc:
         return self._size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Change a dimension of a shape that is a list; `batch_size` stays.
+        """Change a dimension of a shape that is a list; `batch_size` does not change.
 
         Raises:
             TypeError: the shape is a tuple.
-            IndexError: no such dimension.
+            IndexError: dim_index is out of range.
         """
         self._shape[dim_index] = dim_value  # type: ignore[index]
         self._size = -1
@@ -118,15 +118,15 @@ class CacheDesc:
 
 
 class Cache:
-    """A cache of this process; a `CacheManager` makes it.
+    """A cache of this process, made by a `CacheManager`.
 
     Args:
         cache_id: its id; -1: none.
         cache_desc: its description.
         tensor_addrs: an address for each tensor.
-        cache_manager: that made it; None: none did.
-        is_registered: whether its memory is the caller's.
-        is_blocks_cache: whether it is paged.
+        cache_manager: the manager that made it; None: none.
+        is_registered: True if the caller owns its memory.
+        is_blocks_cache: True if it is paged.
 
     Raises:
         TypeError, ValueError: cache_id is not an int64.
@@ -134,8 +134,8 @@ class Cache:
 
     cache_id = Field[int]("Its id; -1: none.")
     cache_desc = Field[CacheDesc]("Its description.")
-    tensor_addrs = Field[list[int]]("An address for each tensor; empty once it is deallocated.")
-    is_blocks_cache = Field[bool]("Whether it is paged.")
+    tensor_addrs = Field[list[int]]("An address for each tensor; empty after deallocation.")
+    is_blocks_cache = Field[bool]("True if it is paged.")
 
     def __init__(
         self,
@@ -158,15 +158,15 @@ class Cache:
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
-        """Return a paged cache without id over memory of the caller, to swap blocks with.
+        """Return a paged cache without an id over the caller's memory, for `swap_blocks`.
 
         Args:
             cache_desc: its description, of Placement.HOST.
-            addrs: one for each tensor.
+            addrs: an address for each tensor.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: another placement, or number of addresses.
+            LLMException: LLM_PARAM_INVALID: another placement, or a wrong number of addresses.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
         check_isinstance("addrs", addrs, list, int, allow_none=False)
@@ -182,23 +182,23 @@ class Cache:
 
 
 class KvCacheOwner(Protocol):
-    """What takes a `KvCache` back."""
+    """The owner of a `KvCache`."""
 
     def is_initialized(self) -> bool:
-        """Whether it still can."""
+        """Return True if it can deallocate caches."""
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Take it back."""
+        """Deallocate a cache."""
 
 
 class KvCache:
-    """A cache as version 1 has it; a `KvCacheManager` makes it, and takes it back when dropped.
+    """A cache of version 1; its manager deallocates it when it is dropped.
 
     Args:
         cache_id: its id; -1: none.
         cache_desc: its description.
         per_device_tensor_addrs: for each device an address for each tensor.
-        kv_cache_manager: that made it; None: none did.
+        kv_cache_manager: the manager that made it; None: none.
 
     Raises:
         TypeError, ValueError: cache_id is not an int64.
@@ -232,25 +232,25 @@ class KvCache:
             try:
                 manager.deallocate_cache(self)
             except LLMException as error:
-                log.error("%s is not deallocated: %s", self, error)
+                log.error("could not deallocate %s: %s", self, error)
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
-        """Return a cache without id over memory of the caller, to swap blocks with.
+        """Return a cache without an id over the caller's memory, for `swap_blocks`.
 
         Args:
             cache_desc: its description, of Placement.HOST.
-            addrs: an address for each tensor; or that for each device.
+            addrs: an address for each tensor, or such a list for each device.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: another placement, or number of addresses.
+            LLMException: LLM_PARAM_INVALID: another placement, or a wrong number of addresses.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
         _check_host(cache_desc)
         check_isinstance("addrs", addrs, list, allow_none=False)
         if not addrs:
-            raise invalid("addrs is empty; an address for each tensor is needed")
+            raise invalid("addrs is empty; give an address for each tensor")
         for position, each in enumerate(addrs):
             check_isinstance(f"addrs[{position}]", each, [list, int], allow_none=False)
             if isinstance(each, list):
@@ -261,7 +261,7 @@ class KvCache:
             of_devices = [[each for each in addrs if isinstance(each, int)]]
             _check_count("addrs", addrs, cache_desc)
         elif len(of_devices) != len(addrs):
-            raise invalid("addrs should be consistent: addresses, or lists of them, and not both")
+            raise invalid("addrs should be consistent: either addresses, or lists of addresses")
         return cls(-1, cache_desc, of_devices, None)
 
     def __repr__(self) -> str:
@@ -276,4 +276,6 @@ def _check_host(cache_desc: CacheDesc) -> None:
 
 def _check_count(name: str, addrs: list[Any], cache_desc: CacheDesc) -> None:
     if len(addrs) != cache_desc.num_tensors:
-        raise invalid(f"{name} has {len(addrs)} addresses, num_tensors={cache_desc.num_tensors}")
+        raise invalid(
+            f"{name} has {len(addrs)} addresses; num_tensors={cache_desc.num_tensors} are needed"
+        )

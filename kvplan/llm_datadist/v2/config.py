@@ -1,4 +1,4 @@
-"""Options: those that a program gives, converted to those of the engine."""
+"""Conversion of a program's options to those of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvplan.validation import shown
 
 
 class EngineConfig:
-    """Options of an engine that have several parts."""
+    """Parsers of options with several parts."""
 
     @staticmethod
     def parse_listen_ip_info(listen_ip_info: str) -> tuple[int, int]:
@@ -35,17 +35,17 @@ POOL = "llm.MemPoolConfig"
 REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
 BACKEND = "llm.TransferBackend"
 _FLOW_GRAPH = "ge.flowGraphMemMaxSize"
-_OF_RDMA = ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")  # no adapter here, no range
+_OF_RDMA = ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")  # without an adapter, no range is known
 _RESOURCES = (OPTION_GLOBAL_RESOURCE_CONFIG, "GlobalResourceConfig")
 _WAIT_TIME = "llm.SyncKvCacheWaitTime"
 
 
 def completed(options: dict[str, str], role: str) -> dict[str, str]:
-    """Return a copy with what options imply for each other, and with the role and listening ip."""
+    """Return a copy with implied options, the role and the listening address."""
     if (size := options.get(_FLOW_GRAPH)) is not None:
         check_isinstance(_FLOW_GRAPH, size, str)
         if not size.isdigit():
-            raise invalid(f"{_FLOW_GRAPH}={shown(size)} must be one number: there is one pool")
+            raise invalid(f"{_FLOW_GRAPH}={shown(size)} must be one number, as there is one pool")
     own = {**options, "llm.Role": role}
     if LOCAL_COMM_RES in options:
         own.setdefault(CACHE_MANAGER, "1")
@@ -65,11 +65,11 @@ def completed(options: dict[str, str], role: str) -> dict[str, str]:
 
 def _check_together(option: str, options: dict[str, str], needed: str) -> None:
     if options.get(needed) != "1":
-        raise invalid(f'{option} needs {needed}="1"; it is {shown(options.get(needed))}')
+        raise invalid(f'{needed}={shown(options.get(needed))} must be "1" with {option}')
 
 
 def check_listen(listen_ip_info: str) -> tuple[str, int]:
-    """Read an "ip:port" to listen at; refuse another form, or what is not an IPv4 address."""
+    """Read a listening address "ip:port"; the ip must be an IPv4 address."""
     try:
         ip, port = parse_listen_ip_info(listen_ip_info)
         IPv4Address(ip)
@@ -79,15 +79,15 @@ def check_listen(listen_ip_info: str) -> tuple[str, int]:
 
 
 def engine_options(options: dict[str, str]) -> Options:
-    """Return what the engine is initialized with.
+    """Return the options of the engine.
 
-    What it does not know is logged and ignored, unless it is a misspelled LISTEN; so are numbers
-    for RDMA that no adapter takes, and the global resource config without the backend "hixl". A
-    SyncKvCacheWaitTime of "0" is the default.
+    These are logged and ignored: unknown options except a misspelled LISTEN, RDMA numbers out of
+    range, and the global resource config without the backend "hixl". A SyncKvCacheWaitTime of "0"
+    means the default.
     """
     known: dict[str, str] = {}
     if "unlike_caches" not in configured():
-        known["kvplan.unlike_caches"] = "warn"  # what runs on the original runs
+        known["kvplan.unlike_caches"] = "warn"  # a program that runs on the original must run
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)
@@ -98,14 +98,14 @@ def engine_options(options: dict[str, str]) -> Options:
         elif key in _RESOURCES and options.get(BACKEND) != "hixl":
             log.warn(f'{key} is ignored: it has an effect only with {BACKEND}="hixl"')
         elif key in _OF_RDMA and not _is_possible(key, text):
-            log.warn(f"{key}={text} is ignored: no adapter takes it")
+            log.warn(f"{key}={text} is ignored: it is out of range for any adapter")
         else:
             known[key] = text
     return Options.of(known)
 
 
 def wait_time_ms(options: Mapping[str, str]) -> int:
-    """Milliseconds that a transfer between clusters may take, once its bytes can move."""
+    """Return the timeout of transfers between clusters, in milliseconds."""
     return int(options.get(_WAIT_TIME, "0")) or Options().sync_kv_cache_wait_time
 
 
@@ -113,11 +113,11 @@ def _is_possible(key: str, text: str) -> bool:
     try:
         Options.of({key: text})
     except (ValueError, LLMException):
-        return not text.isdigit()  # what is not a number at all is refused
+        return not text.isdigit()  # the engine refuses a text that is not a number
     return True
 
 
 def is_known(key: str) -> bool:
-    """Return whether an option has that key, here or in the original."""
+    """Return True if kvplan or the original has an option with this key."""
     name = f"llm.{key.removeprefix('llm.')}"
     return key in SPELLINGS or name in WITHOUT_MEANING or key.startswith("ge.")

@@ -1,7 +1,7 @@
-"""`transfer_cache_async` over `LlmDataDist.push_layers`: a task for each destination, one thread.
+"""`transfer_cache_async`: a layered task for each destination, and one thread that feeds them.
 
-The thread asks the synchronizer for layer after layer, and says to each destination when one is
-ready.
+The thread calls the synchronizer for each layer, and then marks the layer ready at each
+destination.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import monotonic
 from traceback import format_exc
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+import kvplan
+from kvplan.engine.datadist import LlmDataDist
 from kvplan.execution import LayerTask
 from kvplan.llm_datadist.conversion import (
     TENSORS_PER_LAYER,
@@ -36,24 +38,20 @@ from kvplan.system.limits import start_thread
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
 from kvplan.validation import shown
 
-if TYPE_CHECKING:
-    import kvplan
-    from kvplan.engine.datadist import LlmDataDist
-
 Config = TransferConfig | TransferWithCacheKeyConfig
 Configs = Sequence[Config]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """The source of the layers of all destinations of a call.
+    """The source of a `transfer_cache_async` call, which all destinations share.
 
     Attributes:
         cache: the local cache.
-        is_blocks: whether it is paged.
-        src_blocks: blocks of it; empty: a row, which the config says.
+        is_blocks: True if it is paged.
+        src_blocks: source blocks; empty: the row that the config names.
         dst_blocks: blocks of each destination; empty: a row.
-        dst_block_nbytes: bytes of such a block; 0: those of a block of the source.
+        dst_block_nbytes: bytes of a destination block; 0: as of a source block.
     """
 
     cache: kvplan.Cache
@@ -71,16 +69,16 @@ class LayerSource:
         dst_block_indices: Indices | None,
         dst_block_memory_size: int | None,
     ) -> Self:
-        """Check the arguments of `transfer_cache_async` that all destinations share."""
+        """Check the arguments that all destinations share."""
         src = indices_of("src_block_indices", src_block_indices, ValueError)
         dst = indices_of("dst_block_indices", dst_block_indices, ValueError)
         if dst_block_memory_size is not None:
             check_uint64("dst_block_memory_size", dst_block_memory_size)
         nbytes = int(dst_block_memory_size or 0)
         if src and not is_blocks:
-            raise invalid(f"src_block_indices={shown(src)}: a contiguous src_cache has no blocks")
+            raise invalid(f"src_block_indices={shown(src)} must be empty: src_cache is contiguous")
         if is_blocks and dst and not src:
-            raise invalid("src_block_indices is empty; src_cache is paged, and so are destinations")
+            raise invalid("src_block_indices is empty; src_cache and the destinations are paged")
         if src and len(src) != len(dst):
             raise invalid(
                 f"src_block_indices has {len(src)} blocks and dst_block_indices {len(dst)}; they "
@@ -88,24 +86,24 @@ class LayerSource:
             )
         if (nbytes and not dst) or (dst and not src and not nbytes):
             raise invalid(
-                f"dst_block_memory_size={nbytes} must be given for blocks that a contiguous "
-                "src_cache goes to, and not without dst_block_indices"
+                f"dst_block_memory_size={nbytes} must be given exactly if src_cache is contiguous "
+                "and dst_block_indices is not empty"
             )
         if src and max(src) >= (num_blocks := cache.cache_desc.batch_size):
             raise invalid(f"src_block_indices holds {max(src)}, out of range [0, {num_blocks})")
         if (num_tensors := cache.cache_desc.num_tensors) % TENSORS_PER_LAYER:
-            raise invalid(f"num_tensors={num_tensors} must be even: two tensors are a layer")
+            raise invalid(f"num_tensors={num_tensors} must be even: a layer has two tensors")
         return cls(cache, is_blocks, *(last_wins(src, dst) if src else (src, dst)), nbytes)
 
     @property
     def num_layers(self) -> int:
-        """Of the cache."""
+        """The number of layers of the cache."""
         return self.cache.cache_desc.num_tensors // TENSORS_PER_LAYER
 
 
 @dataclass(frozen=True)
 class _Push:
-    """One config, converted to arguments of the engine."""
+    """A config, converted to arguments of the engine."""
 
     to: CacheIndex | BlocksCacheKey | PeerTensors
     src_batch_index: int
@@ -121,16 +119,16 @@ class _Push:
         row: int,
         layers: KvCacheExtParam,
     ) -> Self:
-        """Push `row` of the source if there are no blocks; of a paged one it is a block.
+        """Push `row` of the source if there are no blocks; a row of a paged source is a block.
 
-        The original copies a row to a row then, whatever they are; here a block to a block.
+        The original then copies a row to a row of any kind; here a block is copied to a block.
         """
         src, dst = source.src_blocks, source.dst_blocks
         if source.is_blocks and not src:
             src, dst = [row], [to.batch_index if isinstance(to, CacheIndex) else 0]
-            log.warn("src_block_indices is empty: only block %d of src_cache is moved", row)
+            log.warn("src_block_indices is empty: only block %d of src_cache is pushed", row)
             if isinstance(to, CacheIndex):
-                to = replace(to, batch_index=0)  # of a paged cache there is no other
+                to = replace(to, batch_index=0)  # the only index of a paged cache
         return cls(to, 0 if source.is_blocks else row, src or None, dst or None, layers)
 
 
@@ -144,7 +142,7 @@ def transfer_layers(
     remote_mode: bool,
     running_status: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
-    """Begin to push to each destination, and start the thread that asks for the layers."""
+    """Begin to push to each destination, and start the thread that feeds them."""
     destinations = destinations_of(engine, source, configs, remote_mode=remote_mode)
     feed = LayerFeed(destinations, synchronizer, finish_ms, running_status)
     feed.start()
@@ -154,17 +152,18 @@ def transfer_layers(
 def destinations_of(
     engine: LlmDataDist, source: LayerSource, configs: Configs, *, remote_mode: bool
 ) -> list[Destination]:
-    """Begin a push to each destination; one that cannot be begun has the status of its refusal."""
+    """Begin a push to each destination. One that fails has the status of the failure."""
     kind = TransferWithCacheKeyConfig if remote_mode else TransferConfig
     check_isinstance("transfer_configs", configs, [list, tuple], kind, allow_none=False)
     pushes = [_push_of(source, config) for config in configs]
     with ExitStack() as begun:
-        found = []
+        destinations = []
         for push in pushes:
-            found.append(_begin(engine, source, push))
-            begun.callback(found[-1].give_up, LLMException("another could not be begun"))
+            destination = _begin(engine, source, push)
+            destinations.append(destination)
+            begun.callback(destination.give_up, LLMException("another push could not begin"))
         begun.pop_all()
-        return found
+        return destinations
 
 
 def _push_of(source: LayerSource, config: Config) -> _Push:
@@ -191,7 +190,7 @@ def _push_of(source: LayerSource, config: Config) -> _Push:
             f"dst_addrs has {len(config.dst_addrs)} addresses; the {len(layers)} layers of "
             f"src_layer_range={layers} need {needed}"
         )
-    addresses = tuple(int(it) for it in config.dst_addrs)
+    addresses = tuple(map(int, config.dst_addrs))
     stride = source.dst_block_nbytes or None
     to = PeerTensors(int(config.dst_cluster_id), addresses, stride)
     return _Push.of(source, to, slot, KvCacheExtParam(layers, None, TENSORS_PER_LAYER))
@@ -211,24 +210,24 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
         assert isinstance(task, LayerTask)  # of one cache
     except LLMException as error:
         if error.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED:
-            raise  # of all destinations, so of the call
+            raise  # the engine is finalized for all destinations
         log.error("%s", about(name, error))
         return Destination(name, None, error.status_code)
     begun = Destination(name, task)
     if nbytes and nbytes != (theirs := task.plan.part.dst.stride):
-        reason = f"dst_block_memory_size={nbytes}; blocks there have {theirs} bytes"
+        reason = f"dst_block_memory_size={nbytes}; destination blocks have {theirs} bytes"
         log.error("%s: %s", name, reason)
         begun.give_up(invalid(reason))
     return begun
 
 
 class Destination:
-    """One transfer in flight, or the refusal of one.
+    """A push in flight, or one that could not begin.
 
     Args:
         name: for the log.
-        task: None: it could not be begun.
-        refusal: why not.
+        task: the push; None: it could not begin.
+        refusal: the status if it could not begin.
     """
 
     def __init__(
@@ -241,38 +240,35 @@ class Destination:
         self._task = task
         self._refusal = refusal
         self._layers: Sequence[int] = () if task is None else task.layers
-        self._ready_at = monotonic()  # seconds: of the last layer
+        self._ready_at = monotonic()  # s, when the last layer was ready
 
     @property
     def layers(self) -> Sequence[int]:
-        """Source layers that it needs."""
+        """The source layers that it needs."""
         return self._layers
 
     @property
     def ended(self) -> bool:
-        """Whether there is an outcome."""
+        """True if it has an outcome."""
         return self._task is None or self._task.done
 
     def needs(self, layer: int) -> bool:
-        """Whether `layer` is one of its own, and it has no outcome yet."""
+        """Return True if it needs `layer` and has no outcome yet."""
         return layer in self._layers and not self.ended
 
     def ready(self, layer: int) -> None:
-        """`layer` holds its final values."""
+        """Mark `layer` as ready: it holds its final values."""
         if self._task is not None:
             self._ready_at = monotonic()
             self._task.ready(layer)
 
     def give_up(self, reason: LLMException) -> None:
-        """Stop it, if it has no outcome yet: it has failed then as `reason` says.
-
-        On return no byte moves any more.
-        """
+        """Stop the push with `reason`, unless it has an outcome. On return no byte moves."""
         if self._task is not None:
             self._task.cancel(reason)
 
     def finish(self, timeout_ms: float) -> None:
-        """Stop it if it has no outcome `timeout_ms` after its last layer was ready."""
+        """Wait for the outcome; stop the push `timeout_ms` after its last layer was ready."""
         if self._task is not None:
             left_ms = timeout_ms - (monotonic() - self._ready_at) * 1000
             try:
@@ -281,7 +277,7 @@ class Destination:
                 log.error("%s: %s", self._name, error)
 
     def status(self, timeout_s: float | None) -> LLMStatusCode | None:
-        """Wait up to `timeout_s` seconds for the outcome, and return it; None: it has none yet."""
+        """Wait up to `timeout_s` seconds for the outcome; return None if it has none yet."""
         task = self._task
         if task is None:
             return self._refusal
@@ -291,7 +287,7 @@ class Destination:
             if not task.done:
                 return None
         try:
-            task.wait()  # it has ended: with which status?
+            task.wait()  # raises the failure of an ended task
         except LLMException as error:
             return error.status_code
         return LLMStatusCode.LLM_SUCCESS
@@ -302,8 +298,8 @@ class LayerFeed:
 
     Args:
         destinations: in the order of the configs.
-        synchronizer: says when a layer is ready; called for each that is needed, ascending, until
-            it returns False.
+        synchronizer: waits for a layer; called for each needed layer, ascending, until it returns
+            False.
         finish_ms: milliseconds that a destination may take after its last layer.
         running_status: as for `AsyncTransfer`.
     """
@@ -321,8 +317,8 @@ class LayerFeed:
         self.running_status = running_status
 
     def start(self) -> None:
-        """Begin to ask for layers; nothing moves if the process can have no more threads."""
-        # A daemon: a synchronizer may never return, and the process must end all the same.
+        """Start the thread; no byte moves if the process can have no more threads."""
+        # A daemon: a synchronizer may never return, and must not keep the process from ending.
         try:
             start_thread("kvplan-layers", self._run)
         except LLMException as error:
@@ -333,45 +329,46 @@ class LayerFeed:
         """Wait up to `timeout_s` seconds; return the status of each (None: no outcome yet)."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         return [
-            it.status(None if deadline is None else max(0.0, deadline - monotonic()))
-            for it in self._destinations
+            destination.status(None if deadline is None else max(0.0, deadline - monotonic()))
+            for destination in self._destinations
         ]
 
     def _run(self) -> None:
         try:
             self._feed()
-            for it in self._destinations:
-                it.finish(self._finish_ms)
+            for destination in self._destinations:
+                destination.finish(self._finish_ms)
         finally:
-            # Without this thread nothing would end them.
-            self._give_up(LLMException("the thread that asks for layers has ended"))
+            # Without this thread the pushes would never end.
+            self._give_up(LLMException("the thread that waits for layers has ended"))
 
     def _feed(self) -> None:
-        for layer in sorted({layer for it in self._destinations for layer in it.layers}):
-            waiting = [it for it in self._destinations if it.needs(layer)]
+        layers = {layer for destination in self._destinations for layer in destination.layers}
+        for layer in sorted(layers):
+            waiting = [each for each in self._destinations if each.needs(layer)]
             if not waiting:
                 continue
             failure = self._await(layer)
             if failure is not None:
-                for it in self._destinations:
-                    if it.layers and it.layers[-1] >= layer:
-                        it.give_up(failure)
+                for destination in self._destinations:
+                    if destination.layers and destination.layers[-1] >= layer:
+                        destination.give_up(failure)
                 return
-            for it in waiting:
-                it.ready(layer)
+            for destination in waiting:
+                destination.ready(layer)
 
     def _await(self, layer: int) -> LLMException | None:
-        """Ask for a layer; return why it is not ready, None: it is."""
+        """Wait for a layer; return the reason if it is not ready, otherwise None."""
         called = f"synchronize_layer({layer})"
         try:
             if self._synchronizer.synchronize_layer(layer, None):
                 return None
-        except BaseException as error:  # also SystemExit: the thread is ours
-            log.error("%s has raised:\n%s", called, format_exc())
-            return LLMException(f"{called} has raised {type(error).__name__}")
-        log.error("%s has returned False", called)
-        return invalid(f"{called} has returned False")
+        except BaseException as error:  # also SystemExit, as the thread is ours
+            log.error("%s raised:\n%s", called, format_exc())
+            return LLMException(f"{called} raised {type(error).__name__}")
+        log.error("%s returned False", called)
+        return invalid(f"{called} returned False")
 
     def _give_up(self, reason: LLMException) -> None:
-        for it in self._destinations:
-            it.give_up(reason)
+        for destination in self._destinations:
+            destination.give_up(reason)

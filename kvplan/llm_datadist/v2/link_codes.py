@@ -1,4 +1,4 @@
-"""`link_clusters` and `unlink_clusters` return codes, where the engine returns results."""
+"""Status codes of `link_clusters` and `unlink_clusters`, from the results of the engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 
 Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
 Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
-"""Of the call (the last failure's, if there is one), and of each cluster in order."""
+"""The code of the call (that of the last failure, if any), and of each cluster in order."""
 
 _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 
 
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
-    """Refuse what is not clusters, or a timeout (ms) < 1; with `needed` each has a local address.
+    """Check the clusters, and that timeout (ms) is >= 1.
 
-    `needed` is the option that is empty, so that the addresses are needed; "": they are not.
+    With `needed`, the name of an option that is not given, each must have a local address.
     """
     check_int32("timeout", timeout)
     if timeout < 1:
@@ -32,22 +32,22 @@ def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     for cluster in clusters:
         if needed and not cluster.local_ip_info_list:
             raise invalid(
-                f"local_ip_info_list of cluster {cluster.remote_cluster_id} is empty, and so is "
-                f"option {needed}; give the cluster an address of this host by "
+                f"local_ip_info_list of cluster {cluster.remote_cluster_id} is empty, and "
+                f"option {needed} is not given; give the cluster an address of this host by "
                 "append_local_ip_info(ip, port)"
             )
         check_uint64("remote_cluster_id", cluster.remote_cluster_id)
 
 
 class OwnLinks(set[int]):
-    """Clusters that this process has linked with, where the original has a link for each direction.
+    """Clusters that this process has linked itself, with llm.TransferBackend.
 
-    So it is with llm.TransferBackend: both ends link, and both unlink. Here a pair has one link: it
-    is there when the first has linked, and gone when the first has unlinked.
+    The original has a link for each direction then: both ends link, and both unlink. Here a pair
+    has one link, which exists from the first link call to the first unlink call of both ends.
     """
 
     def linked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
-        """Return the code of linking where the peer may have linked already."""
+        """Return the code of a link call, as if the peer had not linked."""
         if code is LLMStatusCode.LLM_ALREADY_LINK and cluster_id not in self:
             code = LLMStatusCode.LLM_SUCCESS
         if code is LLMStatusCode.LLM_SUCCESS:
@@ -55,7 +55,7 @@ class OwnLinks(set[int]):
         return code
 
     def unlinked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
-        """Return the code of unlinking where the peer may have unlinked already."""
+        """Return the code of an unlink call, as if the peer had not unlinked."""
         if code is LLMStatusCode.LLM_UNLINK_FAILED and cluster_id in self:
             code = LLMStatusCode.LLM_SUCCESS
         if code is LLMStatusCode.LLM_SUCCESS:
@@ -66,7 +66,7 @@ class OwnLinks(set[int]):
 def link(
     engine: LlmDataDist, clusters: Clusters, timeout: int, own: OwnLinks | None = None
 ) -> Codes:
-    """Link with those that can be; the others are LLM_PARAM_INVALID."""
+    """Link with the valid clusters. The code of the others is LLM_PARAM_INVALID."""
     codes: dict[int, LLMStatusCode] = {}
     linkable: dict[int, ClusterInfo] = {}
     for position, cluster in enumerate(clusters):
@@ -74,11 +74,12 @@ def link(
             linkable[position] = _linkable(engine, cluster)
         except LLMException as error:
             codes[position] = error.status_code
-            log.error("cluster %s cannot be linked: %s", cluster.remote_cluster_id, error)
+            log.error("could not link cluster %s: %s", cluster.remote_cluster_id, error)
     if linkable:
         results = engine.link_clusters(list(linkable.values()), timeout)
-        for position, it in zip(linkable, _reported(results), strict=True):
-            codes[position] = it.status if own is None else own.linked(it.cluster_id, it.status)
+        for position, result in zip(linkable, _logged(results), strict=True):
+            code = result.status
+            codes[position] = code if own is None else own.linked(result.cluster_id, code)
     return _of_all([codes[position] for position in range(len(clusters))])
 
 
@@ -90,35 +91,35 @@ def unlink(
     force: bool,
     own: OwnLinks | None = None,
 ) -> Codes:
-    """Unlink all of them; one that was not linked is LLM_UNLINK_FAILED, as in the original."""
+    """Unlink clusters. The code of one that was not linked is LLM_UNLINK_FAILED."""
     if not clusters:
         return _of_all([])
-    ids = [int(it.remote_cluster_id) for it in clusters]
+    ids = [int(cluster.remote_cluster_id) for cluster in clusters]
     codes = []
-    for it in _reported(engine.unlink_clusters(ids, timeout, force)):
-        code = _UNLINKED.get(it.status, it.status)
-        codes.append(code if own is None else own.unlinked(it.cluster_id, code))
+    for result in _logged(engine.unlink_clusters(ids, timeout, force)):
+        code = _UNLINKED.get(result.status, result.status)
+        codes.append(code if own is None else own.unlinked(result.cluster_id, code))
     return _of_all(codes)
 
 
-def about(who: str, error: LLMException) -> str:
-    """Return the text of an error, with `who` it is about in front unless the text names it."""
+def about(peer: str, error: LLMException) -> str:
+    """Return the text of an error, which begins with `peer` unless it names the peer anyway."""
     text = str(error)
-    return text if re.search(rf"\b{re.escape(who)}\b", text) else f"{who}: {text}"
+    return text if re.search(rf"\b{re.escape(peer)}\b", text) else f"{peer}: {text}"
 
 
 def _linkable(engine: LlmDataDist, cluster: LLMClusterInfo) -> ClusterInfo:
     if cluster.remote_cluster_id == engine.cluster_id:
         raise invalid(f"remote_cluster_id={cluster.remote_cluster_id} is this engine's own")
     found = cluster_of(cluster)
-    found.endpoint()  # refuses none, several, and impossible ones
+    found.endpoint()  # raises unless there is exactly one valid address
     return found
 
 
-def _reported(results: LinkResults) -> LinkResults:
-    for it in results:
-        if it.error is not None:
-            log.error("%s", about(f"cluster {it.cluster_id}", it.error))
+def _logged(results: LinkResults) -> LinkResults:
+    for result in results:
+        if result.error is not None:
+            log.error("%s", about(f"cluster {result.cluster_id}", result.error))
     return results
 
 

@@ -1,4 +1,4 @@
-"""LLMDataDist of the original over `kvplan.LlmDataDist`: it checks, converts and delegates."""
+"""`LLMDataDist` over `kvplan.LlmDataDist`: it checks and converts arguments, and delegates."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _MAX_COMM_NAME = 127
 
 
 class EngineSlots:
-    """The engines of this process that are initialized; they are held until they are finalized.
+    """The initialized engines of this process, which it keeps alive until they are finalized.
 
     Attributes:
-        mutex: held while one is initialized or finalized.
-        several: whether there may be more than one.
+        mutex: held while an engine is initialized or finalized.
+        several: True if the process may have more than one.
     """
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ class EngineSlots:
 
     @property
     def taken(self) -> tuple[LLMDataDist, ...]:
-        """In the order in which they were initialized."""
+        """The initialized engines, oldest first."""
         return tuple(self._taken)
 
     @property
     def latest(self) -> LLMDataDist | None:
-        """The last of several; None where there is to be one, which has been finalized now."""
+        """The last of several engines; None if the process may have only one."""
         return self._taken[-1] if self._taken and self._are_several else None
 
     @property
@@ -70,24 +70,24 @@ class EngineSlots:
         return self.several or os.environ.get(SEVERAL_ENGINES) == "1"
 
     def check_free(self, other: LLMDataDist | None) -> None:
-        """Refuse one engine too many."""
+        """Raise LLM_FAILED if the process may not have another engine."""
         if other is None or self._are_several:
             return
         raise LLMException(
-            f"cluster {other.cluster_id} is initialized, and a process has one LLMDataDist: "
+            f"cluster {other.cluster_id} is initialized, and a process may have one LLMDataDist: "
             "finalize it first, or call kvplan.llm_datadist.permit_several_engines()"
         )
 
     def take(self, engine: LLMDataDist) -> None:
-        """Hold `engine`, which is initialized."""
+        """Add an engine that was initialized."""
         self._taken.append(engine)
 
     def release(self, engine: LLMDataDist) -> None:
-        """Forget `engine`, which is finalized."""
-        self._taken = [it for it in self._taken if it is not engine]
+        """Remove an engine that was finalized."""
+        self._taken = [other for other in self._taken if other is not engine]
 
     def forget(self) -> None:
-        """In a forked child: all of them are the parent's."""
+        """Forget the engines in a forked child: they are its parent's."""
         self.mutex = Mutex()
         self._taken = []
 
@@ -96,12 +96,12 @@ ENGINES: Final = EngineSlots()
 
 
 def permit_several_engines(permit: bool = True) -> None:
-    """Let this process initialize more than one LLMDataDist, linked with each other if it likes.
+    """Let this process initialize more than one LLMDataDist; they may link with each other.
 
     `KVPLAN_SEVERAL_ENGINES=1` in the environment permits it too.
 
     Args:
-        permit: False: one again; those that are initialized stay.
+        permit: False to allow only one again; engines that are initialized stay.
     """
     ENGINES.several = permit
 
@@ -109,12 +109,12 @@ def permit_several_engines(permit: bool = True) -> None:
 class LLMDataDist:
     """An engine: its caches, and its links to other clusters.
 
-    A process has one that is initialized (`kvplan.llm_datadist.permit_several_engines` lifts that);
-    what is still initialized when the process ends is finalized then.
+    A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
+    more). Engines that are still initialized when the process ends are finalized then.
 
     Args:
         role: PROMPT, DECODER or MIX.
-        cluster_id: of this engine; unique among all that are linked.
+        cluster_id: id of this engine, unique among linked clusters.
 
     Raises:
         TypeError: an argument of another type.
@@ -122,7 +122,7 @@ class LLMDataDist:
     """
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
-    """The one that is initialized; the latest, where there are several."""
+    """The initialized engine; the latest of several."""
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
         check_isinstance("role", role, LLMRole, allow_none=False)
@@ -133,11 +133,11 @@ class LLMDataDist:
         self._llm_datadist: LlmDataDist | None = None
         self._engine_options: dict[str, str] = {}
         self._cache_manager: CacheManager | None = None
-        self._own_links: OwnLinks | None = None  # None: one end links
+        self._own_links: OwnLinks | None = None  # None: only one end of a pair links
 
     @property
     def cluster_id(self) -> int:
-        """As given."""
+        """The id of this engine, as given."""
         return self._cluster_id
 
     @property
@@ -153,26 +153,26 @@ class LLMDataDist:
 
     @property
     def kv_cache_manager(self) -> Never:
-        """The manager of version 1, which kvplan does not have: use `cache_manager`.
+        """The cache manager of version 1, which kvplan does not have. Use `cache_manager`.
 
         Raises:
             RuntimeError: not initialized.
             LLMException: LLM_PARAM_INVALID.
         """
         self._running()
-        raise invalid(f"there is no kv_cache_manager with {CACHE_MANAGER}; use cache_manager")
+        raise invalid(f"kv_cache_manager is not available with {CACHE_MANAGER}; use cache_manager")
 
     def init(self, options: dict[str, str]) -> None:
-        """Begin to take calls; no effect if it is initialized.
+        """Start the engine. No effect if it is initialized.
 
         Args:
-            options: as `LLMConfig.generate_options` returns them; `kvplan.` options work too.
+            options: from `LLMConfig.generate_options`; `kvplan.` options work too.
 
         Raises:
-            ModuleNotFoundError: without llm.EnableCacheManager, which asks for version 1.
-            TypeError: options of another type, or a value that is not a text.
+            ModuleNotFoundError: llm.EnableCacheManager is not "1", which means version 1.
+            TypeError: options of another type, or a value that is not a str.
             LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
-                LLM_PARAM_INVALID: an impossible option; LLM_OUT_OF_MEMORY: no memory for a
+                LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a
                 pool.
         """
         with ENGINES.mutex:
@@ -195,7 +195,7 @@ class LLMDataDist:
         log.info("cluster %s is initialized, options = %s", self._cluster_id, own)
 
     def finalize(self) -> None:
-        """End transfers and links, release all memory, take no more calls; idempotent."""
+        """End transfers and links, release all memory, and take no more calls; idempotent."""
         with ENGINES.mutex:
             if not self._is_initialized:
                 return
@@ -207,17 +207,18 @@ class LLMDataDist:
             self._llm_datadist.finalize()
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
-        """Change the role, and where this engine listens; only while no cluster is linked.
+        """Change the role and the listening address, while no cluster is linked.
 
         Args:
             role: the new one, or the same.
-            switch_options: with llm.listenIpInfo: listen there from now on; without: no longer.
+            switch_options: llm.listenIpInfo is the new address; without it, stop listening.
 
         Raises:
             TypeError: an argument of another type.
             RuntimeError: not initialized.
-            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: not an address, or a
-                misspelled llm.listenIpInfo; LLM_FAILED: it is not available. Nothing changes then.
+            LLMException: LLM_EXIST_LINK: clusters are linked; LLM_PARAM_INVALID: a malformed
+                address, or a misspelled llm.listenIpInfo; LLM_FAILED: the address is not available.
+                After an error nothing has changed.
         """
         engine = self._running()
         check_isinstance("role", role, LLMRole, allow_none=False)
@@ -235,18 +236,18 @@ class LLMDataDist:
         self._role = role
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Begin to link with all clusters that call this with the same name.
+        """Begin to link with all clusters that call `link` with the same name.
 
         Afterwards no cache can be registered with remote_accessible=True.
 
         Args:
-            comm_name: of the communicator, 1 to 127 characters.
-            cluster_rank_info: cluster id -> rank, of 2 to 4 clusters with this one; ranks must not
-                decrease.
-            rank_table: JSON that says where the ranks run; empty: all on this host.
+            comm_name: name of the communicator, 1 to 127 characters.
+            cluster_rank_info: cluster id -> rank, of 2 to 4 clusters including this one; ranks must
+                not decrease.
+            rank_table: JSON with the hosts of the ranks; empty: all on this host.
 
         Returns:
-            The id for `query_register_mem_status`: linking goes on in the background.
+            The id for `query_register_mem_status`; linking continues in the background.
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
@@ -257,7 +258,7 @@ class LLMDataDist:
         check_isinstance("comm_name", comm_name, str, allow_none=False)
         if not 1 <= len(comm_name) <= _MAX_COMM_NAME:
             raise invalid(
-                f"comm_name has {len(comm_name)} characters; [1, {_MAX_COMM_NAME}] are allowed"
+                f"comm_name has {len(comm_name)} characters; it must have 1 to {_MAX_COMM_NAME}"
             )
         check_isinstance("cluster_rank_info", cluster_rank_info, dict, allow_none=False)
         check_dict("cluster_rank_info", cluster_rank_info, int, int)
@@ -272,45 +273,45 @@ class LLMDataDist:
         return comm_id
 
     def unlink(self, comm_id: int) -> None:
-        """End a communicator that `link` has made.
+        """End a communicator that `link` made.
 
         Raises:
             TypeError, ValueError: comm_id is not a uint64.
             RuntimeError: not initialized.
-            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
         """
         engine = self._running_by_name("unlink")
         check_uint64("comm_id", comm_id)
         engine.unlink(int(comm_id))
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far `link` is: PREPARING, OK or FAILED.
+        """Return the state of a `link`: PREPARING, OK or FAILED.
 
         Raises:
             TypeError, ValueError: comm_id is not a uint64.
             RuntimeError: not initialized.
-            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
         """
         engine = self._running_by_name("query_register_mem_status")
         check_uint64("comm_id", comm_id)
         return engine.query_register_mem_status(int(comm_id))
 
     def link_clusters(self, clusters: Clusters, timeout: int = 3000) -> Codes:
-        """Link with clusters that listen, all at once.
+        """Link with clusters that listen, at the same time.
 
         Args:
-            clusters: each with its id, one remote address, and (unless llm.LocalCommRes is given)
-                a local one.
-            timeout: milliseconds that it may take, > 0.
+            clusters: each with its id, one remote address, and a local address unless
+                llm.LocalCommRes is given.
+            timeout: milliseconds, > 0.
 
         Returns:
             The status of the call and of each cluster: LLM_SUCCESS, LLM_ALREADY_LINK,
-            LLM_LINK_FAILED... No failure to link is raised.
+            LLM_LINK_FAILED... A failure to link does not raise.
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
             RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID: timeout, or no local address.
+            LLMException: LLM_PARAM_INVALID: an invalid timeout, or no local address.
         """
         engine = self._running()
         unneeded = self._engine_options.get(LOCAL_COMM_RES)
@@ -320,21 +321,21 @@ class LLMDataDist:
     def unlink_clusters(
         self, clusters: Clusters, timeout: int = 3000, force: bool = False
     ) -> Codes:
-        """End links, at both ends; transfers in flight are waited for.
+        """End links at both ends, after transfers in flight.
 
         Args:
             clusters: each with its id.
-            timeout: milliseconds that it may take, > 0.
-            force: end it here at once, whatever is in flight.
+            timeout: milliseconds, > 0.
+            force: True to end the links of this side at once, and stop transfers in flight.
 
         Returns:
             The status of the call and of each cluster: LLM_SUCCESS, LLM_LINK_BUSY (still linked),
-            LLM_UNLINK_FAILED (not linked, or the peer has not confirmed)...
+            LLM_UNLINK_FAILED (was not linked, or the peer has not confirmed)...
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
             RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID: timeout.
+            LLMException: LLM_PARAM_INVALID: an invalid timeout.
         """
         engine = self._running()
         check_clusters(clusters, timeout)
@@ -344,7 +345,7 @@ class LLMDataDist:
         )
 
     def check_link_status(self, remote_cluster_id: int) -> Never:
-        """Refuse: the call belongs to version 1, which kvplan does not have.
+        """Raise LLM_PARAM_INVALID: the call belongs to version 1, which kvplan does not have.
 
         Raises:
             RuntimeError: not initialized.
@@ -352,8 +353,8 @@ class LLMDataDist:
         """
         self._running()
         raise invalid(
-            f"there is no check_link_status with {CACHE_MANAGER}; link_clusters returns the status "
-            f"of cluster {remote_cluster_id}"
+            f"check_link_status is not available with {CACHE_MANAGER}; link_clusters returns the "
+            f"status of cluster {remote_cluster_id}"
         )
 
     def _running(self) -> LlmDataDist:
@@ -366,7 +367,7 @@ class LLMDataDist:
         engine = self._running()
         if self._own_links is not None:
             raise LLMException(
-                f"with {BACKEND} use link_clusters: {name} is not available",
+                f"{name} is not available with {BACKEND}; use link_clusters",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         return engine
@@ -385,7 +386,7 @@ def _shutdown_handler() -> None:
         try:
             engine.finalize()
         except LLMException as error:
-            log.warn("cluster %s is not finalized: %s", engine.cluster_id, error)
+            log.warn("could not finalize cluster %s: %s", engine.cluster_id, error)
 
 
 def _forget_all() -> None:

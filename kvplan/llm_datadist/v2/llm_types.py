@@ -1,4 +1,4 @@
-"""The values of the interface, by the path that programs import them from."""
+"""The values of the interface, at the path from which programs import them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ __all__ = [
 
 _CLUSTER_IDS = ("cluster_id", "prompt_cluster_id")
 
-int_to_mem_status_dict = {it.value: it for it in RegisterMemStatus}
+int_to_mem_status_dict = {status.value: status for status in RegisterMemStatus}
 
 
 class PushType(Enum):
-    """How a destination is named to the original's C++ part."""
+    """The kind of a destination, for the C++ part of the original."""
 
     NO_CACHE_KEY = 0
     BLOCKS_CACHE_KEY = 1
@@ -56,7 +56,7 @@ class PushType(Enum):
 
 
 class Memtype(Enum):
-    """Where memory is."""
+    """The kind of memory."""
 
     MEM_TYPE_DEVICE = 0
     MEM_TYPE_HOST = 1
@@ -66,17 +66,17 @@ class MemInfo:
     """A range of memory.
 
     Args:
-        mem_type: where it is.
-        addr: where it begins.
-        size: its bytes.
+        mem_type: kind of memory.
+        addr: address of its first byte.
+        size: number of bytes.
 
     Raises:
         TypeError: an argument of another type.
     """
 
-    mem_type = Field[Memtype]("Where it is.")
-    addr = Field[int]("Where it begins.")
-    size = Field[int]("Its bytes.")
+    mem_type = Field[Memtype]("Kind of memory.")
+    addr = Field[int]("Address of its first byte.")
+    size = Field[int]("Number of bytes.")
 
     def __init__(self, mem_type: Memtype, addr: int, size: int) -> None:
         check_isinstance("mem_type", mem_type, Memtype)
@@ -91,20 +91,20 @@ class MemInfo:
 
 
 class CacheKey:
-    """Names a slot by the request, or the prefix, whose KV it holds.
+    """The key of a slot: the request or the prefix whose KV it holds.
 
     Args:
-        cluster_id: of the peer, also as prompt_cluster_id; where a cache is made, it is ignored.
-        req_id: the request; 2**64-1: none.
+        cluster_id: id of the peer, also as prompt_cluster_id; ignored when a cache is made.
+        req_id: id of the request; 2**64-1: none.
         model_id: distinguishes models of one request. Default 0.
-        prefix_id: the prefix; 2**64-1, the default: none.
+        prefix_id: id of the prefix; 2**64-1, the default: none.
 
     Raises:
         TypeError, ValueError: an id that is not a uint64.
-        LLMException: LLM_PARAM_INVALID: an argument too many, too few, or of another name.
+        LLMException: LLM_PARAM_INVALID: too many or too few arguments, or an unknown one.
     """
 
-    cluster_id = Field[int]("Of the peer.")
+    cluster_id = Field[int]("Id of the peer.")
     prompt_cluster_id = Field[int]("The same as cluster_id.")
     req_id = Field[int]("The request.")
     model_id = Field[int]("The model.")
@@ -130,18 +130,18 @@ class CacheKey:
 
 
 class BlocksCacheKey:
-    """Names a paged cache.
+    """The key of a paged cache.
 
     Args:
-        cluster_id: of the peer, also as prompt_cluster_id; where a cache is made, it is ignored.
+        cluster_id: id of the peer, also as prompt_cluster_id; ignored when a cache is made.
         model_id: distinguishes caches of one cluster. Default 0.
 
     Raises:
         TypeError: an id that is not an int.
-        LLMException: LLM_PARAM_INVALID: an argument too many, too few, or of another name.
+        LLMException: LLM_PARAM_INVALID: too many or too few arguments, or an unknown one.
     """
 
-    cluster_id = Field[int]("Of the peer.")
+    cluster_id = Field[int]("Id of the peer.")
     prompt_cluster_id = Field[int]("The same as cluster_id.")
     model_id = Field[int]("The model.")
 
@@ -159,21 +159,21 @@ class BlocksCacheKey:
 
 
 class CacheKeyByIdAndIndex:
-    """Names a slot by the id of its cache.
+    """The key of a slot: the id of its cache and its index.
 
     Args:
-        cluster_id: of the peer.
-        cache_id: there.
-        batch_index: the slot.
+        cluster_id: id of the peer.
+        cache_id: id of the cache at the peer.
+        batch_index: index of the slot.
 
     Raises:
         TypeError, ValueError: cluster_id is not a uint64, cache_id not an int64, or batch_index
             not a uint32.
     """
 
-    cluster_id = Field[int]("Of the peer.")
-    cache_id = Field[int]("Of the cache there.")
-    batch_index = Field[int]("The slot.")
+    cluster_id = Field[int]("Id of the peer.")
+    cache_id = Field[int]("Id of the cache at the peer.")
+    batch_index = Field[int]("Index of the slot.")
 
     def __init__(self, cluster_id: int, cache_id: int, batch_index: int = 0) -> None:
         check_uint64("cluster_id", cluster_id)
@@ -191,9 +191,11 @@ class CacheKeyByIdAndIndex:
 
 
 def _given(names: Sequence[str], args: Sequence[int], kwargs: Mapping[str, int]) -> dict[str, int]:
-    """Return the arguments by name; a positional one counts before a keyword."""
+    """Return the arguments by name; positional arguments override keywords."""
     if len(args) + len(kwargs) > len(names):
-        raise invalid(f"{len(args) + len(kwargs)} arguments; at most {len(names)}: {names}")
+        raise invalid(
+            f"{len(args) + len(kwargs)} arguments; at most {len(names)} are allowed: {names}"
+        )
     given = {**kwargs, **dict(zip(names, args, strict=False))}
     if not any(name in given for name in _CLUSTER_IDS):
         raise invalid("prompt_cluster_id or cluster_id is required")
@@ -203,7 +205,7 @@ def _given(names: Sequence[str], args: Sequence[int], kwargs: Mapping[str, int])
 def _check_names(given: Mapping[str, int], names: Sequence[str]) -> None:
     for name in given:
         if name not in (*_CLUSTER_IDS, *names):
-            raise invalid(f"Unsupported argument {name}; there are {(*_CLUSTER_IDS, *names)}")
+            raise invalid(f"Unsupported argument {name}; allowed are {(*_CLUSTER_IDS, *names)}")
 
 
 def _cluster_id_name(given: Mapping[str, int]) -> str:
@@ -214,33 +216,35 @@ DestinationKey = BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 class LayerSynchronizer(ABC):
-    """Says when the layers of a cache are computed; to be subclassed."""
+    """Waits for the layers of a cache; to be subclassed."""
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
         """Wait until a layer holds its final values.
 
         Args:
-            layer_index: which.
-            timeout_in_millis: milliseconds that it may take; None: as long as it takes.
+            layer_index: index of the layer.
+            timeout_in_millis: milliseconds; None: forever.
 
         Returns:
-            Whether the layer holds them.
+            True if the layer holds its final values.
         """
 
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
-    """Refuse anything but a range of layers.
+    """Check a range of layers.
 
     Raises:
         TypeError: another type.
-        LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, or a negative one.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, an empty range, or a negative layer.
     """
     check_isinstance(name, layer_range, range, allow_none=allow_none)
     if layer_range is not None and (
         layer_range.step != 1 or not 0 <= layer_range.start < layer_range.stop
     ):
-        raise invalid(f"{name}={layer_range} must be range(first, end) of step 1, 0 <= first < end")
+        raise invalid(
+            f"{name}={layer_range} must be range(first, end), of step 1, with 0 <= first < end"
+        )
 
 
 def _checked_layers(name: str, layer_range: range | None) -> range | None:
@@ -259,13 +263,13 @@ def _checked_key(name: str, key: DestinationKey) -> DestinationKey:
 
 
 class TransferConfig:
-    """A destination by its addresses.
+    """A destination named by its addresses.
 
     Args:
-        dst_cluster_id: of the peer.
-        dst_addrs: there, one for each tensor of `src_layer_range`, two tensors a layer.
-        src_layer_range: layers here; None: all.
-        src_batch_index: slot here.
+        dst_cluster_id: id of the peer.
+        dst_addrs: an address at the peer for each tensor of `src_layer_range`, two for each layer.
+        src_layer_range: local layers; None: all.
+        src_batch_index: local slot.
 
     Raises:
         TypeError, ValueError: an argument of another type or width.
@@ -275,10 +279,10 @@ class TransferConfig:
         dst_layer_range: None.
     """
 
-    dst_cluster_id = Checked[int](checked_by(check_uint64), "Of the peer.")
+    dst_cluster_id = Checked[int](checked_by(check_uint64), "Id of the peer.")
     dst_addrs = Checked[list[int] | tuple[int, ...]](_checked_addrs, "An address for each tensor.")
-    src_layer_range = Checked[range | None](_checked_layers, "Layers here; None: all.")
-    src_batch_index = Checked[int](checked_by(check_uint32), "Slot here.")
+    src_layer_range = Checked[range | None](_checked_layers, "Local layers; None: all.")
+    src_batch_index = Checked[int](checked_by(check_uint32), "Local slot.")
 
     def __init__(
         self,
@@ -301,26 +305,26 @@ class TransferConfig:
 
 
 class TransferWithCacheKeyConfig:
-    """A destination by the key of its cache.
+    """A destination named by the key of its cache.
 
     Args:
-        cache_key: of the cache there.
-        src_layer_range: layers here; needed.
-        dst_layer_range: as many layers there; needed.
-        src_batch_index: slot here; 0 with a BlocksCacheKey.
+        cache_key: key of the remote cache.
+        src_layer_range: local layers; required.
+        dst_layer_range: as many remote layers; required.
+        src_batch_index: local slot; 0 with a BlocksCacheKey.
 
     Raises:
         TypeError, ValueError: an argument of another type or width.
-        LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, a negative one, ranges of
-            unequal length, or a slot with a BlocksCacheKey.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, an empty range, a negative layer,
+            ranges of unequal length, or a slot with a BlocksCacheKey.
 
     Attributes:
-        dst_cluster_id: of the key that it is made with.
+        dst_cluster_id: cluster id of the original cache_key.
     """
 
-    cache_key = Checked[DestinationKey](_checked_key, "Of the cache there.")
-    src_layer_range = Checked[range | None](_checked_layers, "Layers here.")
-    dst_layer_range = Checked[range | None](_checked_layers, "Layers there.")
+    cache_key = Checked[DestinationKey](_checked_key, "Key of the remote cache.")
+    src_layer_range = Checked[range | None](_checked_layers, "Local layers.")
+    dst_layer_range = Checked[range | None](_checked_layers, "Remote layers.")
 
     def __init__(
         self,
@@ -349,14 +353,14 @@ class TransferWithCacheKeyConfig:
 
     @property
     def src_batch_index(self) -> int:
-        """Slot here."""
+        """Local slot."""
         return self._src_batch_index
 
     @src_batch_index.setter
     def src_batch_index(self, src_batch_index: int) -> None:
         check_uint32("src_batch_index", src_batch_index)
         if isinstance(self.cache_key, BlocksCacheKey) and src_batch_index != 0:
-            raise invalid(f"src_batch_index={src_batch_index} must be 0: {self.cache_key}")
+            raise invalid(f"src_batch_index={src_batch_index} must be 0 with {self.cache_key}")
         self._src_batch_index = src_batch_index
 
     def __repr__(self) -> str:
@@ -368,7 +372,7 @@ class TransferWithCacheKeyConfig:
 
 
 class AsyncTransfer(Protocol):
-    """A transfer to several destinations that goes on in the background.
+    """A background transfer to several destinations.
 
     Attributes:
         running_status: the status of a destination without an outcome.
@@ -377,11 +381,11 @@ class AsyncTransfer(Protocol):
     running_status: LLMStatusCode
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        """Wait up to `timeout_s` seconds; return the status of each (None: no outcome yet)."""
+        """Wait up to `timeout_s` seconds; return the status of each, None without an outcome."""
 
 
 class CacheTask:
-    """What `transfer_cache_async` returns. May be used from several threads, and dropped.
+    """The task that `transfer_cache_async` returns. Any thread may use it, and it may be dropped.
 
     Args:
         transfer_async_task: the transfer.
@@ -394,11 +398,11 @@ class CacheTask:
         """Wait for all destinations.
 
         Args:
-            timeout_in_millis: milliseconds; None: as long as it takes.
+            timeout_in_millis: milliseconds; None: forever.
 
         Returns:
-            LLM_SUCCESS if every byte of each has arrived; LLM_TIMEOUT if some have no outcome yet;
-            otherwise the status of the first that has failed.
+            LLM_SUCCESS if every byte has arrived; LLM_TIMEOUT if a destination has no outcome yet;
+            otherwise the status of the first failure.
 
         Raises:
             TypeError, ValueError: timeout_in_millis is not a uint32.
@@ -407,18 +411,18 @@ class CacheTask:
         running = self._transfer_async_task.running_status
         if running in results:
             return running
-        failures = (it for it in results if it is not LLMStatusCode.LLM_SUCCESS)
+        failures = (status for status in results if status is not LLMStatusCode.LLM_SUCCESS)
         return next(failures, LLMStatusCode.LLM_SUCCESS)
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode]:
         """Wait for all destinations, and return the status of each, in the order of the configs.
 
         Args:
-            timeout_in_millis: milliseconds; None: as long as it takes.
+            timeout_in_millis: milliseconds; None: forever.
 
         Returns:
-            LLM_SUCCESS for those where every byte has arrived; LLM_TIMEOUT for those without an
-            outcome, and for those that were stopped because sync_kv_timeout had passed.
+            LLM_SUCCESS if every byte has arrived; LLM_TIMEOUT without an outcome, or if the push
+            was stopped after sync_kv_timeout.
 
         Raises:
             TypeError, ValueError: timeout_in_millis is not a uint32.
@@ -429,4 +433,4 @@ class CacheTask:
             timeout_s = timeout_in_millis / 1000
         transfer = self._transfer_async_task
         statuses = transfer.statuses(timeout_s)
-        return [transfer.running_status if it is None else it for it in statuses]
+        return [transfer.running_status if status is None else status for status in statuses]

@@ -1,4 +1,4 @@
-"""Small functions over the official values."""
+"""Helper functions of the official package."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MAX_PORT = 2**16 - 1
 
 
 def is_invalid_id(req_id_or_prefix_id: int) -> bool:
-    """Whether it says "none": negative, or 2**64-1."""
+    """Return True if an id means "none": it is negative, or 2**64-1."""
     return req_id_or_prefix_id < 0 or req_id_or_prefix_id == NO_ID
 
 
 def is_valid_id(req_id_or_prefix_id: int) -> bool:
-    """Whether it names a request or prefix."""
+    """Return True if an id names a request or a prefix."""
     return not is_invalid_id(req_id_or_prefix_id)
 
 
 def clone_cache_desc(cache_desc: CacheDesc) -> CacheDesc:
-    """Return a copy with a shape of its own."""
+    """Return a copy of a description, with a copy of its shape."""
     return CacheDesc(
         cache_desc.num_tensors,
         cache_desc.shape[:],
@@ -46,14 +46,17 @@ def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
     """
     nbytes = data_types.calc_tensor_size(shape, data_type.value)
     if nbytes < 0:
-        raise invalid(f"shape={shown(shape)} of {data_type} has no size")
+        raise invalid(
+            f"shape={shown(shape)} of {data_type} has no size: each dimension must be >= 1, and "
+            "all together below 2**63 bytes"
+        )
     return nbytes
 
 
 def layer_range_to_tensor_indices(
     src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int = 2
 ) -> tuple[list[int], list[int]]:
-    """Return the tensors of each range of layers; none for None.
+    """Return the tensor indices of each range of layers; an empty list for None.
 
     Raises:
         TypeError: a range of another type.
@@ -65,7 +68,7 @@ def layer_range_to_tensor_indices(
         check_isinstance(name, layers, range)
         if layers is not None and layers.step != 1:
             raise invalid(f"{name}={layers}: step must be 1")
-    src, dst = (_tensors(name, it, tensor_num_per_layer) for name, it in ranges.items())
+    src, dst = (_tensors(name, layers, tensor_num_per_layer) for name, layers in ranges.items())
     return src, dst
 
 
@@ -73,7 +76,7 @@ def _tensors(name: str, layers: range | None, tensors_per_layer: int) -> list[in
     if not layers:
         return []
     if layers.start < 0:
-        raise invalid(f"{name}={layers} must not begin below 0")
+        raise invalid(f"{name}={layers} must begin at 0 or above")
     check_uint32(name, layers.start)
     check_uint32(name, layers.stop - 1)
     return list(range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer))
@@ -83,8 +86,8 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     """Return the address and port of "ip:port".
 
     Raises:
-        TypeError: not a text.
-        LLMException: LLM_PARAM_INVALID: another form, or a port that is not a uint16.
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID: malformed, or a port that is not a uint16.
     """
     check_isinstance("llm.listenIpInfo", listen_ip_info, str, allow_none=False)
     ip, *ports = listen_ip_info.split(":")
