@@ -1,4 +1,4 @@
-"""The native layer: lowering, execution and host memory; it knows nothing of kvplan."""
+"""The native layer: lowering, execution and memory. It does not import kvplan."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ __all__ = ["get_include"]
 
 
 def get_include() -> str:
-    """Directory to pass to ``cc -I`` so that ``#include "kvnative/backend.h"`` works."""
+    """Return the directory for ``cc -I`` with which ``#include "kvnative/backend.h"`` works."""
     package = Path(__file__).parent
     installed = package / "include"
-    # A source tree keeps the headers next to the package, a wheel inside it.
+    # Next to the package in a source tree, inside the package in a wheel.
     return str(installed if installed.is_dir() else package.parent / "include")

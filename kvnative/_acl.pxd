@@ -42,7 +42,7 @@ cdef extern from "acl/ops.h" nogil:
 cdef class AclLibrary(DeviceLibrary):
     cdef kvn_acl_library library
     cdef bint initialized
-    cdef bint ours             # this process was not initialized by anybody else
+    cdef bint ours             # aclInit was called here
     cdef readonly tuple missing
 
     @staticmethod

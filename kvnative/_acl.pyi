@@ -1,5 +1,3 @@
-"""Ascend devices through ACL: its library, found and opened at run time, and its errors."""
-
 from typing import Never, final
 
 from kvnative._device import (

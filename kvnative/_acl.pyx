@@ -1,4 +1,4 @@
-"""Ascend devices through ACL: its library, found and opened at run time, and its errors."""
+"""Ascend devices by ACL, whose library is opened at run time."""
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t
@@ -14,7 +14,7 @@ from kvnative._backend import NativeError
 from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
 from kvnative.ascend_files import candidates, toolkit_version
 
-# The one module to import for Ascend devices: what they are comes along.
+# Modules outside of kvnative import all names of Ascend devices from here.
 __all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
 
 NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before, and kept for old links
@@ -24,10 +24,10 @@ LIBRARIES_LOCK = threading.Lock()
 
 
 class AclError(DeviceError):
-    """A call of ACL failed: the message has the call, its code in words and the vendor's text.
+    """A failed call of ACL; the message has the call, its code in words and the vendor's text.
 
     Attributes:
-        code: the aclError; 0 where the failure is not ACL's.
+        code: aclError, or 0 if the failure is not ACL's.
         status: one of the KVN_ constants.
     """
 
@@ -38,9 +38,10 @@ cdef class AclLibrary(DeviceLibrary):
     """The ACL library of this process.
 
     Attributes:
-        path: the file that it was found in.
-        version: of the toolkit, "8.5.0" say, or of its ACL interface, "acl 1.16.0"; None: unknown.
-        missing: names of the calls that later versions have and this one lacks.
+        path: file of the library.
+        version: version of the toolkit, such as "8.5.0", or of its ACL interface, "acl 1.16.0";
+            None if unknown.
+        missing: names of calls of later versions that this one lacks.
     """
 
     def __init__(self, *args, **kwargs):
@@ -51,8 +52,8 @@ cdef class AclLibrary(DeviceLibrary):
         """Open the library, or return the one that is open.
 
         Args:
-            path: its file, the folder of a toolkit, or a name for the loader's own search; None to
-                look where the environment and the installer of the toolkit say, then to ask the
+            path: file of the library, folder of a toolkit, or a name that the loader searches; None
+                searches the places of the environment and of the toolkit's installer, then asks the
                 loader.
         """
         tried = []
@@ -120,11 +121,11 @@ cdef class AclLibrary(DeviceLibrary):
 
     @property
     def has_batch(self) -> bool:
-        """Whether it has batch copies; a device may still not support them."""
+        """True if the library has batch copies, which a device may still not support."""
         return "aclrtMemcpyBatch" not in self.missing
 
     def device_count(self) -> int:
-        """Return how many devices this process can use."""
+        """Return the number of devices that this process can use."""
         cdef kvn_failure failure
         cdef uint32_t count = 0
         cdef int status
@@ -135,14 +136,14 @@ cdef class AclLibrary(DeviceLibrary):
         return count
 
     def soc_name(self) -> str:
-        """Return the name of the devices' chip, "Ascend910B1" say."""
+        """Return the name of the devices' chip, such as "Ascend910B1"."""
         self.begin()
         return kvn_acl_library_soc(&self.library).decode(errors="replace")
 
     def finalize(self) -> None:
-        """Call aclFinalize, if it was this library's first user who called aclInit.
+        """Call aclFinalize if this library called aclInit.
 
-        Only for a process whose other parts do not use ACL: they could not any more.
+        Use it only if no other part of the process uses ACL.
         """
         cdef kvn_failure failure
         cdef int status

@@ -1,11 +1,11 @@
-# What other Cython modules may see: cimport this to add a backend over a ThreadPool.
+# For other Cython modules: cimport this to add a backend over a ThreadPool.
 from posix.types cimport pid_t
 
 from kvnative._native cimport kvn_backend, kvn_backend_vtable, kvn_pool
 
 
 cdef class ThreadPool:
-    # Owned; outlives every Backend that was made with this object among its owners.
+    # Owned; every Backend that uses it has this object among its owners.
     cdef kvn_pool *pool
     cdef pid_t pid  # of the process that made it
     cdef object _tuning
@@ -15,13 +15,13 @@ cdef class ThreadPool:
 
 
 cdef class Backend:
-    # What `handle` points into or was made from: the pool, the wrapped backend, mapped memory. It
-    # stands before the handle because it must be there as long as the handle is used.
+    # Objects that `handle` uses: the pool, the wrapped backend, mapped memory. Declared before the
+    # handle because they must outlive it.
     cdef object owners
     cdef kvn_backend *handle  # owned; destroyed with this object, before `owners` is let go
     cdef pid_t pid            # of the process that made it
 
-    # Takes over `handle`; NULL raises from errno, naming `what` could not be made.
+    # Take over `handle`. NULL raises from errno, with `what` in the message.
     @staticmethod
     cdef Backend adopt(kvn_backend *handle, object owners, str what)
     cdef const kvn_backend_vtable *calls(self) except NULL

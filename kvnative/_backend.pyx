@@ -36,10 +36,10 @@ MAX_STRIPES = <int>KVN_MAX_STRIPES
 
 
 class NativeError(RuntimeError):
-    """The native layer cannot do this now: closed, forked, or out of a resource.
+    """An object is closed or belongs to a parent process, or a resource is exhausted.
 
     Attributes:
-        errno: the system's number; 0 if the system had no part in it.
+        errno: error number of the system, or 0.
     """
 
     def __init__(self, message="", number=0):
@@ -48,10 +48,10 @@ class NativeError(RuntimeError):
 
 
 class CallError(NativeError):
-    """A call of a vendor's library failed; the message has the call and the library's own text.
+    """A failed call of a vendor's library; the message has the call and the library's text.
 
     Attributes:
-        code: the library's number for the failure; 0 if the library had no part in it.
+        code: error number of the library, or 0.
         status: one of the KVN_ constants.
     """
 
@@ -65,14 +65,14 @@ class CallError(NativeError):
 @cython.auto_pickle(False)
 @cython.no_gc
 cdef class ThreadPool:
-    """A fixed number of threads that copy; shared by any number of backends.
+    """A fixed number of copying threads, shared by any number of backends.
 
-    Idle threads sleep. A thread that waits for a task copies too, in the place of one of these.
+    Idle threads sleep. A thread that waits for a task copies too, in place of one of them.
 
     Args:
-        threads: how many, 1 to 64; None for as many as the tuning says.
-        tuning: which way of copying for which size, and in what pieces; None: what is built in,
-            with as many threads as this process may use cores, at most 16.
+        threads: number of threads, 1 to 64; None takes that of the tuning.
+        tuning: thresholds and piece sizes; None takes the built-in ones, with one thread for each
+            core that this process may use, at most 16.
     """
 
     def __cinit__(self, threads: int | None = None, tuning=None):
@@ -93,7 +93,7 @@ cdef class ThreadPool:
 
     @property
     def tuning(self):
-        """The tuning that it copies with."""
+        """Thresholds and piece sizes of copies."""
         return self._tuning
 
     cdef kvn_pool *usable(self) except NULL:
@@ -114,7 +114,7 @@ cdef class ThreadPool:
 
     @property
     def looks(self) -> int:
-        """How often a thread has looked for the next job, for a moment, before it slept."""
+        """Number of times that a thread has polled for the next job before it slept."""
         return kvn_pool_looks(self.usable())
 
     def __repr__(self):
@@ -125,7 +125,7 @@ cdef class ThreadPool:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Backend:
-    """What moves bytes: `host_backend`, another module's backend, or one around others."""
+    """A way to move bytes, from `host_backend`, a transport, a device, or around other backends."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a Backend comes from host_backend(), a wrapper or a link")
@@ -156,14 +156,14 @@ cdef class Backend:
         return 0
 
     def __dealloc__(self):
-        # A forked child has none of the threads and maybe a locked mutex: it only forgets.
+        # A forked child lacks the threads, and mutexes may be locked: it leaks the backend.
         if self.handle is not NULL and self.pid == getpid():
-            with nogil:  # one of UCX waits for the thread that progresses it
+            with nogil:  # a backend of UCX waits for its progress thread
                 self.handle.vtable.destroy(self.handle)
 
     @property
     def name(self) -> str:
-        """Of the backend, or of the outermost wrapper."""
+        """Name of the backend, or of its outermost wrapper."""
         return self.calls().name.decode()
 
     def __repr__(self):
@@ -171,21 +171,21 @@ cdef class Backend:
 
 
 def host_backend(ThreadPool pool not None) -> Backend:
-    """Return a backend that copies memory which this process can address.
+    """Return a backend that copies memory of this process.
 
     Args:
-        pool: the threads that copy. The submitting thread copies small batches.
+        pool: copies large batches; the submitting thread copies small ones.
     """
     return Backend.adopt(kvn_host_create(pool.usable()), pool, "host_backend")
 
 
 def striped(backends, *, min_nbytes: int) -> Backend:
-    """Move a large batch over several backends at once, each a contiguous stripe of it.
+    """Return a backend that splits a large batch into contiguous stripes, one for each backend.
 
     Args:
-        backends: 1 to 16 that reach the same memory, as a sequence.
-        min_nbytes: bytes that make another stripe worth its while: a batch of less than twice as
-            much goes to the first backend alone.
+        backends: 1 to 16 backends that reach the same memory.
+        min_nbytes: minimum size of a stripe. A batch of less than twice as much goes to the first
+            backend.
     """
     cdef kvn_backend *inner[KVN_MAX_STRIPES]
     cdef Backend backend

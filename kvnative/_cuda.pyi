@@ -1,5 +1,3 @@
-"""CUDA devices through the driver API: its library, opened at run time, and its errors."""
-
 from typing import Literal, NamedTuple, Never, final
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""CUDA devices through the driver API: its library, opened at run time, and its errors."""
+"""CUDA devices by the driver API, whose library is opened at run time."""
 
 cimport cython
 from libc.stdint cimport int32_t, uint32_t, uint64_t
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvnative._backend import NativeError
 from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
 
-# The one module to import for CUDA devices: what they are comes along.
+# Modules outside of kvnative import all names of CUDA devices from here.
 __all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer",
            "Pinned", "Watch", "builtin_copy_tuning", "copy_tuning", "copy_way", "far_copy_tuning",
            "tune_copies", "watch"]
@@ -31,10 +31,10 @@ LIBRARIES_LOCK = threading.Lock()
 
 
 class CudaError(DeviceError):
-    """A call of CUDA's driver failed: the message has the call, its code, and the driver's words.
+    """A failed call of CUDA's driver; the message has the call, its code and the driver's text.
 
     Attributes:
-        code: the CUresult; 0 where the failure is not CUDA's.
+        code: CUresult, or 0 if the failure is not CUDA's.
         status: one of the KVN_ constants.
     """
 
@@ -42,13 +42,13 @@ class CudaError(DeviceError):
 @cython.final
 @cython.auto_pickle(False)
 cdef class CudaLibrary(DeviceLibrary):
-    """The CUDA driver's library of this process, for devices that work in one kind of context.
+    """The library of CUDA's driver in this process, for devices of one kind of context.
 
     Attributes:
-        path: the file that it was found in.
-        version: the newest CUDA that the driver knows, "12.4" say; None: unknown.
+        path: file of the library.
+        version: newest CUDA version that the driver supports, such as "12.4", or None.
         context: "primary" or "own".
-        missing: names of the calls that later versions have and this one lacks.
+        missing: names of calls of later versions that this one lacks.
     """
 
     def __init__(self, *args, **kwargs):
@@ -59,10 +59,10 @@ cdef class CudaLibrary(DeviceLibrary):
         """Open the library, or return the one that is open.
 
         Args:
-            path: its file, a folder that has it, or a name for the loader's own search; None:
-                libcuda.so.1, as the loader finds it.
-            context: that devices work in: "primary", where the program's frameworks allocate, whose
-                memory is out of reach in another; "own".
+            path: file of the library, its folder, or a name that the loader searches; None searches
+                libcuda.so.1.
+            context: context of the devices. Frameworks of the program allocate in the "primary"
+                context, and other contexts do not reach that memory; or "own".
         """
         if context not in CONTEXTS:
             raise ValueError(f"context is {context!r}; it must be one of"
@@ -118,7 +118,7 @@ cdef class CudaLibrary(DeviceLibrary):
         return 0
 
     def device_count(self) -> int:
-        """Return how many devices this process can use."""
+        """Return the number of devices that this process can use."""
         cdef kvn_failure failure
         cdef uint32_t count = 0
         cdef int status
@@ -129,25 +129,25 @@ cdef class CudaLibrary(DeviceLibrary):
         return count
 
     def uuid(self, int device_id) -> str:
-        """Return what tells a device from all others, "GPU-" and 36 characters."""
+        """Return the UUID of a device, "GPU-" and 36 characters."""
         cdef kvn_cuda_facts facts
         self.facts_of(device_id, &facts)
         return facts.uuid.decode()
 
     def pci_id(self, int device_id) -> str:
-        """Return where a device is plugged in, "0000:17:00.0" say."""
+        """Return the PCI address of a device, such as "0000:17:00.0"."""
         cdef kvn_cuda_facts facts
         self.facts_of(device_id, &facts)
         return facts.pci.decode(errors="replace")
 
     def capability(self, int device_id) -> tuple[int, int]:
-        """Return the compute capability of a device, (9, 0) say."""
+        """Return the compute capability of a device, such as (9, 0)."""
         cdef kvn_cuda_facts facts
         self.facts_of(device_id, &facts)
         return facts.major, facts.minor
 
     def reaches(self, int device_id, int peer) -> bool:
-        """Return whether a device can have peer access to the memory of another one."""
+        """Return whether a device can have peer access to the memory of `peer`."""
         cdef kvn_failure failure
         cdef int status, can = 0
         self.begin()
@@ -186,12 +186,12 @@ cdef class CudaLibrary(DeviceLibrary):
 
 
 class CopyTuning(NamedTuple):
-    """Which way bytes are copied in one direction, by the mean size of a batch's descriptors.
+    """Thresholds for copies in one direction, in bytes of the mean size of a batch's descriptors.
 
     Attributes:
-        kernel_below: bytes: batches of smaller ones go by one launch of kvplan's kernel.
-        batch_below: then these by cuMemcpyBatchAsync; what is larger by a copy for each descriptor.
-        blocks: of the kernel, at most; 0: as many as the device runs at one time.
+        kernel_below: smaller descriptors are copied by one launch of kvplan's kernel.
+        batch_below: other smaller ones by cuMemcpyBatchAsync, the rest by a copy each.
+        blocks: maximum number of blocks of the kernel; 0: as many as the device runs at once.
     """
 
     kernel_below: int
@@ -207,20 +207,20 @@ cdef int check_cuda(NativeDevice device) except -1:
 
 
 def builtin_copy_tuning(str direction not None) -> CopyTuning:
-    """Return what is built in: thought out, and measured on no device."""
+    """Return the built-in thresholds, which were not measured on any device."""
     cdef kvn_cuda_tuning tuning = kvn_cuda_tuning_builtin(direction_of(direction))
     return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
 
 
 def copy_tuning(NativeDevice device not None, str direction not None) -> CopyTuning:
-    """Return what a device copies by."""
+    """Return the thresholds of a device."""
     check_cuda(device)
     cdef kvn_cuda_tuning tuning = kvn_cuda_copies_tuning(&device.device, direction_of(direction))
     return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
 
 
 def tune_copies(NativeDevice device not None, str direction not None, tuning) -> None:
-    """Let a device copy by `tuning`, a CopyTuning, from now on."""
+    """Set the thresholds of a device to `tuning`, a CopyTuning."""
     cdef kvn_cuda_tuning given
     check_cuda(device)
     given.kernel_below = unsigned("kernel_below", tuning.kernel_below)
@@ -232,7 +232,7 @@ def tune_copies(NativeDevice device not None, str direction not None, tuning) ->
 
 
 def far_copy_tuning() -> CopyTuning:
-    """Return what copies between two GPUs go by, on all devices."""
+    """Return the thresholds for copies between two GPUs, the same on all devices."""
     cdef kvn_cuda_tuning tuning = kvn_cuda_tuning_far()
     return CopyTuning(tuning.kernel_below, tuning.batch_below, tuning.blocks)
 
@@ -241,9 +241,9 @@ def copy_way(
     NativeDevice device not None, str direction not None, mean_nbytes, size_t count, *,
     bint is_far=False,
 ) -> str:
-    """Return how `count` descriptors of that mean size go: "kernel", "batch" or "single".
+    """Return how `count` descriptors of a mean size are copied: "kernel", "batch" or "single".
 
-    What the driver has refused so far is left out. `is_far`: whether one side is another GPU's.
+    Ways that the driver has refused do not count. `is_far` if one side is memory of another GPU.
     """
     check_cuda(device)
     cdef uint64_t mean = unsigned("mean_nbytes", mean_nbytes)
@@ -256,11 +256,11 @@ def copy_way(
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Watch:
-    """What memory of the program was when it was registered: until this is let go.
+    """The identity of registered memory of the program, which transfers check while this lives.
 
     Attributes:
-        is_replaced: whether a transfer, or another registration, has found other memory at its
-            addresses; no call of the driver.
+        is_replaced: True once a transfer or a registration has found other memory at the addresses.
+            Reading it makes no call of the driver.
     """
 
     cdef NativeDevice device
@@ -279,14 +279,14 @@ cdef class Watch:
 
 
 def watch(NativeDevice device not None, addresses, nbytes) -> tuple[Watch, int]:
-    """Let no transfer take other memory for what is at these addresses now.
+    """Watch ranges, so that no transfer uses memory that later replaces them.
 
     Args:
-        device: that has the memory.
-        addresses, nbytes: of each range: uint64, contiguous.
+        device: device of the memory.
+        addresses, nbytes: contiguous uint64 columns of the ranges.
 
     Returns:
-        The watch, and how many others are known from now on to be of memory that was replaced.
+        The watch, and the number of older watches whose memory proved to be replaced.
     """
     cdef Watch made = Watch.__new__(Watch)
     cdef Py_buffer columns[2]

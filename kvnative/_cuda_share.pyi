@@ -1,5 +1,3 @@
-"""Memory of CUDA devices that processes of one host share: exported here, mapped from peers."""
-
 from typing import Literal, Never, final
 
 from kvnative._device import Device

@@ -1,4 +1,4 @@
-"""Memory of CUDA devices that processes of one host share: exported here, mapped from peers."""
+"""Memory of CUDA devices that processes of one host share."""
 
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -51,12 +51,12 @@ cdef extern from "cuda/share.h" nogil:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Exported:
-    """An allocation of a device that other processes can map as long as this is held.
+    """An allocation of a device that other processes can map while this object lives.
 
     Attributes:
-        address, nbytes: of the allocation, here.
-        fd: the descriptor that peers take; -1: they map it by its `handle`.
-        handle: 64 bytes; empty: there is a descriptor.
+        address, nbytes: the allocation in this process.
+        fd: descriptor for peers, or -1 if they map it by `handle`.
+        handle: 64 bytes, or empty if there is a descriptor.
     """
 
     cdef kvn_cuda_exported exported
@@ -87,20 +87,20 @@ cdef class Exported:
 
     def __dealloc__(self):
         if self.exported.fd >= 0:
-            close(self.exported.fd)  # a forked child has descriptors of its own
+            close(self.exported.fd)  # in a forked child too, which has its own copy
 
 
 @cython.final
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Imported:
-    """An allocation of another process, mapped here until this is let go; not in a forked child.
+    """A mapping of an allocation of another process, or of another device of this one.
 
-    Or one of another device of this process, where it is.
+    The last reference unmaps it, except in a forked child.
 
     Attributes:
-        device: that reaches it here.
-        address, nbytes: where it is mapped.
+        device: device that the allocation is mapped for.
+        address, nbytes: the mapping.
     """
 
     cdef readonly Device device
@@ -131,7 +131,7 @@ cdef class Imported:
 
 
 def export(Device device not None, address, nbytes) -> Exported:
-    """Let peers map the allocation that [address, address + nbytes) is a part of."""
+    """Export the allocation that contains [address, address + nbytes)."""
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef Exported made = Exported.__new__(Exported)
     cdef kvn_failure failure
@@ -144,13 +144,13 @@ def export(Device device not None, address, nbytes) -> Exported:
 
 
 def import_descriptor(Device device not None, int fd, nbytes, *, bint is_far) -> Imported:
-    """Map what a descriptor of this process exports, which may be closed then.
+    """Map the allocation behind a descriptor, which may be closed afterwards.
 
     Args:
-        device: to map it for.
-        fd: the descriptor.
-        nbytes: of the allocation.
-        is_far: whether it is memory of another GPU.
+        device: device to map it for.
+        fd: descriptor in this process.
+        nbytes: size of the allocation.
+        is_far: the memory belongs to another GPU.
     """
     cdef uint64_t size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
@@ -168,7 +168,7 @@ def import_descriptor(Device device not None, int fd, nbytes, *, bint is_far) ->
 
 def import_handle(Device device not None, bytes handle not None, nbytes, *,
                   bint is_far) -> Imported:
-    """Map what has this handle of 64 bytes in another process; as `import_descriptor`."""
+    """Map the allocation with a handle of 64 bytes from another process."""
     cdef uint64_t size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_cuda_ipc_memory given
@@ -188,7 +188,7 @@ def import_handle(Device device not None, bytes handle not None, nbytes, *,
 
 
 def import_here(Device device not None, Device owner not None, address, nbytes) -> Imported:
-    """Reach memory of cuMemAlloc of another device of this process, where it is."""
+    """Make memory that cuMemAlloc gave another device of this process accessible to `device`."""
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_failure failure
@@ -205,16 +205,16 @@ def import_here(Device device not None, Device owner not None, address, nbytes) 
 
 
 def check_reach(Device device not None, bytes uuid not None, *, bint both_ways) -> str:
-    """Refuse memory of a GPU that the device cannot reach.
+    """Raise if a device cannot reach memory of a GPU.
 
     Args:
-        device: of this process.
-        uuid: of the GPU.
-        both_ways: refuse also where that GPU does not reach the device's memory.
+        device: a device of this process.
+        uuid: UUID of the GPU.
+        both_ways: raise also if that GPU cannot reach memory of the device.
 
     Returns:
-        "same", "other" (with peer access) or "hidden": CUDA_VISIBLE_DEVICES leaves it out, and
-        whether it is reached shows when memory is mapped.
+        "same"; "other", with peer access; or "hidden" by CUDA_VISIBLE_DEVICES, so that only mapping
+        shows whether the memory is in reach.
     """
     cdef kvn_cuda_uuid given
     cdef kvn_cuda_gpu found

@@ -1,5 +1,3 @@
-"""Devices of any kind: their memory, and the backends that copy to, from and in it."""
-
 from typing import Any, Final, Literal, Never, final
 
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Devices of any kind: their memory, and the backends that copy to, from and in it."""
+"""Devices of any kind: their memory, and backends that copy it."""
 
 cimport cython
 from cpython.buffer cimport (
@@ -33,8 +33,8 @@ __all__ = [
     "HostBuffer", "Pinned",
 ]
 
-# Direction: its bit, and how many channels. One stream keeps a link to the host busy; the second is
-# for who would wait behind a large transfer.
+# Direction: its bit and its number of channels. One stream keeps a link to the host busy; a second
+# one is for transfers that would wait behind a large one.
 cdef dict DIRECTIONS = {
     "host_to_device": (KVN_HOST_TO_DEVICE, 2),
     "device_to_host": (KVN_DEVICE_TO_HOST, 2),
@@ -59,16 +59,16 @@ cdef int direction_of(str name) except -1:
 
 
 class DeviceError(CallError):
-    """A call of a device's runtime failed."""
+    """A failed call of a device's runtime."""
 
 
 @cython.auto_pickle(False)
 cdef class DeviceLibrary:
-    """The runtime of one kind of device, opened in this process.
+    """The runtime library of one kind of device, opened in this process.
 
     Attributes:
-        path: the file that it was found in.
-        version: of it, or of what it belongs to; None: unknown.
+        path: file of the library.
+        version: version of the library or of its toolkit, or None.
     """
 
     def __cinit__(self):
@@ -105,7 +105,7 @@ cdef class DeviceLibrary:
         return None
 
     def device(self, int device_id) -> Device:
-        """Return the device of this number, the same object as long as anybody uses it."""
+        """Return the device with this number; the same object while a reference to it exists."""
         self.begin()
         with self.lock:
             device = self.devices.get(device_id)
@@ -119,7 +119,7 @@ cdef class DeviceLibrary:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Device:
-    """A device of this process: its memory, and the backends that copy to, from and in it."""
+    """A device of this process: its memory, and backends that copy it."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a Device comes from the device() of its library")
@@ -140,7 +140,7 @@ cdef class Device:
 
     def __dealloc__(self):
         if self.opened and self.library.pid == getpid():
-            with nogil:  # its thread may have to end
+            with nogil:  # waits for the thread of events
                 if self.events is not NULL:
                     kvn_events_destroy(self.events)
                 kvn_device_close(&self.device)
@@ -163,14 +163,14 @@ cdef class Device:
 
     @property
     def name(self) -> str:
-        """Name of its chip."""
+        """Name of the chip."""
         return self.library.name_of(self.device.id)
 
     @property
     def fallback_reason(self) -> str:
-        """Why copies to and from the host are not the fastest that kvplan knows; "" if they are.
+        """Reason why copies to and from the host are slower than they could be, or "".
 
-        What only the first batch copy shows is there after it.
+        Some reasons show only after the first batch copy.
         """
         cdef char reason[256]
         self.check_usable()
@@ -197,7 +197,7 @@ cdef class Device:
         return buffer
 
     def allocate_host(self, nbytes) -> HostBuffer:
-        """Return new memory of the host that the device's runtime has pinned, its bytes 0."""
+        """Return new zeroed host memory that is pinned for the device."""
         cdef uint64_t size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef HostBuffer buffer
@@ -216,11 +216,10 @@ cdef class Device:
         return buffer
 
     def pinned_by(self, address, nbytes) -> str:
-        """Return who has pinned host memory through this device.
+        """Return how host memory is pinned for this device.
 
         Returns:
-            "runtime": all of it lies in one `HostBuffer`; "pin": in what was given to `pin`; "": it
-            does not.
+            "runtime" if the range lies in one `HostBuffer`, "pin" if `pin` has pinned it, else "".
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_pinned found
@@ -230,12 +229,13 @@ cdef class Device:
         return "runtime" if found.is_allocated else "pin"
 
     def pin(self, address, nbytes, keep: object = None) -> Pinned:
-        """Pin [address, address + nbytes) of this process until the result is closed or let go.
+        """Pin [address, address + nbytes) of this process until the result is closed or dropped.
 
-        Copies between it and the device then go without the help of a processor.
+        Copies between pinned memory and the device need no CPU.
 
         Args:
-            keep: the memory's owner, kept as long: it must be mapped until it is unpinned.
+            address, nbytes: range, which must stay mapped meanwhile.
+            keep: owner of the memory, kept alive meanwhile.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
@@ -254,17 +254,17 @@ cdef class Device:
         return pinned
 
     def locate(self, address) -> tuple[str, int]:
-        """Return where memory lies, and its device.
+        """Return the kind of memory at an address, and its device.
 
         Returns:
-            "device", "host" (pinned), "managed", "pageable"; or "foreign": on this device, but out
-            of reach, as another context in this process has it.
+            "device", "host" (pinned), "managed", "pageable"; or "foreign": memory of this device
+            that belongs to another context of this process and is out of reach.
         """
         cdef kvn_memory_place found = self.look_up(address)
         return KINDS[found.kind], found.device
 
     def page_nbytes(self, address) -> int:
-        """Return the size of the pages that memory of the device lies in; 0 where nobody knows."""
+        """Return the page size of memory of the device; 0 if unknown."""
         return self.look_up(address).page_nbytes
 
     cdef kvn_memory_place look_up(self, object address) except *:
@@ -279,11 +279,11 @@ cdef class Device:
         return found
 
     def write(self, address, buffer) -> None:
-        """Copy a contiguous buffer to the device, and wait. Bounds are the caller's."""
+        """Copy a contiguous buffer to the device, and wait. Bounds are not checked."""
         self.copy(address, buffer, True)
 
     def read(self, address, buffer) -> None:
-        """Fill a contiguous writable buffer from the device, and wait. Bounds are the caller's."""
+        """Fill a contiguous writable buffer from the device, and wait. Bounds are not checked."""
         self.copy(address, buffer, False)
 
     cdef int copy(self, object address, object buffer, bint to_device) except -1:
@@ -307,7 +307,7 @@ cdef class Device:
         return 0
 
     def clear(self, address, nbytes) -> None:
-        """Zero memory of the device, and wait. Bounds are the caller's."""
+        """Zero memory of the device, and wait. Bounds are not checked."""
         cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef int status
@@ -317,7 +317,7 @@ cdef class Device:
         self.library.check(status, &failure)
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and all bytes of the device's memory."""
+        """Return the free and the total bytes of the device's memory."""
         cdef size_t free_nbytes = 0, total_nbytes = 0
         cdef kvn_failure failure
         cdef int status
@@ -328,7 +328,7 @@ cdef class Device:
         return free_nbytes, total_nbytes
 
     def attribute(self, int number) -> int | None:
-        """Return an attribute by the runtime's number for it; None where this version lacks it."""
+        """Return an attribute by the runtime's number; None if this version lacks it."""
         self.check_usable()
         return self.library.attribute_of(self.device.id, number)
 
@@ -337,7 +337,7 @@ cdef class Device:
 
         Args:
             direction: "host_to_device", "device_to_host" or "device_to_device". All backends of one
-                direction share its channels, threads that need nobody to poll or wait.
+                direction share its channels, whose threads need no caller to poll or wait.
         """
         cdef Channels channels
         cdef int bit
@@ -354,20 +354,20 @@ cdef class Device:
             what)
 
     def take_event(self, handle) -> DeviceEvent:
-        """Take the point that an event of the program was last recorded at.
+        """Return the point at which an event of the program was last recorded.
 
-        The event, by its handle, must be one of this runtime that was recorded. On return it can be
-        recorded again, or destroyed.
+        The event must belong to this runtime. After the return the program may record it again or
+        destroy it.
         """
         if handle == 0:
-            raise ValueError("handle is 0; an event has another one once it was recorded")
+            raise ValueError("handle is 0; expected the handle of a recorded event")
         return self.take(handle, False)
 
     def take_stream(self, handle) -> DeviceEvent:
-        """Take the point that a stream of the program is at: behind all that was issued to it.
+        """Return the point after all work that was issued to a stream of the program.
 
         Args:
-            handle: of the stream, of this device's primary context; 0: the default stream.
+            handle: stream of this device's primary context; 0 is the default stream.
         """
         return self.take(handle, True)
 
@@ -395,7 +395,7 @@ cdef class Device:
         return event
 
     def close(self) -> None:
-        """Take no more; what was made of it goes on until it is let go. Idempotent."""
+        """Refuse new work; objects made from the device stay valid. Idempotent."""
         self.closed = True
         if self.events is not NULL and self.library.pid == getpid():
             with nogil:
@@ -406,7 +406,7 @@ cdef class Device:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed."""
+        """True once `close` was called."""
         return self.closed
 
     def __repr__(self):
@@ -418,8 +418,8 @@ cdef class Device:
 @cython.no_gc_clear
 @cython.internal
 cdef class Channels:
-    # Threads and streams of a device; a backend has it among its owners.
-    cdef Device device         # before the channels: they use it as long as they are
+    # Threads and streams of a device; backends own it.
+    cdef Device device         # outlives the channels
     cdef kvn_channel *items[16]  # KVN_MAX_CHANNELS
     cdef unsigned count
     cdef object __weakref__
@@ -447,14 +447,14 @@ cdef class Channels:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class DeviceBuffer:
-    """Memory of a device; freed with the last reference to it, never in a forked child."""
+    """Memory of a device, freed with its last reference, except in a forked child."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a DeviceBuffer comes from Device.allocate()")
 
     @property
     def address(self) -> int:
-        """Where it begins: an address that only the device can reach."""
+        """Address of the first byte, which only the device can access."""
         return <uintptr_t>self.start
 
     def __dealloc__(self):
@@ -472,11 +472,11 @@ cdef class DeviceBuffer:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class DeviceEvent(Gate):
-    """A point in the work of a stream, for transfers to come after."""
+    """A point in the work of a stream that transfers can wait for."""
 
     def __dealloc__(self):
         if self.taken and self.device.library.pid == getpid():
-            with nogil:  # what is not kept is given back to the device
+            with nogil:  # gives the event back to the device
                 kvn_event_give_back(&self.event)
 
     def __repr__(self):
@@ -487,10 +487,10 @@ cdef class DeviceEvent(Gate):
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class HostBuffer:
-    """Memory of the host from a device's runtime, which begins with a page.
+    """Page-aligned host memory from a device's runtime.
 
-    Supports the buffer protocol, as `Arena` does; freed with the last reference to it, never in a
-    forked child.
+    It supports the buffer protocol, as `Arena` does, and is freed with its last reference, except
+    in a forked child.
     """
 
     cdef readonly Device device
@@ -502,7 +502,7 @@ cdef class HostBuffer:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return <uintptr_t>self.start
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
@@ -527,10 +527,10 @@ cdef class HostBuffer:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Pinned:
-    """Host memory that is pinned for a device, until it is closed or let go."""
+    """Host memory that is pinned for a device until it is closed or dropped."""
 
     cdef readonly Device device
-    cdef object keep           # let go after the memory is unpinned
+    cdef object keep           # released after the memory is unpinned
     cdef readonly uint64_t address
     cdef readonly uint64_t nbytes
     cdef bint held
@@ -540,7 +540,7 @@ cdef class Pinned:
 
     @cython.critical_section
     def close(self) -> None:
-        """Unpin it; no copy may be in flight. Idempotent; nothing in a forked child."""
+        """Unpin the memory, which no copy may use. Idempotent; no effect in a forked child."""
         cdef kvn_failure failure
         cdef int status = KVN_OK
         if not self.held:

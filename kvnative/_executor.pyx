@@ -1,4 +1,4 @@
-"""The executor: moves descriptor arrays with a backend, without the GIL, and keeps what it uses."""
+"""The executor: moves descriptor arrays by a backend without the GIL, and keeps them alive."""
 
 cimport cython
 from libc.stdint cimport int64_t, uint64_t
@@ -12,7 +12,7 @@ from kvnative._task cimport AnyTask, Gate, Report, Task, deadline_of, drop_finis
 from kvnative import _backend, _layered, _task
 from kvnative._backend import NativeError
 
-# The one module to import for execution: what it executes with comes along.
+# Modules outside of kvnative import all names of execution from here.
 __all__ = [*_backend.__all__, *_layered.__all__, *_task.__all__, "Executor"]
 for _module in (_backend, _layered, _task):
     globals().update({name: getattr(_module, name) for name in _module.__all__})
@@ -21,12 +21,12 @@ for _module in (_backend, _layered, _task):
 @cython.final
 @cython.auto_pickle(False)
 cdef class Executor:
-    """Moves descriptors with a backend; any thread may submit.
+    """Moves descriptors by a backend; any thread may submit.
 
-    Tasks in flight, their descriptors and what they are to keep stay alive until their
-    outcome, also if every handle is dropped; what is through is let go at the next submit() of
-    any executor, or at close(). As a context manager it closes itself. A forked child must make
-    its own.
+    A task in flight, its descriptors and its `keep` stay alive until the outcome, even if the
+    caller drops the task. Memory of finished tasks is released at the next submit() of any
+    executor, or at close(). The context manager closes the executor. A forked child must make its
+    own.
     """
 
     def __cinit__(self, Backend backend not None):
@@ -37,11 +37,11 @@ cdef class Executor:
 
     @property
     def backend(self) -> Backend:
-        """The backend, as given."""
+        """The default backend."""
         return self._backend
 
     cdef Backend usable(self, Backend backend):
-        """The backend to use: `backend`, or without one this executor's."""
+        """Return `backend`, or the executor's if it is None."""
         if backend is None:
             backend = self._backend
         backend.check_process()
@@ -50,7 +50,7 @@ cdef class Executor:
         return backend
 
     cdef int admit(self, AnyTask task) except -1:
-        """Refuse a task that close() may not have found: it is in `tasks` before this looks."""
+        """Raise if the executor is closed. The task is in `tasks` already, so close() finds it."""
         if self.closed:
             task.cancel()
             raise NativeError("the executor is closed")
@@ -66,33 +66,32 @@ cdef class Executor:
 
     def submit(self, Descriptors descriptors not None, keep: object = (),
                Backend backend=None, Gate after=None) -> Task:
-        """Begin a transfer and return at once; small ones are done on return.
+        """Begin a transfer and return at once; a small one is done on return.
 
         Args:
-            descriptors: they cannot be lowered into again until the outcome. Their addresses are
-                taken as they are: a wrong one ends the process.
-            keep: any object, kept alive until the outcome: the memory's owner. Of what is
-                Revocable in a tuple, tasks end when it is revoked.
-            backend: what moves this transfer; None: the executor's.
-            after: what it comes after: until then nothing of it moves; None: nothing.
+            descriptors: held until the outcome. Addresses are not checked: a wrong one ends the
+                process.
+            keep: owner of the memory, kept alive until the outcome. The task ends if a Revocable
+                in this tuple is revoked.
+            backend: replaces the executor's backend for this transfer.
+            after: event before which no byte moves.
 
         Returns:
-            The task. What the backend refuses is in its report.
+            The task. Its report has the error if the backend refuses the transfer.
         """
         drop_finished(2)
         return self.start(backend, descriptors, keep, False, after)
 
     def layered(self, Descriptors descriptors not None, layer_size: int, keep: object = (),
                 Backend backend=None) -> LayeredTask:
-        """Prepare a transfer whose layers move when they are opened; nothing moves yet.
+        """Prepare a transfer whose layers move once they are opened.
 
         Args:
             descriptors, keep, backend: as for submit().
             layer_size: descriptors of one layer, >= 1; the last layer may have fewer.
 
         Returns:
-            The task, of ceil(count / layer_size) layers. What the backend refuses is in its
-            report.
+            The task, with ceil(count / layer_size) layers.
         """
         cdef uint64_t size
         cdef LayeredTask task
@@ -107,10 +106,9 @@ cdef class Executor:
 
     def run(self, Descriptors descriptors not None, timeout_ms: float | None = None,
             keep: object = (), Backend backend=None) -> Report:
-        """Transfer and wait, helping to copy: submit() and wait() in one call.
+        """Transfer and wait: submit() and wait() in one call.
 
-        Arguments, return value and errors are theirs. On KeyboardInterrupt the transfer is given
-        up.
+        This thread copies too. A KeyboardInterrupt gives the transfer up.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
         cdef Task task = self.start(backend, descriptors, keep, True, None)
@@ -121,16 +119,16 @@ cdef class Executor:
             raise
 
     def close(self, cancel: bool = False) -> None:
-        """Wait for the tasks in flight, or cancel them; then take no more. Idempotent.
+        """Wait for all tasks in flight, or cancel them; refuse new ones. Idempotent.
 
-        Those of run() too: when this returns, no byte is touched any more. A task with layers that
-        nobody has opened would not end, and is cancelled in either case.
+        No byte moves after the return, including those of run() in other threads. Tasks with layers
+        that are not open are always cancelled, because they would never end.
         """
         cdef AnyTask task
         self.closed = True
         if self._backend.pid != getpid():
             return
-        # To be given up: what has not begun first, or it would begin when what is before it ends.
+        # Newest first: a task would begin once the one before it is cancelled.
         for task in reversed(list(self.tasks)) if cancel else list(self.tasks):
             if cancel or not task.will_end():
                 task.cancel()

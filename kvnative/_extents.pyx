@@ -1,4 +1,4 @@
-"""Extents in memory: what bindings ask of tensors, and whether two columns hold the same."""
+"""Checks of many extents in memory at once: sizes, overlaps, and equal bytes."""
 
 from cpython.buffer cimport PyBuffer_Release
 from libc.stddef cimport size_t
@@ -18,10 +18,7 @@ cdef extern from "core/intervals.h" nogil:
 
 
 def first_below(values, uint64_t least):
-    """Index of the first of `values`, a contiguous uint64 column, that is below `least`, or -1.
-
-    TypeError, ValueError: `values` is no such column.
-    """
+    """Return the index of the first value below `least` in a contiguous uint64 column, or -1."""
     cdef Py_buffer column
     cdef size_t count, first
     acquire_uint64(&column, values, "values")
@@ -32,12 +29,12 @@ def first_below(values, uint64_t least):
 
 
 def extents_clash(dst_bases, uint64_t dst_nbytes, src_bases, uint64_t src_nbytes):
-    """Whether an extent to be written shares a byte with another one, written or read.
+    """Return whether a written extent shares a byte with another written or read one.
 
     Args:
-        dst_bases, dst_nbytes: the extents written: a contiguous uint64 column of addresses, and
-            the bytes from each on.
-        src_bases, src_nbytes: those read, which may share bytes with each other.
+        dst_bases, dst_nbytes: written extents: a contiguous uint64 column of addresses, and their
+            size.
+        src_bases, src_nbytes: read extents, which may overlap each other.
     """
     cdef Py_buffer columns[2]
     cdef uint64_t *starts
@@ -61,11 +58,11 @@ def extents_clash(dst_bases, uint64_t dst_nbytes, src_bases, uint64_t src_nbytes
 
 
 def first_different(left, right, nbytes):
-    """Index of the first pair of ranges that differ in a byte, or -1; all are in this process.
+    """Return the index of the first pair of ranges that differ in a byte, or -1.
 
     Args:
-        left, right, nbytes: contiguous uint64 columns of one length: two addresses, and the bytes
-            from each on. The caller knows that they are mapped.
+        left, right, nbytes: contiguous uint64 columns of the same length: addresses of mapped
+            memory of this process, and sizes.
     """
     cdef Py_buffer columns[3]
     cdef size_t index, count

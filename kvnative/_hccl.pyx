@@ -1,4 +1,4 @@
-"""HCCL's one-sided transfers between Ascend devices; its library is found at run time."""
+"""One-sided transfers between Ascend devices by HCCL."""
 
 cimport cython
 from libc.stdint cimport int32_t, uint32_t
@@ -25,7 +25,7 @@ import threading
 
 from kvnative import _hccl_memory
 
-# The one module to import for HCCL.
+# Modules outside of kvnative import all names of HCCL from here.
 __all__ = [*_hccl_memory.__all__, "NUM_TICKETS", "Communicator", "Tickets"]
 globals().update({name: getattr(_hccl_memory, name) for name in _hccl_memory.__all__})
 
@@ -54,12 +54,12 @@ cdef int whole_seconds(timeout_ms) except -1:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Tickets:
-    """What this process writes to memory of its peers with leases: one for each device.
+    """The tickets by which one device announces puts with leases to the owners of the memory.
 
     Args:
-        address: of NUM_TICKETS words of 8 bytes on the device, that are 0, in a region that is
-            bound to each communicator: an owner reads there its tag << 32 and a number of each put.
-        owner: kept as long as this.
+        address: NUM_TICKETS words of 8 bytes on the device, all 0, in a region that is bound to
+            each communicator. An owner reads there its tag << 32 and a number for each put.
+        owner: kept alive as long as this object.
     """
 
     def __init__(self, address, object owner=None):
@@ -74,11 +74,11 @@ cdef class Communicator:
     """A connection to one device of a peer: bind, prepare, backend, close.
 
     Args:
-        rank_table: JSON; the same at both ends.
-        rank, remote_rank: of this process and the peer in it.
-        name: the same at both ends, 1 to 127 bytes, and of no other communicator of the device.
-        traffic_class: of RDMA, 0 to 255; None leaves it to HCCL.
-        service_level: of RDMA, 0 to 7; None leaves it to HCCL.
+        rank_table: JSON, the same at both ends.
+        rank, remote_rank: ranks of this process and of the peer in the table.
+        name: 1 to 127 bytes, the same at both ends and unique on the device.
+        traffic_class: RDMA traffic class, 0 to 255, or None for HCCL's choice.
+        service_level: RDMA service level, 0 to 7, or None for HCCL's choice.
         max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950.
     """
 
@@ -124,28 +124,28 @@ cdef class Communicator:
 
     @property
     def state(self) -> str:
-        """One of "open", "preparing", "ready", "failed" (its prepare failed), "closed"."""
+        """State: "open", "preparing", "ready", "failed" (in prepare) or "closed"."""
         self.check_made()
         return STATES[kvn_communicator_state_of(self.communicator)]
 
     @property
     def disturbed(self) -> bool:
-        """Whether an operation failed in HCCL or was stopped: better make a new communicator."""
+        """True once an operation failed in HCCL or was stopped; a new communicator is safer."""
         self.check_made()
         return kvn_communicator_is_disturbed(self.communicator)
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What is bound."""
+        """Bound regions."""
         with self.lock:
             return tuple(self.bound)
 
     def bind(self, Region region not None) -> None:
-        """Let transfers of either side use the region; before prepare."""
+        """Let transfers of both sides use a region. Call it before `prepare`."""
         cdef kvn_failure failure
         cdef int status
         self.check_made()
-        with self.lock:  # first, because a signal may come as soon as it is bound
+        with self.lock:  # before the call, after which a signal handler may raise
             self.bound.append(region)
         with nogil:
             status = kvn_communicator_bind(self.communicator, &region.region, &failure)
@@ -156,10 +156,10 @@ cdef class Communicator:
         check_hccl(status, &failure)
 
     def unbind(self, Region region not None) -> None:
-        """Take a region back, so that it can be closed; at any time, but a prepare is waited for.
+        """Unbind a region, so that it can be closed. Waits for a `prepare` in progress.
 
-        A peer that uses it nevertheless fails, or on some links does not notice: that is what
-        guards are for.
+        A peer that still uses the region fails, or on some links does not notice; guards detect
+        that.
         """
         cdef kvn_failure failure
         cdef int status
@@ -172,10 +172,10 @@ cdef class Communicator:
         check_hccl(status, &failure)
 
     def prepare(self, timeout_ms) -> None:
-        """Connect to the peer, which must prepare too; once.
+        """Connect to the peer, which must call prepare too. May be called once.
 
         Args:
-            timeout_ms: for the peer to come. HCCL takes whole seconds: it is rounded up.
+            timeout_ms: timeout for the peer, rounded up to whole seconds for HCCL.
         """
         cdef kvn_failure failure
         cdef int status, seconds = whole_seconds(timeout_ms)
@@ -188,19 +188,19 @@ cdef class Communicator:
     def backend(self, str direction not None, Guards guards=None, Staging staging=None,
                 str local not None="device", leases=(), Tickets tickets=None,
                 uint32_t tag=0) -> Backend:
-        """Return a backend whose remote addresses are the peer's.
+        """Return a backend whose remote addresses are memory of the peer.
 
-        Each remote range must lie inside one region of the peer, and each local one inside one that
+        Each remote range must lie in one region of the peer, and each local range in a region that
         is bound here. A batch of any size is issued as a whole and waited for once.
 
         Args:
-            direction: "get", from the peer, or "put".
-            guards: what must hold after the data was moved.
-            staging: goes through it, so that local memory need not be bound.
-            local: "device" or "host": the kind of local memory.
-            leases: what messages call those of which the last guards are, each.
-            tickets: announces a put to the owner of that tag before the guards are read a first
-                time; None: they are read only after the data.
+            direction: "get" from the peer, or "put".
+            guards: words that the transfer compares after its data.
+            staging: memory to copy through, so that local memory need not be bound.
+            local: kind of local memory: "device" or "host".
+            leases: names for messages of the leases that the last guards belong to.
+            tickets: announce a put to the owner; the guards are then also compared before the data.
+            tag: tag of the owner.
         """
         cdef kvn_transfer_options options
         cdef kvn_lease_name *names = NULL
@@ -213,7 +213,7 @@ cdef class Communicator:
         if local not in ("device", "host"):
             raise ValueError(f"local is {local!r}; it must be 'device' or 'host'")
         if staging is not None and staging.region not in self.regions:
-            raise ValueError("the staging's region is not bound to the communicator")
+            raise ValueError("the region of staging is not bound to the communicator")
         options.direction = DIRECTIONS[direction]
         options.guard_addresses = NULL if guards is None else guards.words
         options.num_guards = 0 if guards is None else guards.count
@@ -243,7 +243,7 @@ cdef class Communicator:
             free(names)
 
     def async_error(self) -> tuple[int, str]:
-        """Return HCCL's result for the connection and its text; (0, "") where all is well."""
+        """Return the connection's asynchronous error and its text; (0, "") without an error."""
         cdef char text[256]
         cdef int32_t result
         self.check_made()
@@ -252,10 +252,9 @@ cdef class Communicator:
         return result, text.decode("utf-8", "replace") if result else ""
 
     def cancel(self, str message not None) -> None:
-        """Give up the peer; does not wait.
+        """Give up the peer without waiting.
 
-        What is queued and running ends at once with KVN_PEER_GONE and the message, and so does what
-        is submitted later.
+        Transfers that are queued, running or submitted later end with KVN_PEER_GONE and `message`.
         """
         cdef bytes text = message.encode()
         cdef const char *why = text
@@ -264,10 +263,10 @@ cdef class Communicator:
             kvn_communicator_cancel(self.communicator, why)
 
     def close(self) -> None:
-        """Unbind everything and end the connection; idempotent, nothing in a forked child.
+        """Unbind all regions and end the connection; idempotent, no effect in a forked child.
 
-        Waits for the transfer that runs. While another thread is in `prepare` it returns at once,
-        and that thread closes when HCCL lets it.
+        Waits for the running transfer. If another thread is in `prepare`, the call returns at once,
+        and that thread closes the connection when HCCL returns.
         """
         cdef kvn_failure failure
         cdef int status
@@ -279,7 +278,7 @@ cdef class Communicator:
         if status != KVN_PENDING:
             check_hccl(status, &failure)
 
-    # Of a closed communicator no region is bound any more.
+    # A closed communicator has no bound regions.
     cdef int let_go(self) except -1:
         if kvn_communicator_state_of(self.communicator) == KVN_COMM_CLOSED:
             with self.lock:

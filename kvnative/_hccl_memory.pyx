@@ -1,4 +1,4 @@
-"""HCCL's library, and the memory that it knows: regions, staging memory, guards."""
+"""HCCL's library, and memory for its transfers: regions, staging memory, guards."""
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
@@ -28,7 +28,7 @@ LIBRARIES_LOCK = threading.Lock()
 
 
 class HcclError(DeviceError):
-    """A call of HCCL, or one of ACL for it, failed."""
+    """A failed call of HCCL, or of ACL on its behalf."""
 
 
 cdef int check_hccl(int status, const kvn_failure *failure) except -1:
@@ -54,9 +54,9 @@ cdef class HcclLibrary:
     """The HCCL library of this process.
 
     Attributes:
-        acl: the ACL library that it works with.
-        path: the file that it was found in.
-        missing: names of calls that some versions have and this one lacks.
+        acl: ACL library of the same toolkit.
+        path: file of the library.
+        missing: names of calls of other versions that this one lacks.
     """
 
     def __init__(self, *args, **kwargs):
@@ -67,9 +67,9 @@ cdef class HcclLibrary:
         """Open the library, or return the one that is open.
 
         Args:
-            acl: the ACL library, which must be of the same toolkit.
-            path: its file, the folder of a toolkit, or a name for the loader's own search; None to
-                look in the ACL library's folder, then where that is looked for.
+            acl: ACL library of the same toolkit.
+            path: file of the library, folder of a toolkit, or a name that the loader searches; None
+                searches the folder of the ACL library, then the places of the toolkit.
         """
         acl.check_process()
         near = candidates(NAMES, os.path.dirname(acl.path) or None) if path is None else []
@@ -111,12 +111,11 @@ cdef class HcclLibrary:
 
     @property
     def driver(self) -> str:
-        """Version of the driver (HDK), "25.5.0" say; "" where it is not known."""
+        """Version of the driver (HDK), such as "25.5.0", or ""."""
         return (<const char *>self.hccl.driver).decode(errors="replace")
 
     def check_host(self, Device device not None, address, nbytes) -> None:
-        """Refuse pages of the host that HCCL could not map when it connects: by mapping them now.
-        """
+        """Raise if HCCL could not map these host pages when it connects; it maps them now."""
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef int status
@@ -126,17 +125,17 @@ cdef class HcclLibrary:
         check_hccl(status, &failure)
 
     def registered(self, int device_id) -> tuple[int, int]:
-        """Return the bytes of the host and of the device that are registered with a device."""
+        """Return the bytes of host and of device memory that are registered with a device."""
         cdef uint64_t nbytes[2]
         kvn_hccl_registered(&self.hccl, device_id, nbytes)
         return nbytes[0], nbytes[1]
 
     @property
     def generation(self) -> str:
-        """How memory is registered.
+        """Interface by which memory is registered; the classes hide the difference.
 
         "global": once, then bound to communicators (A2, A3). "per_comm": with each communicator, in
-        bind and prepare (950). The classes are used alike.
+        bind and prepare (950).
         """
         return "per_comm" if self.hccl.is_per_comm else "global"
 
@@ -148,12 +147,12 @@ cdef class HcclLibrary:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Region:
-    """A range of memory that HCCL knows, of a device or pinned in the host.
+    """A range of device memory or pinned host memory that is registered with HCCL.
 
     Args:
         address, nbytes: the range.
-        on_device: whether it is memory of `device`; else host memory, pinned for it.
-        owner: kept as long as the region, the `DeviceBuffer` or `Pinned`.
+        on_device: the range is memory of `device`, not host memory that is pinned for it.
+        owner: `DeviceBuffer` or `Pinned` that is kept alive as long as the region.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None, address, nbytes, *,
@@ -175,33 +174,33 @@ cdef class Region:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return self.region.address
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Size in bytes."""
         return self.region.nbytes
 
     @property
     def on_device(self) -> bool:
-        """Whether it is memory of a device."""
+        """True for device memory, False for host memory."""
         return self.region.on_device
 
     @property
     def closed(self) -> bool:
-        """Whether HCCL knows it no more."""
+        """True once it was deregistered."""
         return not self.region.is_open
 
     def close(self) -> None:
-        """Deregister it; idempotent, nothing in a forked child."""
+        """Deregister the range; idempotent, no effect in a forked child."""
         cdef kvn_failure failure
         cdef int status
         if not self.made or self.library.acl.pid != getpid():
             return
         with nogil:
             status = kvn_region_close(&self.region, &failure)
-        with cython.critical_section(self):  # each of two threads would let go of it
+        with cython.critical_section(self):  # so that two threads do not both release the owner
             if not self.region.is_open:
                 self.owner = None
         check_hccl(status, &failure)
@@ -223,14 +222,14 @@ cdef class Region:
 @cython.auto_pickle(False)
 @cython.no_gc
 cdef class Guards:
-    """The words by which a peer shows that its memory is still registered.
+    """Words by which a peer shows that its memory is still registered.
 
-    A transfer with guards reads them after its data, in stream order; if one is not what was
-    expected it ends with KVN_UNMAPPED and nothing is confirmed.
+    A transfer reads its guards after its data, in stream order. If one differs, the transfer ends
+    with KVN_UNMAPPED and confirms no descriptor.
 
     Args:
-        addresses: of the words, 8 bytes each, in memory that the peer has bound; uint64.
-        expected: what they must hold; uint64, as many. Both are copied.
+        addresses: uint64 addresses of words of 8 bytes in memory that the peer has bound; copied.
+        expected: uint64 values of the words; copied.
     """
 
     def __init__(self, addresses, expected):
@@ -262,19 +261,19 @@ cdef class Guards:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Staging:
-    """Device memory through which local memory goes that HCCL cannot use itself.
+    """Device memory through which transfers copy local memory that HCCL cannot access.
 
-    That is host memory, or device memory that is not bound to the communicator. One serves any
-    number of communicators: bind `region` to each, before its prepare.
+    This is host memory, or device memory that is not bound to the communicator. One object serves
+    any number of communicators: bind `region` to each before its prepare.
 
     Args:
-        slot_nbytes: of a slot, 4096 to 2**30. A transfer is cut into chunks of that size.
-        slots: of a transfer, 2 to 64: as many chunks are on their way at a time.
-        buffer_sets: transfers at a time, 1 to 64; others wait for one to end, or until their
-            deadline.
+        slot_nbytes: size of a slot and of the chunks of a transfer, 4096 to 2**30.
+        slots: slots of a transfer, 2 to 64, which is the number of chunks in flight.
+        buffer_sets: number of simultaneous transfers, 1 to 64. Others wait for their turn, until
+            their deadline.
 
     Attributes:
-        region: the whole of it.
+        region: the whole memory.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None, *,
@@ -301,37 +300,37 @@ cdef class Staging:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Size of the whole memory in bytes."""
         return self.region.nbytes
 
     @property
     def slot_nbytes(self) -> int:
-        """Of a slot."""
+        """Size of a slot in bytes."""
         return self.staging.slot_nbytes
 
     @property
     def slots(self) -> int:
-        """Of a transfer."""
+        """Number of slots of a transfer."""
         return self.staging.slots
 
     @property
     def buffer_sets(self) -> int:
-        """Transfers that may use it at a time."""
+        """Number of simultaneous transfers."""
         return self.staging.num_sets
 
     @property
     def closed(self) -> bool:
-        """Whether it can be used no more."""
+        """True once it was closed."""
         return not self.staging.is_open
 
     def close(self) -> None:
-        """Free the memory; idempotent, nothing in a forked child."""
+        """Free the memory; idempotent, no effect in a forked child."""
         cdef kvn_failure failure
         cdef int status = KVN_OK
         if not self.made or self.device.library.pid != getpid():
             return
         if self.region.region.num_bound == 0:
-            # Before the region, which lets the memory go: a transfer may use it all the same, if it
+            # Before the region, which frees the memory: a transfer may use it even if the region
             # was unbound meanwhile.
             with nogil:
                 status = kvn_staging_close(&self.staging, &failure)

@@ -1,5 +1,3 @@
-"""Memory of this host: arenas that a peer can map, the generation table, checks."""
-
 from types import TracebackType
 from typing import Any, Literal, Self, final
 

@@ -43,7 +43,7 @@ cdef int check_named(int status, const kvn_failure *failure, str name) except -1
     message = name + failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID or status == KVN_UNMAPPED:
         raise ValueError(message)
-    if status == KVN_NO_MEMORY and failure.code != EFBIG:  # whose number says which limit it was
+    if status == KVN_NO_MEMORY and failure.code != EFBIG:  # EFBIG: the caller names the limit
         raise MemoryError(message)
     raise OSError(failure.code, message)
 
@@ -69,12 +69,12 @@ cdef uint64_t unsigned(str name, value) except? 0xBAD:
 
 
 def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
-    """Raises ValueError unless [address, address + nbytes) of this process is mapped memory.
+    """Raise ValueError unless [address, address + nbytes) of this process is mapped memory.
 
-    Every byte must be readable, and writable if asked. The kernel is asked; nothing is
-    dereferenced, so a wrong address is an error and never a crash. `via` chooses how: "query"
-    (PROCMAP_QUERY, Linux 6.11), "text" (/proc/self/maps), or "auto": the first that there is.
-    OSError where /proc cannot be asked.
+    Every byte must be readable, and writable if `writable` is set. The check asks the kernel and
+    dereferences nothing, so that a wrong address never ends the process. `via` selects the
+    interface: "query" (PROCMAP_QUERY, Linux 6.11), "text" (/proc/self/maps), or "auto", the first
+    of them that the kernel has. Raise OSError if /proc is not readable.
     """
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef kvn_maps_source source = source_named(via)
@@ -87,11 +87,11 @@ def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
 
 def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", uint64_t first=0,
                  str via="auto"):
-    """As check_memory() of each range, for little more than the price of one.
+    """Check several ranges as check_memory() does, at little more than the cost of one.
 
     Args:
-        addresses, nbytes: contiguous uint64 columns of one length.
-        name, first: messages call the ranges "{name} {first}", and so on.
+        addresses, nbytes: contiguous uint64 columns of the same length.
+        name, first: messages number the ranges from "{name} {first}" on.
     """
     cdef kvn_maps_source source = source_named(via)
     cdef Py_buffer columns[2]
@@ -112,15 +112,17 @@ def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", ui
 cdef class Arena:
     """Zeroed memory of `nbytes` bytes in a sealed memfd, which a peer on this host can map.
 
-    Supports the buffer protocol: `memoryview(arena)` and `numpy.frombuffer(arena, dtype)` view it
-    without copying, and keep it open. `prefault` makes all of it present at once (MemoryError where
-    that is too much); otherwise pages come at first use, each at the price of a fault. `name` shows
-    in /proc/<pid>/maps. ValueError for a size that cannot be, MemoryError, OSError.
+    The buffer protocol is supported: `memoryview(arena)` and `numpy.frombuffer(arena, dtype)` view
+    the arena without copying, and keep it open.
 
-    `pages`: "auto": huge ones where `prefault` makes them and the system has them, or where it
-    gives them by itself; "small"; or "hugetlb": those that the administrator has reserved, all of
-    which are present then, and `nbytes` is rounded up to whole ones. `node`: of NUMA, where pages
-    come from; -1: as the system does.
+    Args:
+        nbytes: size in bytes; ValueError if the system cannot map as much.
+        prefault: populate all pages now. Otherwise each page costs a fault at its first use.
+        name: shown in /proc/<pid>/maps; at most 240 bytes.
+        pages: "auto" uses huge pages if `prefault` is set and the system has them, or if the system
+            chooses them itself; "small"; or "hugetlb" for reserved huge pages, which are always
+            populated; `nbytes` is then rounded up to whole pages.
+        node: NUMA node of the pages; -1 leaves the choice to the system.
     """
 
     cdef kvn_arena arena
@@ -154,10 +156,10 @@ cdef class Arena:
 
     @staticmethod
     def of_peer(int pid, int fd, inode, nbytes, *, bint writable):
-        """Maps the arena that is descriptor `fd` of process `pid`, with just this inode and size.
+        """Map the arena behind descriptor `fd` of process `pid`, with this inode and size.
 
-        ValueError where it is another file, or not sealed against a change of size: then it could
-        shrink under a copy. PermissionError, ProcessLookupError, OSError: as the system says.
+        Raise ValueError if the descriptor is another file, or one without a seal on its size, which
+        could shrink during a copy; PermissionError, ProcessLookupError or OSError from the system.
         """
         cdef Arena self = Arena.__new__(Arena)
         cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("inode", inode)
@@ -169,10 +171,10 @@ cdef class Arena:
         return self
 
     def populate(self):
-        """Makes every page present, and mapped here, now. MemoryError where there is too little."""
+        """Populate and map every page now; raise MemoryError if memory is short."""
         cdef kvn_failure failure
         cdef int status
-        with memoryview(self):  # nobody closes it meanwhile
+        with memoryview(self):  # keeps it open
             with nogil:
                 status = kvn_arena_populate(&self.arena, &failure)
         check(status, &failure)
@@ -184,7 +186,7 @@ cdef class Arena:
 
     @property
     def address(self):
-        """Of the first byte, in this process. ValueError when closed."""
+        """Address of the first byte in this process; ValueError once closed."""
         self.check_open()
         return <uintptr_t>self.arena.address
 
@@ -194,12 +196,12 @@ cdef class Arena:
 
     @property
     def inode(self):
-        """The memfd's: the same in every process that maps the arena."""
+        """Inode of the memfd, the same in every process that maps the arena."""
         return self.arena.inode
 
     @property
     def fd(self):
-        """The memfd, by which peers find it; -1 for a peer's arena. ValueError when closed."""
+        """Descriptor by which peers find the memfd; -1 for a peer's arena. ValueError if closed."""
         self.check_open()
         return self.arena.fd
 
@@ -209,7 +211,7 @@ cdef class Arena:
 
     @property
     def pages(self):
-        """As it was made: "auto", "small" or "hugetlb"; of a peer's arena "auto" or "hugetlb"."""
+        """Kind of pages: "auto", "small" or "hugetlb"; a peer's arena has "auto" or "hugetlb"."""
         return next(name for name, kind in ARENA_PAGES.items() if kind == self.arena.pages)
 
     @property
@@ -217,7 +219,7 @@ cdef class Arena:
         return self.arena.address is NULL
 
     def close(self):
-        """Unmaps the memory. BufferError while a buffer is exported; closing twice is fine."""
+        """Unmap the memory; idempotent. Raise BufferError while a buffer is exported."""
         with cython.critical_section(self):
             if self.exports:
                 raise BufferError(
@@ -260,11 +262,11 @@ cdef class Arena:
 
 @cython.final
 cdef class PageWalk:
-    """How far the pages of an arena of `nbytes` bytes have come; one thread at a time advances it.
+    """A walk over the pages of an arena of `nbytes` bytes, advanced by one thread at a time.
 
-    They are mapped here as far as they are there (populating a hole would allocate it); or with
-    `collapse` each 2 MiB that are wholly there are made one huge page, which is for their owner.
-    Any thread may stop it. MemoryError.
+    The walk maps pages that the owner has populated; a hole stays one, because mapping it would
+    allocate memory. With `collapse`, which is for the owner, it makes a huge page of each populated
+    2 MiB. Any thread may stop it.
     """
 
     cdef kvn_walk walk
@@ -280,10 +282,11 @@ cdef class PageWalk:
         )
 
     def advance(self, Arena arena not None, double seconds):
-        """Goes on until the end of a pass, `seconds` are over, or it is stopped.
+        """Continue until the pass ends, `seconds` are over, or the walk is stopped.
 
-        Half of the time it sleeps, in turns of less than 1 ms. Returns bytes that were done.
-        NotImplementedError: this kernel cannot; nothing is left to do then. ValueError: closed.
+        Return the number of bytes that were done. The thread sleeps half of the time, in turns of
+        less than 1 ms. Raise NotImplementedError if the kernel cannot do it, after which nothing is
+        left to do; ValueError if the arena is closed.
         """
         cdef kvn_failure failure
         cdef uint64_t advanced = 0
@@ -291,7 +294,7 @@ cdef class PageWalk:
         cdef int status
         if arena.arena.nbytes != self.walk.nbytes:
             raise ValueError(f"arena has {arena.nbytes} bytes; the walk is of {self.walk.nbytes}")
-        with memoryview(arena):  # nobody closes it meanwhile
+        with memoryview(arena):  # keeps it open
             with nogil:
                 status = kvn_walk_advance(
                     &self.walk, <char *>arena.arena.address, budget, &advanced, &failure
@@ -302,11 +305,11 @@ cdef class PageWalk:
         return advanced
 
     def again(self):
-        """Begins another pass, over what was not there."""
+        """Begin another pass, over the holes that are left."""
         kvn_walk_again(&self.walk)
 
     def stop(self):
-        """A step that is under way, of less than 1 ms, is the last."""
+        """Stop the walk; a step that has begun ends within 1 ms."""
         self.walk.stopped = True
 
     @property
@@ -319,7 +322,7 @@ cdef class PageWalk:
 
     @property
     def is_complete(self):
-        """Whether all that there can be is done: nothing was a hole when it was looked at."""
+        """True if the last look found no hole."""
         return self.walk.left == 0
 
     def __dealloc__(self):
@@ -327,11 +330,10 @@ cdef class PageWalk:
 
 
 def page_use(address, nbytes):
-    """What of the pages of [address, address + nbytes) of this process is there, in bytes.
+    """Return how many bytes of [address, address + nbytes) are present, mapped, and in huge pages.
 
-    Three numbers: present in memory; mapped here, so that it is used without a fault; and by huge
-    pages of those. The last two are None where the kernel does not say (before Linux 6.7). Takes up
-    to 30 ms for each GiB. ValueError: not mapped all through.
+    Mapped bytes are used without a fault. The last two numbers are None before Linux 6.7. A call
+    takes up to 30 ms for each GiB. Raise ValueError if a part of the range is not mapped memory.
     """
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef kvn_page_use found
@@ -347,11 +349,14 @@ def page_use(address, nbytes):
 
 @cython.final
 cdef class Pin:
-    """Holds the contiguous buffer of `exporter` (NumPy array, bytearray, Arena...) where it is.
+    """A hold on the contiguous buffer of `exporter`, such as a NumPy array, bytearray or Arena.
 
-    While it is held, its exporter can neither move, resize nor free it. `address`, `nbytes` and
-    `writable` say what it is. BufferError where it is not contiguous, or `writable` is asked for
-    and it is not; TypeError for what has no buffer.
+    The exporter can neither move, resize nor free the buffer until `release`. Raise BufferError if
+    the buffer is not contiguous, or not writable though `writable` is set; TypeError for an object
+    without a buffer.
+
+    Attributes:
+        address, nbytes, writable: the buffer.
     """
 
     cdef Py_buffer buffer
@@ -372,7 +377,7 @@ cdef class Pin:
         self.writable = not self.buffer.readonly
 
     def release(self):
-        """Lets go; idempotent."""
+        """Release the buffer; idempotent."""
         with cython.critical_section(self):
             if self.held:
                 self.held = False
@@ -385,11 +390,11 @@ cdef class Pin:
 
 @cython.final
 cdef class GenerationTable:
-    """The generation table that this process shows to its peers: a generation for each slot.
+    """The generations of this process's registrations and leases, which its peers map.
 
-    Those of leases, at most `num_leases`, follow those of `num_slots` registrations.
-    `take` before a range is published to a peer, `release` before the memory is freed: from then on
-    no peer reports a success for it. One thread at a time takes or releases.
+    The table has `num_slots` slots for registrations, followed by `num_leases` for leases. Call
+    `take` before a range is published and `release` before its memory is freed: no transfer that
+    ends later succeeds at a peer. One thread at a time may take or release.
     """
 
     def __cinit__(self):
@@ -410,10 +415,9 @@ cdef class GenerationTable:
 
     @cython.critical_section
     def take(self, bint is_lease=False, *, deadline_ns=0):
-        """(slot, generation) of a new registration or lease. MemoryError: all slots are taken.
+        """Return slot and generation of a new registration or lease; MemoryError if all are taken.
 
-        Once CLOCK_MONOTONIC has reached `deadline_ns`, peers that map the table find it released;
-        0: never.
+        Peers treat it as released once CLOCK_MONOTONIC has reached `deadline_ns`; 0 means never.
         """
         cdef uint64_t slot, generation
         cdef uint64_t deadline = unsigned("deadline_ns", deadline_ns)
@@ -425,7 +429,7 @@ cdef class GenerationTable:
 
     @cython.critical_section
     def renew(self, slot, generation, deadline_ns):
-        """Gives it another deadline, as of `take`. ValueError: it is not the slot's present one."""
+        """Replace the deadline; ValueError if the slot has another generation."""
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
         cdef uint64_t deadline = unsigned("deadline_ns", deadline_ns)
         cdef kvn_failure failure
@@ -434,7 +438,7 @@ cdef class GenerationTable:
 
     @cython.critical_section
     def release(self, slot, generation):
-        """Ends a registration. ValueError when it is not the slot's present one."""
+        """End a registration or lease; ValueError if the slot has another generation."""
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
         cdef kvn_failure failure
         self.check_open()
@@ -464,7 +468,7 @@ cdef class GenerationTable:
 
     @cython.critical_section
     def close(self):
-        """Close the table's descriptor; idempotent. Peers then find nothing under its number."""
+        """Close the descriptor by which peers find the table; idempotent."""
         kvn_generations_close(&self.table)
 
     def __dealloc__(self):

@@ -1,4 +1,4 @@
-"""Transfers that are submitted slice by slice."""
+"""Transfers that are submitted layer by layer."""
 
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -24,12 +24,11 @@ globals().update(
 @cython.no_gc_clear
 @cython.nonecheck(True)
 cdef class LayeredTask(AnyTask):
-    """A transfer that is submitted slice by slice: a layer moves once it is opened.
+    """A transfer whose layers, slices of the descriptor array, move once they are opened.
 
-    The first layer that fails ends it: no further layer opens, those in flight are waited for, and
-    the report speaks of the whole array. Dropping it stops nothing, and the layers that nobody
-    opened stay so until `cancel` or the executor's `close`. All methods may be called from several
-    threads at once.
+    The first failing layer ends the task: no further layer opens, and the report covers the whole
+    array once the layers in flight have ended. Dropping the object stops nothing: layers that are
+    not open wait for `cancel` or the executor's `close`. All methods are thread-safe.
     """
 
     @staticmethod
@@ -73,7 +72,7 @@ cdef class LayeredTask(AnyTask):
         return report_with(&native, self.count, self.unconfirmed())
 
     cdef tuple unconfirmed(self):
-        """Spans of the whole array, merged; after an outcome."""
+        """Return the merged spans of the whole array, once there is an outcome."""
         cdef kvn_span spans[KVN_MAX_SPANS]
         cdef uint64_t layer, first = 0, last = 0
         cdef uint32_t i
@@ -99,7 +98,7 @@ cdef class LayeredTask(AnyTask):
 
     @property
     def sealed(self) -> bool:
-        """Whether no layer opens any more: all are open, or the task has failed or was given up."""
+        """True once no layer can be opened: all are open, or the task failed or was cancelled."""
         if self.settled() is not None:
             return True
         self.backend.check_process()
@@ -109,11 +108,11 @@ cdef class LayeredTask(AnyTask):
         """Submit a layer and return at once; a small one is done on return.
 
         Args:
-            layer: which.
-            after: what it comes after: until then nothing of it moves; None: nothing.
+            layer: index.
+            after: event before which no byte of the layer moves.
 
         Returns:
-            Whether this call submitted it: not if it is open already, or the task has ended.
+            True if this call submitted the layer; False if it was open or the task has ended.
         """
         cdef uint64_t index
         cdef int status, opened = 0
@@ -128,21 +127,21 @@ cdef class LayeredTask(AnyTask):
         with nogil:
             status = kvn_layered_open(&self.layered, index, gate, &opened)
         if after is not None and not opened:
-            self.gates.remove(after)  # it comes after nothing more than before
+            self.gates.remove(after)  # the layer was not submitted
         if status != KVN_PENDING:
             self.settle()
         return opened != 0
 
     def states(self) -> tuple[int, ...]:
-        """How far each layer is: LAYER_WAITING, LAYER_MOVING, LAYER_DONE or LAYER_FAILED.
+        """Return the state of each layer: LAYER_WAITING, LAYER_MOVING, LAYER_DONE or LAYER_FAILED.
 
-        A layer that was given up while it moved has failed; one that was never opened goes on
-        waiting, also when the task has ended.
+        A layer that was cancelled while it moved has failed. A layer that was never opened is
+        waiting, also after the task has ended.
         """
         cdef bytearray states = bytearray(self.layered.num_layers)
         cdef uint8_t *first
-        self.backend.check_process()  # also after the outcome: the mutex may be held for ever
-        self.done  # looks at those in flight
+        self.backend.check_process()  # the mutex of the parent may be locked in a forked child
+        self.done  # polls the layers in flight
         first = <uint8_t *><char *>states
         kvn_layered_states(&self.layered, first)
         return tuple(states)

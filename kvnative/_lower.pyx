@@ -1,4 +1,4 @@
-"""Lowering: segments and base addresses become the descriptor array that a backend takes."""
+"""Lowering of segments and base addresses to the descriptor array of a backend."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE
@@ -13,7 +13,7 @@ import numpy
 
 __all__ = ["Descriptors", "lower"]
 
-# The arguments of lower() and of from_columns() under the names that their caller knows.
+# Argument names of lower() and of from_columns(), for messages.
 cdef enum:
     NBYTES = KVN_ARG_NBYTES
     SRC_OFFSETS = KVN_ARG_SRC_OFFSETS
@@ -45,7 +45,7 @@ cdef int refuse(const kvn_refusal *refusal, tuple names) except -1:
 
 
 cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out, repeats=()):
-    """`sources` by kvn_argument."""
+    """Lower columns that are in the order of kvn_argument."""
     cdef Py_buffer columns[NUM_ARGUMENTS + MAX_REPEATS]
     cdef kvn_recipe recipe
     cdef int held = 0
@@ -139,9 +139,9 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors ou
 @cython.final
 @cython.no_gc  # its owner refers to no Python object, so no cycle can pass through the pair
 cdef class _View:
-    """One column of a descriptor array: read-only, for NumPy to see without a copy.
+    """A read-only column of a descriptor array, as NumPy sees it without a copy.
 
-    While it lives, the array is held: neither freed nor lowered into again.
+    It holds the array, which is neither freed nor lowered into meanwhile.
     """
     # The owner of the memory at `start`, held until __dealloc__.
     cdef Descriptors owner
@@ -151,7 +151,7 @@ cdef class _View:
 
     @staticmethod
     cdef object array(Descriptors owner, kvn_argument which):
-        """The NumPy array over one of its columns, one item per descriptor."""
+        """Return a NumPy array over one column."""
         cdef _View view = _View.__new__(_View)
         cdef kvn_columns columns = owner.hold_columns()
         view.owner = owner
@@ -185,11 +185,10 @@ cdef class _View:
 
 @cython.final
 cdef class Descriptors:
-    """A descriptor array for a backend, filled by lower() or from_columns() and empty when new;
-    ``len()`` is its number of descriptors.
+    """A descriptor array for a backend, empty until lower() or from_columns() fills it.
 
-    Its views are read-only NumPy arrays over its own memory; while one lives, or while a task
-    reads the array, it cannot be the ``out`` of lower().
+    ``len()`` is its number of descriptors. Views are read-only NumPy arrays over its memory. The
+    array cannot be the ``out`` of lower() while a view lives or a task reads it.
     """
 
     def __dealloc__(self):
@@ -197,16 +196,15 @@ cdef class Descriptors:
 
     @staticmethod
     def from_columns(dst, src, nbytes):
-        """Copy the caller's own descriptors.
+        """Copy the caller's own descriptors, without the checks of `kvplan.submit`.
 
-        Nobody checks the addresses, here or later: the process dies of a wrong one when an
-        executor moves it. `kvplan.submit` checks what it is given; this is the way around it.
+        A wrong address ends the process once an executor moves it.
 
         Args:
             dst, src: contiguous uint64 columns of addresses.
             nbytes: contiguous uint64 column of sizes in bytes, each at least 1.
         """
-        # One tensor pair at address 0: offsets are addresses.
+        # A tensor pair at address 0, so that offsets are addresses.
         base = numpy.zeros(1, dtype=numpy.uint64)
         return lower_sources((nbytes, src, dst, base, base), COLUMN_NAMES, None)
 
@@ -253,7 +251,7 @@ cdef class Descriptors:
 
     @property
     def total_nbytes(self):
-        """Bytes that all descriptors move together."""
+        """Sum of `nbytes`."""
         return self.num_bytes
 
     @property

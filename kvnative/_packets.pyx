@@ -1,8 +1,8 @@
-"""Takes packets out of a socket with the GIL held, so that several readers cannot reorder them.
+"""Receipt of packets with the GIL held, so that several readers cannot reorder them.
 
-Between the call that receives a packet and the one that puts it into the queue no other thread
-runs, no signal handler, and nothing that collecting garbage calls: what that looks at is made
-before. Without a GIL a mutex keeps the other readers out.
+No other thread, signal handler or finalizer runs between the call that receives a packet and the
+one that puts it into the queue: all objects that the garbage collector tracks are made before.
+Without a GIL a mutex excludes other readers.
 """
 
 from libc.errno cimport EAGAIN, errno
@@ -36,17 +36,17 @@ LARGEST = MOST
 
 
 def take_packets(packets, Py_ssize_t most, sender, queue, unread, int eventfd):
-    """Move what has arrived, `most` packets at most, into a queue, and signal an eventfd.
+    """Move at most `most` packets that have arrived into a queue, and signal an eventfd.
 
     Args:
-        packets: a socket; nothing has arrived at one that is closed.
-        sender: what stands in the queue before the bytes of each packet.
-        queue: a deque of lists of the sender and the bytes.
-        unread: a deque that gets a None for each.
-        eventfd: is signalled if there were any.
+        packets: a socket; a closed one has no packets.
+        sender: first item of the queue's entries.
+        queue: deque of lists [sender, bytes].
+        unread: deque that gets a None for each packet.
+        eventfd: signalled if a packet was moved.
 
     Returns:
-        Whether more may come: it has not ended, and no packet was larger than `LARGEST`.
+        False once the socket has ended, or after a packet larger than `LARGEST`.
     """
     cdef char buffer[MOST]
     cdef uint64_t one = 1
@@ -65,7 +65,7 @@ def take_packets(packets, Py_ssize_t most, sender, queue, unread, int eventfd):
             goes_on = 0 < nbytes <= MOST
             if goes_on:
                 entry[1] = buffer[:nbytes]
-                unread.append(None)  # first: whoever takes the packet takes one of these
+                unread.append(None)  # first, because a reader of the packet also pops this
                 queue.append(entry)
                 taken += 1
     finally:

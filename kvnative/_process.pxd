@@ -38,5 +38,5 @@ cdef class Peer:
 
     cdef int check_open(self) except -1
     cdef int64_t first_stale(self, bytes words) except -2
-    # Whether it lives and all words have their generations, as `check` has it.
+    # Whether the process lives and all words have their generations, without an exception.
     cdef bint is_good(self, bytes words) except -1

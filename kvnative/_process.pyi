@@ -1,5 +1,3 @@
-"""Another process on this host: held so that it cannot be mistaken, and its memory reached."""
-
 from typing import Literal, final
 
 from kvnative._backend import Backend, ThreadPool

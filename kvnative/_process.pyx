@@ -1,4 +1,4 @@
-"""Another process on this host: held so that it cannot be mistaken, and its memory reached."""
+"""Another process on this host: a hold on its identity, and access to its memory."""
 
 cimport cython
 from libc.stddef cimport size_t
@@ -18,12 +18,11 @@ cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 
 
 def process_backend(ThreadPool pool not None, int pid, str direction):
-    """Moves bytes between this process and process `pid` with process_vm_readv and writev.
+    """Return a backend that moves bytes from or to process `pid` by process_vm_readv and writev.
 
-    With direction "get" source addresses are the other process's, with "put" destinations. It goes
-    by the pid alone: hold the process by a `Peer`, and check that before and after each transfer.
-    ValueError for another direction or an impossible pid; NativeError for the pool of a process
-    that this one was forked from; MemoryError.
+    Source addresses belong to the other process for direction "get", destinations for "put". The
+    backend knows the pid only: hold the process by a `Peer`, and check that before and after each
+    transfer. Raise NativeError if `pool` belongs to the process that this one was forked from.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
@@ -35,11 +34,11 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
 
 @cython.final
 cdef class Peer:
-    """Holds the living process `pid` by a pidfd, so that a later process of that pid is not it.
+    """A process, held by its pidfd so that no later process with the same pid is taken for it.
 
-    Compare its start time (`/proc/<pid>/stat`) with the expected one, then `attach` its
-    generation table.
-    ProcessLookupError when there is no such process; PermissionError where /proc hides it.
+    Compare its start time (`/proc/<pid>/stat`) with the expected one, then `attach` its generation
+    table. Raise ProcessLookupError if the process does not exist, PermissionError if /proc hides
+    it.
     """
 
     def __cinit__(self):
@@ -58,10 +57,10 @@ cdef class Peer:
 
     @cython.critical_section
     def attach(self, int generations_fd, inode, num_slots):
-        """Maps the peer's generation table, read-only.
+        """Map the peer's generation table, read-only.
 
-        ProcessLookupError when the peer has exited, closed the table or executes another program;
-        PermissionError when the system refuses access; ValueError when it is not such a table.
+        Raise ProcessLookupError if the peer has exited, closed the table or executes another
+        program; PermissionError if the system refuses access; ValueError for another kind of file.
         """
         cdef uint64_t number = unsigned("inode", inode), slots = unsigned("num_slots", num_slots)
         cdef kvn_failure failure
@@ -72,12 +71,14 @@ cdef class Peer:
 
     @cython.critical_section
     def check(self, bytes words not None):
-        """Index of the first word whose slot no longer has its generation, or -1 when all have.
+        """Return the index of the first word whose slot has another generation now, or -1.
 
-        ProcessLookupError or PermissionError as `attach`; TypeError or ValueError for what are no
-        words: bytes, of each its slot and its generation in 8. Everything that was read from the
-        peer before the call was read while it lived and had those generations. Mapped memory says
-        so; the system is asked only where it does not.
+        A result of -1 means that all reads from the peer before this call saw valid memory: the
+        peer lived, and its slots had these generations. The check reads mapped memory, and asks the
+        system only if that is not enough. Raise ProcessLookupError or PermissionError as `attach`.
+
+        Args:
+            words: 16 bytes each: slot and generation.
         """
         cdef kvn_failure failure
         self.check_open()
@@ -96,11 +97,11 @@ cdef class Peer:
     @cython.critical_section
     def copy(self, Descriptors descriptors not None, bytes words not None,
              Revocable here not None):
-        """Moves descriptors by plain copies, in this thread and with the GIL, between two checks.
+        """Copy in this thread with the GIL held, and check the peer before and after.
 
-        The addresses are of this process: what is read of the peer is mapped here, and written to
-        `here`. Returns "done"; "refused", if the first check finds what `check` would, or that
-        `here` was revoked, and nothing moved; or "lost", if the second one does.
+        All addresses belong to this process: sources are memory of the peer that is mapped here,
+        destinations are `here`. Return "done"; "refused" if the first check fails or `here` was
+        revoked, and nothing was copied; or "lost" if the second check fails.
         """
         cdef kvn_columns columns
         cdef size_t i
@@ -121,10 +122,10 @@ cdef class Peer:
 
     @cython.critical_section
     def probe(self, address):
-        """Reads one byte at `address` of the peer by process_vm_readv.
+        """Read one byte at `address` of the peer by process_vm_readv.
 
-        PermissionError or another OSError when the system does not allow that, ProcessLookupError
-        when the peer has exited, ValueError when the address is not mapped there.
+        Raise PermissionError or another OSError if the system forbids that, ProcessLookupError if
+        the peer has exited, ValueError if the address is not mapped there.
         """
         cdef uint64_t where = unsigned("address", address)
         cdef kvn_failure failure
@@ -133,10 +134,10 @@ cdef class Peer:
 
     @cython.critical_section
     def take_descriptor(self, int fd):
-        """Returns a descriptor here for what descriptor `fd` of the peer is; the caller closes it.
+        """Return a duplicate of descriptor `fd` of the peer, which the caller closes.
 
-        PermissionError for who may not attach to the peer; ProcessLookupError when it has exited;
-        ValueError when it has no such descriptor; OSError where the kernel cannot (Linux 5.6 can).
+        Raise PermissionError if this process may not attach to the peer; ProcessLookupError if the
+        peer has exited; ValueError if it has no such descriptor; OSError before Linux 5.6.
         """
         cdef kvn_failure failure
         cdef int taken = -1
@@ -150,7 +151,7 @@ cdef class Peer:
 
     @property
     def pidfd(self):
-        """Polls readable once the process has exited; closed by `close`, and -1 from there on."""
+        """Descriptor that polls readable once the process has exited; -1 after `close`."""
         return self.peer.pidfd
 
     @property
@@ -159,7 +160,7 @@ cdef class Peer:
 
     @cython.critical_section
     def close(self):
-        """Lets go of the process; idempotent."""
+        """Release the process; idempotent."""
         kvn_peer_close(&self.peer)
 
     def __dealloc__(self):

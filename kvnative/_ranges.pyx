@@ -1,4 +1,4 @@
-"""Transfers that a caller lists by addresses: read from its objects, put in order, compared."""
+"""Lists of address ranges: read from objects of the caller, sorted, merged and compared."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
@@ -45,12 +45,12 @@ cdef class TransferOpDesc:
     """A copy between memory of this process and of a peer, by addresses.
 
     Args:
-        local_addr: of the first byte here.
-        remote_addr: of the first byte in the peer.
-        len: how many bytes.
+        local_addr: address of the first byte in this process.
+        remote_addr: address of the first byte in the peer.
+        len: size in bytes.
     """
-    # Native, as a transfer has thousands: to read three attributes of a Python object takes as
-    # long as to copy 2 KiB.
+    # Native because a transfer has thousands of them, and reading three attributes of a Python
+    # object takes as long as copying 2 KiB.
     cdef uint64_t local_, remote_, nbytes_
 
     def __init__(self, local_addr, remote_addr, len):
@@ -60,7 +60,7 @@ cdef class TransferOpDesc:
 
     @property
     def local_addr(self):
-        """Address of the first byte here."""
+        """Address of the first byte in this process."""
         return self.local_
 
     @local_addr.setter
@@ -78,7 +78,7 @@ cdef class TransferOpDesc:
 
     @property
     def len(self):
-        """How many bytes."""
+        """Size in bytes."""
         return self.nbytes_
 
     @len.setter
@@ -94,10 +94,10 @@ cdef class TransferOpDesc:
 
 
 def address_columns(op_descs):
-    """The attributes of a list or tuple of TransferOpDesc, as three fresh uint64 columns.
+    """Return the attributes of a list or tuple of TransferOpDesc as three new uint64 columns.
 
     Returns:
-        Local addresses, remote addresses, bytes.
+        Local addresses, remote addresses, sizes.
     """
     cdef Py_ssize_t i = 0
     cdef Py_ssize_t count
@@ -106,7 +106,7 @@ def address_columns(op_descs):
     if not isinstance(op_descs, (list, tuple)):
         raise TypeError(f"op_descs is a {type(op_descs).__name__}; it must be a list of"
                         " TransferOpDesc")
-    # A tuple of its own: what is set meanwhile does not change how many there are.
+    # A copy, because another thread may change the list meanwhile.
     cdef tuple given = tuple(op_descs)
     count = len(given)
     columns = tuple([numpy.empty(count, numpy.uint64) for _ in range(3)])
@@ -138,14 +138,14 @@ cdef tuple NAMES_OF_GROUPS = ("src", "dst", "nbytes", "groups", "out", "out", "o
 
 
 def arrange(src, dst, nbytes, groups=None):
-    """Order copies by group and source address, and merge those that go on on both sides.
+    """Sort copies by group and source address, and merge those that are adjacent on both sides.
 
     Args:
-        src, dst, nbytes: contiguous uint64 columns of one length: addresses, and bytes of each.
-        groups: the same, a number for each, across which nothing is merged; None: all are of one.
+        src, dst, nbytes: contiguous uint64 columns of the same length: addresses and sizes.
+        groups: contiguous uint64 column; copies of different groups are not merged.
 
     Returns:
-        Fresh columns: src, dst, nbytes, groups (None if none were given).
+        New columns: src, dst, nbytes, and groups or None.
     """
     cdef Py_buffer columns[8]
     cdef kvn_ranges from_, to
@@ -178,10 +178,10 @@ def arrange(src, dst, nbytes, groups=None):
 
 
 def first_overlap(starts, nbytes):
-    """The indices of two ranges that share a byte, or None; each is of 1 byte at least.
+    """Return the indices of two ranges that share a byte, or None.
 
     Args:
-        starts, nbytes: contiguous uint64 columns of one length; no range passes 2**64.
+        starts, nbytes: contiguous uint64 columns of ranges of at least 1 byte that end by 2**64.
     """
     cdef Py_buffer columns[2]
     cdef size_t first, second = 0
@@ -200,16 +200,16 @@ def first_overlap(starts, nbytes):
 
 
 def locate(firsts, lasts, starts, nbytes):
-    """Find the pieces of memory that ranges begin in.
+    """Find the piece of memory in which each range begins.
 
     Args:
-        firsts, lasts: contiguous uint64 columns: first and last byte of pieces that are ascending
-            and apart.
-        starts, nbytes: the same of one length; each range is of 1 byte at least.
+        firsts, lasts: contiguous uint64 columns: first and last byte of pieces, ascending and
+            disjoint.
+        starts, nbytes: contiguous uint64 columns of ranges of at least 1 byte.
 
     Returns:
-        The position of the piece of each range, a fresh column; the first range that begins in
-        none, -1 if there is no such one; whether one of those before it passes its piece's end.
+        A new column with the index of the piece of each range; the first range that begins in no
+        piece, or -1; whether a range before it extends beyond its piece.
     """
     cdef Py_buffer columns[5]
     cdef int passes = 0

@@ -1,4 +1,4 @@
-"""RowLowering between two memories: the addresses are checked once, and each request is lowered."""
+"""Lowering of block tables between two memories whose addresses are checked once."""
 
 cimport cython
 from cpython.buffer cimport (
@@ -30,7 +30,7 @@ __all__ = ["RowLowering"]
 
 cdef extern from "core/rows.h" nogil:
     enum:
-        FEW "KVN_ROWS_FEW"  # rows: what they need lies on the stack
+        FEW "KVN_ROWS_FEW"  # rows at most: scratch memory is on the stack
         LEVELS "KVN_ROWS_LEVELS"
     ctypedef struct kvn_rows_side:
         uint64_t count
@@ -80,7 +80,7 @@ cdef extern from "core/rows.h" nogil:
 cdef tuple NAMES = ("nbytes", "src_rows", "dst_rows", "src_bases", "dst_bases")
 
 cdef enum:
-    MANY = 512  # runs are made without the GIL
+    MANY = 512  # runs: more are expanded without the GIL
 
 
 cdef kvn_rows_side side_of(given) except *:
@@ -97,25 +97,25 @@ cdef kvn_level level_of(given) except *:
 
 @cython.final
 cdef class RowLowering:
-    """RowLowering of tensor pairs, cut into runs of bytes as a template of the planner says.
+    """Turns block tables into descriptors of tensor pairs, by a template of the planner.
 
     Args:
         src_bases, dst_bases: contiguous uint64 columns of addresses, one for each tensor pair.
-        src, dst: of each side (rows, tokens of a row, bytes from row to row, bytes from token to
-            token, bytes of a token before the first that is moved, whether it is one slot). Where
-            rows are copied as bytes, each byte is a token.
-        run: bytes that lie together however a request is cut.
-        levels: axes other than that of tokens, (times, src_stride, dst_stride) each.
-        kv: the level of keys and values; a request that is left with more than two levels, and this
-            among them, is refused, as the planner makes tensor pairs of it. None: there is none.
-        src_nbytes, dst_nbytes: bytes that each tensor has from its base address on.
-        is_one: whether both sides are one cache, of which no row may be read and written.
-        orders_ties: whether runs of one source are always in order of their destinations.
+        src, dst: for each side (rows, tokens of a row, bytes from row to row, bytes from token to
+            token, offset of the first byte that is moved in a token, whether it is one slot). If
+            rows are copied as bytes, each byte counts as a token.
+        run: number of bytes that are contiguous on both sides, however a request is cut.
+        levels: axes other than that of tokens, each as (times, src_stride, dst_stride).
+        kv: level of keys and values, or None. A request that keeps it among more than two levels is
+            left to the planner, which makes tensor pairs of it.
+        src_nbytes, dst_nbytes: size of each tensor from its base address on.
+        is_one: both sides are one cache, in which no row may be both read and written.
+        orders_ties: runs of the same source are in order of their destinations.
     """
     cdef kvn_rows rows
     cdef Py_buffer bases[2]  # of the source and the destination
     cdef bint held
-    cdef Py_ssize_t pairs  # of tensors; none before they are made
+    cdef Py_ssize_t pairs  # of tensors; 0 before __init__
 
     def __init__(self, src_bases, dst_bases, src, dst, uint64_t run, levels, kv,
                  uint64_t src_nbytes, uint64_t dst_nbytes, bint is_one=False,
@@ -146,19 +146,21 @@ cdef class RowLowering:
 
     def lower(self, src_rows, dst_rows, int64_t num_tokens=0, int64_t src_token=0,
               int64_t dst_token=0, bint src_is_lease=False, bint dst_is_lease=False):
-        """Descriptors of a request, as of a plan that is coalesced by sorting, and how many runs
-        each tensor pair had before adjacent ones were merged.
+        """Return the descriptors of a request, and the number of runs of each tensor pair.
+
+        The descriptors are those of a plan that is coalesced by sorting; runs are counted before
+        adjacent ones are merged.
 
         Args:
             src_rows, dst_rows: block tables, or the one slot.
-            num_tokens: tokens that are moved; 0: whole rows.
-            src_token, dst_token: tokens that are skipped.
-            src_is_lease, dst_is_lease: whether a table is a tuple of all blocks of a request: of
-                tokens that are given, those beyond what the other table can hold are left out.
+            num_tokens: number of tokens to move; 0 moves whole rows.
+            src_token, dst_token: number of tokens to skip.
+            src_is_lease, dst_is_lease: the table is a tuple of all blocks of a request. Tokens that
+                the other table has no room for are left out.
 
         Returns:
-            None: the planner is to be asked, which refuses what is wrong, and takes what is
-            unusual: tables that are no list or tuple of int and no array of integers, or empty.
+            None if the request is for the planner, which refuses wrong tables and accepts unusual
+            ones: all but lists or tuples of int and arrays of integers.
         """
         cdef int64_t few_rows[2 * FEW]
         cdef kvn_run few_pieces[2 * FEW]
@@ -199,14 +201,20 @@ cdef class RowLowering:
     def move_now(self, Peer peer not None, bytes words not None, WriteGuard guard,
                  dict living not None, cache_id, entry, src_rows, dst_rows, uint64_t most,
                  int64_t num_tokens=0, int64_t src_token=0, int64_t dst_token=0):
-        """Moves rows by plain copies, in this thread, with the GIL, between two checks of the peer.
+        """Copy rows in this thread with the GIL held, and check the peer before and after.
 
-        The addresses are of this process: memory of the peer is mapped here. With a guard that is
-        the destination, and each write is announced. Of this process, `entry` has the rows while it
-        is what `living` has by `cache_id`. Returns the bytes that were moved. 0: nothing was moved,
-        as they are more than `most` or than a few rows, or as `lower` would have the planner asked,
-        or a check has failed; or the last one has, and what was moved does not count. Tokens are
-        as of `lower`; a table that is a tuple of another class is all of a lease.
+        Memory of the peer is mapped here. With a guard the peer's memory is the destination, and
+        the write is announced. The local cache is valid while `living[cache_id]` is `entry`.
+
+        Args:
+            words: registrations of the peer, and the lease.
+            most: number of bytes that may be moved.
+            src_rows, dst_rows, num_tokens, src_token, dst_token: as for `lower`; a table of a
+                subclass of tuple is a whole lease.
+
+        Returns:
+            The number of bytes that were moved. 0 if the request is too large or is for the
+            planner, or if a check failed. If that was the last one, the copied bytes do not count.
         """
         cdef kvn_announcement announced
         cdef int64_t tables[2 * FEW]
@@ -243,7 +251,7 @@ cdef class RowLowering:
             return 0
         columns = kvn_rows_columns(&self.rows, &cut, room, &num)
         for i in range(num):
-            total += columns[2 * num + i]  # no sum of bytes of a tensor passes 64 bits
+            total += columns[2 * num + i]  # below 2**64: all lie in one tensor
         if total > most or self.pairs * total > most or living.get(cache_id) is not entry:
             return 0
         total *= self.pairs
@@ -254,8 +262,8 @@ cdef class RowLowering:
         if guard is not None:
             if not kvn_guard_try_enter(guard.guard, &announced):
                 return 0
-            # Since the announcement the guard has checked the words of the memory alone. An owner
-            # that ended a lease before that saw no announcement, and waits for nothing.
+            # The guard has checked only the registrations since the announcement. An owner that
+            # ended the lease before it has seen no announcement, and waits for no write.
             if peer.first_stale(words) >= 0:
                 kvn_guard_leave(guard.guard, &announced)
                 return 0
@@ -300,7 +308,7 @@ cdef class RowLowering:
 
 
 cdef Py_ssize_t table_length(object rows, bint is_lease=False) except -2:
-    """Entries of a block table of a usual type; -1: it is of another."""
+    """Return the number of entries of a block table; -1 for an unusual type."""
     if type(rows) is tuple or (is_lease and isinstance(rows, tuple)):
         return PyTuple_Size(rows)
     if type(rows) is list:
@@ -311,7 +319,7 @@ cdef Py_ssize_t table_length(object rows, bint is_lease=False) except -2:
 
 
 cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
-    """Whether all entries are what a block table usually has: int, within 64 bits."""
+    """Read a block table; False if an entry is not an int of 64 bits."""
     cdef bint is_tuple = isinstance(rows, tuple)
     cdef Py_ssize_t i
     cdef object entry
@@ -349,11 +357,11 @@ cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
 
 
 cdef bint read_entries(char letter, const Py_buffer *column, int64_t *table) noexcept:
-    """Whether the entries are integers, of any width."""
+    """Read the entries; False if they are not integers."""
     cdef bint is_signed = letter in (c"b", c"h", c"i", c"l", c"q")
     cdef const char *entry = <const char *>column.buf
     cdef Py_ssize_t i
-    # No entry is read where it lies: an array may lie at any address.
+    # memcpy, because an array need not be aligned.
     cdef int8_t int8
     cdef int16_t int16
     cdef int32_t int32

@@ -1,14 +1,14 @@
-"""Signals whose handlers may raise: when they run, and locks that they cannot leave taken.
+"""Deferral of signal handlers, and locks that stay consistent if a handler raises.
 
-Python runs a signal's handler in the main thread between two bytecodes, and an exception that it
-raises (KeyboardInterrupt, say) ends the call there.
+Python runs a signal's handler in the main thread between two bytecodes. An exception that the
+handler raises, such as KeyboardInterrupt, ends the call there.
 """
 
 import os
 import sys
 import threading
 
-import _signal  # what `signal` has are functions of Python, in which a handler would run
+import _signal  # the functions of `signal` are Python, in which a handler could run
 
 cimport cython
 from libc.string cimport memset
@@ -76,7 +76,7 @@ cdef extern from *:
     int PyErr_CheckSignals() except -1
 
 cdef int depth = 0
-cdef object interrupt = None  # what a handler raised before the block, due at its end
+cdef object interrupt = None  # raised by a handler just before the block, due at its end
 cdef sigaction_t replaced[KVN_SIGNALS]
 cdef bint is_replaced[KVN_SIGNALS]
 memset(is_replaced, 0, sizeof(is_replaced))
@@ -86,12 +86,12 @@ RLock = type(threading.RLock())
 
 @cython.auto_pickle(False)
 cdef class Deferral:
-    """A `with` block in which no signal handler of Python runs; those that are due run at its end.
+    """A `with` block that defers the signal handlers of Python to its end.
 
-    For calls whose steps belong together. The block must not wait for long: an interrupt waits for
-    its end. To enter it raises nothing; what a handler raised just before is raised at the end.
-    Blocks may be nested. Only standard signals are deferred. In other threads than the main one no
-    handler runs, and a block does nothing.
+    Use it for steps that must all happen, and not for long waits: Ctrl-C has no effect before the
+    end. Entering raises nothing; an exception that a handler raised just before is raised at the
+    end. Blocks may be nested. Only standard signals are deferred. Outside of the main thread, where
+    Python runs no handlers, a block does nothing.
     """
 
     def __enter__(self):
@@ -102,7 +102,7 @@ cdef class Deferral:
         if depth == 1:
             replace()
             try:
-                PyErr_CheckSignals()  # those that had arrived before
+                PyErr_CheckSignals()  # for signals that arrived before the block
             except BaseException as error:
                 interrupt = error
 
@@ -122,7 +122,7 @@ signals_deferred = Deferral()
 
 
 cdef void replace():
-    """Note signals that Python has a handler for, and have none run."""
+    """Replace each handler of Python by one that only notes the signal."""
     cdef sigaction_t ours
     cdef int number
     memset(&ours, 0, sizeof(ours))
@@ -137,14 +137,14 @@ cdef void replace():
 
 
 cdef void restore():
-    """Have handlers run again, and send again the signals that have arrived."""
+    """Restore the handlers, and resend the signals that have arrived."""
     cdef sigaction_t now
     cdef int number
     for number in range(1, KVN_SIGNALS):
         if not is_replaced[number]:
             continue
         is_replaced[number] = False
-        # A handler that was set meanwhile stays.
+        # Keep a handler that the block has set.
         if sigaction(number, NULL, &now) == 0 and now.sa_handler == kvn_note:
             sigaction(number, &replaced[number], NULL)
         if kvn_arrived[number]:
@@ -152,9 +152,9 @@ cdef void restore():
 
 
 def begin_child():
-    """In a forked child: end the block that the parent's main thread is in.
+    """End, in a forked child, the block that the parent's main thread was in.
 
-    The child may have been forked by another thread, or run a program of its own inside the block.
+    Another thread may have forked the child, or the child may run a program inside the block.
     """
     global depth, interrupt
     cdef int number
@@ -162,7 +162,7 @@ def begin_child():
         return
     depth, interrupt = 0, None
     for number in range(1, KVN_SIGNALS):
-        kvn_arrived[number] = 0  # sent to the parent
+        kvn_arrived[number] = 0  # it was sent to the parent
     restore()
 
 
@@ -170,10 +170,10 @@ os.register_at_fork(after_in_child=begin_child)
 
 
 class GuardedLock(RLock):
-    """An RLock that an interrupt between its acquisition and its `with` block does not leave taken.
+    """An RLock that is released if a signal handler raises before its `with` block begins.
 
-    Python 3.14 runs signal handlers there. What `__enter__` returns is dropped before the block
-    begins, and releases the lock if that is because of an exception.
+    Python 3.14 runs signal handlers there. The object that `__enter__` returns is dropped before
+    the block begins, and releases the lock if an exception is the reason.
     """
 
     def __enter__(self):
@@ -185,9 +185,9 @@ Mutex = GuardedLock if sys.version_info >= (3, 14) else RLock
 
 
 class Condition(threading.Condition):
-    """A condition over a re-entrant lock; no signal handler runs inside of taking and releasing it.
+    """A condition over an RLock, which it takes and releases without signal handlers in between.
 
-    `threading.Condition` does both in functions of Python, where one may come in between.
+    `threading.Condition` does both in Python functions, where handlers run.
     """
 
     def __init__(self):

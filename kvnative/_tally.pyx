@@ -1,4 +1,4 @@
-"""Counters that any thread adds to, by one native call that no signal handler interrupts."""
+"""Counters for any thread, each updated by one native call that no signal handler interrupts."""
 
 cimport cython
 from libc.stdint cimport uint64_t
@@ -11,13 +11,10 @@ __all__ = ["Histogram", "Traffic"]
 @cython.final
 @cython.auto_pickle(False)
 cdef class Histogram:
-    """Durations by size, and the bytes that were moved in them.
+    """A histogram of durations, with the sum of the bytes that were moved.
 
     Args:
-        bounds: upper bounds of the buckets in seconds, ascending; a last one takes the rest.
-
-    Raises:
-        MemoryError: no memory for the buckets.
+        bounds: ascending upper bounds of the buckets in seconds; one more bucket has the rest.
     """
     cdef uint64_t *counts
     cdef double *bounds
@@ -42,7 +39,7 @@ cdef class Histogram:
 
     @cython.critical_section
     def add(self, double seconds, uint64_t nbytes):
-        """Count a call that took so long, and moved so many bytes."""
+        """Count a call of `seconds` that moved `nbytes`."""
         cdef Py_ssize_t bucket = 0
         while bucket < self.num_bounds and self.bounds[bucket] < seconds:
             bucket += 1
@@ -52,21 +49,21 @@ cdef class Histogram:
 
     @cython.critical_section
     def snapshot(self):
-        """Return bytes, seconds and the count of each bucket, as they are at one moment."""
+        """Return bytes, seconds and the counts of the buckets, all at one moment."""
         return self.nbytes, self.seconds, [self.counts[i] for i in range(self.num_bounds + 1)]
 
 
 @cython.final
 @cython.auto_pickle(False)
 cdef class Traffic:
-    """What went over a link: operations, and bytes that were pulled and pushed."""
+    """Traffic of a link: operations, and bytes that were pulled and pushed."""
     cdef readonly uint64_t operations
     cdef readonly uint64_t pulled
     cdef readonly uint64_t pushed
 
     @cython.critical_section
     def add(self, uint64_t operations, uint64_t pulled=0, uint64_t pushed=0):
-        """Count these."""
+        """Add to the counters."""
         self.operations += operations
         self.pulled += pulled
         self.pushed += pushed

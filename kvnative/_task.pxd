@@ -26,24 +26,24 @@ cdef Report report_of(const kvn_report *native, uint64_t count)
 cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)
 
 
-# What a transfer comes after, such as work on a device. Each kind is a subclass, which sets `gate`.
+# An event that transfers wait for, such as work on a device. Subclasses set `gate`.
 cdef class Gate:
     cdef kvn_gate *gate        # valid as long as this object
 
 
-# Memory that its owner may take back. Each kind is a subclass.
+# Memory that its owner may take back; subclasses are the kinds.
 cdef class Revocable:
-    cdef str why               # it was taken back; None: it was not
+    cdef str why               # reason, once it was taken back
     cdef tuple parts           # memory of others that it is made of
 
-    # Why it, or a part of it, was; None: neither was.
+    # Reason for which the memory or a part of it was taken back, or None.
     cdef str revocation(self)
 
 
-# What has ended of what is watched.
+# Watched tasks that have ended.
 cdef class CompletionQueue:
     cdef kvn_completions native
-    cdef dict items            # what was given for the tasks that are watched, by token
+    cdef dict items            # token of a watched task -> its item
     cdef uint64_t last_token
     cdef bint is_open
     cdef int pid
@@ -52,8 +52,8 @@ cdef class CompletionQueue:
 
 
 cdef class AnyTask:
-    # The backend and the memory that the task works with: they stand before it, and stay until the
-    # outcome (`descriptors`, `keep`) or as long as this object (`backend`).
+    # Before the native task, which uses them until the outcome (`descriptors`, `keep`) or as long
+    # as this object lives (`backend`).
     cdef Backend backend
     cdef Descriptors descriptors  # held; None after the outcome
     cdef object keep              # a tuple with what may be revoked, or any object
@@ -61,9 +61,9 @@ cdef class AnyTask:
     cdef uint64_t count
     cdef Report outcome           # None while in flight
     cdef kvn_ending ending
-    cdef CompletionQueue queue    # that watches it; None: none does
-    cdef uint64_t token           # its own there
-    cdef list gates               # Gates that it came or comes after; None: none
+    cdef CompletionQueue queue    # the queue that watches the task, or None
+    cdef uint64_t token           # of the task in the queue
+    cdef list gates               # Gates of the task, or None
 
     # The kind's own; without the GIL.
     cdef int poll_native(self) noexcept nogil
@@ -71,7 +71,7 @@ cdef class AnyTask:
     cdef int abort_native(self, int why) noexcept nogil
     # The outcome, or how far it is.
     cdef Report look(self)
-    # Whether it ends with nobody's doing.
+    # True if the task ends without another call.
     cdef bint will_end(self)
 
     cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
@@ -81,8 +81,8 @@ cdef class AnyTask:
     cdef Report wait_until(self, int64_t deadline, bint stop)
     cdef Report settled(self)
     cdef Report settle(self)
-    # Give it up if memory that it keeps was revoked: as it is in flight before this looks, either
-    # this finds that out, or `revoke` finds the task.
+    # Cancel the task if its memory was revoked. It is in flight before this check, so that either
+    # the check or `revoke` cancels it.
     cdef tuple kept(self)
     cdef int check_memory(self) except -1
     cdef bint uses(self, Revocable memory) except -1

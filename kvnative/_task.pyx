@@ -1,4 +1,4 @@
-"""Transfers in flight: what they use is kept until their outcome, whoever waits or drops them."""
+"""Tasks: transfers in flight, which keep all that they use until their outcome."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -19,13 +19,13 @@ from kvnative._backend import NativeError
 
 __all__ = ["CompletionQueue", "Gate", "Report", "Revocable", "Task", "revoke"]
 
-# How long Ctrl-C may go unnoticed in a wait.
+# A wait notices Ctrl-C after this time at the latest.
 cdef int64_t SIGNALS_NS = 100_000_000
 cdef double NS_PER_MS = 1e6
 
 
 cdef int64_t deadline_of(object timeout_ms) except -1:
-    """The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now."""
+    """Return the CLOCK_MONOTONIC time in `timeout_ms`, in ns."""
     cdef double milliseconds
     if timeout_ms is None:
         return KVN_FOREVER
@@ -38,7 +38,7 @@ cdef int64_t deadline_of(object timeout_ms) except -1:
 
 
 cdef int64_t next_look(int64_t deadline_ns) noexcept nogil:
-    """When a wait for `deadline_ns` looks for signals."""
+    """Return when a wait until `deadline_ns` next checks for signals."""
     cdef int64_t look = kvn_now_ns() + SIGNALS_NS
     return look if look < deadline_ns else deadline_ns
 
@@ -47,17 +47,17 @@ cdef int64_t next_look(int64_t deadline_ns) noexcept nogil:
 @cython.auto_pickle(False)
 @cython.no_gc
 cdef class Report:
-    """How a task ended, or how far it is.
+    """The outcome of a task, or its progress.
 
     Attributes:
         status: KVN_OK, KVN_PENDING or a negative KVN_ constant.
-        code: errno, aclError, HcclResult: as the system gave it; 0 when there is none.
+        code: error number of the system or of a vendor's library, or 0.
         failed: index of the first descriptor known to have failed, or None.
-        bytes_done: bytes moved, those of descriptors that are not confirmed included.
+        bytes_done: bytes that have moved, including those of unconfirmed descriptors.
         descriptors_done: number of confirmed descriptors; 0 while pending.
-        unconfirmed: half-open ranges (first, last) of descriptors that may not have arrived whole;
-            ascending. Every other descriptor has.
-        message: what went wrong, "" if nothing did.
+        unconfirmed: ascending half-open ranges (first, last) of descriptors that may be incomplete
+            at the destination. All others are complete.
+        message: error message, or "".
     """
 
     def __init__(self, *args, **kwargs):
@@ -70,7 +70,7 @@ cdef class Report:
 
 
 cdef Report report_of(const kvn_report *native, uint64_t count):
-    """`native` of `count` descriptors."""
+    """Return the Report of `count` descriptors."""
     cdef uint32_t i
     if native.status == KVN_OK:
         return report_with(native, count, ())
@@ -95,9 +95,9 @@ cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfir
     return self
 
 
-# Tasks in flight, of all executors: whatever else is let go, what they point to stays.
+# All tasks in flight, kept here because native code points to what they hold.
 cdef dict in_flight = {}
-# Without a GIL, held while a task is out of these for a moment.
+# Without a GIL, held while a task moves to the end of `in_flight`.
 cdef object moving_to_the_end = threading.RLock()
 cdef bint HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -105,7 +105,7 @@ cdef bint HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Gate:
-    """What a transfer comes after: no byte of it moves before."""
+    """An event that a transfer waits for before its first byte moves."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError(f"a {type(self).__name__} is taken of a device: Device.take_event()")
@@ -113,10 +113,10 @@ cdef class Gate:
 
 @cython.auto_pickle(False)
 cdef class Revocable:
-    """Memory of this process that its owner may take back, while tasks that keep it are in flight.
+    """Memory of this process that its owner may take back while tasks use it.
 
     Args:
-        parts: what it is made of, if that is others' memory: to revoke one of them is enough.
+        parts: memory of other owners that this consists of; it is revoked if one part is.
     """
 
     def __init__(self, parts: tuple = ()):
@@ -124,7 +124,7 @@ cdef class Revocable:
 
     @property
     def revoked(self) -> str | None:
-        """Why it, or a part of it, was revoked; None: neither was."""
+        """Reason for which the memory or a part of it was revoked, or None."""
         return self.revocation()
 
     cdef str revocation(self):
@@ -141,14 +141,14 @@ cdef class Revocable:
 
 
 def revoke(memory: Revocable, why: str) -> None:
-    """Take memory back: on return no task of any executor touches a byte of it any more.
+    """Take memory back: after the return no task of any executor touches it.
 
-    Those that keep it, in flight or submitted later, end with KVN_REVOKED. It waits for them as
-    `cancel` does. Idempotent: a second call waits for the same, and the first one's reason stands.
+    Tasks that keep the memory, in flight or submitted later, end with KVN_REVOKED. Idempotent: a
+    second call waits for the same tasks, and the first reason stays.
 
     Args:
-        memory: what tasks have been given to keep, or a part of that.
-        why: as `Revocable.revoked` says it.
+        memory: the `keep` of tasks, or a part of it.
+        why: reason, as `Revocable.revoked` returns it.
     """
     cdef Revocable it = memory
     cdef AnyTask task
@@ -157,7 +157,7 @@ def revoke(memory: Revocable, why: str) -> None:
             it.why = why
     with moving_to_the_end:
         tasks = list(in_flight)
-    # What has not begun first, or it would begin when what is before it ends.
+    # Newest first: a task would begin once the one before it is revoked.
     executors = {id(task.siblings): task.siblings for task in tasks}
     for siblings in executors.values():
         for task in reversed(list(siblings)):
@@ -166,13 +166,13 @@ def revoke(memory: Revocable, why: str) -> None:
 
 
 cdef enum:
-    TAKEN_AT_ONCE = 256  # out of a queue
+    TAKEN_AT_ONCE = 256  # tokens of a queue, on the stack
 
 
 @cython.final
 @cython.auto_pickle(False)
 cdef class CompletionQueue:
-    """The tasks that have ended of those that it watches; one thread at a time takes them."""
+    """A queue of watched tasks that have ended; one thread at a time takes them."""
 
     def __cinit__(self):
         cdef int error = kvn_completions_init(&self.native)
@@ -183,7 +183,7 @@ cdef class CompletionQueue:
         self.items = {}
 
     def __dealloc__(self):
-        # In a forked child the mutex may be held for ever.
+        # A forked child may find the mutex locked by a thread that it does not have.
         if self.is_open and self.pid == getpid():
             kvn_completions_fini(&self.native)
 
@@ -194,14 +194,13 @@ cdef class CompletionQueue:
         return 0
 
     def fileno(self) -> int:
-        """An eventfd that polls readable while something is there, and now and then without."""
+        """Return an eventfd that polls readable while the queue has items, and rarely without."""
         return self.native.fd
 
     def watch(self, AnyTask task not None, item: object) -> None:
-        """Have `take` return `item` once the task has ended, at once if it has.
+        """Let `take` return `item` once the task has ended, and each time that a layer fails.
 
-        Also each time that a layer of it has failed. Again for the same task: `item` is returned
-        in place of what was given before. It is kept until `forget`.
+        A second call for the same task replaces the item. The queue keeps it until `forget`.
         """
         self.check_process()
         task.backend.check_process()
@@ -230,7 +229,7 @@ cdef class CompletionQueue:
         return taken
 
     def forget(self, AnyTask task not None, item: object) -> bool:
-        """Do not keep `item` any more; returns False if it was not what `take` would return."""
+        """Drop the item of a task; return False if the task has another item."""
         cdef bint is_there
         with cython.critical_section(self, task):
             is_there = task.queue is self and self.items.get(task.token) is item
@@ -243,7 +242,7 @@ cdef class CompletionQueue:
 @cython.no_gc_clear
 @cython.nonecheck(True)
 cdef class AnyTask:
-    """What every task is: held until its outcome, which comes once, to whoever asks."""
+    """Base of all tasks: holds its memory until the outcome, which never changes."""
 
     def __cinit__(self):
         kvn_ending_init(&self.ending, 1)
@@ -272,7 +271,7 @@ cdef class AnyTask:
 
     cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
                           dict siblings) except *:
-        """Hold what the task uses."""
+        """Hold the task's descriptors, memory and backend."""
         cdef kvn_columns columns = descriptors.hold_columns()
         self.backend = backend
         self.descriptors = descriptors
@@ -282,7 +281,7 @@ cdef class AnyTask:
         return columns
 
     cdef kvn_gate *behind(self, Gate gate) except? NULL:
-        """Hold what the task, or a part of it, comes after: as long as the task itself."""
+        """Hold a gate as long as the task lives."""
         if gate is None:
             return NULL
         if gate.gate is NULL:
@@ -294,7 +293,7 @@ cdef class AnyTask:
         return gate.gate
 
     cdef int enlist(self) except -1:
-        """Keep the task until its outcome. Before anything moves, so that `close` finds it."""
+        """Enter the task into `in_flight`, before a byte moves, so that `close` finds it."""
         try:
             self.siblings[self] = in_flight[self] = None
         except BaseException:
@@ -303,25 +302,25 @@ cdef class AnyTask:
         return 0
 
     cdef Report settled(self):
-        """The outcome, or None: without a GIL another thread may be about to set it."""
+        """Return the outcome, or None. Without a GIL another thread may be about to set it."""
         cdef Report outcome
         with cython.critical_section(self):
             outcome = self.outcome
         return outcome
 
     cdef Report settle(self):
-        """Keep the outcome and let go of the memory. Only when there is one."""
+        """Store the outcome of an ended task and release its memory."""
         cdef Report outcome = self.look()
         cdef bint is_first = False
         cdef object keep = None
         with cython.critical_section(self):
-            if self.outcome is None:  # of several threads that waited, the first comes here
+            if self.outcome is None:  # only the first of several waiting threads
                 is_first = True
-                self.descriptors.release()  # whoever sees the outcome can lower into them
+                self.descriptors.release()  # before the outcome is visible: then they are free
                 self.outcome = outcome
                 keep, self.keep = self.keep, None
         if is_first:
-            self.descriptors = keep = None  # which may run anything, so outside
+            self.descriptors = keep = None  # outside of the lock, as finalizers may run
             self.siblings.pop(self, None)
             in_flight.pop(self, None)
         return self.settled()
@@ -355,11 +354,11 @@ cdef class AnyTask:
         return 0
 
     cdef bint over(self):
-        """Whether the native task can be released. For __dealloc__."""
+        """Return whether __dealloc__ may release the native task."""
         if self.outcome is not None:
             return True
-        # Dropped without an outcome: never begun; in a forked child, which must leave the task to
-        # its parent; or there was no memory to keep it or its outcome.
+        # No outcome: the task never began; or this is a forked child, and the task belongs to the
+        # parent; or memory ran out.
         if self.descriptors is None or self.backend.pid != getpid():
             return False
         with nogil:
@@ -369,7 +368,7 @@ cdef class AnyTask:
 
     @property
     def done(self) -> bool:
-        """Whether the outcome is there. Never blocks."""
+        """True once the outcome is known. Never blocks."""
         cdef int status
         if self.settled() is not None:
             return True
@@ -383,15 +382,15 @@ cdef class AnyTask:
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` returns at once, though `done` may not be True yet. Never blocks.
+        """True once `wait` returns at once, perhaps before `done` is True. Never blocks.
 
-        Always False for what `Executor.run` waits for.
+        Always False for tasks of `Executor.run`.
         """
         return kvn_ending_is_over(&self.ending)
 
     @property
     def report(self) -> Report:
-        """The outcome, or a report with status KVN_PENDING and the bytes moved so far."""
+        """The outcome, or a report with status KVN_PENDING and the bytes that have moved."""
         cdef Report report
         if self.done:
             return self.settled()
@@ -399,15 +398,15 @@ cdef class AnyTask:
         return report if report.status == KVN_PENDING else self.settle()
 
     def wait(self, timeout_ms: float | None = None, give_up: bool = True) -> Report:
-        """Wait for the outcome, helping to copy.
+        """Wait for the outcome; this thread copies meanwhile.
 
         Args:
-            timeout_ms: milliseconds from now, >= 0; None waits for as long as it takes.
-            give_up: what happens when they have passed: the transfer is given up, and the report
-                says KVN_TIMEOUT; or, if False, it goes on, and the report says KVN_PENDING.
+            timeout_ms: milliseconds from now, >= 0; None: no limit.
+            give_up: cancel the transfer after the timeout and report KVN_TIMEOUT. If False, the
+                transfer continues and the report has KVN_PENDING.
 
         Returns:
-            The outcome; failures too are in it, not raised.
+            The outcome. Failures are reported in it and not raised.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
         cdef Report outcome = self.settled()
@@ -417,7 +416,7 @@ cdef class AnyTask:
         return self.wait_until(deadline, give_up)
 
     cdef Report wait_until(self, int64_t deadline, bint stop):
-        """As `wait`."""
+        """Wait until a CLOCK_MONOTONIC time."""
         cdef bint passed
         cdef int status
         while self.settled() is None:
@@ -434,10 +433,10 @@ cdef class AnyTask:
         return self.settled()
 
     def cancel(self) -> Report:
-        """Give the transfer up; afterwards no byte is touched any more.
+        """Cancel the transfer; after the return it touches no byte.
 
         Returns:
-            The outcome: KVN_CANCELLED, or another one if that came first.
+            The outcome: KVN_CANCELLED, or an earlier one.
         """
         cdef Report outcome = self.settled()
         if outcome is not None:
@@ -458,45 +457,44 @@ cdef class AnyTask:
 @cython.no_gc_clear
 @cython.nonecheck(True)
 cdef class Task(AnyTask):
-    """A submitted transfer. Dropping it stops nothing: the executor keeps it until it is done.
+    """A submitted transfer, which continues if the caller drops the object.
 
-    All methods may be called from several threads at once.
+    All methods are thread-safe.
     """
 
     @staticmethod
     cdef Task prepare(Backend backend, Descriptors descriptors, object keep, bint waits,
                       dict siblings, Gate after):
-        """A task that moves nothing before `begin`; `waits`: who begins it waits for it at once."""
+        """Make a task that moves nothing before `begin`; `waits` if the same thread then waits."""
         cdef Task self = Task.__new__(Task)
         cdef kvn_gate *gate = self.behind(after)
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
         columns.after = gate
         if waits:
             columns.caller = KVN_CALLER_WAITS
-        # What is waited for at once is never watched.
+        # A thread waits for it, so no queue watches it.
         kvn_task_init(&self.task, backend.handle, &columns, NULL if waits else &self.ending)
         self.enlist()
         return self
 
     @property
     def held(self) -> bool:
-        """Whether what it comes after has not come, so that nothing of it was submitted."""
+        """True while the task waits for its gate and is not submitted."""
         if self.settled() is not None:
             return False
         self.backend.check_process()
         return kvn_task_is_held(&self.task)
 
     def block_stream(self, uint64_t stream) -> Report | None:
-        """Let what is issued to a stream from here on come after this transfer.
+        """Make later work of a stream wait for this transfer.
 
-        Its bytes are not waited for, but that all of it was given to the device.
+        The call waits until all copies are issued to the device, not until they are done.
 
         Args:
-            stream: its handle, of the device that moves the bytes.
+            stream: handle of a stream of the device that moves the bytes.
 
         Returns:
-            None, also where the transfer is over, which holds no stream; or a report that says why
-            not.
+            None, also if the transfer has ended; or a report with the reason of a failure.
         """
         cdef void *handle = <void *><uintptr_t>stream
         cdef int status = KVN_PENDING
@@ -510,7 +508,7 @@ cdef class Task(AnyTask):
         return None if status == KVN_OK else report_with(&native, self.count, ((0, self.count),))
 
     cdef int begin(self) except -1:
-        """Submit it; a small one is done on return."""
+        """Submit the transfer; a small one is done on return."""
         cdef int status
         with nogil:
             status = kvn_task_begin(&self.task)
@@ -538,14 +536,14 @@ cdef class Task(AnyTask):
 
 
 cdef int drop_finished(int most) except -1:
-    """Settle up to `most` of the oldest tasks if they are through; the others become the newest.
+    """Settle those of the `most` oldest tasks that have ended; the others become the newest.
 
-    Those of any executor: nobody else would look at the tasks of one that was dropped.
+    The tasks of all executors count, because a dropped executor does not settle its own.
     """
     cdef AnyTask task
     try:
         oldest = [task for task, _ in zip(in_flight, range(most))]
-    except RuntimeError:  # without a GIL another thread changes it now: it comes here as well
+    except RuntimeError:  # without a GIL another thread changes the dict, and settles tasks too
         return 0
     for task in oldest:
         if task.backend.pid == getpid() and task.done:
@@ -557,14 +555,14 @@ cdef int drop_finished(int most) except -1:
             with moving_to_the_end:
                 in_flight.pop(task, None)
                 in_flight[task] = None
-        # Another thread may have settled it since, and taken it out before it was put in.
+        # Another thread may have settled the task while it was out of the dict.
         if task.settled() is not None:
             in_flight.pop(task, None)
     return 0
 
 
 def _abandon_all():
-    # At exit: Python is about to free the memory that tasks in flight are writing to.
+    # At exit Python frees memory that tasks in flight write to.
     cdef AnyTask task
     for task in list(in_flight):
         if task.backend.pid == getpid():

@@ -1,4 +1,4 @@
-"""The transport tcp: threads that serve peers, links to them, and backends over these."""
+"""The native side of the transport tcp: service threads, links, and their backends."""
 
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -28,7 +28,7 @@ MAX_CONNECTIONS = <int>KVN_TCP_MAX_CONNECTIONS
 MAX_THREADS = <int>KVN_TCP_MAX_THREADS
 
 cdef enum:
-    MAX_LEASES = 32  # that each request of a transfer names
+    MAX_LEASES = 32  # of one transfer: each of its requests has all of them
 
 cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
@@ -45,7 +45,7 @@ cdef int raise_failure(const kvn_failure *failure) except -1:
 
 
 def check_encryption() -> None:
-    """Load the system's libcrypto, as a link with a secret does."""
+    """Raise if the system's libcrypto, which encrypted links need, cannot be loaded."""
     cdef kvn_tcp_crypto crypto
     cdef kvn_failure failure
     if kvn_tcp_crypto_open(&crypto, &failure) != KVN_OK:
@@ -56,21 +56,21 @@ def check_encryption() -> None:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class TcpService:
-    """Threads that serve peers, and the table of what those may reach.
+    """Threads that serve peers, and the table of ranges that peers may reach.
 
-    It belongs to the process that made it: in a forked child nothing of it is of use.
+    A forked child cannot use it.
 
     Args:
-        threads: how many, 1 to 16.
-        max_ranges: how many ranges there can be at once, 1 to 2**32 - 1.
-        device: whose memory may be moved, besides that of the host; copied by way of buffers.
-        name: of the threads, for tools; at most 15 bytes of it are shown.
+        threads: number of threads, 1 to 16.
+        max_ranges: maximum number of ranges at one time, 1 to 2**32 - 1.
+        device: device whose memory may be moved too, through buffers of the host.
+        name: name of the threads, of which tools show at most 15 bytes.
     """
 
     cdef kvn_tcp_service *service
-    cdef Device device  # None: host memory alone
+    cdef Device device  # None: host memory only
     cdef pid_t pid
-    cdef object mutex  # of making and closing links
+    cdef object mutex  # held while links are made and closed
     cdef set links  # weak references
     cdef object __weakref__
 
@@ -92,7 +92,7 @@ cdef class TcpService:
             copies = &device.device
         self.device = device
         self.mutex = threading.RLock()
-        self.links = set()  # no WeakSet: others let go of links while `close` looks
+        self.links = set()  # not a WeakSet, which other threads could change while `close` iterates
         self.pid = getpid()
         with nogil:
             status = kvn_tcp_service_create(threads, <uint32_t>rows, copies, shown, &self.service,
@@ -118,19 +118,19 @@ cdef class TcpService:
         return 0
 
     cdef object lock(self):
-        """The mutex; in a forked child another thread may hold it for ever."""
+        """Return the mutex, except in a forked child, where it may be locked by no thread."""
         self.check_process()
         return self.mutex
 
     def add_range(self, slot: int, address: int, nbytes: int, bint writable, generation: int,
                   *, bint on_device=False, int64_t deadline_ns=0) -> None:
-        """Let peers reach [address, address + nbytes), and write to it if `writable`.
+        """Let peers read [address, address + nbytes), and write to it if `writable`.
 
         Args:
-            slot: a free one, below `max_ranges`.
-            generation: distinguishes it from those that had the slot before.
-            on_device: it is memory of the service's device.
-            deadline_ns: of CLOCK_MONOTONIC; from then on it is refused; 0: never.
+            slot: a free slot below `max_ranges`.
+            generation: distinguishes the range from earlier ones of the slot.
+            on_device: the range is memory of the service's device.
+            deadline_ns: CLOCK_MONOTONIC time from which on the range is refused; 0: never.
         """
         cdef kvn_tcp_row row
         cdef kvn_failure failure
@@ -150,7 +150,7 @@ cdef class TcpService:
             raise_failure(&failure)
 
     def renew_range(self, slot: int, int64_t deadline_ns) -> None:
-        """Give it another deadline, as of `add_range`."""
+        """Replace the deadline of a range."""
         cdef uint64_t place = unsigned("slot", slot)
         cdef bint was_there = False
         with self.lock():
@@ -162,7 +162,7 @@ cdef class TcpService:
             raise ValueError(f"slot {place} holds no range")
 
     def remove_range(self, slot: int) -> None:
-        """End it: on return no byte of it is read or written for a peer."""
+        """Remove a range: after the return no byte of it is read or written for a peer."""
         cdef uint64_t place = unsigned("slot", slot)
         cdef kvn_tcp_table *table
         cdef bint was_there = False
@@ -176,14 +176,14 @@ cdef class TcpService:
 
     def link(self, clients, servers, *, str peer, bytes secret=None, bint dials=False
              ) -> TcpNativeLink:
-        """Link by connected, non-blocking stream sockets, which it takes over whatever happens.
+        """Make a link over connected, non-blocking stream sockets, which are closed on failure.
 
         Args:
-            clients: file descriptors of the sockets by which this side asks, 1 to 16.
-            servers: as many, by which it answers: the peer asks.
-            peer: for messages.
-            secret: 32 bytes that only both ends know: what goes over the sockets is encrypted.
-            dials: whether this side has opened the sockets; one of both has.
+            clients: descriptors of 1 to 16 sockets for requests of this side.
+            servers: descriptors of as many sockets for requests of the peer.
+            peer: name of the peer in messages.
+            secret: 32 bytes that both ends share, to encrypt all traffic.
+            dials: True on the side that has opened the sockets.
         """
         cdef int asks[KVN_TCP_MAX_CONNECTIONS]
         cdef int answers[KVN_TCP_MAX_CONNECTIONS]
@@ -224,7 +224,7 @@ cdef class TcpService:
         return made
 
     def close(self) -> None:
-        """End the links and the threads: on return nothing is touched any more. Idempotent."""
+        """End all links and threads; after the return no memory is touched. Idempotent."""
         cdef kvn_tcp_service *service = NULL
         if self.service is NULL or self.pid != getpid():
             return
@@ -239,7 +239,7 @@ cdef class TcpService:
                 kvn_tcp_service_destroy(service)
 
     def __dealloc__(self):
-        # Its links hold it: they have gone before.
+        # Links hold the service, so none is left.
         if self.service is not NULL and self.pid == getpid():
             with nogil:
                 kvn_tcp_service_destroy(self.service)
@@ -251,7 +251,7 @@ cdef class TcpService:
 cdef class TcpNativeLink:
     """Connections to one peer; made by `TcpService.link`."""
 
-    cdef TcpService service  # before the link: it goes after it
+    cdef TcpService service  # outlives the link
     cdef kvn_tcp_link *link
     cdef str peer
     cdef object __weakref__
@@ -266,29 +266,29 @@ cdef class TcpNativeLink:
 
     @property
     def connections(self) -> int:
-        """How many pairs of connections it has."""
+        """Number of pairs of connections."""
         self.check_made()
         return kvn_tcp_link_connections(self.link)
 
     @property
     def death_fd(self) -> int:
-        """Polls readable once the link has failed; -1: it is closed. It is the link's own."""
+        """Descriptor, owned by the link, that polls readable once the link has failed; else -1."""
         if self.link is NULL:
             return -1
         return kvn_tcp_link_death(self.link)
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """Status (KVN_PEER_GONE) and message of why it has ended by itself; None: it has not."""
+        """Status (KVN_PEER_GONE) and message if the link has failed; None if not, or closed."""
         cdef kvn_failure why
         if self.link is NULL or not kvn_tcp_link_has_failed(self.link, &why):
             return None
         return why.status, why.message.decode("utf-8", "replace")
 
     def close(self, reason: str) -> None:
-        """End it: transfers in flight end with `reason`, and nothing is touched for the peer.
+        """Close the link: transfers in flight end with `reason`, and no memory is touched after.
 
-        Idempotent; in a forked child nothing happens.
+        Idempotent; no effect in a forked child.
         """
         cdef bytes encoded = reason.encode("utf-8", "replace")
         cdef const char *why = encoded
@@ -303,8 +303,8 @@ cdef class TcpNativeLink:
     def __dealloc__(self):
         if self.link is NULL or self.service.pid != getpid():
             return
-        with nogil:  # the service waits for it
-            kvn_tcp_link_close(self.link, b"nobody holds the link any more")
+        with nogil:  # waits for a thread of the service
+            kvn_tcp_link_close(self.link, b"the link was dropped")
             kvn_tcp_link_destroy(self.link)
 
     def __repr__(self):
@@ -314,19 +314,20 @@ cdef class TcpNativeLink:
 def tcp_backend(TcpNativeLink link not None, int index, str direction not None, slots, generations,
                 addresses, nbytes, *, bint on_device=False, leases=(),
                 str leases_name="") -> Backend:
-    """Return a backend whose remote addresses are those of the link's peer.
+    """Return a backend whose remote addresses are memory of the link's peer.
 
-    The four columns are of uint64 and of one length: the ranges of the peer that it may use, as the
-    peer gave them to `TcpService.add_range`. A descriptor that lies in none of them is refused with
-    KVN_UNMAPPED, and so is, by the peer, one whose range it has removed, does not let be written or
-    has unmapped.
+    The peer ends a transfer with KVN_UNMAPPED if it has removed or unmapped a range, or does not
+    let it be written.
 
     Args:
-        index: which of the link's connections moves the bytes.
-        direction: "get", from the peer, or "put".
-        on_device: the local side is memory of the service's device, else of the host.
-        leases: slot and generation of each that is checked with each request: at most 32.
-        leases_name: what messages call them.
+        link: a link.
+        index: number of the connection that moves the bytes.
+        direction: "get" from the peer, or "put".
+        slots, generations, addresses, nbytes: columns of uint64: ranges of the peer, as given to
+            its `TcpService.add_range`. A descriptor outside of them ends with KVN_UNMAPPED.
+        on_device: the local side is memory of the service's device, not of the host.
+        leases: slot and generation of up to 32 leases that the peer checks with each request.
+        leases_name: name of the leases in messages.
     """
     cdef Py_buffer columns[4]
     cdef kvn_tcp_known known
@@ -353,7 +354,7 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         name_leases(&known, leases_name.encode(errors="replace"))
         backend = kvn_tcp_backend_create(kvn_tcp_link_client(link.link, index), way, device, &known)
         made = Backend.adopt(backend, link, "tcp backend")
-        known.places = NULL  # the backend's by now
+        known.places = NULL  # owned by the backend now
         known.ranges = NULL
         return made
     finally:
@@ -377,7 +378,7 @@ cdef int read_known(kvn_tcp_known *known, const uint64_t *slots, const uint64_t 
     for i in range(count):
         if nbytes[i] == 0 or addresses[i] > MOST - (nbytes[i] - 1) or slots[i] >> 32:
             raise ValueError(f"range {i}: slot {slots[i]}, {nbytes[i]} bytes at {addresses[i]:#x};"
-                             " it must have a slot below 2**32, be not empty and end by 2**64")
+                             " expected a slot below 2**32, 1 byte or more, and an end up to 2**64")
         known.places[i].first = addresses[i]
         known.places[i].last = addresses[i] + (nbytes[i] - 1)
         known.places[i].index = i

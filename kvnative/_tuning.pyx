@@ -1,4 +1,4 @@
-"""Tuning of host copies: thresholds for this machine, and measurements to choose them by."""
+"""Thresholds for copies of host memory, and measurements to choose them."""
 
 from libc.errno cimport ENOMEM, errno
 from libc.stdint cimport int64_t
@@ -22,19 +22,19 @@ __all__ = ["MAX_PIECE_NBYTES", "NEVER", "Tuning", "builtin_tuning", "check_tunin
 MAX_PIECE_NBYTES = 16 << 20
 NEVER = 1 << 62  # a `bypass_nbytes` that no batch reaches
 
-# More threads than this do not copy faster on any machine measured; they only crowd it.
+# No measured machine copies faster with more threads.
 cdef enum:
     DEFAULT_MAX_THREADS = 16
 
 
 class Tuning(NamedTuple):
-    """How host memory is copied on a machine.
+    """Parameters of copies of host memory on a machine.
 
     Attributes:
-        threads: threads that copy.
-        bypass_nbytes: the size from which batches are written past the caches; NEVER on a
-            processor without such stores.
-        piece_nbytes: the most bytes that a thread claims at once.
+        threads: number of copying threads.
+        bypass_nbytes: size from which batches are written past the caches; NEVER on a processor
+            without such stores.
+        piece_nbytes: maximum number of bytes that a thread claims at once.
     """
 
     threads: int
@@ -43,7 +43,7 @@ class Tuning(NamedTuple):
 
 
 def builtin_tuning():
-    """Return the tuning measured on other machines, for the cores that this process may use."""
+    """Return the built-in tuning, measured on other machines, for the cores of this process."""
     bypass_nbytes = NEVER if kvn_copy_past_caches() is NULL else KVN_BYPASS_NBYTES
     return Tuning(min(usable_cores(), DEFAULT_MAX_THREADS), bypass_nbytes, KVN_PIECE_NBYTES)
 
@@ -68,16 +68,16 @@ cdef int fill_tuning(object given, kvn_tuning *tuning) except -1:
 
 def measure_copies(candidates, Descriptors descriptors not None, *, int rounds,
                    int64_t deadline_ns):
-    """Time transfers of the descriptors with each tuning in turn, on threads of their own.
+    """Time transfers of the descriptors with each tuning in turn, each with threads of its own.
 
     Args:
         candidates: tunings.
-        rounds: how many turns each has: of three copies in a row, of which the fastest counts.
-        deadline_ns: of CLOCK_MONOTONIC, after which no copy begins.
+        rounds: number of turns of each tuning, with three copies each, of which the fastest counts.
+        deadline_ns: CLOCK_MONOTONIC time after which no copy begins.
 
     Returns:
-        A list for each round that is whole: nanoseconds by candidate; and how much of the cores
-        that it wanted it was given: far below 1, others have them.
+        For each complete round the nanoseconds of each candidate; and the share of the requested
+        CPU time that the threads got, which is far below 1 on a busy machine.
     """
     if not 1 <= len(candidates) <= 64 or not 1 <= rounds <= 1000:
         raise ValueError(f"{len(candidates)} candidates, rounds = {rounds}: expected 1 to 64, 1 to"

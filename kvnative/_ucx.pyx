@@ -1,4 +1,4 @@
-"""UCX: its library, found at run time; a worker, its endpoints, and memory that peers reach."""
+"""UCX: its library, opened at run time; workers, endpoints, and memory that peers reach."""
 
 cimport cython
 from libc.math cimport INFINITY
@@ -29,24 +29,24 @@ from kvnative._backend import CallError, NativeError
 __all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend",
            "ucx_leased"]
 
-# As in the environment; either form is understood.
+# Settings may have this prefix of environment variables.
 PREFIX = "UCX_"
 
 cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
-# Of memory, as UCX names them.
+# Memory types, as UCX names them.
 cdef dict KINDS = {
     "host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA, "rocm": KVN_UCS_MEMORY_ROCM,
 }
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
 cdef object OPENING = threading.Lock()  # opening may change the environment for a while
-# A child that is forked meanwhile would find it locked for ever.
+# A child that is forked meanwhile would find OPENING locked.
 os.register_at_fork(before=OPENING.acquire, after_in_parent=OPENING.release,
                     after_in_child=OPENING.release)
 cdef object WORKERS = weakref.WeakSet()
 
 
 class UcxError(CallError):
-    """A call of UCX failed, or a link did. `code` is a ucs_status_t or an errno."""
+    """A failed call of UCX or a failed link. `code` is a ucs_status_t or an errno."""
 
 
 cdef int check_ucx(int status, const kvn_failure *failure) except -1:
@@ -66,8 +66,8 @@ cdef class UcxLibrary:
     """The UCX libraries of this process.
 
     Attributes:
-        path: the file of libucp; another one than was asked for where the process had one before.
-        version: (1, 22, 0), say.
+        path: file of libucp. A library that the process had already replaces the one asked for.
+        version: such as (1, 22, 0).
     """
 
     cdef kvn_ucx_library library
@@ -82,7 +82,7 @@ cdef class UcxLibrary:
         """Open the library, or return the one that is open.
 
         Args:
-            path: the file of libucp, or its name for the loader's own search.
+            path: file of libucp, or a name that the loader searches.
         """
         cdef kvn_failure failure
         cdef UcxLibrary self = UcxLibrary.__new__(UcxLibrary)
@@ -93,12 +93,12 @@ cdef class UcxLibrary:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
-            # With the GIL, if there is one: then no other thread sets os.environ meanwhile.
+            # With the GIL held, so that no other thread changes os.environ meanwhile.
             status = kvn_ucx_library_open(file, &self.library, &failure)
             check_ucx(status, &failure)
             self.path = os.fsdecode(<bytes>self.library.path)
             self.version = tuple(<int>self.library.version[i] for i in range(3))
-            # By whatever name, it is one: it counts its workers.
+            # One object for all names of the file, because it counts its workers.
             LIBRARIES[path] = LIBRARIES.setdefault(self.path, self)
             return LIBRARIES[path]
 
@@ -108,8 +108,8 @@ cdef dict encoded_settings(settings):
     for name, value in settings.items():
         bare = name.removeprefix(PREFIX)
         if not bare or "\0" in name or "\0" in value:
-            raise ValueError(f"a setting is {name!r}={value!r}; it must be a name of UCX's, such as"
-                             f" UCX_NET_DEVICES, and text")
+            raise ValueError(f"settings: {name!r}={value!r} must be a name of UCX, such as"
+                             f" UCX_NET_DEVICES, and text without NUL")
         found[bare.encode()] = value.encode()
     return found
 
@@ -135,17 +135,17 @@ cdef int memory_type(str name, kind) except -1:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class UcxWorker:
-    """A context of UCX and its worker, with a thread that progresses it when no caller does.
+    """A context and worker of UCX, with a thread that progresses it while no caller does.
 
-    Making one takes up to 400 ms and does not hold the GIL.
+    The constructor takes up to 400 ms and does not hold the GIL.
 
     Args:
-        settings: of UCX, with or without UCX_ before the name; they override the environment.
-        name: for UCX's own tools.
+        settings: settings of UCX, with or without the prefix UCX_; they override the environment.
+        name: shown by UCX's tools.
 
     Attributes:
-        address: of the worker; a peer makes an endpoint of it.
-        transports: what UCX found to use, "rc_mlx5/mlx5_0:1 cma/memory" say.
+        address: address from which a peer makes an endpoint.
+        transports: transports that UCX selected, such as "rc_mlx5/mlx5_0:1 cma/memory".
     """
 
     cdef UcxLibrary library
@@ -194,14 +194,14 @@ cdef class UcxWorker:
         return 0
 
     def map(self, address, nbytes, *, kind="host", object owner=None) -> UcxRegion:
-        """Register memory with UCX, which may take a second for each few gigabytes with RDMA.
+        """Register memory with UCX; with RDMA that may take a second for a few gigabytes.
 
-        A range is mapped once, however often it is asked for.
+        A second call for the same range uses the first mapping.
 
         Args:
-            address, nbytes: the range; it stays allocated until released.
-            kind: of memory: "host", "cuda" or "rocm".
-            owner: kept as long as the region.
+            address, nbytes: range, which must stay allocated until the region is released.
+            kind: type of memory: "host", "cuda" or "rocm".
+            owner: kept alive as long as the region.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef UcxRegion made = UcxRegion.__new__(UcxRegion)
@@ -222,7 +222,7 @@ cdef class UcxWorker:
         return made
 
     def tickets(self) -> UcxRegion:
-        """Register what owners read to see what this process is writing to their memory."""
+        """Register the tickets by which owners see the writes of this process to their memory."""
         return self.map(<uintptr_t>self.worker.tickets, KVN_UCX_TICKETS * sizeof(uint64_t))
 
     def endpoint(self, bytes address not None, *, generations_address, num_slots,
@@ -230,15 +230,15 @@ cdef class UcxWorker:
                  uint32_t tag) -> UcxEndpoint:
         """Make an endpoint to a peer; connect() it before use.
 
-        What the peer publishes is believed: UCX ends the process for an address that it cannot
-        read.
+        The arguments come from the peer and are not checked: UCX ends the process if it cannot read
+        an address.
 
         Args:
-            address: of the peer's worker.
+            address: address of the peer's worker.
             generations_address, num_slots, generations_rkey: the peer's generation table: a word of
-                8 bytes for each slot, 1 at least.
-            tickets_address, tickets_rkey: its `tickets`.
-            tag: 32 bits, by which the peer knows what is written to its memory.
+                8 bytes for each of at least 1 slot.
+            tickets_address, tickets_rkey: the peer's `tickets`.
+            tag: 32 bits that mark tickets of writes to this peer's memory.
         """
         cdef UcxEndpoint made = UcxEndpoint.__new__(UcxEndpoint)
         cdef kvn_failure failure
@@ -266,7 +266,7 @@ cdef class UcxWorker:
         return made
 
     def close(self) -> None:
-        """Fail its endpoints and stop its thread. Idempotent; nothing in a forked child."""
+        """Fail the endpoints and stop the thread. Idempotent; no effect in a forked child."""
         if self.worker is not NULL:
             with nogil:
                 stop_worker(self.worker)
@@ -283,10 +283,10 @@ cdef class UcxWorker:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class UcxEndpoint:
-    """The way to a peer; made by `UcxWorker.endpoint`, closed with the last reference to it.
+    """A connection to a peer, made by `UcxWorker.endpoint` and closed with its last reference.
 
     Attributes:
-        worker: this side's.
+        worker: worker of this process.
     """
 
     cdef readonly UcxWorker worker
@@ -302,7 +302,7 @@ cdef class UcxEndpoint:
         return self.worker.check_made()
 
     def connect(self, timeout_ms: float) -> None:
-        """Return when the peer's generation table was read."""
+        """Connect, and return once the peer's generation table was read."""
         cdef kvn_failure failure
         cdef int64_t deadline
         cdef int status
@@ -316,13 +316,13 @@ cdef class UcxEndpoint:
 
     @property
     def connected(self) -> bool:
-        """The peer's generation table was read, and the endpoint has not failed."""
+        """True if the peer's generation table was read and the endpoint has not failed."""
         self.check_made()
         return self.endpoint.state == KVN_UCX_CONNECTED
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """Status and reason once it has failed; close() is a failure too (KVN_CANCELLED)."""
+        """Status and reason of a failure, or None. close() counts as one (KVN_CANCELLED)."""
         cdef kvn_failure why
         self.check_made()
         if not kvn_ucx_endpoint_has_failed(self.endpoint, &why):
@@ -331,27 +331,27 @@ cdef class UcxEndpoint:
 
     @property
     def death_fd(self) -> int:
-        """A file that becomes readable when it fails. The endpoint's: duplicate it to keep it."""
+        """Descriptor that polls readable once the endpoint has failed, which owns it."""
         self.check_made()
         return self.endpoint.death_fd
 
     @property
     def transport(self) -> str:
-        """What of UCX reads and writes memory, such as "rc_mlx5/mlx5_0:1"; "" until connected."""
+        """Transport that moves the bytes, such as "rc_mlx5/mlx5_0:1"; "" until connected."""
         self.check_made()
         if self.endpoint.state != KVN_UCX_CONNECTED:
             return ""
         return (<bytes>self.endpoint.transport).decode("utf-8", "replace")
 
     def writing(self, uint32_t tag, timeout_ms: float) -> frozenset[tuple[int, int]]:
-        """What the peer is writing to memory of this process now, as it has announced.
+        """Read which transfers of the peer write to memory of this process now.
 
         Args:
-            tag: of this process, that the peer's endpoint was made with.
-            timeout_ms: that reading it may take.
+            tag: tag of this process, with which the peer made its endpoint.
+            timeout_ms: timeout of the read.
 
         Returns:
-            A ticket for each transfer; no other one is ever equal to it.
+            A unique ticket for each transfer.
         """
         cdef uint64_t words[KVN_UCX_TICKETS]
         cdef kvn_failure failure
@@ -365,7 +365,7 @@ cdef class UcxEndpoint:
                          if words[i] and words[i] >> 32 == tag)
 
     def close(self, str reason not None="the endpoint was closed") -> None:
-        """Fail with that reason. Idempotent."""
+        """Fail the endpoint with `reason`. Idempotent."""
         cdef bytes text = reason.encode()
         cdef const char *why = text
         self.check_made()
@@ -383,11 +383,11 @@ cdef class UcxEndpoint:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class UcxRegion:
-    """A range that UCX knows; made by `UcxWorker.map`.
+    """A registered range of memory, made by `UcxWorker.map`.
 
     Attributes:
-        address, nbytes, kind: as given.
-        rkey: what a peer's UCX needs to reach it.
+        address, nbytes, kind: as given to `map`.
+        rkey: key with which a peer reaches the range.
     """
 
     cdef UcxWorker holder  # None once it is released
@@ -403,21 +403,21 @@ cdef class UcxRegion:
 
     @property
     def worker(self) -> UcxWorker | None:
-        """Whose it is; None once released."""
+        """Worker of the region; None once released."""
         with cython.critical_section(self):
             worker = self.holder
         return worker
 
     @property
     def released(self) -> bool:
-        """Whether it was."""
+        """True once `release` was called."""
         return self.region is NULL
 
     def release(self) -> None:
-        """Say that it is not used any more; idempotent, nothing in a forked child.
+        """Release the region; idempotent, no effect in a forked child.
 
-        Transfers of this worker that use it keep it mapped until they are through. A peer that
-        reaches for it afterwards loses its endpoint: end its generation before.
+        Transfers in flight of this worker keep the range mapped until they end. A peer that uses it
+        later loses its endpoint, so end its generation first.
         """
         cdef kvn_ucx_region *region = NULL
         cdef UcxWorker worker
@@ -442,7 +442,7 @@ cdef class UcxRegion:
                 f" {self.kind} memory{', released' if self.released else ''}>")
 
 
-# What ucx_backend is given, as C takes it.
+# The arguments of ucx_backend as C structs.
 @cython.final
 @cython.internal
 @cython.no_gc
@@ -450,7 +450,7 @@ cdef class BackendOptions:
     cdef kvn_ucx_backend_options options
     cdef kvn_ucx_peer_range *ranges
     cdef kvn_ucx_packed_key *keys
-    cdef list packed  # bytes that `keys` shows
+    cdef list packed  # bytes that `keys` points to
 
     cdef int take_ranges(self, tuple columns) except -1:
         cdef Py_buffer views[5]
@@ -496,20 +496,20 @@ cdef class BackendOptions:
 
 def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addresses, nbytes, slots,
                 generations, keys, rkeys, local="host") -> Backend:
-    """Return a backend whose remote addresses are the peer's.
+    """Return a backend whose remote addresses are memory of the peer.
 
-    Before and after its bytes a transfer reads the generations of the ranges that it uses; if one
-    is not as given here, the transfer ends with KVN_UNMAPPED.
+    A transfer reads the generations of its ranges before and after its bytes, and ends with
+    KVN_UNMAPPED if one differs from `generations`.
 
     Args:
-        endpoint: connected.
-        direction: "get", from the peer, or "put".
-        addresses, nbytes, slots, generations: of the peer's ranges, columns of uint64. Remote
-            memory that lies in none of them is refused.
-        keys: for each range, which of `rkeys` opens it; uint64.
-        rkeys: of the peer's regions.
-        local: kind of the local memory that is in no region: "host", "cuda" or "rocm". Host memory
-            need not be in one; with RDMA it then is slower.
+        endpoint: a connected endpoint.
+        direction: "get" from the peer, or "put".
+        addresses, nbytes, slots, generations: columns of uint64: the peer's ranges. Other remote
+            memory is refused.
+        keys: uint64 index into `rkeys` of each range.
+        rkeys: keys of the peer's regions.
+        local: type of local memory outside of all regions: "host", "cuda" or "rocm". Host memory
+            outside of regions is slower with RDMA.
     """
     cdef BackendOptions taken = BackendOptions.__new__(BackendOptions)
     cdef kvn_backend *backend = NULL
@@ -530,14 +530,14 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
 
 
 def ucx_leased(Backend backend not None, leases) -> Backend:
-    """Return a backend that reaches the same, and whose transfers are made with leases.
+    """Return a backend that reaches the same memory with leases.
 
-    They read the generations of those beside the ranges', before and after their bytes, and end
-    with KVN_UNMAPPED if one is not as given here.
+    Its transfers also read the generations of the leases before and after their bytes, and end with
+    KVN_UNMAPPED if one differs.
 
     Args:
-        backend: of `ucx_backend`.
-        leases: of the peer: a slot, a generation, and what messages call it, of each.
+        backend: result of `ucx_backend`.
+        leases: slot, generation and name for messages of each lease of the peer.
     """
     cdef kvn_ucx_lease *taken
     cdef kvn_backend *made = NULL

@@ -1,5 +1,3 @@
-"""Who writes to memory of another process: announced by the writer, awaited by the owner."""
-
 from collections.abc import Iterable
 from typing import NamedTuple, final
 

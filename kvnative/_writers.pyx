@@ -1,4 +1,4 @@
-"""Who writes to memory of another process: announced by the writer, awaited by the owner."""
+"""Writes to memory of another process: the writer announces them, the owner waits for them."""
 
 cimport cython
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -58,11 +58,11 @@ cdef extern from "host/writers.h" nogil:
 
 
 class Ticket(NamedTuple):
-    """A piece that process `pid` has announced, has not finished, and cannot be kept from writing.
+    """An announced write that has not finished, and that the owner cannot stop.
 
     Attributes:
-        pid: of the peer.
-        entry, place, number: where it stands in the table.
+        pid: process that writes.
+        entry, place, number: position in the writer table.
     """
 
     pid: int
@@ -73,10 +73,11 @@ class Ticket(NamedTuple):
 
 @cython.final
 cdef class WriterTable:
-    """The table in which the peers of this process announce what they write to its memory.
+    """The table in which peers of this process announce their writes to its memory.
 
-    MemoryError, OSError where it cannot be had; ValueError for another number of entries than 1 to
-    65,536. An entry is a page of address space, and of memory once a peer has it.
+    Args:
+        num_entries: 1 to 65,536, one for each peer. An entry takes a page of address space, and a
+            page of memory once a peer uses it.
     """
 
     cdef kvn_writers writers
@@ -106,18 +107,18 @@ cdef class WriterTable:
 
     @property
     def address(self):
-        """Of the entries as peers write to them by address."""
+        """Address of the entries for peers that write by address."""
         return <uintptr_t>self.writers.gates
 
     def drain(self, double timeout_s):
-        """Wait until what is announced now is written, for at most `timeout_s` seconds.
+        """Wait until all announced writes have ended, for at most `timeout_s` seconds.
 
-        Call it when the registration is released: then nobody announces anything new for it. Peers
-        that are dead are not waited for; the writes by address of those that are late are cut off.
+        Call it after the release of the registration, when no peer announces a new write to it.
+        Dead peers are not waited for. Peers that are late can write by address no more.
 
         Returns:
-            The tickets that stand of peers that have mapped what they write to. What they write to
-            must not be used again while `stands` says so.
+            The tickets of late peers that have mapped the memory. Do not use the memory again while
+            `stands` returns True for one of them.
         """
         return self.tickets_after(timeout_s)
 
@@ -137,30 +138,31 @@ cdef class WriterTable:
                 late.append(Ticket(left[i].pid, left[i].entry, left[i].place, left[i].number))
 
     def end_leases(self, GenerationTable generations not None, leases, double timeout_s):
-        """Releases what of `leases` has not ended, slots and generations; then drains as `drain`.
+        """Release the `leases` (slots and generations) that have not ended, then `drain`.
 
-        ValueError: that table is closed.
+        Raise ValueError if the generation table is closed.
         """
         cdef uint64_t slot, generation
         cdef kvn_failure failure
         for slot, generation in leases:
-            with cython.critical_section(generations):  # nobody closes it meanwhile
+            with cython.critical_section(generations):  # no other thread closes it meanwhile
                 generations.check_open()
-                # Of one that has ended before it says so, which is of no use here.
+                # A failure means that the lease ended before, which is fine.
                 kvn_generations_release(&generations.table, slot, generation, &failure)
         return self.tickets_after(timeout_s)
 
     def stands(self, ticket):
-        """Whether its peer lives, as the same program, and has not finished the piece."""
+        """Return whether the peer lives, as the same program, and has not finished the write."""
         cdef kvn_ticket given
         given.pid, given.entry, given.place, given.number = ticket
         return kvn_writers_has(&self.writers, &given)
 
     @cython.critical_section
     def close(self):
-        """Close its descriptor, so that no peer finds it any more; idempotent.
+        """Close the descriptor, so that no new peer finds the table; idempotent.
 
-        The table itself goes with this object: peers may still announce there.
+        Peers that have mapped the table still announce there: its memory lives as long as this
+        object.
         """
         kvn_writers_hide(&self.writers)
 
@@ -170,7 +172,7 @@ cdef class WriterTable:
 
 @cython.final
 cdef class WriteGuard:
-    """Made by `Writer.guarded`, which it keeps."""
+    """The right to write to some registrations of a peer; made by `Writer.guarded`."""
 
     def __dealloc__(self):
         kvn_guard_destroy(self.guard)
@@ -178,11 +180,11 @@ cdef class WriteGuard:
 
 @cython.final
 cdef class Writer:
-    """This process as a writer to the memory of process `pid`: an entry of that one's table.
+    """This process's entry in the writer table of process `pid`.
 
-    It goes back when neither this object nor a backend of it is left. ProcessLookupError,
-    PermissionError or another OSError when the peer has exited, closed its table, or is not to be
-    reached; ValueError for what is no such table; MemoryError when all entries are taken.
+    The entry is given back once this object and all backends made of it are gone. Raise
+    ProcessLookupError, PermissionError or another OSError if the peer has exited, closed its table,
+    or is out of reach; ValueError for another kind of file; MemoryError if all entries are taken.
     """
 
     cdef kvn_writer writer
@@ -212,21 +214,21 @@ cdef class Writer:
         return made
 
     def guarded(self, bytes words not None):
-        """What announces writes to memory of the peer that is mapped here, one by one."""
+        """Return a guard that announces single writes to the mapped registrations `words`."""
         cdef WriteGuard made = WriteGuard.__new__(WriteGuard)
         made.guard = self.guard(words)
         made.writer = self
         return made
 
     def mapped(self, ThreadPool pool not None, bytes words not None):
-        """Plain copies to memory of the peer that is mapped here: these of its registrations."""
+        """Return a backend that copies to the registrations `words`, which are mapped here."""
         cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable()),
                                              (pool, self), "host backend")
         kvn_pooled_set_guard(backend.handle, self.guard(words))
         return backend
 
     def by_address(self, ThreadPool pool not None, bytes words not None):
-        """process_vm_writev to the peer's own addresses in these of its registrations."""
+        """Return a backend that writes to the registrations `words` by process_vm_writev."""
         cdef Backend backend = Backend.adopt(
             kvn_process_create(pool.usable(), self.writer.pid, KVN_PEER_PUT), (pool, self),
             "process backend")
@@ -234,7 +236,7 @@ cdef class Writer:
         return backend
 
     def around(self, Backend inner not None, bytes words not None):
-        """What `inner` writes to memory of the peer that is mapped here, batch by batch."""
+        """Return a backend that announces each batch that `inner` writes to mapped memory."""
         inner.calls()
         inner.check_process()
         return Backend.adopt(

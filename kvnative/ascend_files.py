@@ -1,4 +1,4 @@
-"""Where the libraries of the Ascend toolkit and its driver lie: found at run time, never linked."""
+"""Paths of the libraries of the Ascend toolkit and its driver, which are opened at run time."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = [
 ]
 
 DRIVER_VARIABLE = "KVPLAN_ASCEND_DRIVER"
-"""Environment variable: the folder of the driver, where it is not the usual one."""
+"""Environment variable with the folder of the driver, if it is not the usual one."""
 DRIVER = "/usr/local/Ascend/driver"
 
-# In the order in which they are asked: set by the toolkit's set_env.sh, or by hand.
+# Environment variables of the toolkit's set_env.sh, in the order of precedence.
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME")
-# Where the installer puts it; `latest` and `cann` are links to the version in use.
+# Default paths of the installer; `latest` and `cann` are links to the version in use.
 HOMES = (
     "/usr/local/Ascend/ascend-toolkit/latest",
     "/usr/local/Ascend/cann",
     "/usr/local/Ascend/latest",
 )
 
-# Below a toolkit; the first has the release, those of a component may have its own.
+# Relative to a toolkit. The first has the release; components may have their own version.
 VERSION_FILES = (
     "*_toolkit_install.info",
     "version.info",
@@ -43,18 +43,20 @@ VERSION_FILES = (
 
 
 def homes() -> list[Path]:
-    """Return the places where a toolkit may be, first those that the environment names."""
+    """Return the folders where a toolkit may be, those of the environment first."""
     named = [os.environ.get(variable, "") for variable in HOME_VARIABLES]
     return list(dict.fromkeys(Path(it) for it in (*named, *HOMES) if it))
 
 
 def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str]]:
-    """Return what to open, in the order to try: each a list of files that lie together.
+    """Return lists of files to open together, in the order to try them.
 
     Args:
-        names: of the library's files, best first.
-        path: a file, or the folder of a toolkit or of its libraries; None to search. A list of bare
-            names stands for the loader's own search.
+        names: file names of the library, best first.
+        path: a file, or the folder of a toolkit or of its libraries; None to search.
+
+    Returns:
+        The lists; one of bare names stands for the loader's search.
     """
     if path is not None and not Path(path).is_dir():
         file = Path(path)
@@ -70,7 +72,7 @@ def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str
 
 
 def toolkit_version(library: str) -> str | None:
-    """Return the version of the toolkit that the file `library` belongs to, "8.5.0" say."""
+    """Return the version of the toolkit that the file `library` belongs to, such as "8.5.0"."""
     for root in list(Path(library).resolve().parents)[:4]:
         if root == root.parent:
             break
@@ -83,20 +85,20 @@ def toolkit_version(library: str) -> str | None:
 
 
 def driver_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where the driver is, or would be: its version.info, its tools."""
+    """Return the folder of the driver, which may not exist."""
     return Path(environment.get(DRIVER_VARIABLE) or DRIVER)
 
 
 def driver_version() -> str | None:
-    """Return the version of the driver (HDK), "25.5.0" say; None: it is not known here."""
+    """Return the version of the driver (HDK), such as "25.5.0", or None if unknown."""
     return _version_in(driver_folder() / "version.info")
 
 
 def max_registered(hdk: str | None) -> dict[str, int]:
-    """Return the bytes of each kind that HCCL registers with an A2 or A3, as documented.
+    """Return the documented limits, in bytes of each kind, of memory that A2 and A3 register.
 
     Args:
-        hdk: version of the driver, "25.5.0" say; None: not known, which is taken for a new one.
+        hdk: version of the driver, such as "25.5.0"; None counts as a new one.
     """
     version = re.match(r"(\d+)\.(\d+)", hdk or "")
     is_old = version is not None and (int(version[1]), int(version[2])) < (25, 5)
@@ -108,7 +110,7 @@ def _version_in(file: Path) -> str | None:
         text = file.read_text(errors="replace")
     except OSError:
         return None
-    # version_dir is the release; Version, next to it, is the component's own.
+    # version_dir is the release; Version is that of the component.
     for key in ("version_dir", "version"):
         line = re.search(rf"^{key}\s*=\s*\[?([\w.-]+)", text, re.MULTILINE | re.IGNORECASE)
         if line:

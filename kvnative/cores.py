@@ -1,4 +1,4 @@
-"""How many cores this process may use: where it may run, and what its cgroups let it have."""
+"""The number of cores that this process may use, by its affinity and its cgroups."""
 
 import os
 from contextlib import suppress
@@ -9,16 +9,16 @@ __all__ = ["usable_cores"]
 
 
 def usable_cores(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that it may run on, or fewer if a cgroup limits its CPU time to fewer.
+    """Return the number of cores of the affinity mask, or fewer if a cgroup limits the CPU time.
 
     Args:
-        proc, groups: where procfs and the cgroups are mounted.
+        proc, groups: mount points of procfs and of the cgroups.
     """
     return min([len(os.sched_getaffinity(0)), *_limits(proc, groups)])
 
 
 def _limits(proc: Path, groups: Path) -> list[int]:
-    """Whole cores that each limit on the way to the root comes to; a part of one counts as one."""
+    """Return each limit on the way to the root in whole cores, rounded up."""
     try:
         rows = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -30,9 +30,9 @@ def _limits(proc: Path, groups: Path) -> list[int]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = groups / controllers if controllers else groups
-        if controllers and not root.exists():  # there is a link by the name of each controller
+        if controllers and not root.exists():  # version 1 has a link for each controller
             root = groups / "cpu"
-        # A container may see its host's path, which is not mounted there: the root then counts.
+        # A container may see the path of its host, which is not mounted: the root counts then.
         place = root / path.lstrip("/")
         while True:
             limits += _limit_at(place)
@@ -45,7 +45,7 @@ def _limits(proc: Path, groups: Path) -> list[int]:
 def _limit_at(place: Path) -> list[int]:
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (place / "cpu.max").read_text().split()
-        return [max(1, ceil(int(quota) / int(period)))]  # "max": there is none
+        return [max(1, ceil(int(quota) / int(period)))]  # ValueError for "max": no limit
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = ((place / f"cpu.cfs_{it}_us").read_text() for it in ("quota", "period"))
         return [max(1, ceil(int(quota) / int(period)))] if int(quota) > 0 else []

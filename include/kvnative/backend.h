@@ -39,7 +39,7 @@ typedef struct kvn_span {
 } kvn_span;
 
 #define KVN_NO_DESCRIPTOR UINT64_MAX
-#define KVN_MAX_SPANS 66 /* a piece per thread, and the tail nobody claimed */
+#define KVN_MAX_SPANS 66 /* a piece per thread, and the unclaimed tail */
 
 /* What is known about a request. Spans are ascending and disjoint; a descriptor in none of them is
  * confirmed. While KVN_PENDING only `bytes_done` is meaningful. */

@@ -60,16 +60,12 @@ enum {
     KVN_CUDA_CAPTURE_UNSUPPORTED = 900, /* a stream is being captured into a graph: the first of nine codes */
     KVN_CUDA_CAPTURE_IMPLICIT = 906,   /* of the default stream, as one that is ordered with it is captured */
     KVN_CUDA_CAPTURED_EVENT = 907,
-    KVN_CUDA_CAPTURE_WRONG_THREAD = 908, /* the last of them */
-    KVN_CUDA_UNKNOWN = 999
+    KVN_CUDA_CAPTURE_WRONG_THREAD = 908 /* the last of them */
 };
 
 /* CUdevice_attribute */
 enum {
     KVN_CUDA_NUM_MULTIPROCESSORS = 16,
-    KVN_CUDA_PCI_BUS_ID = 33,
-    KVN_CUDA_ASYNC_ENGINES = 40,
-    KVN_CUDA_UNIFIED_ADDRESSING = 41,
     KVN_CUDA_CAPABILITY_MAJOR = 75,
     KVN_CUDA_CAPABILITY_MINOR = 76,
     KVN_CUDA_HOST_POINTER_OF_REGISTERED = 91, /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
@@ -89,12 +85,11 @@ enum {
     KVN_CUDA_POINTER_IS_LEGACY_IPC = 10, /* int: cuIpcGetMemHandle takes it */
     KVN_CUDA_POINTER_RANGE_START = 11,   /* CUdeviceptr; of mapped memory all that was reserved */
     KVN_CUDA_POINTER_RANGE_SIZE = 12,    /* size_t */
-    KVN_CUDA_POINTER_HANDLE_TYPES = 14,  /* unsigned: CUmemAllocationHandleType, how it may be exported */
     KVN_CUDA_POINTER_POOL = 17           /* CUmemoryPool; NULL: of none */
 };
 
 /* CUmemorytype */
-enum { KVN_CUDA_MEMORY_HOST = 1, KVN_CUDA_MEMORY_DEVICE = 2, KVN_CUDA_MEMORY_UNIFIED = 4 };
+enum { KVN_CUDA_MEMORY_HOST = 1, KVN_CUDA_MEMORY_DEVICE = 2 };
 
 /* Flags of cuMemHostAlloc and cuMemHostRegister: the same for all contexts; mapped for the device too, at the
  * host's own address. */
@@ -104,13 +99,11 @@ enum {
     KVN_CUDA_CAPTURE_RELAXED = 2,         /* CUstreamCaptureMode */
     KVN_CUDA_STREAM_NON_BLOCKING = 1,     /* cuStreamCreate: no order with the default stream */
     KVN_CUDA_EVENT_DISABLE_TIMING = 2,    /* cuEventCreate */
-    KVN_CUDA_EVENT_INTERPROCESS = 4,      /* cuEventCreate, with the one before */
     KVN_CUDA_IPC_LAZY_PEER_ACCESS = 1,    /* cuIpcOpenMemHandle */
     KVN_CUDA_SRC_ACCESS_STREAM = 1,       /* CUmemcpySrcAccessOrder: in the order of the stream */
     KVN_CUDA_ALLOCATION_PINNED = 1,       /* CUmemAllocationType */
     KVN_CUDA_HANDLE_FILE_DESCRIPTOR = 1,  /* CUmemAllocationHandleType */
     KVN_CUDA_LOCATION_DEVICE = 1,         /* CUmemLocationType */
-    KVN_CUDA_LOCATION_HOST = 2,
     KVN_CUDA_ACCESS_READ_WRITE = 3,       /* CUmemAccess_flags */
     KVN_CUDA_GRANULARITY_MINIMUM = 0      /* CUmemAllocationGranularity_flags */
 };

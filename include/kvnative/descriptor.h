@@ -31,7 +31,7 @@ typedef struct kvn_batch_end {
 } kvn_batch_end;
 
 /* Columns: the form of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of every
- * backend here. The three arrays belong to whoever made them. */
+ * backend here. The caller owns the three arrays. */
 typedef struct kvn_columns {
     const uint64_t *dst;
     const uint64_t *src;

@@ -254,6 +254,7 @@ def try_registering(notes: Notes) -> None:
     with the_device() as device, engine() as datadist:
         driver = Driver(device.native.library.path)
         addresses = [driver.allocate(desc.tensor_nbytes) for _ in range(2)]
+        notes.add("allocated by the program", "says", f"2 times {desc.tensor_nbytes} bytes")
         arrays = [CudaArray(it, desc.shape) for it in addresses]
         for name, tensors in (("by address", addresses), ("as arrays", arrays)):
             cache = datadist.register_blocks_cache(desc, tensors)

@@ -19,7 +19,9 @@ from typing import Any
 
 Line = dict[str, Any]
 _LOOK_S = 0.1
-_TRACE_S = 1.0
+_START_S = 60.0
+"""Until its first line: a process imports kvplan before, which on a busy machine takes long."""
+_TRACE_S = 10.0
 _TAIL = 12
 """Lines of its output that are shown where it ended badly."""
 
@@ -70,9 +72,9 @@ def last_word(output: str) -> str:
 
 
 def dump_when_asked() -> None:
-    """A signal lets this process print where its threads are, to be told of a hang."""
+    """On SIGUSR1, print where the threads of this process are, and die of the signal."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
 
 def run_apart(
@@ -87,7 +89,7 @@ def run_apart(
     Args:
         name: of the try.
         command: of the process; it takes `--notes FILE`, where it writes lines of JSON.
-        silence_s: it may say nothing for so long.
+        silence_s: longest time between two lines. The first line may take 60 s longer.
         until: `time.monotonic()` at which it ends in any case.
         heard: is called with each line as it comes.
     """
@@ -104,7 +106,7 @@ def run_apart(
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            last, rest, code = began, "", None
+            last, rest, code = began + _START_S, "", None
             while code is None and not result.how:
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(_LOOK_S)
@@ -129,12 +131,15 @@ def run_apart(
 
 
 def end(process: subprocess.Popen[bytes], *, is_hanging: bool) -> None:
-    """End it, and what it has started; where they hang, after they have said where."""
+    """End the process and all that it has started; if they hang, they print where before."""
     with suppress(ProcessLookupError):
         if is_hanging:
             os.killpg(process.pid, signal.SIGUSR1)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_TRACE_S)
+            until = time.monotonic() + _TRACE_S
+            while time.monotonic() < until:  # until no process of the group is left
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(_LOOK_S)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,5 +1,5 @@
 /* The ACL library of this process: opened, its calls looked up, and its errors in words. It is never
- * closed: its threads and exit handlers outlive whoever used it last. */
+ * closed: its threads and exit handlers outlive the last user. */
 #ifndef KVN_ACL_LIBRARY_H
 #define KVN_ACL_LIBRARY_H
 
@@ -24,9 +24,9 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
 void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room);
 /* Name of the n-th optional call that the library lacks; NULL when there are no more. */
 const char *kvn_acl_missing(const kvn_acl *acl, size_t n);
-/* aclInit; that somebody did it before is fine, *first then says so. */
+/* Calls aclInit. *first: this was the first call in the process. */
 int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure);
-/* aclFinalize: only for who made the first aclInit, and nothing of the library is in use. */
+/* Calls aclFinalize: only if *first was set, and once nothing of the library is in use. */
 int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failure);
 
 /* ---- what it says of devices; after init, no context is needed ---- */

@@ -1,24 +1,24 @@
-/* Announce, then check: how an owner takes memory back from peers that write to it with no message between them.
+/* Announce, then check: an owner takes memory back from writing peers without a message.
  *
- * A writer first publishes a ticket where the owner can read it, then reads the owner's generations, and writes only
- * if the registrations stand; it takes the ticket out when what it has written is there. An owner that ends a
- * registration first changes its generation, then reads the tickets of its peers, and waits until those that it
- * found are gone. A full fence on both sides lies between the two steps. So at least one of the two sees the
- * other's first step: either nothing is written, or the owner waits for it.
+ * A writer publishes a ticket that the owner can read, then reads the owner's generations, and writes only if the
+ * registrations are valid. It removes the ticket once its bytes have arrived. An owner that ends a registration
+ * changes the generation, then reads the tickets of its peers, and waits until these are gone. Both sides have a full
+ * fence between the two steps, so at least one of them sees the first step of the other: either the peer does not
+ * write, or the owner waits for the write.
  *
- * Three places keep tickets: a table in memory that both map (host/writers.h), words of the writer's that the owner
- * reads over UCX (ucx/transfer.c), and words in the memory of the writer's device (hccl/announced.c). TCP needs
- * none: the owner's own threads write. */
+ * Tickets are kept in a table that both sides map (host/writers.h), in words of the writer that the owner reads by
+ * UCX (ucx/transfer.c), or in memory of the writer's device (hccl/announced.c). TCP needs none, because threads of the
+ * owner write. */
 #ifndef KVNATIVE_CORE_ANNOUNCE_H
 #define KVNATIVE_CORE_ANNOUNCE_H
 
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* Bytes that a writer moves by one ticket: what an owner may have to wait for. */
+/* Bytes of one ticket, for which an owner may have to wait. */
 #define KVN_ROUND_NBYTES (UINT64_C(64) << 20)
 
-/* The next ticket for the owner that has given this writer `tag`: neither 0 nor any earlier one. */
+/* The next ticket for the owner with this tag: not 0 and not an earlier one. */
 static inline uint64_t kvn_next_ticket(uint32_t tag, atomic_uint *count)
 {
     uint32_t number;

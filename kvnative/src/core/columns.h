@@ -1,4 +1,4 @@
-/* Walking over columns of descriptors: what they add up to, pieces of them, and places in their bytes. */
+/* Columns of descriptors: sums, slices, and walks over their bytes. */
 #ifndef KVNATIVE_CORE_COLUMNS_H
 #define KVNATIVE_CORE_COLUMNS_H
 
@@ -18,7 +18,7 @@ static inline bool kvn_columns_total(const kvn_columns *columns, uint64_t *total
     return !overflow;
 }
 
-/* Descriptors [first, last) alone, whose end is not that of the batch. */
+/* A slice with the descriptors [first, last), without the end callback of the batch. */
 static inline kvn_columns kvn_columns_slice(const kvn_columns *columns, uint64_t first, uint64_t last)
 {
     kvn_columns slice = *columns;
@@ -32,13 +32,13 @@ static inline kvn_columns kvn_columns_slice(const kvn_columns *columns, uint64_t
     return slice;
 }
 
-/* Where a walk has got to. */
+/* Position of a walk. */
 typedef struct kvn_cursor {
     uint64_t index;
     uint64_t skip; /* bytes of that descriptor */
 } kvn_cursor;
 
-/* Goes on by as many bytes as lie there, and past descriptors that end with them or are empty. */
+/* Advances by nbytes of the current descriptor, and past descriptors that end there or are empty. */
 static inline void kvn_cursor_advance(kvn_cursor *at, const kvn_columns *columns, uint64_t nbytes)
 {
     while (nbytes > 0 || (at->index < columns->count && columns->nbytes[at->index] == at->skip)) {

@@ -7,7 +7,7 @@
 
 #include "kvnative/status.h"
 
-/* Bits of an ending's state. Whoever sets the second of the two appends it. */
+/* Bits of an ending's state. The thread that sets the second one appends the token. */
 #define IS_DUE 1u
 #define IS_WATCHED 2u
 
@@ -93,7 +93,7 @@ void kvn_ending_init(kvn_ending *self, uint64_t parts)
 
 void kvn_ending_add(kvn_ending *self) { atomic_fetch_add_explicit(&self->parts, 1, memory_order_relaxed); }
 
-/* With release and acquire: whoever takes the token sees what was done before the last part ended. */
+/* Release and acquire, so that the reader of the token sees all that happened before the last part ended. */
 void kvn_ending_end_part(kvn_ending *self, int status)
 {
     const bool is_last = atomic_fetch_sub_explicit(&self->parts, 1, memory_order_acq_rel) == 1;

@@ -168,7 +168,7 @@ static void leave_gate(kvn_task *task)
         task->waiter.gate->leave(task->waiter.gate, &task->waiter);
 }
 
-/* The mutex is held until the batch is submitted: whoever aborts the task comes before or after. */
+/* The mutex is held until the batch is submitted, so that an abort comes before or after. */
 int kvn_task_begin(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);

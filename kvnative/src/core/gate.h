@@ -1,6 +1,5 @@
-/* What a transfer may have to come after, such as the work on a stream of the model's: no byte of it moves
- * before. Who opens a gate is its own matter; a task waits at it, or gives it to a backend that orders its
- * work behind it. */
+/* An event that a transfer waits for, such as work on a stream of the model: no byte moves before it. A task waits at
+ * the gate, or passes it to a backend that orders its own work behind it. */
 #ifndef KVNATIVE_CORE_GATE_H
 #define KVNATIVE_CORE_GATE_H
 
@@ -11,11 +10,11 @@
 
 typedef struct kvn_gate kvn_gate;
 
-/* Who waits at a gate; embed it where it stays in place until it was opened or has left. */
+/* A waiter at a gate. Its memory stays in place until the gate has opened or the waiter has left. */
 typedef struct kvn_gate_waiter {
     kvn_node node; /* the gate's, with `gate` */
     kvn_gate *gate;
-    /* Once, by a thread of the gate's, without a lock of its own: KVN_OK, or why it never opens. */
+    /* Called once, by a thread of the gate without locks: KVN_OK, or why the gate never opens. */
     void (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
     /* Now and then until it opens, by the same thread: whether it waits no more, as a backend keeps the order
      * from now on. NULL: none would. */
@@ -24,7 +23,7 @@ typedef struct kvn_gate_waiter {
 } kvn_gate_waiter;
 
 struct kvn_gate {
-    /* Never calls `open` by itself. A failure: the waiter is not there. */
+    /* Never calls `open` itself. After a failure the waiter is not at the gate. */
     int (*enter)(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *failure);
     /* On return `open` does not run and is not called any more; whether or not it had entered. Not from
      * within `open`, nor with a lock that `open` takes. */

@@ -21,7 +21,7 @@ struct kvn_opened {
     bool submitted; /* the task may be called */
     bool driven;    /* a thread waits in it */
     bool stopping;  /* a thread aborts it */
-    bool through;   /* somebody has seen its outcome */
+    bool through;   /* its outcome was read */
 };
 
 static kvn_opened *opened_of(const kvn_node *node) { return KVN_LISTED(node, kvn_opened, in_flight); }
@@ -280,7 +280,7 @@ int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int 
         if (layered->outcome.status != KVN_PENDING) /* another layer has failed meanwhile */
             kvn_task_cancel_held(&it->task);
         if (status == KVN_PENDING)
-            pthread_cond_broadcast(&layered->changed); /* who waits may help, who aborts must stop it */
+            pthread_cond_broadcast(&layered->changed); /* waiting threads may help, an abort must stop it */
         let_go(layered, it, status);
     }
     return leave(layered);

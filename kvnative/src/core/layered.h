@@ -1,9 +1,8 @@
-/* Moves a column array slice by slice: layer i is descriptors [i * layer_size, (i + 1) * layer_size),
- * and is submitted by whoever opens it, as a task of its own. All layers have one outcome, in the
- * indices of the whole array.
+/* Layered tasks: layer i has the descriptors [i * layer_size, (i + 1) * layer_size), and the call that opens it
+ * submits them as a task. All layers have one outcome, in indices of the whole array.
  *
- * The first layer that fails, or an abort, seals the array: no further layer opens. The outcome comes
- * when those in flight are through. All calls but init and release may come from several threads. */
+ * The first failing layer, or an abort, seals the array: no further layer opens. The outcome comes once the layers in
+ * flight have ended. All calls but init and release are thread-safe. */
 #ifndef KVNATIVE_CORE_LAYERED_H
 #define KVNATIVE_CORE_LAYERED_H
 
@@ -28,11 +27,11 @@ typedef struct kvn_layer {
 typedef struct kvn_layered {
     kvn_backend *backend;
     kvn_columns columns;
-    kvn_ending *ending; /* its parts: a layer in flight each, and one until no layer opens any more */
+    kvn_ending *ending; /* a part for each layer in flight, and one until the array is sealed */
     uint64_t layer_size;
     uint64_t num_layers;
     pthread_mutex_t mutex;  /* guards everything below; taken before a task's own */
-    pthread_cond_t changed; /* a layer was submitted, is through or is let go; or the outcome came */
+    pthread_cond_t changed; /* a layer was submitted, has ended or was released; or the outcome came */
     kvn_layer *layers;
     kvn_list in_flight;     /* layers, in the order in which they are looked at */
     uint64_t num_waiting;
@@ -44,22 +43,21 @@ typedef struct kvn_layered {
     kvn_report outcome;  /* without spans: kvn_layered_spans has them, however many */
 } kvn_layered;
 
-/* Nothing moves yet. `layer_size` >= 1. Returns the outcome where there is one already (there are no
- * descriptors), otherwise KVN_PENDING. KVN_NO_MEMORY alone makes nothing to release. The backend, the columns
- * and the ending, which has one part, must outlive the outcome. */
+/* Makes a layered task of which nothing moves yet; `layer_size` >= 1. Returns the outcome if there are no descriptors,
+ * otherwise KVN_PENDING. Only after KVN_NO_MEMORY there is nothing to release. The backend, the columns and the
+ * ending, which has one part, must outlive the outcome. */
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
                      uint64_t layer_size, kvn_ending *ending);
-/* Submits layer `layer` < num_layers, to move when `after` has come (NULL: now); that outlives the layered.
- * *opened: 1 if this call did, 0 if it is open already or the array is sealed. Returns KVN_PENDING or the
- * outcome. */
+/* Submits layer `layer` < num_layers, behind the gate `after` (or NULL), which must outlive the task. *opened: 1 if
+ * this call submitted it, 0 if it was open or the array is sealed. Returns KVN_PENDING or the outcome. */
 int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int *opened);
 /* As for a task. A wait also sleeps while nothing is in flight and layers may still be opened. */
 int kvn_layered_poll(kvn_layered *layered);
 int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns);
 int kvn_layered_abort(kvn_layered *layered, int why);
-/* Whether no layer opens any more: all are open, one has failed, or it was aborted. Never blocks. */
+/* True once no layer can be opened: all are open, one has failed, or the task was aborted. Never blocks. */
 bool kvn_layered_is_sealed(kvn_layered *layered);
-/* Writes num_layers states, of one moment. */
+/* Writes the num_layers states, all at one moment. */
 void kvn_layered_states(kvn_layered *layered, uint8_t *states);
 /* Bytes moved so far, and the outcome if there is one; without spans. */
 int kvn_layered_report(kvn_layered *layered, kvn_report *report);

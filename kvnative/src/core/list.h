@@ -1,12 +1,12 @@
-/* Intrusive lists, linked both ways: what is listed has a kvn_node in it, and is in one list with that.
- * Whoever holds the lock of a list has its nodes. */
+/* Intrusive doubly linked lists. An item has a kvn_node for each list that it can be in. The lock of a list also
+ * guards its nodes. */
 #ifndef KVNATIVE_CORE_LIST_H
 #define KVNATIVE_CORE_LIST_H
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* All zero: in no list. */
+/* All zero while in no list. */
 typedef struct kvn_node {
     struct kvn_node *next;
     struct kvn_node *previous;
@@ -30,7 +30,7 @@ static inline void kvn_list_init(kvn_list *list) { list->ends.next = list->ends.
 
 static inline bool kvn_list_is_in(const kvn_node *node) { return node->next != NULL; }
 
-/* NULL: there is none, or no further one. */
+/* NULL at the end of the list. */
 static inline kvn_node *kvn_list_after(const kvn_list *list, const kvn_node *node)
 {
     return node->next != &list->ends ? node->next : NULL;
@@ -41,7 +41,7 @@ static inline kvn_node *kvn_list_first(const kvn_list *list)
     return kvn_list_after(list, &list->ends);
 }
 
-/* Nothing happens to one that is in no list. */
+/* No effect on a node in no list. */
 static inline void kvn_list_remove(kvn_node *node)
 {
     if (!kvn_list_is_in(node))
@@ -59,7 +59,7 @@ static inline void kvn_list_insert(kvn_node *before, kvn_node *node)
     before->next = node;
 }
 
-/* Wherever it was in the list before. */
+/* The node may be anywhere in the list. */
 static inline void kvn_list_push_front(kvn_list *list, kvn_node *node)
 {
     kvn_list_remove(node);

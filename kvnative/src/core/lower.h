@@ -1,8 +1,7 @@
-/* Lowering: a plan's segments and the base addresses of its tensor pairs become the descriptor
- * array that a consumer takes, pair by pair, segment by segment. Each moves nbytes[segment] bytes
- * from src_bases[pair] + src_offsets[segment] to dst_bases[pair] + dst_offsets[segment]; where
- * segments repeat there is one for each repetition, the outer level's first, a stride further each
- * time. */
+/* Lowering: makes a descriptor array from the segments of a plan and the base addresses of its tensor pairs, pair by
+ * pair and segment by segment. A descriptor moves nbytes[segment] bytes from src_bases[pair] + src_offsets[segment] to
+ * dst_bases[pair] + dst_offsets[segment]. A repeated segment has a descriptor for each repetition, a stride apart, the
+ * outer level first. */
 #ifndef KVN_LOWER_H
 #define KVN_LOWER_H
 
@@ -70,8 +69,8 @@ void kvn_lower(const kvn_recipe *recipe, uint64_t *out);
 void *kvn_descriptors_alloc(size_t nbytes);
 void kvn_descriptors_free(void *buffer);
 
-/* Who may touch an array: any number of readers (NumPy views, tasks in flight) or one writer (lowering
- * into it again). Nobody waits: what cannot be granted is refused at once. */
+/* Access to an array: any number of readers (NumPy views, tasks in flight) or one writer (lowering into it again). A
+ * request that cannot be granted fails at once. */
 
 #define KVN_BEING_WRITTEN (-1)
 
@@ -92,11 +91,11 @@ static inline void kvn_lease_done(int64_t *leases)
     __atomic_fetch_sub(leases, 1, __ATOMIC_RELEASE);
 }
 
-/* 0, or -1 while anybody reads or writes. */
+/* 0, or -1 while the array is read or written. */
 static inline int kvn_lease_write(int64_t *leases)
 {
-    int64_t nobody = 0;
-    return __atomic_compare_exchange_n(leases, &nobody, KVN_BEING_WRITTEN, 0, __ATOMIC_ACQUIRE,
+    int64_t none = 0;
+    return __atomic_compare_exchange_n(leases, &none, KVN_BEING_WRITTEN, 0, __ATOMIC_ACQUIRE,
                                        __ATOMIC_RELAXED)
                ? 0
                : -1;

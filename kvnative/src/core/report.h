@@ -1,4 +1,4 @@
-/* Filling in a kvn_report: one way for every backend, wrapper and the executor. */
+/* How backends, wrappers and the executor fill in a kvn_report. */
 #ifndef KVNATIVE_CORE_REPORT_H
 #define KVNATIVE_CORE_REPORT_H
 
@@ -7,26 +7,26 @@
 
 #include "kvnative/backend.h"
 
-/* Somebody ended it, or its deadline did: it has not failed. */
+/* True if a caller or a deadline has ended the batch, which is not a failure. */
 static inline bool kvn_is_given_up(int status)
 {
     return status == KVN_TIMEOUT || status == KVN_CANCELLED || status == KVN_REVOKED;
 }
 
-/* Nothing is known yet: KVN_PENDING, no failure, no span. */
+/* A report with KVN_PENDING, no failure and no span. */
 void kvn_report_begin(kvn_report *report);
 /* Copies what is filled in; most reports have no spans to copy. */
 void kvn_report_copy(kvn_report *to, const kvn_report *from);
-/* A refusal of a whole batch of `count` descriptors, of which none was touched. Returns `status`. */
+/* Refuses a batch of `count` descriptors of which nothing was moved. Returns `status`. */
 int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, const char *format,
                       ...) __attribute__((format(printf, 5, 6)));
 /* Empty spans are ignored. Call kvn_report_merge_spans once all are added. */
 void kvn_report_add_span(kvn_report *report, uint64_t first, uint64_t last);
 void kvn_report_merge_spans(kvn_report *report);
 uint64_t kvn_report_unconfirmed(const kvn_report *report);
-/* The message of a batch that was given up for `why`, from the spans and bytes already filled in. */
+/* The message of a batch that was given up for `why`, from the spans and bytes of the report. */
 void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total);
-/* The same where the spans are kept elsewhere: `unconfirmed` of `count` descriptors are in them. */
+/* The same if the spans are kept elsewhere: they have `unconfirmed` of `count` descriptors. */
 void kvn_report_given_up(kvn_report *report, int why, uint64_t unconfirmed, uint64_t count,
                          uint64_t total);
 

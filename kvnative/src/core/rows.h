@@ -1,6 +1,6 @@
-/* Rows (blocks or slots) of two caches, cut into runs of bytes: what the planner makes of two block
- * tables, without its objects. A template says how rows lie on both sides; the planner made it. Only
- * requests that are certainly right are cut; the planner refuses the others, in words. */
+/* Block tables of two caches, cut into runs of bytes as the planner cuts them, but without its objects. A template of
+ * the planner describes the rows of both sides. Requests that may be wrong are left to the planner, which explains
+ * the refusal. */
 #ifndef KVN_ROWS_H
 #define KVN_ROWS_H
 
@@ -80,23 +80,23 @@ typedef struct kvn_rows_cut {
     bool merges;     /* whether they are ordered and merged */
 } kvn_rows_cut;
 
-/* Whether all that a request can name lies in the first src_nbytes and dst_nbytes of a tensor. */
+/* True if all rows of the template lie in the first src_nbytes and dst_nbytes of a tensor. */
 bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes);
 
 /* Bytes of scratch memory, aligned to 8, that a request needs; 0: too many. */
 size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
 
-/* Check a request, and cut it; the cut is in `scratch`. False: the planner has to look at it, as a row
- * is out of range, written twice, or read and written in one cache, the tables do not hold the tokens
- * or cannot be of one request, or keys and values become pairs. */
+/* Checks and cuts a request; the cut is in `scratch`. False leaves it to the planner: a row is out of range, written
+ * twice, or read and written in one cache; the tables do not hold the tokens or do not match; or keys and values
+ * become tensor pairs. */
 bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
                      kvn_rows_cut *cut);
 
-/* How many runs of memory kvn_rows_columns needs besides that of the pieces. */
+/* Number of runs for which kvn_rows_columns needs memory besides that of the pieces. */
 size_t kvn_rows_room(const kvn_rows_cut *cut);
 
-/* Make the runs of a cut in the planner's order, once: the pieces are overwritten. Returns how many
- * they are, and three columns of so many: src, dst and nbytes. */
+/* Makes the runs of a cut in the planner's order, once, because it overwrites the pieces. Returns three columns of
+ * *num items: src, dst and nbytes. */
 const uint64_t *kvn_rows_columns(const kvn_rows *rows, kvn_rows_cut *cut, kvn_run *room,
                                  size_t *num);
 

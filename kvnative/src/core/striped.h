@@ -1,8 +1,7 @@
-/* striped: several ways to one place, used at once. A large batch is cut into stripes of about the same size, one
- * for each of several backends, as many of them as get `min_nbytes`; what is smaller goes to the first alone.
- * Whatever one of them does not confirm is not confirmed. An outcome waits for all stripes, also when one has
- * failed. A batch of which a stripe is refused may have moved bytes of the others. It does not own what it
- * stripes over. */
+/* striped: several backends to the same memory, used at once. A large batch is split into stripes of about the same
+ * size, of at least `min_nbytes`, one for each backend; a small batch goes to the first backend. The outcome waits for
+ * all stripes, also after a failure, and confirms a descriptor only if its stripe does. If one stripe is refused, bytes
+ * of others may have moved. The inner backends are not owned. */
 #ifndef KVNATIVE_CORE_STRIPED_H
 #define KVNATIVE_CORE_STRIPED_H
 

@@ -1,4 +1,4 @@
-/* Starting the library's own threads, which leave signals to the threads of the program. */
+/* Threads of the library, which leave signals to the threads of the program. */
 #ifndef KVNATIVE_CORE_THREAD_H
 #define KVNATIVE_CORE_THREAD_H
 

@@ -25,7 +25,7 @@
 #define FAR_KERNEL_BELOW (1u << 20)
 #define FAR_BATCH_BELOW (8u << 20)
 #define FAR_BLOCKS 64
-/* Single copies of one call, so that who issues them looks now and then whether to stop. */
+/* Single copies of one call, after which the thread checks whether to stop. */
 #define SINGLES 64
 
 typedef struct copies {

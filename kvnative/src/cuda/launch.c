@@ -471,7 +471,7 @@ bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
     for (busy *it = self->streams; it; it = it->next) {
         has_dropped |= it->is_dropped;
         if (!it->is_dropped)
-            settle(self, it); /* whoever had it has waited for it */
+            settle(self, it); /* its user has waited for it */
     }
     if (!has_dropped) {
         for (launch *it = self->idle; it; it = it->next) {

@@ -1,5 +1,5 @@
 /* The CUDA driver's library of this process: opened, its calls looked up, and its errors in words. It is
- * never closed: other parts of the program use it, and its threads outlive whoever used it last. */
+ * never closed: other parts of the program use it, and its threads outlive the last user. */
 #ifndef KVN_CUDA_LIBRARY_H
 #define KVN_CUDA_LIBRARY_H
 
@@ -21,7 +21,7 @@ int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *
 void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room);
 /* Name of the n-th optional call that the library lacks; NULL when there are no more. */
 const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n);
-/* cuInit: as often as anybody likes. KVN_UNSUPPORTED: no device, say. */
+/* Calls cuInit; any number of times. KVN_UNSUPPORTED if there is no device. */
 int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure);
 
 /* ---- what it says of devices; after init, no context is needed ---- */

@@ -35,7 +35,7 @@ typedef enum kvn_cuda_gpu {
 /* All of them from any thread; the device is a CUDA device. */
 
 /* KVN_UNSUPPORTED, with what to do: memory that lies in several allocations, or in one that cannot be shared.
- * A descriptor is the caller's to close; who has imported it keeps the memory. */
+ * The caller closes the descriptor. An importer keeps the memory alive. */
 int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_cuda_exported *out,
                     kvn_failure *failure);
 

@@ -73,7 +73,7 @@ void kvn_channel_note_issued(kvn_channel *channel);
  * issued touches memory any more, whatever it returns. */
 int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
                             kvn_channel_fault *fault);
-/* From here on nobody can interrupt the job. Whether somebody has: then what was issued may be dropped
+/* From here on the job cannot be interrupted. True if it was before: then what was issued may be dropped
  * in spite of any success. */
 bool kvn_channel_settle(kvn_channel *channel);
 /* Waits at most `ms` for all that was issued: KVN_PENDING when it is not through, else KVN_OK or the

@@ -307,7 +307,7 @@ int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
 {
     const int status = unpin(device, (void *)(uintptr_t)address, failure);
 
-    forget_pinned(device, address); /* also where that failed: nobody can rely on it any more */
+    forget_pinned(device, address); /* also after a failure, as the memory may be unpinned */
     return status;
 }
 

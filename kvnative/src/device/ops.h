@@ -103,7 +103,7 @@ typedef struct kvn_device_ops {
     int (*free_host)(const kvn_device *device, void *address, kvn_failure *failure);
     /* Pins memory of the host that is allocated already; `address` is that of a page. */
     int (*pin)(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure);
-    /* KVN_OK also where somebody else has unpinned it. */
+    /* KVN_OK also if other code has unpinned the memory. */
     int (*unpin)(const kvn_device *device, void *address, kvn_failure *failure);
     /* *out is preset to pageable memory, which stands for what the runtime does not know: KVN_OK. */
     int (*locate)(const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure);

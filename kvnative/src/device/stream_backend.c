@@ -20,7 +20,7 @@ static kvn_stream_backend *stream_backend(const kvn_backend *self)
 
 /* ---- a shard ---- */
 
-/* Whether the failure is that of a stream which somebody aborted. */
+/* True if the failure is that of an aborted stream. */
 static bool is_aborted(const kvn_channel *channel, const kvn_channel_fault *fault)
 {
     return fault->why.code != 0 &&
@@ -141,7 +141,7 @@ static int block_stream(kvn_backend *base, kvn_request *request, void *stream, i
     kvn_failure failure;
     int status;
 
-    if (device->ops->can_abort) /* who waits for an event on a stream that was aborted may wait for ever */
+    if (device->ops->can_abort) /* an event on an aborted stream may never come */
         return kvn_report_refuse(report, request->count, KVN_UNSUPPORTED, 0,
                                  "no stream of %s can wait for a transfer, which may be given up; wait for it on "
                                  "the host", device->ops->runtime);

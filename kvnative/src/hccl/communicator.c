@@ -201,7 +201,7 @@ int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure 
         pthread_mutex_unlock(&self->mutex);
         return status;
     }
-    self->state = KVN_COMM_PREPARING; /* nobody else calls HCCL for it meanwhile */
+    self->state = KVN_COMM_PREPARING; /* no other thread calls HCCL for it meanwhile */
     pthread_mutex_unlock(&self->mutex);
     status = kvn_connection_prepare(&self->connection, timeout_s, failure);
     pthread_mutex_lock(&self->mutex);

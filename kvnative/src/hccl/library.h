@@ -1,5 +1,5 @@
 /* The HCCL library of this process: found next to ACL's, opened, its calls looked up, its errors in
- * words. It is never closed: its threads outlive whoever used it last. */
+ * words. It is never closed: its threads outlive the last user. */
 #ifndef KVN_HCCL_LIBRARY_H
 #define KVN_HCCL_LIBRARY_H
 

@@ -174,7 +174,7 @@ int kvn_region_close(kvn_region *region, kvn_failure *failure)
                           " communicator(s)",
                           region->address, region->address + region->nbytes, region->num_bound);
     } else if (region->is_open) {
-        /* With the mutex held: whoever registers the range again finds it deregistered. */
+        /* With the mutex held, so that a new registration of the range finds it deregistered. */
         if (region->handle)
             status = deregister(region, failure);
         take_out(region);

@@ -8,7 +8,7 @@
 
 #include "core/clock.h"
 
-/* How often who waits looks whether to stop. */
+/* Time between two checks of a waiting thread whether to stop. */
 #define MS_PER_SLICE 10
 #define NS_PER_SLICE (MS_PER_SLICE * INT64_C(1000000))
 

@@ -11,7 +11,7 @@
 /* An operation of RDMA takes less than 2 GiB. */
 #define MAX_FRAGMENT (UINT64_C(1) << 30)
 /* Descriptors between two looks at how far the stream is: at most twice as many are on it. A stream
- * holds a few thousand; whoever issues more blocks inside HCCL, where no abort reaches him. */
+ * holds a few thousand; a thread that issues more blocks inside HCCL, out of reach of an abort. */
 #define PACE 1024
 
 /* ---- what to move ---- */
@@ -103,7 +103,7 @@ int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault)
     return status;
 }
 
-/* What is on the stream has ended: with it, by an error, or by somebody's abort. */
+/* All work on the stream has ended: with the stream, by an error, or by an abort. */
 static int ended(kvn_transfer_context *t, int status)
 {
     if (status < 0)
@@ -314,7 +314,7 @@ static int blame_owner(kvn_transfer_context *t, int status)
     return answer == KVN_OK || kvn_is_halted(&t->halt) ? status : lose_owner(fault);
 }
 
-/* Whoever aborts a request aborts its stream too: then what failed here failed for that. */
+/* An abort of a request also aborts its stream, and explains a failure here. */
 static int give_up(kvn_transfer_context *t)
 {
     kvn_channel_fault *fault = t->fault;

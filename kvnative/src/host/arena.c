@@ -200,7 +200,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
                  "%s is not sealed: its seals are 0x%x, and 0x%x (no shrinking, no growing, no "
                  "more seals) is needed",
                  path, (unsigned)(seals < 0 ? 0 : seals), (unsigned)FIXED_SIZE);
-    /* The size is looked at once more: before the seals were known it could still change. */
+    /* Check the size again: it could change until the seals were known. */
     else if ((flaw = mismatch(out->fd, inode, nbytes, out)))
         kvn_fail(failure, KVN_INVALID, 0, "%s: %s", path, flaw);
     else

@@ -1,6 +1,6 @@
-/* Arenas: memory in a sealed memfd, which a peer on this host maps as well. The seals fix its size,
- * so neither side's mapping can ever end in SIGBUS by what the other does; but it does where the system
- * has no page left (under vm.overcommit_memory 2), unless all are there by `populate`. */
+/* Arenas: memory in a sealed memfd, which peers on this host map too. The seals fix its size, so that no process can
+ * cause a SIGBUS in another one. A system without a free page (under vm.overcommit_memory 2) still can, unless the
+ * arena is populated. */
 #ifndef KVN_ARENA_H
 #define KVN_ARENA_H
 
@@ -24,19 +24,18 @@ typedef struct kvn_arena {
     kvn_arena_pages pages;
 } kvn_arena;
 
-/* New zeroed memory. `name` shows in /proc/<pid>/maps. `exclusive`: nobody but this process may
- * ever map it writable. `node`: of NUMA, where its pages come from; -1: as the system does.
- * KVN_INVALID, KVN_NO_MEMORY or KVN_FAILED otherwise. */
+/* Makes zeroed memory. `name` shows in /proc/<pid>/maps. `exclusive`: no other process can map it writable. `node`:
+ * NUMA node of the pages; -1 leaves the choice to the system. Fails with KVN_INVALID, KVN_NO_MEMORY or KVN_FAILED. */
 int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena_pages pages,
                      int node, kvn_arena *out, kvn_failure *failure);
 
-/* Maps the arena that descriptor `fd` of process `pid` is. Refuses (KVN_INVALID) what is not a
- * sealed memfd of just this inode and size. KVN_DENIED, KVN_PEER_GONE: as the system says. */
+/* Maps the arena behind descriptor `fd` of process `pid`. KVN_INVALID unless it is a sealed memfd with this inode and
+ * size; KVN_DENIED or KVN_PEER_GONE from the system. */
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
                      kvn_failure *failure);
 
-/* Makes every page present now (page tables too), instead of one fault a page at first use.
- * An owner's are huge where they can be. KVN_NO_MEMORY: there are not as many. */
+/* Populates all pages and page tables now, instead of one fault for each page at its first use. The owner gets huge
+ * pages if there are any. KVN_NO_MEMORY if memory is short. */
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure);
 
 void kvn_arena_close(kvn_arena *arena); /* idempotent */

@@ -8,9 +8,9 @@
 /* Copies between ranges that do not overlap; any size, any alignment. */
 typedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes);
 
-/* memcpy, in a file of its own: what it copies is the program's, and no concern of ThreadSanitizer's. */
+/* memcpy in a file of its own, which ThreadSanitizer does not check: the bytes belong to the program. */
 void kvn_copy_plain(void *dst, const void *src, size_t nbytes);
-/* Writes past the caches. NULL if this processor, or this system, does not have it. */
+/* Writes past the caches. NULL if the processor or the system lacks it. */
 kvn_copy kvn_copy_past_caches(void);
 /* Non-temporal stores become visible to other threads in order only after this. */
 void kvn_copy_fence(void);

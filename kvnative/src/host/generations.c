@@ -87,7 +87,7 @@ int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadlin
         uint64_t seen = atomic_load_explicit(&slots_of(table)[candidate], memory_order_relaxed);
         if (seen % 2 != 0)
             continue;
-        /* Whoever knows the generation, which comes second, finds its deadline or a later one: each is a release. */
+        /* The deadline first: a peer that knows the generation finds this deadline or a later one. */
         atomic_store(&deadlines_of(table)[candidate], deadline_ns);
         const uint64_t taken = (seen ? seen : table->start) + 1;
         if (atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, taken)) {
@@ -148,7 +148,7 @@ uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_wor
         const kvn_word *it = &words[i];
         if (it->slot >= table->num_slots || has_expired(table, it->slot))
             return i;
-        if (it->generation % 2 == 0 || /* nobody has been given it: it is of a free slot */
+        if (it->generation % 2 == 0 || /* of a free slot, so no peer has it */
             atomic_load_explicit(&slots_of(table)[it->slot], memory_order_acquire) !=
                 it->generation)
             return i;

@@ -79,7 +79,7 @@ void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece)
     claim(job, piece_target(job, threads), piece);
 }
 
-/* What nobody has claimed stays unconfirmed; a descriptor that is cut there, wholly so. */
+/* Unclaimed bytes stay unconfirmed, and so does a descriptor of which a part is unclaimed. */
 void kvn_job_abandon(kvn_job *job)
 {
     kvn_report_add_span(&job->report, job->cursor, job->batch.count);

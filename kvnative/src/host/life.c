@@ -142,7 +142,7 @@ void kvn_life_end(kvn_life *life)
     if (state == STARTED && owner == getpid())
         for (struct robust_list *at = &head->list; at->next != &head->list; at = at->next)
             if (at->next == &life->node) {
-                /* First, as the process may be killed in between: nobody marks what is in no list. */
+                /* First, as the process may be killed in between: the kernel marks only entries of the list. */
                 atomic_store(&life->word, 0);
                 set_next(at, life->node.next);
                 held--;

@@ -265,7 +265,7 @@ void kvn_pages_make_huge(char *address, uint64_t nbytes)
         /* One without any page is refused; of one with a page the rest comes with it, cleared. */
         for (uint64_t at = from; at < from + size; at += KVN_HUGE_NBYTES) {
             if (madvise(address + at, page_nbytes(), MADV_POPULATE_WRITE) != 0)
-                return; /* whoever populates the rest says why */
+                return; /* populating the rest reports the reason */
         }
         if (madvise(address + from, size, MADV_COLLAPSE) == 0)
             failures = 0;

@@ -56,7 +56,7 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
 /* From the first chunk that is not done. */
 void kvn_walk_again(kvn_walk *walk);
 
-/* Pages of memory of this process, whoever made it. */
+/* Pages of any memory of this process. */
 typedef struct kvn_page_use {
     uint64_t present; /* bytes whose pages are in memory, mapped here or not */
     int has_mapped;   /* whether the kernel says what follows (Linux 6.7) */

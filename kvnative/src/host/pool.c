@@ -31,7 +31,7 @@ struct kvn_pool {
     unsigned started;
     unsigned moving; /* pieces in motion; never more than `threads` */
     unsigned helping; /* of them, those that waiters move */
-    unsigned idle;   /* workers asleep that nobody has woken */
+    unsigned idle;   /* sleeping workers that were not woken */
     unsigned waking; /* workers woken that have not arrived */
     unsigned looking; /* workers awake that look for the next job */
     unsigned vain;   /* looks in a row that saw nothing */
@@ -94,7 +94,7 @@ static void wake_waiter(kvn_pool *pool)
     }
 }
 
-/* One at a time: who is woken wakes the next, so submitting costs one wake-up however many threads. */
+/* One at a time: a woken worker wakes the next, so that submitting costs one wake-up. */
 static void wake_next(kvn_pool *pool)
 {
     unsigned places = free_places(pool);
@@ -195,7 +195,7 @@ static void *worker_main(void *argument)
         if (pool->waking > 0)
             pool->waking--;
         else
-            pool->idle--; /* woken by nobody */
+            pool->idle--; /* a spurious wake-up */
     }
     pthread_mutex_unlock(&pool->mutex);
     return NULL;
@@ -230,7 +230,7 @@ static void init_mutex(pthread_mutex_t *mutex)
     pthread_mutexattr_destroy(&attributes);
 }
 
-/* By affinity alone: a limit of CPU time is kept by whoever says how many threads there are. */
+/* By affinity only: the number of threads respects limits of CPU time. */
 static unsigned usable_cores(void)
 {
     cpu_set_t set;
@@ -405,7 +405,7 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
             spin_until_finished(job);
             pthread_mutex_lock(&pool->mutex);
         } else {
-            if (kvn_list_is_in(&job->queued)) /* somebody waits for it: before all others */
+            if (kvn_list_is_in(&job->queued)) /* a thread waits for it: before all others */
                 kvn_list_push_front(&pool->queue, &job->queued);
             wake_next(pool);
             if (!sleep_until(pool, job, deadline_ns))
@@ -453,7 +453,7 @@ void kvn_job_release(kvn_job *job)
 
     if (!pool)
         return;
-    /* Who finished the job may still hold the mutex; after this nobody looks at the job. */
+    /* The thread that finished the job may still hold the mutex; after this no thread uses the job. */
     pthread_mutex_lock(&pool->mutex);
     pthread_mutex_unlock(&pool->mutex);
     pthread_cond_destroy(&job->changed);

@@ -8,7 +8,7 @@
  *   with its own job when a place is free, instead of a worker.
  * - Of a job whose caller waits at once, or computes meanwhile (KVN_CALLER_WAITS, _COMPUTES), the
  *   workers take a place less, if there are two or more: the last one is the caller's.
- * - Jobs start in the order of submission; one that somebody waits for comes first.
+ * - Jobs start in the order of submission; one that a thread waits for comes first.
  * - A piece is short (its backend says how long at most): aborting means claiming no more, and
  *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
  * - A pool belongs to the process that made it: a forked child, which has none of its threads, may only

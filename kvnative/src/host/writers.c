@@ -28,7 +28,7 @@
  * between a ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
 typedef struct entry {
     _Atomic uint64_t process; /* its kvn_identity; 0: free */
-    _Atomic uint64_t closed;  /* the gate is, for good: nobody has the entry any more */
+    _Atomic uint64_t closed;  /* the gate is closed for good: no peer has the entry */
     _Atomic uint64_t tickets[KVN_WRITER_TICKETS]; /* 0: none */
     _Atomic uint64_t passed[KVN_WRITER_TICKETS];  /* written through the gate, for each ticket */
 } entry;

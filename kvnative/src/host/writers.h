@@ -1,17 +1,17 @@
-/* The writer table: how a process knows which of its peers are writing to its memory right now.
+/* The writer table: shows a process which of its peers write to its memory now.
  *
- * It is a memfd that the owner shows to its peers, which map it writable; an entry of it, one page,
- * belongs to one link of a peer. Its tickets announce the pieces that the peer writes (core/announce.h).
+ * Peers map this memfd of the owner writable. An entry, one page, belongs to one link of a peer; its tickets announce
+ * the pieces that the peer writes (core/announce.h).
  *
- * What an owner finds may be of other registrations than the one that it releases. So a ticket that stands for
- * long, as that of a transfer behind an event, is renewed: another is put in, the generations are looked at, and
- * only where all stand the first is taken out. Who has found the first and released nothing of this transfer goes
- * on then; who has, finds one of the two until the transfer was given up.
+ * An owner may find tickets of other registrations than the one that it releases. So a peer renews a ticket that lasts
+ * long, such as that of a transfer behind an event: it adds a second ticket, checks the generations, and removes the
+ * first one only if all are valid. An owner that waits for the first ticket but has released nothing of this transfer
+ * then continues; one that has finds one of the two tickets until the transfer was given up.
  *
- * A peer that died is not waited for. One that is stopped with its ticket in place is waited for
- * until a deadline. If it writes by process_vm_writev, its gate is then closed: each such call
- * begins with a word in the owner's own mapping of the entry, and fails there before it has written
- * anything else. What it has mapped cannot be taken from it; such tickets are reported to the owner. */
+ * Owners do not wait for a dead peer, and wait for a stopped one until a deadline. Then they close the gate of a peer
+ * that writes by process_vm_writev: each of its calls begins with a word in the owner's mapping of the entry, and
+ * fails there before other bytes. Memory that a peer has mapped cannot be taken away, so these tickets are reported to
+ * the owner. */
 #ifndef KVN_WRITERS_H
 #define KVN_WRITERS_H
 
@@ -29,10 +29,10 @@ typedef struct kvn_writers {
     uint64_t num_entries;
     uint64_t page_nbytes;
     char *gates;              /* the same pages again, which only peers write to */
-    _Atomic uint8_t *stopped; /* by entry: its peer did not move on when it was last waited for */
+    _Atomic uint8_t *stopped; /* by entry: the peer made no progress during the last wait */
 } kvn_writers;
 
-/* A ticket that stands, and whose it is. */
+/* A ticket in the table, and the process that announced it. */
 typedef struct kvn_ticket {
     uint64_t entry;
     uint64_t place;
@@ -41,43 +41,41 @@ typedef struct kvn_ticket {
 } kvn_ticket;
 
 int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *failure);
-void kvn_writers_hide(kvn_writers *writers); /* no peer finds it any more; who has it keeps it */
+void kvn_writers_hide(kvn_writers *writers); /* no new peer finds the table; present ones keep it */
 void kvn_writers_close(kvn_writers *writers);
 
-/* Whether no ticket stands now in any of the entries that were ever taken. False where that is not seen at
- * a glance: there are more than a few entries. */
+/* True if no entry has a ticket. May return False without a full check if there are more than a few entries. */
 bool kvn_writers_are_idle(kvn_writers *writers);
-/* Waits until no ticket stands any more that stands now in the entries from `*next` on, or until the
- * deadline; then closes the gates of those that write by address. Stops behind an entry with tickets
- * of a peer that has mapped what it writes to: returns how many, and they are in `left`. 0: all
- * entries are through. */
+/* Waits until all present tickets of the entries from `*next` on are gone, or until the deadline; then closes the gates
+ * of peers that write by address. Stops after an entry with tickets of a peer that has mapped the memory, and returns
+ * their number, with the tickets in `left`. 0: no entry is left. */
 uint64_t kvn_writers_drain(kvn_writers *writers, int64_t deadline_ns, uint64_t *next,
                            kvn_ticket left[KVN_WRITER_TICKETS]);
-/* Whether the ticket stands, and its peer lives and has the table; else it is taken out. */
+/* True if the ticket is in the table and its peer lives and maps the table. Removes the ticket of a dead peer. */
 bool kvn_writers_has(const kvn_writers *writers, const kvn_ticket *ticket);
 
 /* ---- a peer ---- */
 
 typedef struct kvn_writer {
     int pid;       /* of the owner */
-    int self;      /* this process: a forked child has no part in it */
+    int self;      /* this process; a forked child must not use the entry */
     kvn_generations generations;
     kvn_arena table;
     uint64_t page_nbytes;
     uint64_t entry;
-    uint64_t process; /* this one, as the entry names it */
+    uint64_t process; /* this process, as in the entry */
     uint64_t gate;    /* address of the entry in the owner */
     _Atomic uint64_t last; /* ticket number */
-    _Atomic int64_t seen_ns; /* when the owner was last looked for and found */
+    _Atomic int64_t seen_ns; /* time of the last successful check of the owner */
 } kvn_writer;
 
-/* Takes an entry of the table of process `pid`, whose registrations are in the given generation table. */
+/* Takes an entry in the writer table of process `pid`, with its generation table. */
 int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uint64_t num_slots,
                     int table_fd, uint64_t table_inode, uint64_t num_entries, uint64_t gates, kvn_writer *out,
                     kvn_failure *failure);
 void kvn_writer_close(kvn_writer *writer); /* no guard of it is left; idempotent */
 
-/* What a backend asks before it writes to registrations, given by their words. */
+/* Guards writes to the registrations `words`. */
 typedef struct kvn_guard {
     kvn_writer *writer;
     uint64_t count;
@@ -93,27 +91,24 @@ typedef struct kvn_announcement {
 kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count);
 void kvn_guard_destroy(kvn_guard *guard); /* of NULL: nothing */
 
-/* Announces a piece. A failure, with `fault` filled in: the owner has released a registration, or
- * closed the gate; then nothing is announced. `by_process`: it is written by process_vm_writev.
- * Without a guard all is well. */
+/* Announces a piece. Fails, with `fault` filled in and without an announcement, if the owner has released a
+ * registration or closed the gate. `by_process`: the piece is written by process_vm_writev. A NULL guard succeeds. */
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault);
-/* As kvn_guard_enter, of what is mapped here, for one who does not wait for a place: false where that
- * would wait, or fail. */
+/* As kvn_guard_enter for mapped memory, but false if it would have to wait for a place, or would fail. */
 bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out);
-/* Puts another announcement in the place of one that lasts, so that an owner that waits need not wait for its
- * end: KVN_OK. Or the owner has released a registration: `failure` says so, and the announcement stays until
- * kvn_guard_leave. It stays, too, where no place is free: KVN_OK. */
+/* Replaces a long announcement by a new one, so that owners of other registrations need not wait for it. Fails if the
+ * owner has released a registration; the announcement then stays until kvn_guard_leave. If no place is free, it stays
+ * too, and the result is KVN_OK. */
 int kvn_guard_renew(kvn_guard *guard, kvn_announcement *announcement, kvn_failure *failure);
-/* The piece is written. */
+/* Removes the announcement of a written piece. */
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement);
 
-/* For process_vm_writev: 0 if process `pid` is still the owner, which no pid says by itself: it may
- * be another process's by now, or that of another program. Else an errno: ESRCH, EPERM, ENOSYS. A
- * system call, of 1 us, unless that was so within the last 0.2 ms. */
+/* For process_vm_writev: 0 if process `pid` is still the owner and runs the same program, which a pid alone does not
+ * tell; else ESRCH, EPERM or ENOSYS. Takes a system call of 1 us, but at most one in 0.2 ms. */
 int kvn_guard_look_for_owner(const kvn_guard *guard);
-/* Where the ticket's number is to be written first in each call, and whether it has arrived: if not,
- * what the call has written went elsewhere. */
+/* The address to which each call writes the number of the ticket first, and whether it has arrived. If not, the call
+ * has written to another process. */
 uint64_t kvn_guard_gate(const kvn_guard *guard, const kvn_announcement *announcement);
 bool kvn_guard_has_passed(const kvn_guard *guard, const kvn_announcement *announcement);
 

@@ -32,7 +32,7 @@ static progress drive(kvn_tcp_client *self)
     return has_moved ? MOVED : BLOCKED;
 }
 
-/* Has the service's thread go on where nobody else does. */
+/* Lets the thread of the service continue if no other thread does. */
 static void hand_over(kvn_tcp_client *self)
 {
     uint32_t events = IDLE_EVENTS;

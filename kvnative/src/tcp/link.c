@@ -187,7 +187,7 @@ void kvn_tcp_link_close(kvn_tcp_link *self, const char *why)
         kvn_tcp_service_forget(&it->server.watched);
     }
     pthread_mutex_lock(&self->mutex);
-    shut_all(self); /* the peer hears it at once, whoever has a copy of the descriptors */
+    shut_all(self); /* the peer notices at once, even if a child has copies of the descriptors */
     for (unsigned i = 0; i < self->count; i++) {
         kvn_tcp_close(&self->pairs[i].client.watched.stream);
         kvn_tcp_close(&self->pairs[i].server.watched.stream);

@@ -24,7 +24,7 @@ bool kvn_tcp_link_has_failed(kvn_tcp_link *self, kvn_failure *why);
 /* Transfers in flight end with `why`; on return nothing is read or written for the peer. A second time
  * is fine. */
 void kvn_tcp_link_close(kvn_tcp_link *self, const char *why);
-/* Closed, and nobody uses it. */
+/* After close, when no thread uses the link. */
 void kvn_tcp_link_destroy(kvn_tcp_link *self);
 
 /* A backend that reaches the peer's memory by a connection. The local side is on `device`, the service's, or of

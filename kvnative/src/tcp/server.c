@@ -270,7 +270,7 @@ static kvn_tcp_progress on_ready(kvn_tcp_watched *watched, uint32_t events)
     uint64_t before = self->moved, moved = 0;
     bool has_answered = false;
 
-    /* What it sent before it closed is of no use: nothing is written for who has gone. */
+    /* Drop what the peer sent before it closed: nothing is written for a peer that has gone. */
     if (events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP))
         fail(self, 0, "the peer has closed the connection");
     while (!self->has_failed) {

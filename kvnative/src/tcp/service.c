@@ -32,7 +32,7 @@ struct kvn_tcp_thread {
     /* The thread's own: */
     uint64_t *ready; /* keys of those that have more to do */
     uint32_t num_ready, room;
-    uint64_t spins_for; /* the key of who may have more to do at once; WAKE_KEY: nobody */
+    uint64_t spins_for; /* key of a connection that may have more to do at once; WAKE_KEY: none */
     unsigned misses, sleeps;
 };
 
@@ -262,7 +262,7 @@ void kvn_tcp_service_forget(kvn_tcp_watched *it)
         leave_place(by, it);
     }
     pthread_mutex_unlock(&by->mutex);
-    /* Whoever looked before is in on_ready, or will find nothing. */
+    /* A thread that looked before is in on_ready, or will find nothing. */
     const uint64_t epoch = atomic_load(&by->epoch);
     while (epoch % 2 == 1 && atomic_load(&by->epoch) == epoch)
         sched_yield();

@@ -13,7 +13,7 @@
 int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, const kvn_device *device,
                        kvn_failure *failure)
 {
-    /* Of its own, so that rows that nobody takes cost nothing and malloc's heap stays small. */
+    /* A mapping of its own, so that unused rows cost no memory and malloc's heap stays small. */
     self->rows = mmap(NULL, num_rows * sizeof *self->rows, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (self->rows == MAP_FAILED)
@@ -74,7 +74,7 @@ bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns
     was_there = slot < self->num_rows && self->rows[slot].nbytes != 0;
     if (was_there) {
         self->rows[slot].deadline_ns = deadline_ns;
-        atomic_fetch_add(&self->removals, 1); /* whoever has looked at the old one looks again */
+        atomic_fetch_add(&self->removals, 1); /* readers of the old row look again */
     }
     pthread_mutex_unlock(&self->mutex);
     return was_there;
@@ -88,7 +88,7 @@ bool kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot)
     was_there = slot < self->num_rows && self->rows[slot].nbytes != 0;
     if (was_there) {
         self->rows[slot].nbytes = 0;
-        /* A thread enters and then looks at this; whoever has not seen it is waited for. */
+        /* A thread enters and then looks at this; wait for those that have not seen it. */
         atomic_fetch_add(&self->removals, 1);
     }
     pthread_mutex_unlock(&self->mutex);

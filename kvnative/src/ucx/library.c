@@ -100,7 +100,7 @@ static void restore_environment(kvn_ucx_environ *self)
 /* libucs comes with libucp: dlsym searches a library's dependencies too. */
 static const kvn_symbol symbols[] = {KVN_UCP_REQUIRED(SYMBOL) KVN_UCS_REQUIRED(SYMBOL)};
 
-/* What whoever runs the program has set himself stays. Errors are kept for our own messages. */
+/* Settings of the environment stay. Error texts are kept for our own messages. */
 static const char *const harmless[][2] = {
     {"UCX_LOG_LEVEL", "UCX_LOG_LEVEL=error"},
     {"UCX_WARN_UNUSED_ENV_VARS", "UCX_WARN_UNUSED_ENV_VARS=n"},
@@ -175,7 +175,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
 
 /* ---- settings ---- */
 
-/* TCP is not for UCX: it listens on every interface, and whoever connects reads and writes memory.
+/* No TCP for UCX: it listens on every interface, and any host that connects reads and writes memory.
  * Where no transport reads memory itself, UCX would have the owner's thread do it by messages, at any address
  * that they name, and die of one that is not mapped: not for us.
  * Between GPUs that it sees no NVLink of, UCX leaves gets out, and pulls would have no way at all. */

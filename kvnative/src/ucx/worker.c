@@ -17,8 +17,8 @@
 #include "kvnative/backend.h"
 
 #define SPIN_NS 50000 /* after the last event: what is under way mostly ends within */
-#define RETRY_NS 1000000 /* between two passes of progress of who waits when the thread has stopped */
-#define SETTLE_NS 20000 /* within which a small transfer ends before anybody is woken for it */
+#define RETRY_NS 1000000 /* between two passes of a waiting thread once the worker's thread has stopped */
+#define SETTLE_NS 20000 /* for a small transfer to end before a thread is woken for it */
 
 /* ---- the submission queue ---- */
 
@@ -131,7 +131,7 @@ static bool arm(kvn_ucx_worker *self)
     return false;
 }
 
-/* Whoever queued something meanwhile has found the lock taken: so it is looked for after that was released. */
+/* A thread that queued an item meanwhile found the lock taken, so look for items after its release. */
 static void release(kvn_ucx_worker *self)
 {
     do {
@@ -192,7 +192,7 @@ static void help(kvn_ucx_worker *self, bool (*is_done)(const void *context), con
     release(self);
 }
 
-/* Once the worker's thread has stopped, nobody makes progress but who waits: again and again. */
+/* Once the worker's thread has stopped, only waiting threads make progress. */
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
                   int64_t deadline_ns)
 {
