@@ -34,14 +34,16 @@ def gathered(
     gather = Transfer(sources, Rows(cache, mine), num_tokens=offers[0].num_tokens)
 
     started = time.perf_counter()
-    parts = datadist.plan(gather).by_part().values()
+    plan = datadist.plan(gather)
     plan_seconds = time.perf_counter() - started
     first, repeated = timed(lambda: datadist.run(gather, timeout_ms=TIMEOUT_MS))
     return Moved(
-        explanation="\n\n".join(part.explain(limit=EXPLAINED_ROWS) for part in parts),
-        nbytes=sum(part.nbytes for part in parts),
-        num_slices=sum(part.num_slices * part.num_tensor_pairs for part in parts),
-        num_descriptors=sum(part.num_descriptors for part in parts),
+        explanation="\n\n".join(
+            part.explain(limit=EXPLAINED_ROWS) for part in plan.by_part().values()
+        ),
+        nbytes=plan.nbytes,
+        num_slices=sum(part.num_slices * part.num_tensor_pairs for part in plan.parts),
+        num_descriptors=plan.num_descriptors,
         plan_seconds=plan_seconds,
         transfer_seconds=first,
         repeated_seconds=repeated,
