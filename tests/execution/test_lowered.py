@@ -381,3 +381,34 @@ def test_keys_and_values_are_paired_apart_only_where_more_than_two_axes_are_left
         lowered = copied(src, dst, [7, 5], [3, 8], num_tokens=num_tokens)
         assert lowered is not None
         assert lowered[0].part.split == split
+
+
+VARIED: list[dict[str, Any]] = [
+    {},
+    {"by_layer": True},
+    {"num_tokens": 6},
+    {"heads": range(1)},
+    {"heads": range(1, 2)},
+    {"reinterpret": True},
+    {"ext_param": KvCacheExtParam(range(1), range(1))},
+    {"ext_param": KvCacheExtParam(range(1, 2), range(1, 2))},
+    {"src_token": 1, "num_tokens": 6},
+]
+
+
+@pytest.mark.parametrize("before", VARIED, ids=repr)
+def test_what_is_known_of_two_memories_is_of_no_other_request(before: dict[str, Any]) -> None:
+    """Neither of other heads, nor of other layers, nor of what is copied as bytes."""
+    (source, src), (target, dst) = (
+        (it := side("it", cache.desc, paged=True), memory(it))
+        for cache in (blocks_of(9, *NHD), blocks_of(9, *HND))
+    )
+    arguments = "pull_blocks", "B2B", source, target, src, dst, [7, 5], [3, 8]
+    for varied in VARIED:
+        known = RowRequests()
+        known.bind(*arguments, **before)
+        found, alone = known.bind(*arguments, **varied), RowRequests().bind(*arguments, **varied)
+        assert (found is None) == (alone is None), varied
+        if found is not None and alone is not None:
+            assert columns(found[1]) == columns(alone[1]), varied
+            assert found[0] == alone[0], varied
