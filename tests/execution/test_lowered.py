@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -293,3 +294,121 @@ def test_rows_of_no_known_layout_are_lowered_as_their_plans(
     assert_lowered_as_planned(
         Request(operation, kind, source, target, *memories, read, written, layers, more)
     )
+
+
+def copied(
+    src: Cache, dst: Cache, src_rows: Any, dst_rows: Any, **more: Any
+) -> tuple[Plan, Descriptors] | None:
+    """Compare a request between blocks with its plan; return what was lowered."""
+    source, target = side("src", src.desc, paged=True), side("dst", dst.desc, paged=True)
+    request = Request(
+        "pull_blocks", "B2B", source, target, memory(source), memory(target), src_rows, dst_rows,
+        ALL_LAYERS, more,
+    )  # fmt: skip
+    assert_lowered_as_planned(request)
+    return request.bound(RowRequests())
+
+
+def blocks_of(rows: int, *axes: str, tokens: int = 4) -> Cache:
+    return Cache(Model(2, 1, 2, 2, DataType.DT_INT8), axes, rows, tokens, range(2), range(2))
+
+
+NHD, HND = ("block", "token", "head", "dim"), ("block", "head", "token", "dim")
+
+
+@pytest.mark.parametrize("blocks", range(1, 6))
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_blocks_of_a_lease_beyond_the_other_table_are_left_out(blocks: int, missing: int) -> None:
+    cache, table = blocks_of(9, *NHD), [*range(blocks)]
+    tokens = 4 * blocks - missing
+    leased = RequestBlocks([8, 6, 7, 5, 4])
+    for src_rows, dst_rows in ((leased, table), (table, leased)):
+        assert copied(cache, cache, src_rows, dst_rows, num_tokens=tokens) is not None
+
+
+def test_of_whole_rows_no_block_of_a_lease_is_left_out() -> None:
+    cache, leased = blocks_of(9, *NHD), RequestBlocks([8, 6, 7])
+    assert copied(cache, cache, leased, [0, 1, 2]) is not None
+    assert copied(cache, cache, leased, [0, 1]) is None
+    assert copied(cache, cache, [0, 1], leased) is None
+
+
+@pytest.mark.parametrize("tokens", [5, 7, 8, 9, 13])
+@pytest.mark.parametrize("axes", [NHD, HND])
+def test_of_as_many_whole_blocks_as_others_the_whole_ones_decide(
+    axes: tuple[str, ...], tokens: int
+) -> None:
+    """What is left of a block is cut otherwise than a whole one, and either may be ordered."""
+    count = -(-tokens // 4)
+    cache = blocks_of(9, *axes)
+    assert copied(cache, cache, [7, 5, 6, 1][:count], [3, 8, 0, 2][:count], num_tokens=tokens)
+
+
+@pytest.mark.parametrize("src_rows", [15, 20, 300, 9000])
+@pytest.mark.parametrize("dst_rows", [30, 300, 9000])
+def test_sources_that_are_read_twice_are_ordered_by_their_destinations(
+    src_rows: int, dst_rows: int
+) -> None:
+    """However many bytes of the offsets differ."""
+    src, dst = blocks_of(src_rows, *NHD, tokens=1), blocks_of(dst_rows, *NHD, tokens=1)
+    read = [it * (src_rows // 14) for it in (*range(14, -1, -1), *range(15)) if it < 14]
+    written = [it * (dst_rows // 30) for it in range(len(read), 0, -1)]
+    assert copied(src, dst, read, written) is not None
+
+
+@pytest.mark.parametrize("skipped", [(0, 0), (1, 0), (0, 3), (2, 1), (5, 1)])
+@pytest.mark.parametrize("count", [3, 200, 1000])
+def test_blocks_that_begin_at_other_tokens_are_two_pieces_each(
+    count: int, skipped: tuple[int, int]
+) -> None:
+    cache = blocks_of(count + 2, *NHD)
+    src_rows, dst_rows = [*range(count, 0, -1)], [*range(1, count + 1)]
+    more = {"src_token": skipped[0], "dst_token": skipped[1]}
+    tokens = 4 * count - max(skipped)
+    assert copied(cache, cache, src_rows, dst_rows, num_tokens=tokens, **more) is not None
+
+
+@pytest.mark.parametrize("num_tokens", [8, 7])
+def test_keys_and_values_are_paired_apart_only_where_more_than_two_axes_are_left(
+    num_tokens: int,
+) -> None:
+    model = Model(2, 2, 2, 2, DataType.DT_INT8)
+    orders = ("kv", "token", "head"), ("token", "kv", "head"), ("head", "token", "kv")
+    first, second, third = (
+        Cache(model, ("block", *it, "dim"), 9, 4, range(2), range(2)) for it in orders
+    )
+    for src, dst, split in ((first, second, ()), (second, first, ()), (first, third, ("kv",))):
+        lowered = copied(src, dst, [7, 5], [3, 8], num_tokens=num_tokens)
+        assert lowered is not None
+        assert lowered[0].part.split == split
+
+
+VARIED: list[dict[str, Any]] = [
+    {},
+    {"by_layer": True},
+    {"num_tokens": 6},
+    {"heads": range(1)},
+    {"heads": range(1, 2)},
+    {"reinterpret": True},
+    {"ext_param": KvCacheExtParam(range(1), range(1))},
+    {"ext_param": KvCacheExtParam(range(1, 2), range(1, 2))},
+    {"src_token": 1, "num_tokens": 6},
+]
+
+
+@pytest.mark.parametrize("before", VARIED, ids=repr)
+def test_what_is_known_of_two_memories_is_of_no_other_request(before: dict[str, Any]) -> None:
+    """Neither of other heads, nor of other layers, nor of what is copied as bytes."""
+    (source, src), (target, dst) = (
+        (it := side("it", cache.desc, paged=True), memory(it))
+        for cache in (blocks_of(9, *NHD), blocks_of(9, *HND))
+    )
+    arguments = "pull_blocks", "B2B", source, target, src, dst, [7, 5], [3, 8]
+    for varied in VARIED:
+        known = RowRequests()
+        known.bind(*arguments, **before)
+        found, alone = known.bind(*arguments, **varied), RowRequests().bind(*arguments, **varied)
+        assert (found is None) == (alone is None), varied
+        if found is not None and alone is not None:
+            assert columns(found[1]) == columns(alone[1]), varied
+            assert found[0] == alone[0], varied

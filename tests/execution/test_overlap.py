@@ -129,6 +129,39 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
     assert not other.any()
 
 
+@pytest.mark.parametrize(("block", "accepted"), [(2, True), (3, False)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_group_that_has_less_of_a_tensor_hides_nothing_that_others_write_behind_it(
+    block: int, accepted: bool, swapped: bool
+) -> None:
+    """Three caches in four rows: all rows, the first two of them, and the last two."""
+    heap = np.zeros((4, ROW), np.uint8)
+    targets = {"all": heap, "first": heap[:2], "last": heap[2:]}
+    blocks = {"all": block, "first": 0, "last": 1}
+    source = CacheDesc(1, (1, ROW), DataType.DT_UINT8)
+    names = sorted(targets, reverse=swapped)
+    plan = joined(
+        {
+            it: kvplan.plan(
+                Transfer(
+                    Rows(source, [0]),
+                    Rows(CacheDesc(1, targets[it].shape, DataType.DT_UINT8), [blocks[it]]),
+                ),
+                local="dst",
+            )
+            for it in names
+        }
+    )
+    arguments = [np.ones((1, ROW), np.uint8)] * 3, [targets[it] for it in names]
+    if accepted:
+        kvplan.execute(plan, *arguments)
+        assert heap.min(axis=1).tolist() == [1, 0, 1, 1]
+        return
+    with refused("LLM_PARAM_INVALID", "write the same bytes"):
+        kvplan.execute(plan, *arguments)
+    assert not heap.any()
+
+
 TWO_STARTS = st.lists(st.sampled_from([0, 6, 12, 24, 36]), min_size=TENSORS, max_size=TENSORS)
 GROUPS = st.lists(
     st.tuples(

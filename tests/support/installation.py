@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,14 +52,42 @@ def built(factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of a new environment that has the wheel, what it needs, and pytest."""
+    """Return the interpreter of a new environment that has the wheel, what it needs, and pytest.
+
+    The requirements are links to the packages of this environment: no test depends on a network or
+    on a package index, and `make wheels` lets pip find them.
+    """
 
     def install(folder: Path) -> None:
         run([sys.executable, "-m", "venv", "--without-pip", folder])
-        pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
-        run([*pip, "install", "--quiet", "--no-compile", one(built(factory), "*.whl"), "pytest"])
+        python = folder / "bin/python"
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        run([*pip, "--no-compile", "--no-deps", "--no-index", one(built(factory), "*.whl")])
+        site = Path(
+            run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])[:-1]
+        )
+        (wheel,) = metadata.distributions(path=[str(site)])
+        for package in _required([*(wheel.requires or ()), "pytest"]):
+            for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+                (site / top).symlink_to(Path(str(package.locate_file(top))))
 
     return _once(factory, "clean environment", install) / "bin/python"
+
+
+def _required(requirements: list[str]) -> list[metadata.Distribution]:
+    """Return the packages of this environment that requirements name, and all that those need."""
+    found: dict[str, metadata.Distribution] = {}
+    while requirements:
+        requirement = Requirement(requirements.pop())
+        name = canonicalize_name(requirement.name)
+        if name in found or not (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        found[name] = metadata.distribution(name)
+        assert requirement.specifier.contains(found[name].version, prereleases=True)
+        requirements += found[name].requires or ()
+    return [*found.values()]
 
 
 def _once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
