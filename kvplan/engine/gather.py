@@ -2,77 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask
-from kvplan.engine.groups import GroupOperation, Pair, named
 from kvplan.engine.operation import SubmitOptions
-from kvplan.engine.planned import check_plan
-from kvplan.engine.resolve import local_of, refuse_notices
-from kvplan.lease import BlockLease
-from kvplan.planning.blocks import RequestBlocks, check_table
+from kvplan.engine.resolve import TransferOperation, refuse_notices
+from kvplan.engine.shares import Shares, is_gather, named, with_lease_tables
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
-from kvplan.planning.planner import VERBS, check_sources
-from kvplan.planning.transfer import Planned, Rows, Transfer
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import shown
+from kvplan.planning.transfer import Planned, Transfer
+from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.operation import Operation, Prepared
-    from kvplan.planning.blocks import Blocks
-
-
-class Shares(NamedTuple):
-    """What a transfer of several caches moves between this process and each peer.
-
-    Attributes:
-        name: of the operation.
-        is_gather: whether one of the transfers has a sequence of sources.
-        is_copy: whether all caches are of this process.
-        pairs: of each peer, in the order in which the transfer names the peers; layer by layer of
-            each pair of caches.
-    """
-
-    name: str
-    is_gather: bool
-    is_copy: bool
-    pairs: list[list[Pair]]
-
-
-def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
-    """Share a transfer out to its peers."""
-    peers: dict[object, list[Pair]] = {}
-    directions: dict[str, str] = {}
-    for name, transfer in transfers.items():
-        with named(name):
-            single = not _has_sources(transfer)
-            sources, dst = _rows_of(transfer)
-            known: dict[int | None, int] = {}
-            for index, rows in enumerate(sources):
-                local = local_of(rows, dst)
-                if not single and local != "dst":
-                    raise invalid(f"src[{index}]={shown(rows.cache)} of a gather must be a peer's")
-                directions[local] = name
-                key = rows.cache if local == "dst" else dst.cache
-                cluster = None if local == "both" else cast(BlockLease, key).cluster_id
-                nth = known[cluster] = known.get(cluster, -1) + 1  # caches of one peer
-                pair = Pair(name, transfer, rows, dst, None if single else index)
-                peer: object = (cluster, nth, name) if by_layer else (cluster, nth)
-                peers.setdefault(peer, []).append(pair)
-    if len(directions) > 1:
-        raise invalid(f"transfer: {directions} are of several directions; one has one")
-    is_gather = any(map(_has_sources, transfers.values()))
-    verb = VERBS[next(iter(directions))]
-    operation = f"{verb}_layers" if by_layer else f"{verb}_groups"
-    if is_gather and not by_layer:
-        operation = "gather_blocks" if "" in transfers else "gather_groups"
-    return Shares(operation, is_gather, "both" in directions, [*peers.values()])
 
 
 class Several:
@@ -106,12 +53,10 @@ class Several:
         # Once: all of them come after the same point.
         after = options.pop("after", None)
         gate = None if after is None else engine.gate("after", after)
-        self.operations: list[GroupOperation] = []
+        self.operations: list[TransferOperation] = []
         for pairs in shares.pairs:
-            operation = GroupOperation(
-                engine, self.name, pairs, by_layer=by_layer, is_part=True, **options
-            )
-            operation.after = gate
+            operation = TransferOperation(engine, pairs, self.name, by_layer=by_layer, **options)
+            operation.after, operation.is_part = gate, True
             self.operations.append(operation)
 
     def plan(self) -> Plan:
@@ -128,8 +73,12 @@ class Several:
                 for index, parts in enumerate(self._parts()):
                     if parts:
                         with self._failing(index):
-                            prepared = self.operations[index].prepared(parts)
-                        found.append((index, self._text(index, parts), prepared))
+                            operation = self.operations[index]
+                            src, dst = operation.memories(
+                                [operation.found[place] for place in sorted(parts)]
+                            )
+                        made = Plan.made(*(parts[place] for place in sorted(parts)))
+                        found.append((index, self._text(index, parts), (made, src, dst, None)))
                 for index, name, prepared in found:
                     task.begin(index, name, partial(submit, self.operations[index], prepared))
         except BaseException as error:
@@ -152,23 +101,23 @@ class Several:
                 operation.cache_id = first.cache_id
         parts: list[dict[int, Part]] = [{} for _ in self.operations]
         for name, transfer in self._transfers.items():
+            having = [
+                (index, at, pair)
+                for index, operation in enumerate(self.operations)
+                for at, pair in enumerate(operation.pairs)
+                if pair.name == name
+            ]
+            if not is_gather(transfer):
+                ((index, at, _),) = having
+                parts[index][at] = self.operations[index].plan_part(at)
+                continue
+            having.sort(key=lambda it: it[2].source or 0)
+            found = [self.operations[index].found[at] for index, at, _ in having]
             with named(name):
-                having = [
-                    (index, at, pair)
-                    for index, operation in enumerate(self.operations)
-                    for at, pair in enumerate(operation.pairs)
-                    if pair.name == name
-                ]
-                if not _has_sources(transfer):
-                    ((index, at, _),) = having
-                    parts[index][at] = self.operations[index].plan_part(at)
-                    continue
-                having.sort(key=lambda it: it[2].source or 0)
-                sides = [self.operations[index].sides[at] for index, at, _ in having]
                 made = plan_gather(
-                    _with_tables(cast(Transfer, transfer)),
-                    [source for source, _ in sides],
-                    sides[0][1],
+                    with_lease_tables(cast(Transfer, transfer)),
+                    [source.side for source, _ in found],
+                    found[0][1].side,
                     by_layer=first.by_layer,
                 )
             for (index, at, pair), part in zip(having, made, strict=True):
@@ -180,7 +129,7 @@ class Several:
         """What errors call that which a peer gives."""
         shards = [f"{it.name}: {it.src.shard or 'whole'}" for it in parts.values()]
         operation = self.operations[index]
-        key = operation.peer_key(operation.pairs[min(parts)])
+        key = operation.peer_key(min(parts))
         return f"{key} ({', '.join(shards).removeprefix(': ')})"
 
     @contextmanager
@@ -193,65 +142,6 @@ class Several:
                 raise
             failed = {index: error.with_traceback(None)}
             operation = self.operations[index]
-            key = operation.peer_key(operation.pairs[0])
+            key = operation.peer_key(0)
             text = f"{self.name}: sources[{index}] {key}: {error}"
             raise GatherError(text, failed, {}) from None
-
-
-def _has_sources(transfer: Transfer | Planned) -> bool:
-    """Whether a transfer is a gather, from a sequence of sources."""
-    return isinstance(transfer, Transfer) and not isinstance(transfer.src, Rows)
-
-
-def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
-    """Return the sources and the destination; of a plan, its caches without tables."""
-    if isinstance(transfer, Planned):
-        check_plan(transfer.plan)
-        return [Rows(transfer.src)], Rows(transfer.dst)
-    if isinstance(transfer.src, Rows):
-        return [transfer.src], transfer.dst
-    check_sources(transfer.src)
-    return transfer.src, transfer.dst
-
-
-def _with_tables(transfer: Transfer) -> Transfer:
-    """Return a gather with the block tables and tokens that its leases say."""
-    sources = cast("list[Rows]", transfer.src)
-    num_tokens = _num_tokens(transfer)
-    rows = [
-        Rows(it.cache, _table(index, it, num_tokens), it.slot, it.first_token)
-        for index, it in enumerate(sources)
-    ]
-    return Transfer(
-        rows, transfer.dst, num_tokens, transfer.nbytes, transfer.layers, transfer.reinterpret,
-        transfer.coalesce, transfer.rank,
-    )  # fmt: skip
-
-
-def _table(index: int, rows: Rows, num_tokens: int | None) -> Blocks:
-    argument, table = f"src_blocks[{index}]", rows.blocks
-    if isinstance(lease := rows.cache, BlockLease):
-        if table is None and num_tokens is not None:
-            return RequestBlocks(lease.blocks)
-        return lease.named(argument, table)
-    if table is None:
-        raise invalid(f"{argument} is None; it must name blocks")
-    check_table(argument, table)
-    return table
-
-
-def _num_tokens(transfer: Transfer) -> int | None:
-    """Tokens of the request: as given, or as leases of all its blocks say."""
-    said = {
-        rows.cache.num_tokens("num_tokens", transfer.num_tokens, rows.first_token)
-        for rows in cast("list[Rows]", transfer.src)
-        if isinstance(rows.cache, BlockLease)
-        and rows.cache.tokens is not None
-        and rows.blocks is None
-    }
-    if len(said) > 1:
-        raise invalid(
-            f"num_tokens=None, and the leases are of requests of unequal length: "
-            f"{sorted(filter(None, said))} tokens"
-        )
-    return said.pop() if said else transfer.num_tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from kvplan.cache_tensors import check_described, check_host
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory
-from kvplan.status import invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.tensor_forms import TensorForm, read_form
 from kvplan.transport.protocol import DeviceRange
 from kvplan.types import CacheDesc, Placement
@@ -20,6 +21,7 @@ from kvplan.validation import UINT64_MAX, check_width
 if TYPE_CHECKING:
     from kvplan.device.device import Device
     from kvplan.engine.pools import Span
+    from kvplan.execution import TensorMemory
     from kvplan.transport.protocol import Registrable
 
 CacheMemory = HostMemory | DeviceMemory
@@ -184,6 +186,35 @@ def memory_at(
     for position, address in enumerate(addresses):
         device.check_host(f"tensor {position}", address)
     return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
+
+
+def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
+    """Return the memory of several caches of this process, one after another."""
+    if len(memories) == 1:
+        return memories[0]
+    addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
+    nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
+    writable = all(map(attrgetter("writable"), memories))
+    if {*map(type, memories)} == {HostMemory}:
+        on_host = cast("tuple[HostMemory, ...]", tuple(memories))
+        owner = on_host if all(map(attrgetter("held"), on_host)) else None
+        return HostMemory(addresses, nbytes, writable=writable, owner=owner, parts=on_host)
+    on_device = tuple(it for it in memories if isinstance(it, DeviceMemory))
+    if len(on_device) < len(memories) or len({id(it.device) for it in on_device}) > 1:
+        raise LLMException(
+            "caches of this process are in host memory and on the device, and one transfer "
+            "has one way; move them in two",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    return DeviceMemory(
+        on_device[0].device,
+        addresses,
+        nbytes,
+        writable=writable,
+        owner=on_device if all(it.held for it in on_device) else None,
+        parts=on_device,
+        watches=tuple(watch for it in on_device for watch in it.watches),
+    )
 
 
 def check_again(memory: CacheMemory) -> None:

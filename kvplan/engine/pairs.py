@@ -127,22 +127,6 @@ class Moved(msgspec.Struct):
     leases: tuple[int, ...]
 
 
-def request_tables(
-    src: Rows, dst: Rows, num_tokens: int | None
-) -> tuple[Blocks | None, Blocks | None, int | None]:
-    """Return both block tables of a transfer, and its tokens, with what leases of blocks say."""
-    src_blocks, dst_blocks = src.blocks, dst.blocks
-    if type(src.cache) is BlockLease and src.cache.paged:
-        src_blocks, num_tokens = src.cache.request(
-            "src_blocks", src_blocks, num_tokens, src.first_token
-        )
-    if type(dst.cache) is BlockLease and dst.cache.paged:
-        dst_blocks, num_tokens = dst.cache.request(
-            "dst_blocks", dst_blocks, num_tokens, dst.first_token
-        )
-    return src_blocks, dst_blocks, num_tokens
-
-
 def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) -> Request | None:
     """Look up the names of a transfer; None: something of it is not usual, or cannot be."""
     src, dst = transfer.src, transfer.dst
@@ -183,9 +167,10 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
         if here.blocks is None:
             return None
         try:
-            src_rows, dst_rows, num_tokens = request_tables(src, dst, num_tokens)
+            blocks, num_tokens = key.request("blocks", there.blocks, num_tokens, there.first_token)
         except (LLMException, TypeError):
             return None
+        src_rows, dst_rows = (blocks, dst_rows) if pulls else (src_rows, blocks)
     else:
         return None
     by_tokens = num_tokens is not None or src.first_token != 0 or dst.first_token != 0

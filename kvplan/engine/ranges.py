@@ -10,7 +10,7 @@ import numpy as np
 
 from kvnative._lower import Descriptors
 from kvnative._ranges import arrange, first_overlap
-from kvplan.engine.groups import joined
+from kvplan.engine.memory import joined
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions
 from kvplan.execution.binding import check_order_free
 from kvplan.links.address_index import check_ranges

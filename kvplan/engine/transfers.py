@@ -8,15 +8,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
-from kvplan.engine.gather import Several, shares_of
+from kvplan.engine.gather import Several
 from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
-from kvplan.engine.groups import GroupOperation
 from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
 from kvplan.engine.pairs import Request, find_request, move_now
-from kvplan.engine.planned import PlannedOperation
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner, PlanEvent
+from kvplan.engine.shares import Pair, check_plan, shares_of
 from kvplan.execution.memory import revocation
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
@@ -223,7 +222,7 @@ class TransferOperations(OperationRunner):
         """Move what was prepared: it is done then, or `operation` is to be prepared again."""
         plan, src, dst, descriptors = prepared
         operation.plan = plan
-        if plan.reinterpret or self._hooks:
+        if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         if timeout_ms is None and operation.link is not None:
             timeout_ms = operation.engine.wait_ms
@@ -249,7 +248,7 @@ class TransferOperations(OperationRunner):
         """Begin to move what was prepared; `operation` ends with the task."""
         plan, src, dst, descriptors = prepared
         operation.plan = plan
-        if plan.reinterpret or self._hooks:
+        if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
         report = None if operation.is_part else engine.completion.report()
@@ -272,7 +271,7 @@ class TransferOperations(OperationRunner):
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
         plan, src, dst, descriptors = prepared
         operation.plan = plan
-        if plan.reinterpret or self._hooks:
+        if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
         report = None if operation.is_part else engine.completion.report()
@@ -288,7 +287,7 @@ class TransferOperations(OperationRunner):
 
     def _show(self, operation: Operation, plan: Plan) -> None:
         """Let the hooks see the plan that is about to be executed; warn if it reinterprets."""
-        if plan.reinterpret and operation.engine.reinterpret:
+        if operation.engine.reinterpret and plan.reinterpret:
             for part in plan.parts:
                 if part.reinterpret:
                     operation.engine.warn_reinterpret(operation, part)
@@ -338,35 +337,35 @@ def _operation(
     by_layer: bool = False,
     speculative: bool = False,
     **options: Unpack[SubmitOptions],
-) -> TransferOperation | GroupOperation | RangeOperation | Several:
+) -> TransferOperation | RangeOperation | Several:
     """Return what runs a transfer: one operation, or several with several peers."""
     if not options.keys() <= _OPTIONS:
         unknown = min(options.keys() - _OPTIONS)
         raise TypeError(f"{unknown} is not an option of a transfer; those are {sorted(_OPTIONS)}")
-    if isinstance(transfer, Transfer):
-        if isinstance(transfer.src, Rows):
-            return TransferOperation(
-                engine, transfer, request, by_layer=by_layer, speculative=speculative, **options
-            )
-        alone = {"": transfer}
-        shares = shares_of(alone, by_layer=by_layer)
-        return Several(engine, alone, shares, by_layer=by_layer, **options)
-    if isinstance(transfer, Planned):
-        return PlannedOperation(
-            engine, transfer, by_layer=by_layer, speculative=speculative, **options
-        )
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, speculative=speculative, **options)
-    if not isinstance(transfer, Mapping):
-        raise TypeError(
-            f"transfer={shown(transfer)} must be Transfer, Planned, a mapping of names to these, "
-            "or AddressRanges"
-        )
-    check_transfers(transfer, (Transfer, Planned))
-    shares = shares_of(transfer, by_layer=by_layer)
-    if len(shares.pairs) > 1 or shares.is_gather or by_layer:
-        return Several(engine, transfer, shares, by_layer=by_layer, **options)
-    return GroupOperation(engine, shares.name, shares.pairs[0], speculative=speculative, **options)
+    name, transfers = "", cast("Mapping[str, Transfer | Planned]", {"": transfer})
+    if isinstance(transfer, Transfer) and isinstance(transfer.src, Rows):
+        pairs = [Pair("", transfer, transfer.src, transfer.dst)]
+    elif isinstance(transfer, Planned):
+        name = check_plan(transfer.plan).operation
+        pairs = [Pair("", transfer, Rows(transfer.src), Rows(transfer.dst))]
+    else:
+        if isinstance(transfer, Mapping):
+            check_transfers(transfer, (Transfer, Planned))
+            transfers = transfer
+        elif not isinstance(transfer, Transfer):
+            raise TypeError(
+                f"transfer={shown(transfer)} must be Transfer, Planned, a mapping of names to "
+                "these, or AddressRanges"
+            )
+        shares = shares_of(transfers, by_layer=by_layer)
+        if len(shares.pairs) > 1 or shares.is_gather or by_layer:
+            return Several(engine, transfers, shares, by_layer=by_layer, **options)
+        name, pairs = shares.name, shares.pairs[0]
+    return TransferOperation(
+        engine, pairs, name, request, by_layer=by_layer, speculative=speculative, **options
+    )
 
 
 def _is_simple(options: RunOptions) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from kvplan.inspection.contents import model_note
@@ -168,7 +169,7 @@ class Plan:
     @cached_property
     def reinterpret(self) -> bool:
         """Whether a part copies rows that mean different things as bytes."""
-        return any(part.reinterpret for part in self.parts)
+        return any(map(attrgetter("reinterpret"), self.parts))
 
     @cached_property
     def num_tensor_pairs(self) -> int:
@@ -183,7 +184,7 @@ class Plan:
     @cached_property
     def nbytes(self) -> int:
         """Bytes copied in all."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(map(attrgetter("nbytes"), self.parts))
 
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from; tensors count within its part.
