@@ -1,4 +1,4 @@
-"""Operations between caches: from names to sides and memory, and from those to the parts of a plan.
+"""Operations between caches: names become sides and memory, and those the parts of a plan.
 
 Each pair of caches is resolved and planned by itself, in the same way whether the operation has
 one pair or several.
@@ -134,7 +134,7 @@ class TransferOperation(Operation):
         self._kinds = [*map(self._kinds_of, self.pairs)]
         self.found = []
         for pair, (from_blocks, to_blocks, table) in zip(self.pairs, self._kinds, strict=True):
-            src = dst = cast(Found, None)  # the peer's
+            src = dst = cast(Found, None)  # the peer's: `find_peer` follows
             if self._local != "dst":
                 src = self._own(pair, "src", paged=from_blocks, table=table)
             if self._local == "both" and is_same_cache(
@@ -230,7 +230,7 @@ class TransferOperation(Operation):
         if self.cache_id < 0:
             self.cache_id = entry.cache.cache_id
         found = entry.side
-        if found is None:  # addresses alone do not say which kind they are
+        if found is None:  # addresses do not say whether they are paged
             found = side(argument, entry.cache, paged=paged is not False)
         elif paged is not None and found.paged is not paged:
             self._refuse_kind(argument, found.name, paged, table)
@@ -327,7 +327,7 @@ class TransferOperation(Operation):
     def _known(self, request: Request) -> Prepared | None:
         """Return what a request of a known pair executes; None: its names are to be resolved."""
         pair, link = request.pair, request.link
-        # Only before the link is held: what its peer publishes later, checks of the memory find.
+        # Only before the link is held. Later changes of the peer are found by checks of the memory.
         if (
             pair is None
             or not self.moves
@@ -335,7 +335,7 @@ class TransferOperation(Operation):
             or request.pairs is not link.pairs
         ):
             return None
-        is_key = type(request.key) is BlocksCacheKey  # the peer says of which cache it is now
+        is_key = type(request.key) is BlocksCacheKey  # may name another cache now
         if is_key and not self._speculative:
             return None
         bound = pair.rows.bind(
@@ -364,23 +364,23 @@ class TransferOperation(Operation):
         src: TensorMemory,
         dst: TensorMemory,
     ) -> None:
-        """Let requests of the same caches find their pair, if the peer's memory is mapped here."""
+        """Let later requests find the pair of these caches, if the peer's memory is mapped here."""
         link, writable = request.link, not request.pulls
         theirs = cast("PeerMemory", src if request.pulls else dst)
         if theirs.guard is None or self.link is not link or request.pair is not None:
             return
-        if kind != request.kind:  # an empty table of the source, say, and a slot that is meant
+        if kind != request.kind:  # for example an empty source table, which means a slot
             return
-        pairs = link.pairs  # before what follows: another dict, if that changes later
+        pairs = link.pairs  # first: a later change replaces the dict
         try:
             found = (
                 link.cache(request.key, writable=writable, speculative=True)
                 if request.lease is None
                 else link.leased(request.lease, writable=writable)
             )
-            shared = link.memory(found, writable=writable)  # of a lease: that of all leases
+            shared = link.memory(found, writable=writable)  # without the lease
         except LLMException:
-            return  # freed meanwhile, which the transfer finds
+            return  # freed meanwhile: the transfer itself will raise
         ((source, target),) = self.found
         layers = cast(Transfer, self.pairs[0].transfer).layers
         rows = self.engine.transfers.rows.pair(
@@ -406,7 +406,7 @@ class TransferOperation(Operation):
                 "become ready one by one, so how many tensors are one must be said (2: K and V), "
                 "here or by the layout or the shard of the cache"
             )
-        # Without `reinterpret` the planner finds the number, on both sides.
+        # Without `reinterpret` the planner finds the number from both sides.
         if transfer.reinterpret or self.engine.reinterpret:
             return replace(layers, tensor_num_per_layer=said)
         return layers

@@ -59,14 +59,14 @@ class Pair(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a transfer of several caches moves between this process and each peer.
+    """The pairs of caches of a transfer, by the operation that moves them.
 
     Attributes:
-        name: of the operation.
-        is_gather: whether one of the transfers has a sequence of sources.
+        name: name of the operation.
+        is_gather: whether a transfer has a sequence of sources.
         is_copy: whether all caches are of this process.
-        pairs: of each peer, in the order in which the transfer names the peers; layer by layer of
-            each pair of caches.
+        pairs: the pairs of each peer, in the order of the transfer; layer by layer, each pair has
+            an operation of its own.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
-    """Share a transfer out to its peers."""
+    """Return the pairs of a transfer, shared out to their peers."""
     peers: dict[object, list[Pair]] = {}
     directions: dict[str, str] = {}
     for name, transfer in transfers.items():
