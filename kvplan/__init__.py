@@ -38,14 +38,14 @@ from kvplan.types import (
 )
 
 if TYPE_CHECKING:
-    from kvplan.engine.completion import Completions
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.gather_task import GatherError, GatherTask, LayerGatherTask
+    from kvplan.engine.gather import GatherError, GatherTask, LayerGatherTask
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
     from kvplan.engine.options import Options
     from kvplan.engine.pools import PoolConfig
+    from kvplan.engine.queues import Completions
     from kvplan.engine.ranges import AddressRanges
     from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
@@ -140,9 +140,9 @@ _LAZY = {
     for room, names in {
         "kvplan.execution": "ComputeEvent ComputeStream HostMemory LayerProgress LayerTask "
         "TransferTask Transfers execute submit",
-        "kvplan.engine.completion": "Completions",
+        "kvplan.engine.queues": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
-        "kvplan.engine.gather_task": "GatherError GatherTask LayerGatherTask",
+        "kvplan.engine.gather": "GatherError GatherTask LayerGatherTask",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.lease": "BlockLease LeaseEnd",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "

@@ -76,7 +76,7 @@ class _InFlight(TypedDict):
 
 
 class _Document(TypedDict):
-    """What is read of an engine's document: see `kvplan.engine.snapshot.describe`."""
+    """What is read of an engine's document: see `kvplan.engine.telemetry.describe`."""
 
     cluster_id: int
     role: str

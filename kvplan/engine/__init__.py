@@ -1,1 +1,6 @@
-"""LlmDataDist and what it is made of: options, caches and their keys, pools, links, operations."""
+"""LlmDataDist: one engine with its options, caches, keys, leases, notifications and transfers.
+
+Official names (`llm_datadist`, `hixl`) and requests of serving engines do not belong here: their
+rooms call the public methods. Copies and sockets do not, either: they are in `execution`,
+`transport`, `control` and `links`.
+"""

@@ -1,4 +1,4 @@
-"""The caches of this process: registered, allocated, looked at, and given back."""
+"""Public methods of an engine for caches: make, read, write, list and free them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
-from kvplan.engine.arrays import block_checksum, read_tensors, tensor_arrays, write_tensors
+from kvplan.engine.memory import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.runner import OperationRunner
 from kvplan.execution.memory import check_lent, using
 from kvplan.lease import BlockLease
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """A cache as it was when asked for.
+    """The state of a cache at the time of the call.
 
     Attributes:
-        cache_id: rises by one with every attempt to make one.
+        cache_id: rises by one with each attempt to make a cache.
         cache_desc: its description.
         paged: whether its rows are blocks.
-        nbytes: of all tensors.
-        allocated: by the engine; otherwise registered.
-        remote_accessible: whether peers may reach it.
-        deallocated: whether it lives by its keys only, or a pull by one, and its id is gone.
-        age_s: seconds since it was made.
+        nbytes: bytes of all tensors.
+        allocated: True: by the engine; False: registered by the user.
+        remote_accessible: whether peers may reach the cache.
+        deallocated: whether its id was freed, and only a key or a pull keeps the cache.
+        age_s: seconds since the cache was made.
     """
 
     cache_id: int
@@ -51,15 +51,15 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class PeerCacheStatus:
-    """A cache that a linked peer offers, as it was when asked for.
+    """The state of a cache of a linked peer at the time of the call.
 
     Attributes:
         cache_id: in the peer.
         cache_desc: its description.
         paged: whether its rows are blocks.
-        writable: whether it can be pushed to.
+        writable: whether pushes to the cache are allowed.
         reachable: whether the transport of the link reaches its memory.
-        blocks_key: by which it is pulled from and pushed to; None: it has none.
+        blocks_key: the key of a paged cache; None: the cache has no key.
     """
 
     cache_id: int
@@ -71,7 +71,7 @@ class PeerCacheStatus:
 
 
 class CacheOperations(OperationRunner):
-    """Caches and their keys."""
+    """Methods for caches and their keys."""
 
     def register_cache(
         self,
@@ -81,22 +81,22 @@ class CacheOperations(OperationRunner):
         *,
         remote_accessible: bool = True,
     ) -> Cache:
-        """Make a contiguous cache of memory that the caller has.
+        """Make a contiguous cache of the caller's memory.
 
         Args:
-            cache_desc: its description; shape[batch_dim_index] counts slots. With an accelerator
-                its placement says where the memory is.
-            tensors: for each an address, whose memory the caller keeps until it is unregistered; or
-                for each an array (NumPy, torch, DLPack, CUDA array interface, buffer protocol),
-                which is held until then.
-            cache_keys: key i names slot i; they are never consumed.
-            remote_accessible: whether peers may reach it.
+            cache_desc: description; shape[batch_dim_index] is the number of slots. With an
+                accelerator, the placement says where the memory is.
+            tensors: an address for each tensor, whose memory the caller keeps until the cache is
+                unregistered; or an array for each tensor (NumPy, torch, DLPack, CUDA array
+                interface, buffer protocol), which the engine holds until then.
+            cache_keys: key i names slot i; these keys are never consumed.
+            remote_accessible: whether peers may reach the cache.
 
         Raises:
             TypeError, ValueError: an argument of another type, an address outside uint64.
-            LLMException: LLM_PARAM_INVALID: tensors that do not fit the description, more than
-                max_tensors, memory that is not mapped, or a key that is taken; LLM_FAILED: not
-                initialized; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_PARAM_INVALID: tensors that do not fit the description, more tensors
+                than max_tensors, memory that is not mapped, or a key that is in use; LLM_FAILED:
+                not initialized; LLM_ENGINE_FINALIZED.
         """
         return self._register(cache_desc, tensors, cache_keys, False, remote_accessible)
 
@@ -108,9 +108,9 @@ class CacheOperations(OperationRunner):
         *,
         remote_accessible: bool = True,
     ) -> Cache:
-        """Make a paged cache of memory that the caller has.
+        """Make a paged cache of the caller's memory.
 
-        Arguments as for `register_cache`; shape[batch_dim_index] counts blocks, and
+        Arguments as for `register_cache`; shape[batch_dim_index] is the number of blocks, and
         `blocks_cache_key` names the whole cache.
 
         Raises:
@@ -121,15 +121,15 @@ class CacheOperations(OperationRunner):
         )
 
     def unregister_cache(self, cache_id: int) -> None:
-        """End a registered cache and its keys; an unknown id is fine.
+        """End a registered cache and its keys; an unknown id has no effect.
 
-        On return no byte of it is read or written any more, and no peer reports a success for it,
-        whichever of several calls has ended it. What moves then is stopped, and ends with
-        LLM_KV_CACHE_NOT_EXIST: transfers of this engine, and calls of other threads.
+        After the return no byte of the cache is read or written, and no peer reports success for
+        it, also if several calls end the same cache. Transfers of this engine and calls of other
+        threads that use the cache are stopped, and raise LLM_KV_CACHE_NOT_EXIST.
 
         Raises:
-            TypeError, ValueError: cache_id is no int64.
-            LLMException: LLM_PARAM_INVALID: it was allocated; LLM_FAILED: not initialized;
+            TypeError, ValueError: cache_id is not an int64.
+            LLMException: LLM_PARAM_INVALID: the cache was allocated; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
         with self._recorded("unregister_cache", cache=cache_id) as engine:
@@ -137,47 +137,46 @@ class CacheOperations(OperationRunner):
             engine.leases.end_cache(cache_id)
 
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Say that other memory was mapped at addresses of registered caches.
+        """Register caches again after other memory was mapped at their addresses.
 
-        Each cache that one of the ranges touches is checked to be mapped, and offered to peers
-        again. Their transfers in flight fail (LLM_KV_CACHE_NOT_EXIST), and on return they know the
-        cache as it is now. A peer that does not answer within SyncKvCacheWaitTime is updated
-        later, and until then its transfers fail.
+        Applies to each registered cache that overlaps a range. Transfers of peers in flight fail
+        (LLM_KV_CACHE_NOT_EXIST); after the return peers use the new memory. A peer that does not
+        answer within SyncKvCacheWaitTime is updated later, and its transfers fail until then.
 
         Args:
-            ranges: (address, nbytes) of each.
+            ranges: (address, nbytes) of each range.
 
         Raises:
-            TypeError: no sequence of pairs of int.
+            TypeError: not a sequence of pairs of int.
             ValueError: a number outside uint64.
-            LLMException: LLM_PARAM_INVALID: no range, an empty one, or one that is not inside of
-                registered caches, or not mapped: nothing has changed then; LLM_NOT_YET_LINK: no
+            LLMException: LLM_PARAM_INVALID: no range, or a range that is empty, not inside of
+                registered caches, or not mapped (nothing changes then); LLM_NOT_YET_LINK: no
                 link stands; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with self._recorded("remap_registered_memory") as engine:
             engine.remap(ranges)
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
-        """Make a contiguous cache in memory of the engine, which peers reach best.
+        """Make a contiguous cache in memory of the engine, which peers reach fastest.
 
         Args:
-            cache_desc: its description; its placement's pool is used, if one is configured.
-            cache_keys: key i names slot i. A request's key is consumed by the pull that has brought
-                the last of its tensors. A key of neither request nor prefix skips a slot.
+            cache_desc: description; the memory is from the pool of its placement, if configured.
+            cache_keys: key i names slot i. A request's key is consumed by the pull of its last
+                tensor. A key of neither a request nor a prefix skips a slot.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: more keys than slots, or one that is
-                taken; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: more keys than slots, or a key that
+                is in use; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         return self._allocate(cache_desc, cache_keys, False)
 
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
     ) -> Cache:
-        """Make a paged cache in memory of the engine, which peers reach best.
+        """Make a paged cache in memory of the engine, which peers reach fastest.
 
-        Arguments as for `allocate_cache`; shape[batch_dim_index] counts blocks, and
+        Arguments as for `allocate_cache`; shape[batch_dim_index] is the number of blocks, and
         `blocks_cache_key` names the whole cache.
 
         Raises:
@@ -186,16 +185,16 @@ class CacheOperations(OperationRunner):
         return self._allocate(cache_desc, _blocks_keys(blocks_cache_key), True)
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Free an allocated cache: a paged one now, a contiguous one when its keys are gone.
+        """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
 
-        Until then it can be pulled by key, and no longer by id. Its memory stays as long as an
-        array or a transfer of this process uses it. A second time, and an unknown id, are fine.
+        Until then peers pull it by key, but not by id. Its memory stays as long as an array or a
+        transfer of this process uses it. A freed or unknown cache has no effect.
 
         Raises:
-            TypeError: no Cache.
-            LLMException: LLM_PARAM_INVALID: it was registered, or the cache of its id is another;
-                LLM_KV_CACHE_NOT_EXIST: a cache of another engine; LLM_FAILED: not initialized;
-                LLM_ENGINE_FINALIZED.
+            TypeError: not a Cache.
+            LLMException: LLM_PARAM_INVALID: the cache was registered, or its id is of another
+                cache; LLM_KV_CACHE_NOT_EXIST: a cache of another engine; LLM_FAILED: not
+                initialized; LLM_ENGINE_FINALIZED.
         """
         check_type("cache", cache, Cache)
         with self._recorded("deallocate_cache", cache=cache.cache_id) as engine, signals_deferred:
@@ -206,32 +205,32 @@ class CacheOperations(OperationRunner):
             engine.leases.end_cache(cache.cache_id)
 
     def remove_cache_key(self, key: CacheKey) -> None:
-        """Forget a key of an allocated cache; an unknown one is fine, registered ones stay.
+        """Remove a key of an allocated cache; other keys are not affected.
 
         Raises:
-            TypeError: no CacheKey.
+            TypeError: not a CacheKey.
             LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with self._recorded("remove_cache_key") as engine, signals_deferred:
             engine.registry.remove_key(key)
 
     def arrays(self, cache: Cache, *, copy: bool = False) -> list[NDArray[Any]]:
-        """Return a NumPy array of each tensor, of the cache's shape.
+        """Return a NumPy array of each tensor, with the shape of the cache.
 
-        An allocated cache's memory lives as long as views of it do. Types that NumPy lacks
-        (bfloat16, float8) come as unsigned integers of the same width; `torch.from_numpy(array)
-        .view(torch.bfloat16)` reads them as what they are.
+        Memory of an allocated cache lives as long as views of it. Types that NumPy lacks (bfloat16,
+        float8) become unsigned integers of the same width; `torch.from_numpy(array)
+        .view(torch.bfloat16)` restores them.
 
         Args:
             cache: a cache of this engine.
-            copy: whether each array is a copy, also of a cache on a device; transfers in flight may
-                write to the cache meanwhile. False: a view, which copies nothing.
+            copy: True: return copies, also of a cache on a device; transfers in flight may write
+                to the cache meanwhile. False: return views.
 
         Raises:
-            TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FEATURE_NOT_ENABLED: a view of
-                memory of a device; what its device says; LLM_FAILED: not initialized;
-                LLM_ENGINE_FINALIZED.
+            TypeError: not a Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist;
+                LLM_FEATURE_NOT_ENABLED: a view of device memory; errors of the device; LLM_FAILED:
+                not initialized; LLM_ENGINE_FINALIZED.
         """
         if not copy:
             entry = self._running().registry.resolve(cache)
@@ -241,21 +240,22 @@ class CacheOperations(OperationRunner):
             return read_tensors(entry.cache.cache_desc, entry.memory)
 
     def fingerprint(self, cache: Cache | BlockLease, blocks: Blocks | None = None) -> list[str]:
-        """Return a checksum of each block: to log, and to compare with that of another engine.
+        """Return a checksum of each block, to log or to compare between engines.
 
-        It is BLAKE2b-64, as 16 hex digits, of the bytes that the block has in each tensor, one
-        after another. So equal contents have equal checksums, whatever number the block has.
+        The checksum is BLAKE2b-64, as 16 hex digits, of the block's bytes in all tensors in order.
+        Equal contents have equal checksums, independent of the number of the block.
 
         Args:
-            cache: a cache; or a lease of this engine that has not ended.
-            blocks: of a paged cache, or slots of another one; None: those of the lease, or all.
+            cache: a cache, or a live lease of this engine.
+            blocks: blocks of a paged cache, or slots of a contiguous one; None: those of the
+                lease, or all.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: no such cache, or the lease has ended;
-                LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache that was
-                registered by addresses alone; what its device says; LLM_FAILED: not
-                initialized; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist, or the lease has ended;
+                LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache that only
+                addresses name; errors of the device; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
         with self._recorded("fingerprint") as engine:
             if isinstance(cache, BlockLease):
@@ -264,7 +264,7 @@ class CacheOperations(OperationRunner):
             else:
                 entry = engine.registry.resolve(cache)
             if entry.side is None:
-                raise invalid(f"cache={cache} has no description: what its blocks are is not known")
+                raise invalid(f"cache={cache} is not of this engine, so its blocks are not known")
             chosen = range(entry.side.count) if blocks is None else blocks
             table = block_indices("blocks", chosen, entry.side)
             desc, memory = entry.cache.cache_desc, entry.memory
@@ -279,20 +279,20 @@ class CacheOperations(OperationRunner):
                     sums.append(block_checksum(tensors, axis, it))
             memory.check()
             if isinstance(cache, BlockLease):
-                engine.leases.standing(cache)  # it was, all the time
+                engine.leases.standing(cache)  # was live all the time
             return sums
 
     def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:
-        """Fill each tensor, wherever the cache is.
+        """Copy an array into each tensor, in host or device memory.
 
         Args:
             cache: a cache of this engine.
-            arrays: one for each tensor, of the shape that `arrays` has, and of elements as wide.
+            arrays: an array for each tensor, with the shape and item size that `arrays` returns.
 
         Raises:
-            TypeError: no Cache, or no sequence of arrays.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: arrays that do
-                not fit, or a cache that must not be written; what its device says; LLM_FAILED: not
+            TypeError: not a Cache, or not a sequence of arrays.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist; LLM_PARAM_INVALID:
+                arrays that do not fit, or a read-only cache; errors of the device; LLM_FAILED: not
                 initialized; LLM_ENGINE_FINALIZED.
         """
         with self._recorded("write_cache") as engine:
@@ -306,11 +306,10 @@ class CacheOperations(OperationRunner):
     def caches(self, cluster_id: int) -> list[PeerCacheStatus]: ...
 
     def caches(self, cluster_id: int | None = None) -> list[CacheStatus] | list[PeerCacheStatus]:
-        """Return every cache that lives, by its id or its keys, in the order of ids.
+        """Return all caches in the order of ids, also those that only keys keep.
 
         Args:
-            cluster_id: of a peer: what it offers now. The peer is asked. None: those of this
-                engine.
+            cluster_id: a peer, which is asked for the caches that it offers. None: this engine.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK, LLM_LINK_FAILED: the peer is not linked; LLM_TIMEOUT:

@@ -1,4 +1,4 @@
-"""The keys that caches are pulled by: which slot each names, who claims it, what was pulled."""
+"""Keys of caches: the slot that each names, who claims it, and the tensors that were pulled."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ from kvplan.validation import check_type, shown
 AnyKey = CacheKey | BlocksCacheKey
 
 CACHE_KEYS: Final = "cache_keys"
-"""As callers name the keys of a contiguous cache; of a paged one: `BLOCKS_CACHE_KEY`."""
+"""The argument with the keys of a contiguous cache; a paged cache has `BLOCKS_CACHE_KEY`."""
 
 MAX_CLAIMS: Final = 4096
-"""That one holder may have open at a time."""
+"""Open claims of one holder."""
 
 BLOCKS_CACHE_KEY: Final = "blocks_cache_key"
 
 
 class KeyName(NamedTuple):
-    """What a key names whatever cluster it was given for: at its owner all are of one cluster."""
+    """The identity of a key without its cluster, which is the same for all keys of an engine."""
 
-    kind: str  # "request", "prefix" or "blocks": each has ids of its own
+    kind: str  # "request", "prefix" or "blocks": each has its own ids
     model_id: int
     number: int
 
 
 def name_of(key: AnyKey) -> KeyName | None:
-    """Return what `key` names; None: nothing, it only fills a row (a padding key).
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it names both a request and a prefix.
-    """
+    """Return the identity of a key; None: a padding key, which only skips a row."""
     if isinstance(key, BlocksCacheKey):
         return KeyName("blocks", key.model_id, 0)
     if key.prefix_id == NO_ID:
@@ -46,12 +42,7 @@ def name_of(key: AnyKey) -> KeyName | None:
 
 
 def check_keys(keys: Sequence[AnyKey], paged: bool) -> None:
-    """Refuse keys of another type than the cache takes.
-
-    Raises:
-        TypeError: no sequence of BlocksCacheKey for a paged cache, of CacheKey for another.
-        LLMException: LLM_PARAM_INVALID: several for a paged cache.
-    """
+    """Refuse keys of another type than the cache takes."""
     expected = BlocksCacheKey if paged else CacheKey
     if not isinstance(keys, Sequence):
         raise TypeError(f"{CACHE_KEYS}={shown(keys)} must be a sequence of {expected.__name__}")
@@ -62,11 +53,7 @@ def check_keys(keys: Sequence[AnyKey], paged: bool) -> None:
 
 
 def check_fit(keys: Sequence[AnyKey], desc: CacheDesc) -> None:
-    """Refuse more keys than the cache has slots.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Refuse more keys than the cache has slots."""
     if len(keys) > desc.batch_size:
         raise invalid(
             f"{CACHE_KEYS} has {len(keys)} elements; at most batch_size={desc.batch_size} slots "
@@ -79,12 +66,13 @@ class BoundKey:
     """A key and the slot that it names.
 
     Attributes:
-        name: what it names, unique in an index.
-        cache_id: of the cache.
-        batch_index: the slot in it.
-        missing: tensors that were not pulled by it yet; it goes with the last. None: it stays.
-        holder: who claims it now; only of a key that goes.
-        num_claims: of that holder.
+        name: identity of the key, unique in an index.
+        cache_id: the cache.
+        batch_index: the slot in the cache.
+        missing: tensors that were not pulled by the key yet; the last removes the key. None: the
+            key stays.
+        holder: the holder of its claims; only of a key that a pull removes.
+        num_claims: open claims.
     """
 
     name: KeyName
@@ -96,14 +84,14 @@ class BoundKey:
 
 
 class KeyIndex:
-    """The keys of an engine, and their claims. For one thread at a time: its user has a lock."""
+    """The keys of an engine and their claims; not thread-safe, its user has a lock."""
 
     def __init__(self) -> None:
         self._bound: dict[KeyName, BoundKey] = {}
         self._claims: dict[int, tuple[BoundKey, Hashable]] = {}
         self._held: Counter[Hashable] = Counter()  # open claims, by holder
         self._last_claim_id = 0
-        self._uses: dict[int, int] = {}  # keys and claims, by cache id; none is 0
+        self._uses: dict[int, int] = {}  # number of keys and claims by cache id, without zeros
 
     def is_used(self, cache_id: int) -> bool:
         """Whether a key names the cache, or a claim on it is open."""
@@ -112,11 +100,7 @@ class KeyIndex:
     def bind(
         self, cache_id: int, keys: Sequence[AnyKey], *, num_tensors: int, consumable: bool
     ) -> None:
-        """Let key i name slot i of the cache: all of them, or none.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a key is given twice, or names a cache already.
-        """
+        """Let key i name slot i of the cache: all keys, or none."""
         found: dict[KeyName, BoundKey] = {}
         for row, key in enumerate(keys):
             if (name := name_of(key)) is None:
@@ -135,11 +119,7 @@ class KeyIndex:
         self._use(cache_id, len(found))
 
     def find(self, key: AnyKey) -> BoundKey:
-        """What `key` names.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: nothing; LLM_PARAM_INVALID: a padding key.
-        """
+        """Return the slot that `key` names."""
         if (name := name_of(key)) is None:
             raise invalid(f"{key} names neither a request nor a prefix")
         if (bound := self._bound.get(name)) is None:
@@ -147,24 +127,19 @@ class KeyIndex:
         return bound
 
     def remove(self, key: AnyKey) -> int | None:
-        """Forget `key`; return the id of the cache that it named, None: it named none."""
+        """Remove `key` and return the id of its cache; None: the key is unknown."""
         name = name_of(key)
         bound = None if name is None else self._bound.pop(name, None)
         return None if bound is None else self._forget_use(bound)
 
     def unbind(self, cache_id: int) -> None:
-        """Forget all keys of a cache. Its claims stay open."""
+        """Remove all keys of a cache. Its claims stay open."""
         for bound in [it for it in list(self._bound.values()) if it.cache_id == cache_id]:
             if self._bound.pop(bound.name, None) is not None:
                 self._forget_use(bound)
 
     def claim(self, key: AnyKey, holder: Hashable) -> tuple[int, BoundKey]:
-        """Let `holder` pull by `key`; what the key names stays until the claim is released.
-
-        Raises:
-            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder pulls by this key now, and
-                it goes with that pull; LLM_LINK_BUSY: this one has MAX_CLAIMS open.
-        """
+        """Let `holder` pull by `key`; the cache stays until the claim is released."""
         bound = self.find(key)
         if self._held[holder] >= MAX_CLAIMS:
             raise LLMException(
@@ -187,14 +162,10 @@ class KeyIndex:
         return self._last_claim_id, bound
 
     def release(self, claim_id: int, tensors: range | None) -> int | None:
-        """End a claim; a key that goes has gone once all tensors were pulled by it.
+        """End a claim, and return the id of its cache; None: the claim is unknown.
 
-        Args:
-            claim_id: of `claim`; unknown: nothing happens.
-            tensors: that were pulled, every byte confirmed; None: nobody can say, or none.
-
-        Returns:
-            The id of the cache that was claimed; None: the claim is unknown.
+        `tensors` are those of which every byte was pulled; None: none, or this is not known. A
+        request's key is removed once all tensors were pulled by it.
         """
         bound, holder = self._claims.pop(claim_id, (None, None))
         if bound is None:
@@ -211,11 +182,11 @@ class KeyIndex:
         return self._forget_use(bound)
 
     def holder_of(self, claim_id: int) -> Hashable:
-        """Who has the claim; None: it is unknown."""
+        """Return the holder of a claim; None: the claim is unknown."""
         return self._claims.get(claim_id, (None, None))[1]
 
     def claims_of(self, holder: Hashable) -> list[int]:
-        """The ids of the open claims of `holder`."""
+        """Return the ids of the open claims of `holder`."""
         return [claim_id for claim_id, (_, it) in list(self._claims.items()) if it == holder]
 
     def _forget_use(self, bound: BoundKey) -> int:
@@ -231,5 +202,5 @@ class KeyIndex:
 
 
 def not_exist(message: str) -> LLMException:
-    """There is no such cache: LLM_KV_CACHE_NOT_EXIST."""
+    """Return the error of a cache that does not exist: LLM_KV_CACHE_NOT_EXIST."""
     return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

@@ -1,4 +1,4 @@
-"""The engine as its users see it: one object for a cluster, linked with others."""
+"""LlmDataDist: the public class of an engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
-from kvplan.engine.snapshot import metrics_of
-from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
+from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation, metrics_of
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import system_error
@@ -27,7 +26,7 @@ from kvplan.validation import UINT64_MAX, as_int, check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
-    from kvplan.engine.completion import Completions
+    from kvplan.engine.queues import Completions
     from kvplan.execution import Transfers
     from kvplan.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
 
@@ -39,26 +38,26 @@ class LlmDataDist(
     NotificationOperations,
     RecordingOperations,
 ):
-    """Caches of this process, links to other clusters, and transfers between all of them.
+    """An engine: caches of this process, links to other clusters, and transfers between them.
 
-    Any number of engines can live in a process; all methods may be called from several threads. It
-    belongs to the process that initialized it: in a forked child its calls raise LLM_FAILED. As a
-    context manager it finalizes itself.
+    A process can have any number of engines, and all methods are thread-safe. An engine belongs to
+    the process that initialized it: in a forked child its calls raise LLM_FAILED. As a context
+    manager it finalizes itself.
 
     Args:
-        cluster_id: of this engine; unique among all that are linked.
-        role: a label; it has no influence on transfers.
-        transfers: what copies; None: what this process shares.
+        cluster_id: id of this engine, unique among all linked engines.
+        role: a label, without influence on transfers.
+        transfers: executes the copies; None: the executor that the process shares.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: cluster_id is no uint64.
+        ValueError: cluster_id is not a uint64.
     """
 
     def __init__(
         self, cluster_id: int, role: LlmRole, *, transfers: Transfers | None = None
     ) -> None:
-        if isinstance(cluster_id, LlmRole):  # an int as well; the official LLMDataDist has it first
+        if isinstance(cluster_id, LlmRole):  # also an int; the official class takes it first
             raise TypeError(
                 f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
                 "LlmDataDist(cluster_id, role)"
@@ -76,36 +75,34 @@ class LlmDataDist(
 
     @property
     def cluster_id(self) -> int:
-        """As given."""
+        """The id of this engine."""
         return self._cluster_id
 
     @property
     def listen_address(self) -> str | None:
-        """Where others link to ("127.0.0.1:43121", with the real port); None for a client."""
+        """The address that peers link to, such as "127.0.0.1:43121"; None: a client."""
         return None if self._engine is None else self._engine.listen_address
 
     @property
     def device(self) -> Device | None:
-        """The accelerator that caches with Placement.DEVICE lie on; None: there is none.
-
-        It is this engine's until `finalize`.
-        """
+        """The accelerator of caches with Placement.DEVICE, until `finalize`; None: no device."""
         return None if self._engine is None else self._engine.device
 
     def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
-        """Begin to take calls, and to listen if the options say where.
+        """Start the engine, which listens if the options have an address.
 
         A second call has no effect if it has the same options, or none.
 
         Args:
-            options: typed, or the reference's keys with text values; None: defaults.
+            options: typed, or a mapping with the keys of the reference and text values; None:
+                defaults.
 
         Raises:
             TypeError: options of another type.
-            ValueError, LLMException: an option that cannot be (LLM_PARAM_INVALID); too little
-                memory, or too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); or
-                what could not be had, such as the port to listen at. Nothing is left behind then. A
-                second call with other options: LLM_PARAM_INVALID, and the engine stays as it is.
+            ValueError, LLMException: an invalid option (LLM_PARAM_INVALID); too little memory, or
+                too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); an unavailable
+                resource, such as the port to listen at. All resources are released then. A second
+                call with other options: LLM_PARAM_INVALID, and the engine stays as it is.
         """
         given = options
         options = Options.of(options)
@@ -137,10 +134,10 @@ class LlmDataDist(
             )
 
     def finalize(self) -> None:
-        """End transfers and links, release all memory, take no more calls; idempotent.
+        """End transfers and links, release all memory, and refuse further calls; idempotent.
 
-        Transfers in flight are waited for, up to SyncKvCacheWaitTime, then stopped. Peers are
-        notified, as far as they can be reached. In a forked child nothing happens.
+        Waits at most SyncKvCacheWaitTime for transfers in flight, then stops them. Notifies peers
+        that can be reached. Does nothing in a forked child.
         """
         with self._mutex:
             engine = self._engine
@@ -160,16 +157,16 @@ class LlmDataDist(
             )
 
     def set_role(self, role: LlmRole, options: Options | Mapping[str, str] | None = None) -> None:
-        """Change the role, and where this engine listens; only while nobody is linked.
+        """Change the role and the listening address; only without links.
 
         Args:
-            role: the new one, or the same.
-            options: with ListenIpInfo: listen there from now on; without: no longer.
+            role: the new role, or the same.
+            options: with ListenIpInfo: the new address; without: stop listening.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: another option; LLM_FAILED:
-                the address cannot be had. Nothing changes then.
+            LLMException: LLM_EXIST_LINK: the engine has links; LLM_PARAM_INVALID: another option;
+                LLM_FAILED: the address is not available. Nothing changes then.
         """
         check_type("role", role, LlmRole)
         given = Options.of(options)
@@ -186,18 +183,18 @@ class LlmDataDist(
             engine.role = self._role = role
 
     def link_clusters(self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000) -> LinkResults:
-        """Link with clusters that listen, all at once.
+        """Link with listening clusters, all at the same time.
 
         Args:
-            clusters: whom, and where.
-            timeout_ms: milliseconds that it may take, > 0.
+            clusters: ids and addresses of the clusters.
+            timeout_ms: milliseconds, > 0.
 
         Returns:
-            One result for each: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_LINK_FAILED with its reasons...
+            A result for each cluster: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_LINK_FAILED and others.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: no cluster, or one that cannot be linked.
+            LLMException: LLM_PARAM_INVALID: no cluster, or a cluster that cannot be linked.
         """
         started = perf_counter()
         results = self._running().links.link(clusters, timeout_ms)
@@ -206,9 +203,9 @@ class LlmDataDist(
     async def link_clusters_async(
         self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000
     ) -> LinkResults:
-        """As `link_clusters`, for a program that uses asyncio, whose loop goes on meanwhile.
+        """Do as `link_clusters`, without blocking the asyncio loop.
 
-        Cancelled, it ends the handshakes that are under way; links that are made by then stay.
+        A cancellation ends the handshakes in progress; finished links stay.
 
         Raises:
             TypeError, ValueError, LLMException: as `link_clusters`.
@@ -223,16 +220,17 @@ class LlmDataDist(
         timeout_ms: int = 1000,
         force: bool = False,
     ) -> LinkResults:
-        """End links, at both ends; transfers in flight are waited for.
+        """End links at both ends, after the transfers in flight.
 
         Args:
-            clusters: whom; cluster ids will do.
-            timeout_ms: milliseconds that it may take, > 0.
-            force: end it here at once, whatever is in flight, and only notify the peer.
+            clusters: the clusters, or their ids.
+            timeout_ms: milliseconds, > 0.
+            force: end the links here at once, despite transfers in flight, and only notify the
+                peers.
 
         Returns:
-            One result for each: LLM_SUCCESS, LLM_NOT_YET_LINK, LLM_LINK_BUSY (still linked),
-            LLM_UNLINK_FAILED (ended here, and the peer has not confirmed)...
+            A result for each cluster: LLM_SUCCESS, LLM_NOT_YET_LINK, LLM_LINK_BUSY (still linked),
+            LLM_UNLINK_FAILED (ended here, but the peer has not confirmed) and others.
 
         Raises:
             TypeError: an argument of another type.
@@ -245,15 +243,15 @@ class LlmDataDist(
     def link(
         self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
     ) -> int:
-        """Begin to link with all clusters that call this with the same name; nobody need listen.
+        """Begin to link with all clusters that call this with the same name; none has to listen.
 
         Args:
-            comm_name: of the communicator, 1 to 127 characters.
-            cluster_rank_info: cluster id -> rank, of 2 to 4 clusters with this one.
-            rank_table: JSON of the reference; where the ranks run. Empty: all on this host.
+            comm_name: name of the communicator, 1 to 127 characters.
+            cluster_rank_info: cluster id -> rank, for 2 to 4 clusters including this one.
+            rank_table: JSON of the reference with the hosts of the ranks. Empty: all on this host.
 
         Returns:
-            The id to ask `query_register_mem_status` with: it goes on in the background.
+            The id for `query_register_mem_status`; the links are made in the background.
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
@@ -263,26 +261,26 @@ class LlmDataDist(
             return engine.links.comm_link(comm_name, cluster_rank_info, rank_table)
 
     def unlink(self, comm_id: int) -> None:
-        """End what `link` has begun.
+        """End a communicator that `link` has begun.
 
         Raises:
-            TypeError, ValueError: comm_id is no uint64.
-            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+            TypeError, ValueError: comm_id is not a uint64.
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
         """
         with self._recorded("unlink", comm=comm_id) as engine:
             engine.links.comm_unlink(comm_id)
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far `link` is: PREPARING, OK or FAILED.
+        """Return the status of a communicator: PREPARING, OK or FAILED.
 
         Raises:
-            TypeError, ValueError: comm_id is no uint64.
-            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+            TypeError, ValueError: comm_id is not a uint64.
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
         """
         return self._running().links.comm_status(comm_id)
 
     def links(self) -> list[LinkStatus]:
-        """Return every link: its state and age, what went over it, and its last error.
+        """Return every link with its state, age, traffic and last error.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child;
@@ -291,11 +289,11 @@ class LlmDataDist(
         return self._running().links.status()
 
     def completions(self) -> Completions:
-        """Return the queue of submitted tasks that have ended: one object for an engine.
+        """Return the queue of ended tasks: one object for each engine.
 
-        Each task that is submitted after the first call is put there once, when `wait` would return
-        or raise at once: transfers, pushes by layers, and gathers as one. A push by layers whose
-        handle was dropped is not. It grows until they are taken.
+        Each task that is submitted after the first call is added once, when its `wait` would not
+        block. A transfer of several peers is one task. A layered task whose handle was dropped is
+        not added. The queue grows until the program reads it.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
@@ -303,19 +301,19 @@ class LlmDataDist(
         return self._running().completion.open_completions()
 
     def on_plan(self, hook: PlanHook) -> Callable[[], None]:
-        """Call `hook` with a PlanEvent before each plan is executed; what it raises stops that.
+        """Call `hook` with a PlanEvent before each execution; an exception stops the transfer.
 
         Returns:
             A function that removes the hook.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: hook is not callable.
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r} must be callable with a PlanEvent")
         token = object()
         self._hooks[token] = hook
-        hooks = self._hooks  # not self: whoever keeps the function keeps no engine
+        hooks = self._hooks  # not self, so that the function does not keep the engine
 
         def remove() -> None:
             hooks.pop(token, None)
@@ -323,10 +321,10 @@ class LlmDataDist(
         return remove
 
     def metrics(self) -> EngineMetrics:
-        """Return the counters, as plain values by name.
+        """Return the counters as plain values by name.
 
-        "operations" (calls by status, bytes, seconds) goes on over `finalize` and `initialize`;
-        "in_flight" (transfers), "links" (by state) and "cache_bytes" (by placement) are of now.
+        "operations" (calls by status, bytes, seconds) counts across `finalize` and `initialize`.
+        "in_flight" (transfers), "links" (by state) and "cache_bytes" (by placement) are current.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.

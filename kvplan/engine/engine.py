@@ -1,6 +1,6 @@
-"""What lives between `initialize` and `finalize`, made and released as one.
+"""The state of an engine between `initialize` and `finalize`.
 
-An engine that nobody finalized is released all the same: when dropped, and at exit.
+An engine without a call of `finalize` is released when its owner is collected, or at exit.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.connecting import warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
 from kvplan.device.choice import open_accelerator
-from kvplan.engine.completion import EngineTracker
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.numa import check_node, numa_nodes, transfers_on
 from kvplan.engine.operation import InFlight
+from kvplan.engine.queues import EngineTracker
 from kvplan.engine.registry import CacheRegistry
-from kvplan.engine.snapshot import describe
-from kvplan.engine.telemetry import logger
+from kvplan.engine.telemetry import describe, logger
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.verification import verify_every
 from kvplan.links import Links, LinkState
@@ -40,23 +39,18 @@ if TYPE_CHECKING:
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.operation import Operation
     from kvplan.engine.options import Options
-    from kvplan.engine.telemetry import Metrics
-    from kvplan.engine.tracing import Tracer
+    from kvplan.engine.telemetry import Metrics, Tracer
     from kvplan.execution import ComputeEvent, Transfers
     from kvplan.planning import Part
     from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole
 
-_MOST_PAIRS = 4096  # of unlike caches that are remembered as mentioned
-_STOPPED_S = 1.0  # by then a transfer that was cancelled has stopped
+_MAX_WARNED_PAIRS = 4096  # pairs of unlike caches that were warned of
+_STOPPED_S = 1.0  # time for cancelled transfers to stop
 
 
 class Engine:
-    """Transports, caches, links and the transfers in flight of one engine.
-
-    Raises:
-        LLMException: what could not be had; everything else is released again.
-    """
+    """Transports, caches, links and the transfers in flight of one engine."""
 
     def __init__(
         self,
@@ -67,7 +61,7 @@ class Engine:
         metrics: Metrics,
     ) -> None:
         self.pid = os.getpid()
-        # Whether this is a forked child of the process that the engine belongs to.
+        # True in a forked child of the process that made the engine.
         self.inherited = False
         self.cluster_id = cluster_id
         self.role = role
@@ -80,7 +74,7 @@ class Engine:
         ).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
-        # Whether caches that say different things are copied as bytes, with a warning.
+        # Whether unlike caches are copied as bytes, with a warning.
         self.reinterpret = options.unlike_caches == "warn"
         self.verify_every = verify_every(options.verify)
         self._reinterpreted: set[frozenset[object]] = set()
@@ -94,14 +88,14 @@ class Engine:
         self.recorder: Recorder | None = None
         self.tracer: Tracer | None = None
         if options.opentelemetry:
-            from kvplan.engine.tracing import Tracer
+            from kvplan.engine.telemetry import Tracer
 
             self.tracer = Tracer(cluster_id)
-        # Whether transfers may move before anything of them can be traced or compared.
+        # Whether small transfers may move inline: they can neither be traced nor compared.
         self.moves_small = self.tracer is None and not self.verify_every
         self._remapping = Mutex()
         with ExitStack() as held:
-            held.callback(self._end_recording)  # first: it is last, and has the links' end too
+            held.callback(self._end_recording)  # first: it runs last, after the links' end
             held.callback(self.notifications.close)
             self.device = open_accelerator(
                 options.accelerator, options.device_id, options.cuda_context
@@ -145,7 +139,7 @@ class Engine:
             self.transport_names = [it.name for it in transports]
             if options.status_socket:
                 self.links.serve_status(partial(describe, self))
-            self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
+            self.listen(options.listen_ip_info, stacklevel=3)  # the caller of `initialize`
             self._held = held.pop_all()
 
     def _end_recording(self) -> None:
@@ -165,22 +159,15 @@ class Engine:
 
     @property
     def listen_address(self) -> str | None:
-        """Where it listens, with the real port; None: nowhere."""
+        """The listening address with the real port; None: the engine does not listen."""
         endpoint = self.links.endpoint
         return None if endpoint is None else str(endpoint)
 
     def listen(self, address: str, stacklevel: int) -> None:
-        """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
+        """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
 
-        Where it listens there already, nothing changes. Warns if anybody could link.
-
-        Args:
-            address: where.
-            stacklevel: whom the warning is for: 1 is the caller of this method.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had. Nothing
-                changes then.
+        Warns without a cluster key, as any program could link then. `stacklevel` is that of the
+        warning: 1 is the caller of this method.
         """
         here = self.listen_address
         if here is not None and address in (here, self._listen_at):
@@ -195,22 +182,18 @@ class Engine:
         self._listen_at = address
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
-        """See `Device.gate`.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: there is no accelerator.
-        """
+        """Return the gate of an event; see `Device.gate`."""
         if self.device is None:
             raise no_accelerator(name, event)
         return self.device.gate(name, event)
 
     def warn_reinterpret(self, operation: Operation, part: Part) -> None:
-        """Log that bytes are copied between caches that differ; once for each pair."""
+        """Warn of bytes that are copied between unlike caches, once for each pair."""
         pair = frozenset((it.name, it.meaning) for it in (part.src, part.dst))
         if pair in self._reinterpreted:
             return
-        if len(self._reinterpreted) >= _MOST_PAIRS:
-            self._reinterpreted.clear()  # of caches that have gone, most likely
+        if len(self._reinterpreted) >= _MAX_WARNED_PAIRS:
+            self._reinterpreted.clear()  # most of these caches are probably gone
         self._reinterpreted.add(pair)
         logger.warning(
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
@@ -221,65 +204,65 @@ class Engine:
         )
 
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """See `remap_registered_memory`."""
+        """Register caches again; see `remap_registered_memory`."""
         given = _checked_ranges(ranges)
         if not any(it.state is LinkState.LINKED for it in self.links.status()):
             raise LLMException(
                 f"cluster {self.cluster_id} has no link that stands",
                 status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             )
-        with self._remapping:  # of two at once the second must not be lost
+        with self._remapping:  # a concurrent call must not be lost
             entries = [it for it, _ in self.registry.entries()]
             self.registry.renew(_touched(entries, given))
         self.links.publish_and_confirm(self.wait_ms / 1000)
 
     def drain(self) -> None:
-        """Take no more calls, and wait for the transfers in flight as long as a pull may take.
+        """Refuse further calls, and wait at most SyncKvCacheWaitTime for the transfers in flight.
 
-        An interrupt ends the wait; `close` must follow.
+        `close` must follow, also after an interrupt.
         """
         if not self.inherited:
             self.in_flight.close()
             self.in_flight.wait(self.wait_ms / 1000)
 
     def close(self) -> None:
-        """Stop the transfers in flight, and release all.
+        """Stop the transfers in flight and release all resources; idempotent.
 
-        Idempotent. In a forked child nothing happens: all of it is the parent's.
+        Does nothing in a forked child, as the parent owns everything.
         """
         if self.inherited:
             return
         self.in_flight.close()
-        with signals_deferred, self._held.pop_all() as held:  # whatever goes wrong: all of it
+        with signals_deferred, self._held.pop_all() as held:  # all steps, despite errors
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
-            # Also what a call that is under way still has to begin.
+            # Also stops what a running call still has to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(0):
                 self.completion.cancel(LLMException("stopped, as the engine was finalized"))
 
 
 _open: set[Engine] = set()
-"""Held here, so that a forked child never collects what is its parent's."""
+"""Held here, so that a forked child does not collect objects of its parent."""
 
 
 def released_with(owner: object, engine: Engine) -> None:
     """Close `engine` when `owner` is collected, or the process ends."""
     _open.add(engine)
-    # Not the engine itself: its owner may live on for long after it was closed.
+    # Not the engine itself, which the owner may outlive for long.
     weakref.finalize(owner, _release_soon, weakref.ref(engine)).atexit = False
 
 
 def _release_soon(held: weakref.ref[Engine]) -> None:
-    # The collector runs in any thread, also in one that `close` would wait for, and holding locks.
+    # The collector may run in a thread that holds locks, or that `close` would wait for.
     engine = held()
     if not (engine is None or engine.inherited or engine.in_flight.closed):
-        with suppress(LLMException):  # no more threads: then at exit
+        with suppress(LLMException):  # out of threads: released at exit
             start_thread("kvplan-release", drain_and_release, engine)
 
 
 def release(engine: Engine) -> None:
-    """Close `engine`, and do not hold it any more."""
+    """Close `engine` and drop the reference to it."""
     try:
         engine.close()
     finally:
@@ -287,7 +270,7 @@ def release(engine: Engine) -> None:
 
 
 def drain_and_release(engine: Engine) -> None:
-    """`release` it once its transfers in flight have ended, or had their time."""
+    """Release `engine` after its transfers in flight, or after SyncKvCacheWaitTime."""
     try:
         engine.drain()
     finally:
@@ -309,13 +292,7 @@ def _release_all() -> None:
 
 
 def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
-    """The (address, nbytes) of a caller.
-
-    Raises:
-        TypeError: no sequence of pairs of int.
-        ValueError: a number outside uint64.
-        LLMException: LLM_PARAM_INVALID: none at all, address 0, no bytes, or an end past 2**64.
-    """
+    """Return the (address, nbytes) of a caller after checks."""
     if isinstance(ranges, str | bytes) or not isinstance(ranges, Sequence):
         raise TypeError(f"ranges={shown(ranges)} must be a sequence of (address, nbytes)")
     if not ranges:
@@ -336,15 +313,11 @@ def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
 
 
 def _touched(entries: Iterable[CacheEntry], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """The ids of the registered caches that the ranges touch.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a byte of a range is in none.
-    """
+    """Return the ids of the registered caches that the ranges touch."""
     registered = [(it, merged_ranges(it.memory)) for it in entries if not it.owned]
     touched: set[int] = set()
     for position, (address, nbytes) in enumerate(ranges):
-        covered = address  # every byte from the address to here is in a cache
+        covered = address  # end of the bytes that are in caches
         pieces = sorted(
             (start, size, entry.cache.cache_id)
             for entry, parts in registered

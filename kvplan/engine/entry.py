@@ -1,4 +1,4 @@
-"""A cache of an engine as a value, and the memory that it is made of."""
+"""Entries of the registry: a cache, its memory, and its registrations with the transports."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ class CacheEntry:
     """A cache of this engine.
 
     Attributes:
-        cache: its id, description and addresses.
-        paged: whether it is addressed by blocks; None: ad-hoc memory, which is used either way.
-        memory: its tensors; whoever uses them holds this, and so they stay.
-        blocks_key: of a paged cache, if it has one.
-        remote_accessible: whether peers may reach it.
-        owned: whether it was allocated here; False: registered, the memory is the user's.
-        metadata: what a peer needs to reach it, by the name of the transport; empty where that
-            does not reach such memory.
+        cache: id, description and addresses.
+        paged: whether blocks address the cache; None: ad-hoc memory, which may be either.
+        memory: the tensors, which stay mapped as long as something holds this object.
+        blocks_key: the key of a paged cache, if the cache has one.
+        remote_accessible: whether peers may reach the cache.
+        owned: True: allocated by the engine; False: registered, the memory is the user's.
+        metadata: what a peer needs to reach the cache, by name of the transport; empty for a
+            transport that does not reach such memory.
         created: seconds since the epoch.
-        copies: how the engine's device copies; None: there is none, or it has but one way.
-        side: as a plan sees it; None: `paged` is not known.
+        side: the cache in a plan; None: `paged` is not known.
     """
 
     cache: Cache
@@ -55,21 +54,13 @@ class CacheEntry:
 
 
 def ad_hoc(cache: Cache, device: Device | None) -> CacheEntry:
-    """A cache that is named by its addresses alone, which nobody vouches for.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: no addresses, or not mapped where the placement says.
-    """
+    """Return an entry of a cache that only its addresses name; each transfer checks the memory."""
     memory = memory_at(cache.cache_desc, cache.tensor_addrs, device=device)
     return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
 
 
 def check_publishable(entry: CacheEntry) -> None:
-    """Refuse a cache that no message can describe to a peer, which would never see it.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: too many tensors.
-    """
+    """Refuse a cache whose description is too large for a message to a peer."""
     desc = entry.cache.cache_desc
     for transport in entry.metadata:
         nbytes = published_nbytes(entry, transport)
@@ -83,22 +74,18 @@ def check_publishable(entry: CacheEntry) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldCache:
-    """A cache that lives, by its id, a key or a claim.
+    """A cache that its id, a key or a claim keeps.
 
     Attributes:
         entry: the cache.
-        offer: what peers may reach of it.
+        offer: its registrations.
     """
 
     entry: CacheEntry
     offer: Offer
 
     def renewed(self, transports: Sequence[Transport]) -> HeldCache:
-        """The same cache of the user's memory, in registrations of its own.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: its memory is not there any more; or the transport's.
-        """
+        """Return the same registered cache with new registrations."""
         entry = self.entry
         cache, memory = entry.cache, entry.memory
         try:
@@ -109,13 +96,13 @@ class HeldCache:
             ) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
         offered = offer(transports, ranges, memory.writable)
-        # It is published to peers because it is another Cache.
+        # Another Cache object: by that peers are told of the change.
         again = replace(entry, cache=replace(cache), metadata=offered.metadata)
         return HeldCache(again, offered)
 
 
 def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> list[HeldCache]:
-    """All of them `renewed`, or none."""
+    """Return all caches `renewed`, or raise and renew none."""
     with ExitStack() as undo:
         renewed = []
         for it in held:
@@ -126,9 +113,9 @@ def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> lis
 
 
 def end_all(held: Iterable[HeldCache]) -> None:
-    """End the registrations of caches that nothing names any more.
+    """End the registrations of caches that nothing names.
 
-    The caller still holds them: memory goes back to its pool after no peer can reach it.
+    The caller holds them until the end: memory returns to its pool after no peer reaches it.
     """
     with ExitStack() as all_of_them:
         for it in held:
@@ -136,41 +123,41 @@ def end_all(held: Iterable[HeldCache]) -> None:
 
 
 class PendingDeregistrations:
-    """Caches of the user's memory that nothing names any more, and that have not ended yet.
+    """Registered caches that nothing names, and whose registrations have not ended yet.
 
-    To end one waits for what is being sent of it; until then the memory must stay, whichever of
-    several calls its user waits for.
+    To end a registration waits for data that is being sent. The memory must stay until then, also
+    if several calls end the same cache.
     """
 
     def __init__(self) -> None:
         self._mutex = Mutex()
         self._held: set[HeldCache] = set()
-        self._left: set[HeldCache] = set()  # of calls that were interrupted
+        self._left: set[HeldCache] = set()  # by calls that were interrupted
 
     def add(self, held: Iterable[HeldCache]) -> None:
-        """Before nothing names them any more; `end` must follow."""
+        """Add caches just before their names go; `end` must follow."""
         with self._mutex:
             self._held.update(held)
 
     def of(self, cache_id: int) -> list[HeldCache]:
-        """Return those that were the cache of this id, and those that no call ends any more."""
+        """Return the entries of this id, and those that an interrupted call has left."""
         with self._mutex:
             left, self._left = self._left, set()
-            # A copy: a signal handler may end caches in between.
+            # A copy: a signal handler may end caches meanwhile.
             held = list(self._held)
             return [it for it in held if it.entry.cache.cache_id == cache_id or it in left]
 
     def leave(self, held: Collection[HeldCache]) -> None:
-        """Have the next call end them: this one was interrupted."""
+        """Leave caches to the next call, as this one was interrupted."""
         with self._mutex:
             self._left.update(held)
 
     def all(self) -> list[HeldCache]:
-        """Return all of them."""
+        """Return all pending caches."""
         return list(self._held)
 
     def end(self, held: Collection[HeldCache]) -> None:
-        """As `end_all`; others may be at it already."""
+        """End caches as `end_all` does; other calls may end the same ones."""
         try:
             end_all(held)
         finally:
@@ -180,7 +167,7 @@ class PendingDeregistrations:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to pull by a key; ended by `CacheRegistry.release`."""
+    """The right to pull by a key, until `CacheRegistry.release`."""
 
     claim_id: int
     entry: CacheEntry

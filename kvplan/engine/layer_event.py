@@ -1,4 +1,4 @@
-"""Layers that are said to be ready by writing a number to a file descriptor."""
+"""Layer events: a number that is written to a file descriptor makes layers ready."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from kvplan.validation import UINT32_MAX, check_type, check_width
 
 
 class LayerEvent:
-    """An event handle: whoever writes n to it says that the next n layers are ready.
+    """An event handle: a write of n makes the next n layers ready.
 
-    The layers are those of the first task, in order; each is ready in every task that has it. The
-    writer may be C code without the GIL, such as a callback of a stream: `write(fileno, &n, 8)`,
-    n a uint64 in host order. A daemon thread hands it on: the one of the process that also learns
-    which tasks have ended.
+    The layers are those of the first task, in order; each becomes ready in every task that has it.
+    The writer may be C code without the GIL, such as a callback of a stream: `write(fileno, &n, 8)`
+    with a uint64 n in host order. The daemon thread of the process for completions reads it.
 
-    Close it, or leave its `with` block, after the last write: it owns the descriptor. It holds the
-    tasks until then. All methods may be called from several threads; a forked child has no part in
-    its parent's.
+    Close the event, or leave its `with` block, after the last write. The event owns the descriptor,
+    and holds the tasks until then. All methods are thread-safe. A forked child cannot use it.
 
     Args:
-        tasks: what `push_layers` has returned.
+        tasks: tasks that `layered` has returned.
 
     Raises:
-        TypeError: something that is no LayerTask.
-        LLMException: LLM_PARAM_INVALID: no task, or one with a layer that the first has not;
-            LLM_FAILED: no descriptor or no thread is left.
+        TypeError: an argument is not a LayerTask.
+        LLMException: LLM_PARAM_INVALID: no task, or a task with a layer that the first does not
+            have; LLM_FAILED: out of descriptors or threads.
     """
 
     def __init__(self, *tasks: LayerTask) -> None:
@@ -51,9 +49,9 @@ class LayerEvent:
                 )
         self._tasks = tasks
         self._layers = tasks[0].layers
-        self._told = 0  # how many are ready
+        self._num_ready = 0
         self._pid = os.getpid()
-        self._handing = Mutex()  # held while tasks are made ready, which may take its time
+        self._handing = Mutex()  # held while tasks are made ready, which may take long
         self._mutex = Mutex()  # of the descriptor
         try:
             with signals_deferred:
@@ -69,10 +67,10 @@ class LayerEvent:
         return self._fd
 
     def signal(self, n: int = 1) -> None:
-        """Say that the next `n` layers are ready; never waits for a copy.
+        """Make the next `n` layers ready; does not wait for a copy.
 
         Raises:
-            TypeError, ValueError: n is no positive uint32.
+            TypeError, ValueError: n is not a positive uint32.
             LLMException: LLM_PARAM_INVALID: the event is closed; LLM_FAILED: in a forked child.
         """
         check_width("n", n, 1, UINT32_MAX)
@@ -86,8 +84,8 @@ class LayerEvent:
             os.eventfd_write(self._fd, n)
 
     def close(self) -> None:
-        """Hand on what was written, and end; layers that were not ready stay so. Idempotent."""
-        if os.getpid() != self._pid:  # where the locks may be held for ever
+        """Make the layers of all earlier writes ready, and close the descriptor. Idempotent."""
+        if os.getpid() != self._pid:  # the locks of a forked child may be held for ever
             self._release()
             return
         with self._handing:
@@ -96,11 +94,12 @@ class LayerEvent:
                 self._release()
 
     def on_readable(self) -> None:
-        """Do what was written and not done yet."""
+        """Make the layers ready that were written since the last call."""
         with self._handing:
             count = self._read()
-            first, self._told = self._told, min(self._told + count, len(self._layers))
-            layers = self._layers[first : self._told]
+            first = self._num_ready
+            self._num_ready = min(first + count, len(self._layers))
+            layers = self._layers[first : self._num_ready]
             if count > len(layers):
                 _warn(
                     f"{plural(count, 'layer')} signalled; only {len(layers)} of {self._layers} "
@@ -126,7 +125,7 @@ class LayerEvent:
             self._tasks = ()
             if fd < 0:
                 return
-            # A child's descriptor is another one of the same event: the parent listens to it.
+            # The descriptor of a child is of the same event, which the parent still reads.
             if os.getpid() == self._pid:
                 self._thread.remove_reader(fd)
             os.close(fd)
@@ -145,13 +144,13 @@ class LayerEvent:
     def __repr__(self) -> str:
         if self._fd < 0:
             return "<LayerEvent, closed>"
-        return f"<LayerEvent {self._fd}: {self._told} of {plural(len(self._layers), 'layer')}>"
+        return f"<LayerEvent {self._fd}: {self._num_ready} of {plural(len(self._layers), 'layer')}>"
 
 
 def _make_ready(task: LayerTask, layer: int) -> None:
     try:
         task.ready(layer)
-    except Exception as error:  # there is nobody here to raise it to
+    except Exception as error:  # no caller to raise it to
         _warn(f"layer {layer}: {error}")
 
 

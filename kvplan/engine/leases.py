@@ -1,4 +1,4 @@
-"""Leases that this engine gives of its blocks, and how they end."""
+"""Leases of this engine: their start, deadlines and end."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 
 _MAX_TTL_MS: Final = 1e12  # some 31 years
-_RETRY_NS: Final = 1_000_000_000  # after a peer that may still write was waited for
-_STOPPED_S: Final = 1.0  # of `close`, for a callback that is being called
-_RELEASED: Final = LeaseEnd.RELEASED  # to look it up takes 0.2 us in Python 3.11
+_RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
+_STOPPED_S: Final = 1.0  # time that `close` waits for a running callback
+_RELEASED: Final = LeaseEnd.RELEASED  # the lookup takes 0.2 us in Python 3.11
 OnReleased = Callable[[BlockLease, LeaseEnd], object]
 
 
 class Leases:
-    """The leases of one engine; any thread may call.
+    """The leases of one engine; thread-safe.
 
     A lease is live, then ending (a peer may still write with it), then ended, which is reported
-    once. One thread, started by the first lease that expires, ends leases at their deadlines, and
-    ends again those that a peer has held up.
+    once. One thread, started by the first lease with a deadline, ends leases at their deadlines. It
+    also retries the end of leases that a peer has delayed.
 
     Args:
         cluster_id, instance: of the engine.
-        registry: of its caches.
-        transports: what checks the leases for peers.
+        registry: its caches.
+        transports: check the leases of peers.
 
     Attributes:
-        observer: called when a lease has begun (with None), and when it has ended.
+        observer: called with None after a lease has begun, and with the reason after its end.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Leases:
         self._instance = instance
         self._registry = registry
         self._transports = {it.name: it for it in transports}
-        self._changed = Condition()  # re-entrant: a signal handler may come back here
+        self._changed = Condition()  # re-entrant: a signal handler may enter again
         self._thread: threading.Thread | None = None
         self._closed = False
         self._last_id = 0
         self._live: dict[int, BlockLease] = {}
         self._ending: dict[int, tuple[BlockLease, LeaseEnd]] = {}
-        self._held_up: set[int] = set()  # ending ones that a peer has held up
-        # When a live lease expires, and an ending one is ended again: CLOCK_MONOTONIC.
+        self._held_up: set[int] = set()  # those of `_ending` that a peer delays
+        # Expiry of live leases, and next retry of ending ones: CLOCK_MONOTONIC.
         self._deadlines: Deadlines[int] = Deadlines()
         self._callbacks: dict[object, OnReleased] = {}
         self.observer: Callable[[BlockLease, LeaseEnd | None], object] | None = None
@@ -126,7 +126,7 @@ class Leases:
         except BaseException:
             self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
-        if self._registry.living.get(cache_id) is not entry:  # freed meanwhile
+        if self._registry.living.get(cache_id) is not entry:
             self.end_cache(cache_id)
             raise not_exist(f"cache_id={cache_id} was freed when it was leased")
         if self.observer is not None:
@@ -166,7 +166,7 @@ class Leases:
                 raise invalid(f"{lease} was made without ttl_ms: it does not expire")
             try:
                 self._renew_words(lease, renewed_ns)
-            except LLMException as error:  # it has expired on one of them: on all, then
+            except LLMException as error:  # expired with one transport, so with all
                 with suppress(LLMException):
                     self._renew_words(lease, deadline_ns)
                 raise not_exist(f"{lease} expired just now") from error
@@ -174,11 +174,7 @@ class Leases:
         return renewed_ns / 1e9
 
     def standing(self, lease: BlockLease) -> BlockLease:
-        """Return a lease of this engine that has not ended.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID.
-        """
+        """Return a lease of this engine that has not ended."""
         with self._changed:
             held = self._held(lease)
             if held is None or not self._is_live(lease.lease_id, time.monotonic_ns()):
@@ -186,7 +182,7 @@ class Leases:
         return lease
 
     def end_cache(self, cache_id: int) -> None:
-        """End the leases of a cache that was freed; those that a peer holds up end later."""
+        """End the leases of a freed cache; a lease that a peer delays ends later."""
         with self._changed:
             ended = [number for number, held in self._live.items() if held.cache_id == cache_id]
             for number in ended:
@@ -200,7 +196,7 @@ class Leases:
             return [held for number, held in self._live.items() if self._is_live(number, now_ns)]
 
     def close(self) -> None:
-        """Stop the thread; leases that are left end with their transports."""
+        """Stop the thread; the remaining leases end with their transports."""
         with self._changed:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -209,18 +205,18 @@ class Leases:
             thread.join(_STOPPED_S)
 
     def _start_thread(self) -> None:
-        """With the mutex: start the thread that ends leases, unless it runs."""
+        """Start the thread that ends leases, if it does not run. Needs the mutex."""
         if self._thread is not None or self._closed:
             return
         self._thread = start_thread(f"kvplan-leases-{self._cluster_id}", self._run)
 
     def _wake_at(self, lease_id: int, deadline_ns: int) -> None:
-        """With the mutex: have the thread look at a lease at a time."""
+        """Set the time at which the thread looks at a lease. Needs the mutex."""
         if self._deadlines.set(lease_id, deadline_ns):
             self._changed.notify()
 
     def _is_live(self, lease_id: int, now_ns: int) -> bool:
-        """With the mutex: a lease has expired at its deadline, however late the thread is."""
+        """Return whether a lease is live and before its deadline. Needs the mutex."""
         deadline_ns = self._deadlines.get(lease_id)
         return lease_id in self._live and (deadline_ns is None or now_ns < deadline_ns)
 
@@ -230,7 +226,7 @@ class Leases:
             self._end_all(late)
 
     def _wait_for_late(self) -> list[int] | None:
-        """Wait for leases that are to be ended; None: the engine closes."""
+        """Wait for expired leases and return their ids; None: the engine closes."""
         with self._changed:
             while not self._closed:
                 now_ns, late = time.monotonic_ns(), []
@@ -244,17 +240,17 @@ class Leases:
         return None
 
     def _move_to_ending(self, lease_id: int, end: LeaseEnd) -> None:
-        """With the mutex: end a live lease, whose peers are still to be waited for."""
+        """Move a live lease to those that wait for peers. Needs the mutex."""
         if (lease := self._live.get(lease_id)) is None:
             return
         deadline_ns = self._deadlines.pop(lease_id, None)
         if deadline_ns is not None and deadline_ns <= time.monotonic_ns():
-            end = LeaseEnd.EXPIRED  # before it was released
+            end = LeaseEnd.EXPIRED  # which came before this call
         self._ending[lease_id] = lease, end
         del self._live[lease_id]
 
     def _end_all(self, lease_ids: Iterable[int]) -> None:
-        """End leases that are ending, together: a peer that is stopped is waited for once."""
+        """End several ending leases together, to wait only once for a stopped peer."""
         words: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         ended = [held for number in lease_ids if (held := self._ending.get(number)) is not None]
         for lease, _ in ended:
@@ -262,7 +258,7 @@ class Leases:
                 words[name].append(word)
         numbers = [lease.lease_id for lease, _ in ended]
         try:
-            with ExitStack() as ends:  # a peer holds one transport up: the others end all the same
+            with ExitStack() as ends:  # if a peer delays one transport, the others still end
                 for name, of_transport in words.items():
                     ends.callback(self._transports[name].end_leases, of_transport)
         except Exception as error:
@@ -274,7 +270,7 @@ class Leases:
             self._conclude(number)
 
     def _try_again(self, lease_ids: Iterable[int]) -> None:
-        """End leases again later, as a peer may still write with them."""
+        """Retry the end of leases later, as a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
         with (
             self._changed,
@@ -286,7 +282,7 @@ class Leases:
             self._start_thread()
 
     def _conclude(self, lease_id: int) -> None:
-        """Report a lease with which no peer writes any more; once, of several threads."""
+        """Report the end of a lease once, after its last writer has finished."""
         if (ended := self._ending.pop(lease_id, None)) is None:
             return
         if self._held_up:
@@ -304,10 +300,13 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """With the mutex: whether it was not released, to its end; refuses one of others."""
+        """Return this engine's object of a lease; None: it has ended. Needs the mutex.
+
+        Leases of other engines are refused.
+        """
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
-                return None  # of this engine before it was restarted: it ended with that
+                return None  # made before a restart of this engine, which ended it
             raise invalid(f"{lease} is of cluster {lease.cluster_id}; only its owner can end it")
         ending = self._ending.get(lease.lease_id)
         held = self._live.get(lease.lease_id) or (ending and ending[0])
@@ -318,7 +317,7 @@ class Leases:
         return held
 
     def _begin_words(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
-        """A word for each transport that checks leases."""
+        """Begin a word with each transport that checks leases."""
         words: list[LeaseWord] = []
         refusal = not_exist("the engine has no transport")
         try:
@@ -345,7 +344,7 @@ class Leases:
         for transport, word in left:
             try:
                 self._transports[transport].end_leases((word,))
-            except BaseException:  # a peer holds this one up: the others end all the same
+            except BaseException:  # a peer delays this transport; the others still end
                 self._end_words(left)
                 raise
 
@@ -361,7 +360,7 @@ def _deadline_ns(ttl_ms: object) -> int:
 
 
 def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
-    """Return `tokens`, or refuse what so many blocks of the cache cannot have."""
+    """Return `tokens`; refuse more than the blocks of the cache hold."""
     if side.layout is None or "token" not in side.layout.axes:
         raise invalid(f"tokens={shown(tokens)} needs a cache whose layout says what a token is")
     most = room(side, num_blocks, 0)

@@ -1,18 +1,20 @@
-"""The memory that a cache is made of: the engine's or the user's, of the host or of a device."""
+"""Memory of caches: on the host or a device, of the engine or of the user, and arrays over it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from hashlib import blake2b
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.device.memory import DeviceMemory
-from kvplan.execution.memory import HostMemory
-from kvplan.status import invalid
+from kvplan.execution.memory import HostMemory, check_lent, using
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.tensors.description import check_described, check_host
-from kvplan.tensors.form import TensorForm, read_form
+from kvplan.tensors.form import TensorForm, array_form, read_form
 from kvplan.transport.protocol import DeviceRange
 from kvplan.types import CacheDesc, Placement
 from kvplan.validation import UINT64_MAX, check_width
@@ -20,20 +22,22 @@ from kvplan.validation import UINT64_MAX, check_width
 if TYPE_CHECKING:
     from kvplan.device.device import Device
     from kvplan.engine.pools import Span
+    from kvplan.execution import TensorMemory
     from kvplan.transport.protocol import Registrable
+
 
 CacheMemory = HostMemory | DeviceMemory
 
 _ACCELERATORS: Final = {"cuda": "cuda", "npu": "ascend"}
-"""The option's name of what torch calls a kind of device."""
+"""Value of kvplan.accelerator by the kind of device in torch."""
 
-# Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
-# and after every transfer.
+# Owner of registered addresses. Without an owner each transfer would look up every address twice,
+# which costs microseconds a tensor.
 _USER: Final = "the user, until it is unregistered"
 
 
 def memory_of_span(desc: CacheDesc, span: Span) -> CacheMemory:
-    """The tensors of a cache, one behind the other in `span`, which they hold."""
+    """Return the tensors of a cache, contiguous in `span`, which they hold."""
     sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
     offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
     addresses = np.uint64(span.address) + offsets
@@ -49,16 +53,13 @@ def memory_of_tensors(
     writable: bool | None,
     device: Device | None = None,
 ) -> CacheMemory:
-    """The user's tensors: an address, an array or a tensor of a framework for each.
+    """Return the user's tensors: an address, an array or a tensor of a framework for each.
 
     Args:
-        desc: of the cache; where there is a device, its placement says where they must be.
-        tensors: as `CacheRegistry.register` takes them.
-        writable: likewise.
-        device: of the engine, if it has one.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `CacheRegistry.register`.
+        desc: description of the cache; if the engine has a device, its placement says where the
+            tensors must be.
+        tensors, writable: as for `CacheRegistry.register`.
+        device: of the engine, if the engine has one.
     """
     if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
         raise TypeError(
@@ -109,11 +110,7 @@ def memory_of_tensors(
 
 
 def _check_apart(addresses: NDArray[np.uint64], nbytes: int) -> None:
-    """Refuse tensors of one cache that share memory: it would be written twice.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Refuse tensors of one cache that share memory, which would be written twice."""
     order = np.argsort(addresses, kind="stable")
     gaps = np.diff(addresses[order])
     close = np.flatnonzero(gaps < np.uint64(nbytes))
@@ -127,11 +124,11 @@ def _check_apart(addresses: NDArray[np.uint64], nbytes: int) -> None:
 
 
 def _check_on_device(form: TensorForm, given: object, device: Device) -> None:
-    """Refuse a tensor that says that it is not on the device: LLM_PARAM_INVALID.
+    """Refuse a tensor that is not on the device: LLM_PARAM_INVALID.
 
-    Its number is one of the devices that this process sees, as `llm.DeviceId` is: the driver
-    numbers what CUDA_VISIBLE_DEVICES leaves, for the frameworks as for kvplan. Another process may
-    give the same number to another device; what is the same there, UUIDs or PCI addresses tell.
+    Tensors and `llm.DeviceId` count the devices that this process sees (CUDA_VISIBLE_DEVICES).
+    Another process may give the same number to another device; UUIDs and PCI addresses identify
+    devices across processes.
     """
     at = form.device
     if at is None:
@@ -149,7 +146,7 @@ def _check_on_device(form: TensorForm, given: object, device: Device) -> None:
 
 
 def _how_to_register(form: TensorForm, device: Device | None) -> str:
-    """What lets an engine take a tensor that is on a device."""
+    """Return the remedy for a tensor on a device that the engine cannot take."""
     at = form.device
     if at is None:
         return ""
@@ -169,13 +166,9 @@ def memory_at(
     writable: bool = True,
     owner: object = None,
 ) -> CacheMemory:
-    """The memory at `addresses`, one for each tensor of `desc`, checked to be where that says.
+    """Check the placement of `addresses`, one for each tensor of `desc`, and return their memory.
 
-    Args:
-        owner: vouches that it stays; None: it is checked with each transfer.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `HostMemory.from_addresses`.
+    `owner` keeps the memory; None: each transfer checks the memory again.
     """
     if device is None:
         return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
@@ -186,8 +179,37 @@ def memory_at(
     return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
 
 
+def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
+    """Return the memory of several caches of this process, one after another."""
+    if len(memories) == 1:
+        return memories[0]
+    addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
+    nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
+    writable = all(map(attrgetter("writable"), memories))
+    if {*map(type, memories)} == {HostMemory}:
+        on_host = cast("tuple[HostMemory, ...]", tuple(memories))
+        owner = on_host if all(map(attrgetter("held"), on_host)) else None
+        return HostMemory(addresses, nbytes, writable=writable, owner=owner, parts=on_host)
+    on_device = tuple(it for it in memories if isinstance(it, DeviceMemory))
+    if len(on_device) < len(memories) or len({id(it.device) for it in on_device}) > 1:
+        raise LLMException(
+            "caches of this process are in host memory and on the device, and one transfer "
+            "has one way; move them in two",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    return DeviceMemory(
+        on_device[0].device,
+        addresses,
+        nbytes,
+        writable=writable,
+        owner=on_device if all(it.held for it in on_device) else None,
+        parts=on_device,
+        watches=tuple(watch for it in on_device for watch in it.watches),
+    )
+
+
 def check_again(memory: CacheMemory) -> None:
-    """Refuse memory that is not where it was when it was registered: LLM_PARAM_INVALID."""
+    """Refuse memory that has moved or gone since its registration: LLM_PARAM_INVALID."""
     if isinstance(memory, DeviceMemory):
         memory.check_located()
     else:
@@ -207,9 +229,9 @@ def merged_ranges(memory: CacheMemory, *, adjacent: bool = True) -> list[tuple[i
 
 
 def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
-    """What is registered for peers of memory that the user has.
+    """Return the ranges of the user's memory that are registered for peers.
 
-    Adjacent tensors on a device may be of two allocations, which cannot be registered as one.
+    Adjacent tensors on a device stay apart, as they may be of two allocations.
     """
     if isinstance(memory, DeviceMemory):
         return [DeviceRange(*it) for it in merged_ranges(memory, adjacent=False)]
@@ -218,3 +240,98 @@ def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
 
 def _pairs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> Iterable[tuple[int, int]]:
     return zip(addresses.tolist(), sizes.tolist(), strict=True)
+
+
+def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
+    """Return an array over each tensor, which keeps the memory as long as it lives.
+
+    Its shape is the cache's; for packed elements a row is flat, of whole bytes.
+    """
+    if isinstance(memory, DeviceMemory):
+        raise LLMException(
+            f"the cache is in memory of device {memory.device.id}, which no array can show; "
+            "arrays(cache, copy=True) and write_cache copy it",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    shape, dtype = array_form(desc)
+    return [
+        np.asarray(_Tensor(memory, address, shape, dtype)) for address in memory.addresses.tolist()
+    ]
+
+
+class _Tensor:
+    """Array interface of a tensor. NumPy's array refers to this object, and so to the memory."""
+
+    def __init__(
+        self, memory: HostMemory, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self.memory = memory
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, not memory.writable),
+            "shape": shape,
+            "typestr": dtype.str,
+        }
+
+
+def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
+    """Return a copy of each tensor, shaped as by `tensor_arrays`."""
+    memory.check()
+    shape, dtype = array_form(desc)
+    copies = [np.empty(shape, dtype) for _ in range(desc.num_tensors)]
+    with using(memory):
+        if isinstance(memory, DeviceMemory):
+            for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
+                check_lent(memory)
+                memory.device.read(address, copy.data)
+        else:
+            for tensor, copy in zip(tensor_arrays(desc, memory), copies, strict=True):
+                check_lent(memory)
+                copy[...] = tensor
+    return copies
+
+
+def block_checksum(tensors: Sequence[NDArray[Any]], axis: int, block: int) -> str:
+    """Return the BLAKE2b-64 of a block or slot in all tensors; `axis` counts blocks or slots."""
+    total = blake2b(digest_size=8)
+    for it in tensors:
+        row = np.ascontiguousarray(np.moveaxis(it, axis, 0)[block])
+        total.update(row.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
+
+
+def write_tensors(
+    desc: CacheDesc, memory: CacheMemory, arrays: Sequence[Any] | NDArray[Any]
+) -> None:
+    """Copy an array into each tensor; all arrays are checked before the first is written."""
+    memory.check()
+    given = _checked(desc, arrays)
+    if not memory.writable:
+        raise invalid("the cache was registered with writable=False, or of read-only arrays")
+    with using(memory):
+        if isinstance(memory, DeviceMemory):
+            for address, array in zip(memory.addresses.tolist(), given, strict=True):
+                check_lent(memory)
+                memory.device.write(address, array.data)
+        else:
+            for tensor, array in zip(tensor_arrays(desc, memory), given, strict=True):
+                check_lent(memory)
+                tensor[...] = array.view(tensor.dtype)
+
+
+def _checked(desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]) -> list[NDArray[Any]]:
+    if isinstance(arrays, str | bytes) or not isinstance(arrays, Sequence | np.ndarray):
+        raise TypeError(f"arrays must be a sequence of arrays, not {type(arrays).__name__}")
+    if len(arrays) != desc.num_tensors:
+        raise invalid(
+            f"arrays has {len(arrays)} elements; num_tensors={desc.num_tensors} are needed"
+        )
+    shape, dtype = array_form(desc)
+    given = [np.asarray(it) for it in arrays]
+    for position, it in enumerate(given):
+        if it.shape != shape or it.dtype.itemsize != dtype.itemsize or it.dtype.hasobject:
+            raise invalid(
+                f"arrays[{position}] is of shape {it.shape} and {it.dtype}; the cache's tensors "
+                f"are of shape {shape} and {dtype}, or another type of {dtype.itemsize} bytes"
+            )
+    return [np.ascontiguousarray(it) for it in given]

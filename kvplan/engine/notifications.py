@@ -14,7 +14,7 @@ from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.notifying import WINDOW
 from kvplan.engine.operation import Operation, check_notification
-from kvplan.engine.pollable_queue import PollableQueue
+from kvplan.engine.queues import PollableQueue
 from kvplan.engine.registry import finalized
 from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from kvplan.links import PeerLink
 
 MAX_UNREAD: Final = 16384
-"""Notifications that an engine keeps until they are read; more are refused to their senders."""
+"""Unread notifications that an engine keeps; senders of further ones are refused."""
 
 MAX_UNREAD_OF_ONE: Final = 4096
-"""The same of one peer, so that others still find room."""
+"""Unread notifications of one peer, which leaves room for other peers."""
 
 
 class Notification(NamedTuple):
-    """What a peer has sent.
+    """A notification that a peer has sent.
 
     Attributes:
         cluster_id: of the peer.
-        data: its bytes, as they were given there.
+        data: the bytes that the peer gave.
     """
 
     cluster_id: int
@@ -47,23 +47,23 @@ class Notification(NamedTuple):
 class Notifications(PollableQueue[Notification]):
     """The notifications of one engine that have arrived, oldest first.
 
-    Those of one peer are in the order in which it sent them. At most 16384 wait to be read, 4096 of
-    one peer; further ones are refused, and their senders get LLM_LINK_BUSY.
+    Notifications of one peer keep their order. At most 16384 wait to be read, 4096 of one peer.
+    Senders of further ones get LLM_LINK_BUSY.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # One for each unread notification of a peer; of a peer without any nothing is kept.
-        # It needs no lock: threads that meet here may count one too few, never one too many.
+        # Counts unread notifications by peer, without zeros. Without a lock, threads that meet
+        # here may count one too few, never one too many.
         self._unread: dict[int, deque[None]] = {}
-        self._direct: dict[int, tuple[socket.socket, int]] = {}  # and its peer, by descriptor
-        # What peers send directly makes it readable without a thread of this process.
+        self._direct: dict[int, tuple[socket.socket, int]] = {}  # socket and peer, by descriptor
+        # Direct messages of peers make the epoll readable without a thread of this process.
         self._epoll = select.epoll()
         self._epoll.register(self._fd, select.EPOLLIN)
         self._polled = self._epoll.fileno()
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
-        """Put in what a peer sends by a message; see `Inbox.deliver`.
+        """Add the notification of a control message; see `Inbox.deliver`.
 
         Raises:
             LLMException: LLM_LINK_BUSY: too many wait to be read; LLM_ENGINE_FINALIZED.
@@ -88,7 +88,7 @@ class Notifications(PollableQueue[Notification]):
         return min(WINDOW, room - 1)
 
     def attach(self, cluster_id: int, direct: socket.socket) -> None:
-        """Take from now on what a peer sends directly; in the control thread.
+        """Begin to receive from a peer's direct connection. Runs in the control thread.
 
         Raises:
             OSError: the system has no room to watch it.
@@ -97,25 +97,25 @@ class Notifications(PollableQueue[Notification]):
         self._direct[direct.fileno()] = direct, cluster_id
 
     def detach(self, direct: socket.socket) -> None:
-        """Take what lies there, and close it; idempotent, in the control thread."""
+        """Receive the rest and close the connection. Idempotent, in the control thread."""
         if (fd := direct.fileno()) < 0:
             return
-        with suppress(OSError):  # the peer was first
-            direct.shutdown(socket.SHUT_RD)  # nothing more arrives, and the peer knows
+        with suppress(OSError):  # the peer has closed
+            direct.shutdown(socket.SHUT_RD)  # the peer learns that nothing is received
         if (found := self._direct.get(fd)) is not None:
             self._take_from(*found, most=MAX_UNREAD_OF_ONE)
             self._forget(fd, direct)
         direct.close()
 
     def _receive(self) -> None:
-        if os.getpid() != self._pid:  # what arrives is the parent's
+        if os.getpid() != self._pid:  # the parent receives
             return
         for fd, _ in self._epoll.poll(0):
             if (found := self._direct.get(fd)) is not None:
                 self._take_from(*found)
 
     def _take_from(self, direct: socket.socket, cluster_id: int, most: int | None = None) -> None:
-        # No defaultdict: without a GIL two threads would make one each.
+        # Not a defaultdict: without a GIL two threads would each make a deque.
         unread = self._unread.get(cluster_id) or self._unread.setdefault(cluster_id, deque())
         if most is None:
             most = min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
@@ -130,7 +130,7 @@ class Notifications(PollableQueue[Notification]):
             self._unread.pop(cluster_id, None)
 
     def _forget(self, fd: int, direct: socket.socket) -> None:
-        """Watch a connection no more, unless another thread was first."""
+        """Stop watching a connection, unless another thread already did."""
         if (found := self._direct.get(fd)) is not None and found[0] is direct:
             with suppress(OSError):  # in this order: an interrupt may come between
                 self._epoll.unregister(fd)
@@ -139,7 +139,7 @@ class Notifications(PollableQueue[Notification]):
     def _take(self) -> Notification:
         if not self._items:
             self._receive()
-        notification = Notification._make(self._items.popleft())  # a list if it came directly
+        notification = Notification._make(self._items.popleft())  # a list from a direct connection
         if (unread := self._unread.get(notification.cluster_id)) is not None:
             with suppress(IndexError):
                 unread.pop()
@@ -156,7 +156,7 @@ class Notifications(PollableQueue[Notification]):
 
 
 class NotificationCallbacks:
-    """Calls functions with each notification, in a thread that runs while there are any."""
+    """Calls functions with each notification, in a thread that runs while functions exist."""
 
     def __init__(self, notifications: Notifications, name: str) -> None:
         self._notifications = notifications
@@ -166,7 +166,7 @@ class NotificationCallbacks:
         self._thread: _CallingThread | None = None
 
     def add(self, function: Callable[[Notification], object]) -> Callable[[], None]:
-        """Call `function` from now on; returns what ends that."""
+        """Call `function` with each notification from now on; return a function that removes it."""
         token = object()
         with signals_deferred, self._mutex:
             self._functions[token] = function
@@ -192,7 +192,7 @@ class _CallingThread:
         self,
         notifications: Notifications,
         functions: dict[object, Callable[[Notification], object]],
-        mutex: Mutex,  # of the functions, and of being stopped
+        mutex: Mutex,  # guards the functions and `_stopped`
         name: str,
     ) -> None:
         self._notifications = notifications
@@ -203,7 +203,7 @@ class _CallingThread:
         start_thread(name, self._run)
 
     def stop(self) -> None:
-        """Read no more; a function that is being called ends first, in its own time."""
+        """Stop reading; a function that is running ends by itself."""
         self._stopped = True
         os.eventfd_write(self._wake, 1)
 
@@ -218,13 +218,13 @@ class _CallingThread:
                 for function in functions:
                     try:
                         function(notification)
-                    except BaseException:  # sys.exit, too: nobody would read what comes next
+                    except BaseException:  # also sys.exit, as later notifications must be read
                         logger.exception("on_notification: a callback has failed")
             if self._notifications.closed and not len(self._notifications):
                 return
 
     def _next(self) -> tuple[Notification, list[Callable[[Notification], object]]] | None:
-        """Take one, and who gets it; none once it was stopped: then it is another reader's."""
+        """Return the next notification and its functions; None: empty, or stopped."""
         with self._mutex:
             if self._stopped:
                 return None
@@ -232,33 +232,33 @@ class _CallingThread:
             return notification and (notification, list(self._functions.values()))
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # none could be made
+        with suppress(AttributeError):  # the event could not be created
             os.close(self._wake)
 
 
 class NotificationOperations(OperationRunner):
-    """What peers are told, and what they tell."""
+    """Notifications to peers, and from them."""
 
     def notify(
         self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
     ) -> None:
-        """Send a notification; on return the peer's engine has it, for its program to read.
+        """Send a notification; after the return the peer's program can read it.
 
-        It is delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED it may have been; after
-        any other error it was not.
+        Delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED the peer may have it; after any
+        other error it does not.
 
         Args:
             cluster_id: of the peer.
             data: 1 to 4096 bytes.
-            timeout_ms: milliseconds that it may take; None: SyncKvCacheWaitTime.
-            tag: what logs and recordings call it, such as the id of a request.
+            timeout_ms: milliseconds, > 0; None: SyncKvCacheWaitTime.
+            tag: name in logs and recordings, such as the id of a request.
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: cluster_id is no uint64; timeout_ms is not > 0.
+            ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
             LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
                 cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
-                LLM_LINK_BUSY: the peer has too many that it has not read; LLM_TIMEOUT.
+                LLM_LINK_BUSY: too many wait to be read at the peer; LLM_TIMEOUT.
         """
         with self._notice(cluster_id, data, timeout_ms, tag) as operation:
             _linked(operation, cluster_id).notify(data, timeout_ms)
@@ -266,10 +266,10 @@ class NotificationOperations(OperationRunner):
     async def notify_async(
         self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
     ) -> None:
-        """As `notify`, for a program that uses asyncio, whose loop goes on meanwhile.
+        """Do as `notify`, without blocking the asyncio loop.
 
-        What one thread sends to a peer arrives in the order of the calls, of `notify` and of this.
-        Cancelled, it may have been delivered.
+        Notifications of one thread to a peer, by `notify` and this, arrive in the order of the
+        calls. After a cancellation the notification may have been delivered.
 
         Raises:
             TypeError, ValueError, LLMException: as `notify`.
@@ -280,7 +280,7 @@ class NotificationOperations(OperationRunner):
     def _notice(
         self, cluster_id: int, data: bytes, timeout_ms: float | None, tag: str
     ) -> Operation:
-        """Return the operation that sends a notification, of checked arguments."""
+        """Check the arguments and return the operation that sends a notification."""
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         check_notification("data", data)
         if timeout_ms is not None and not timeout_ms > 0:
@@ -288,7 +288,7 @@ class NotificationOperations(OperationRunner):
         return Operation(self._running(), "notify", tag=tag)
 
     def notifications(self) -> Notifications:
-        """Return what peers have sent and nobody has read yet: one object for an engine.
+        """Return the queue of unread notifications: one object for each engine.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child;
@@ -297,9 +297,10 @@ class NotificationOperations(OperationRunner):
         return self._running().notifications
 
     def on_notification(self, callback: Callable[[Notification], object]) -> Callable[[], None]:
-        """Call `callback` with each notification from now on, in a thread of the engine's own.
+        """Call `callback` with each notification from now on, in a thread of the engine.
 
-        What it raises is logged. Callbacks read `notifications()`: what they get no one else does.
+        Exceptions of the callback are logged. Callbacks read `notifications()`, so no other reader
+        gets these notifications.
 
         Returns:
             A function that removes the callback.
@@ -307,7 +308,7 @@ class NotificationOperations(OperationRunner):
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child;
                 LLM_ENGINE_FINALIZED.
-            TypeError: it cannot be called.
+            TypeError: callback is not callable.
         """
         if not callable(callback):
             raise TypeError(f"callback={callback!r} must be callable with a Notification")
@@ -315,7 +316,7 @@ class NotificationOperations(OperationRunner):
 
 
 def _linked(operation: Operation, cluster_id: int) -> PeerLink:
-    """Return the link that an operation notifies over, which is in use until its end."""
+    """Return the link of a notification, and keep it until the operation ends."""
     engine = operation.engine
     if cluster_id == engine.cluster_id:
         raise invalid(f"cluster_id={cluster_id} is this engine's own")

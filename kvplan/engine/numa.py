@@ -1,4 +1,4 @@
-"""NUMA nodes of this machine: which there are, and threads that copy on the processors of one."""
+"""NUMA nodes of this machine, and copies by threads on the processors of one node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from kvplan.planning.texts import plural
 from kvplan.status import invalid
 
 MAX_NODE: Final = 1023
-"""That Linux can have."""
+"""Largest number of a node in Linux."""
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """The processors of each node that is online; empty where the kernel does not say.
+    """Return the processors of each online node; empty if the kernel does not list nodes.
 
-    Args:
-        root: of the file system that has /sys.
+    `root` is the file system that has /sys.
     """
     folder = root / "sys/devices/system/node"
     try:
@@ -47,20 +46,20 @@ def check_node(name: str, node: int, nodes: Mapping[int, frozenset[int]]) -> Non
 def transfers_on(
     node: int | None, nodes: Mapping[int, frozenset[int]], tuning: str | None
 ) -> Transfers:
-    """This process's own transfers, by threads on the processors of `node`.
+    """Return this process's transfers with threads on the processors of `node`.
 
-    Those of any processor where that is None, the only node, or without one that may be used.
+    With threads on any processor if `node` is None, the only node, or has no usable processor.
     """
     usable = frozenset() if node is None else nodes[node] & os.sched_getaffinity(0)
     if len(nodes) < 2 or not usable:
         return default_transfers(tuning)
-    with _running_on(usable):  # its threads stay where the one that makes them is
+    with _running_on(usable):  # new threads inherit the processors of this one
         return default_transfers(tuning, usable)
 
 
 @contextmanager
 def _running_on(processors: frozenset[int]) -> Iterator[None]:
-    """This thread, and not others of the process."""
+    """Restrict this thread, and no other, to some processors."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, processors)
     try:
@@ -70,7 +69,7 @@ def _running_on(processors: frozenset[int]) -> Iterator[None]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Those of a list such as "0-3,8"; a node of memory alone has none."""
+    """Return the numbers of a list such as "0-3,8", which may be empty."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

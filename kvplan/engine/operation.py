@@ -1,4 +1,4 @@
-"""One operation of an engine: what it holds from its beginning to its outcome."""
+"""An operation of an engine: its options, and the resources that it holds until its outcome."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
-"""What is executed: the plan, the memory of src and of dst, and descriptors if they are made."""
+"""A plan to execute, the memory of src and of dst, and the descriptors if they are known."""
 
 MAX_TAG: Final = 128
 """Characters of the tag of a transfer."""
 
 
 class TransferOptions(TypedDict, total=False):
-    """What every transfer takes besides the `Transfer`.
+    """Options of every transfer.
 
     Attributes:
-        notify: sent to the peers when every byte has arrived, 1 to 4096 bytes: the transfer
-            succeeds when their engines have it. None: nothing is sent.
+        notify: 1 to 4096 bytes that are sent to the peers after every byte has arrived. The
+            transfer succeeds when the peers' engines have them. None: nothing is sent.
         notify_failure: sent instead if the transfer fails and the link stands.
-        verify: read everything that has moved again and compare. Default: as the options of the
-            engine say (`kvplan.verify`).
-        tag: what logs and recordings call the transfer, such as the id of the request: at most 128
-            printable characters.
+        verify: whether to read all moved bytes again and compare. Default: the option
+            `kvplan.verify` of the engine.
+        tag: name in logs and recordings, such as the id of the request: at most 128 printable
+            characters.
     """
 
     notify: bytes | None
@@ -58,54 +58,54 @@ class TransferOptions(TypedDict, total=False):
 
 
 class SubmitOptions(TransferOptions, total=False):
-    """What `submit` takes besides the `Transfer`.
+    """Options of `submit`.
 
     Attributes:
-        after: an event or a stream of the model's compute, see `ComputeEvent`: no byte moves before
-            that work is done. None: nothing to come after.
+        after: an event or a stream of the model's compute, see `ComputeEvent`. No byte moves before
+            that work is done. None: the transfer begins at once.
     """
 
     after: ComputeEvent | None
 
 
 class RunOptions(SubmitOptions, total=False):
-    """What `run` takes besides the `Transfer`.
+    """Options of `run`.
 
     Attributes:
-        timeout_ms: milliseconds that the transfer may take. None: SyncKvCacheWaitTime of the
-            engine's options; for ever inside one process.
+        timeout_ms: milliseconds for the whole transfer. None: the option SyncKvCacheWaitTime of
+            the engine; inside one process no limit.
     """
 
     timeout_ms: float | None
 
 
 class Operation:
-    """One operation: what it has found, and what it holds inside its `with` block.
+    """An operation with the resources that it holds inside its `with` block.
 
-    In flight from the beginning of that to its end; once submitted, to the outcome of its task. One
-    that is only planned has no such block: it holds nothing, and is not counted.
+    In flight from the start of the block to its end, or once submitted to the outcome of its task.
+    An operation that only plans has no block: it holds nothing, and is not counted.
 
     Attributes:
         name, tag: as given.
-        after: the point of that work, taken; None: nothing.
-        cache_id: of the cache of this process that takes part, the source where both do; -1: none
-            was found so far.
-        plan: what is executed; set when it is known.
-        link: to the peer that takes part; None inside one process.
-        leases: ids of the peer's leases by which it moves.
-        span: of OpenTelemetry, where the engine's options ask for that.
-        moves: whether it is one that moves, inside of its block.
-        speculated: whether a key is taken to be the cache's that had it, as far as is known here:
-            then the transfer says if that was freed, and before it moves a byte of another.
-        notifies: whether its peer may be sent a notification at the end.
-        verify_every: compares one descriptor of so many when they have moved; 0: none.
-        follows_up: whether more is done than to record it, when its bytes have moved.
-        engine: that runs it.
-        submitted: whether a task ends it, with its outcome.
-        is_part: whether it is one of several that end as one.
-        started: when, by `perf_counter`.
-        done: whether every byte has arrived; if not, it is to be prepared and executed.
-        retried: whether that is for the second time, as what was taken for granted was wrong.
+        after: the gate of the compute that the transfer waits for; None: no wait.
+        cache_id: the cache of this process that takes part, the source if both are; -1: not found
+            yet.
+        plan: the plan that is executed; None: not known yet.
+        link: the link to the peer; None inside one process.
+        leases: ids of the peer's leases that the transfer uses.
+        span: span of OpenTelemetry, if the options of the engine ask for spans.
+        moves: True inside the `with` block of an operation that transfers bytes.
+        speculated: whether a key is assumed to name its last known cache. If that cache was freed,
+            the transfer fails before it moves a byte, and is retried without the assumption.
+        notifies: whether the peer may get a notification at the end.
+        verify_every: one of that many descriptors is compared after the transfer; 0: none.
+        follows_up: whether verification or a notification follows the transfer.
+        engine: runs the operation.
+        submitted: whether the outcome of a task ends the operation.
+        is_part: whether the operation is one of several with one outcome.
+        started: start time by `perf_counter`, in seconds.
+        done: whether every byte has arrived; otherwise the operation is prepared and executed.
+        retried: True once a stale key has forced a second attempt.
     """
 
     __slots__ = (
@@ -188,25 +188,25 @@ class Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self.submitted:  # else its task ends it
+        if not self.submitted:  # otherwise its task ends it
             if error is not None and self._notify_failure is not None and not self.done:
                 self._send_failure(error)
             self.end(error)
 
     def disable_speculation(self) -> None:
-        """Have the peer asked for what was taken for granted, when it is prepared again."""
+        """Let the next `prepare` ask the peer for what this one assumed."""
         self._speculative = self.speculated = False
         self.retried = True
 
     @property
     def cluster_id(self) -> int | None:
-        """Of the peer that takes part; None: none does."""
+        """Cluster of the peer; None inside one process."""
         return None if self.link is None else self.link.cluster_id
 
     def finish(self, error: BaseException | None) -> None:
-        """End what was submitted: its bytes have arrived, or `error` says why not.
+        """Conclude a submitted operation; `error` is None if its bytes have arrived.
 
-        Called again with an error when it was interrupted.
+        Called again with an error after an interrupt.
         """
         failure: BaseException | None = error
         try:
@@ -226,18 +226,18 @@ class Operation:
             self.end(failure)
 
     def begin_to_move(self, src: TensorMemory, dst: TensorMemory) -> None:
-        """Know what will move between these, where that is compared."""
+        """Remember both memories if the result is to be verified."""
         if self.verify_every:
             check_verifiable(src, dst)
             self._memories = src, dst
 
     def verify(self, timeout_ms: float | None) -> None:
-        """Every byte has moved: read it again and compare, if that was asked for."""
+        """Read the moved bytes again and compare them, if the options ask for that."""
         if self._memories is not None and self.plan is not None:
             self.engine.transfers.verify(self.plan, *self._memories, self.verify_every, timeout_ms)
 
     def send_notification(self) -> None:
-        """Every byte has arrived: tell the peer, if it is to be told."""
+        """Send the notification of success, if there is one."""
         if self._notify is None or self.link is None:
             return
         try:
@@ -246,7 +246,7 @@ class Operation:
             raise self.undelivered(error) from None
 
     def undelivered(self, error: LLMException) -> LLMException:
-        """Return the outcome where every byte has arrived and the peer could not be notified."""
+        """Return the error of a transfer that has arrived, but whose notification has failed."""
         return LLMException(
             f"{self.name}: every byte has arrived, and the notification could not be delivered: "
             f"{error.args[0]}",
@@ -254,21 +254,21 @@ class Operation:
         )
 
     def _send_failure(self, error: BaseException) -> None:
-        """Tell the peer once that it failed, without waiting: the caller has an error already."""
+        """Send the notification of failure once, without waiting for the answer."""
         data, link = self._notify_failure, self.link
         self._notify_failure = None
         if data is not None and link is not None and isinstance(error, Exception):
-            link.notify_soon(data)  # of an interrupt nothing is known
+            link.notify_soon(data)  # not after an interrupt, whose outcome is not known
 
     def end(self, error: BaseException | None) -> None:
-        """Give back what the operation holds, and record how it went; idempotent."""
+        """Release the resources of the operation, and record its outcome; idempotent."""
         recorded, seconds = self._recorded, perf_counter() - self.started
         engine, plan, link = self.engine, self.plan, self.link
-        moved = plan if error is None else None  # every byte of it has arrived
+        moved = plan if error is None else None
         failure = error
         nbytes = 0
         try:
-            # First: the link stays until its peer knows whether the key is consumed.
+            # Before the link is released, as its peer must learn whether the key is consumed.
             if self._claim is not None:
                 self._claim.release(
                     None if moved is None or len(moved.parts) > 1 else moved.part.src_tensors
@@ -287,10 +287,10 @@ class Operation:
                         engine.tracer.end(self, self.span, status, error)
             finally:
                 engine.in_flight.remove(self)
-                # Last: whoever has unlinked finds the operation counted, and no longer in flight.
+                # Last: after an unlink the operation is counted and no longer in flight.
                 if link is not None:
                     if error is not None:
-                        link.forget()  # no memory of the peer is taken for granted
+                        link.forget()  # cached memory may be stale
                     pulls = self.name.startswith(("pull", "gather"))
                     link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, failure)
         if recorded:
@@ -312,7 +312,7 @@ class Operation:
     def _linked(
         self, argument: str, key: AnyCacheKey | PeerTensors | AddressRanges | BlockLease
     ) -> PeerLink:
-        """Return the link to the peer that `key` names, begun by one that moves."""
+        """Return the link to the peer that `key` names; an operation that moves holds the link."""
         engine, cluster_id = self.engine, key.cluster_id
         if cluster_id == engine.cluster_id:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
@@ -323,7 +323,7 @@ class Operation:
 
     def hold(self, link: PeerLink) -> None:
         """Keep the link to the peer until the operation ends."""
-        self.link = link  # first: what ends has not begun, at worst
+        self.link = link  # first: an interrupt may only end what has not begun
         link.begin(self)
 
 
@@ -336,15 +336,15 @@ def conclude(
     seconds: float,
     error: BaseException | None = None,
 ) -> None:
-    """Record and count a transfer that has its outcome; `ended` is None if nothing records."""
-    if ended is not None and engine.recorder is not None:  # first: what is counted is recorded
+    """Record and count the outcome of a transfer; `ended` is None without a recorder."""
+    if ended is not None and engine.recorder is not None:  # recorded before it is counted
         reason = "" if error is None else error_text(error)
         engine.recorder.transfer(ended, status, seconds, nbytes, reason)
     engine.metrics.record(name, status, nbytes, seconds)
 
 
 def check_notification(name: str, data: bytes) -> bytes:
-    """Return the bytes of a notification."""
+    """Return the bytes of a notification after a check of their number."""
     check_type(name, data, bytes)
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
@@ -352,18 +352,17 @@ def check_notification(name: str, data: bytes) -> bytes:
 
 
 def check_tag(tag: str) -> str:
-    """Return what a transfer is called."""
+    """Return the tag of a transfer after a check of its characters."""
     if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
         raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
     return tag
 
 
 class InFlight:
-    """The operations of an engine in flight: from before they look at a cache to their outcome.
+    """The operations of an engine in flight, from before they look up a cache to their outcome.
 
-    No lock: an operation is put in before it asks whether the engine closes, and `close` says so
-    before it looks. Weakly: an interrupt between any two steps may drop an operation, which takes
-    itself out then.
+    Without a lock: an operation is added before it reads `closed`, and `close` sets `closed` before
+    it looks for operations. References are weak, as an interrupt may drop an operation at any step.
 
     Attributes:
         closed: whether `close` was called.
@@ -378,25 +377,25 @@ class InFlight:
         return len(self._operations)
 
     def operations(self) -> list[Operation]:
-        """Those that are in flight now."""
+        """Return the operations that are in flight."""
         return [it for held in list(self._operations) if (it := held()) is not None]
 
     def add(self, operation: Operation) -> None:
-        """An operation begins; `remove` ends it."""
+        """Add an operation that begins, until `remove`."""
         self._operations.add(ref(operation, self._operations.discard))
         if self.closed:
             self.remove(operation)
             raise finalized()
 
     def remove(self, operation: Operation) -> None:
-        """It touches nothing of the engine any more. Idempotent."""
+        """Remove an operation that uses nothing of the engine any more; idempotent."""
         self._operations.discard(ref(operation))
         if self.closed:
             with self._changed:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Take no more; returns False if that was so already."""
+        """Refuse further operations; return False if they were refused already."""
         with self._changed:
             if self.closed:
                 return False
@@ -404,6 +403,6 @@ class InFlight:
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until none is in flight; returns whether that came to be in time."""
+        """Wait until no operation is in flight; return False after `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._operations, timeout_s)

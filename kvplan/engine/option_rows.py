@@ -1,4 +1,4 @@
-"""Every option: its keys, how its text is read, and the rule that its value is held to."""
+"""The table of options: keys, parser and check of each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _INT32_MAX = 2**31 - 1
 _PORT_MAX = 65535
 _INT32 = (-(2**31), _INT32_MAX)
 _UINT32 = (0, UINT32_MAX)
-_RESOURCES = {  # of the global resource config: the smallest and the largest value
+_RESOURCES = {  # keys of the global resource config with their smallest and largest value
     "channel_pool.max_channel": (1, 512),
     "comm_resource_config.listen_port": (1, _PORT_MAX),
     "comm_resource_config.max_active_channels": (1, 8192),
@@ -58,14 +58,14 @@ _MAX_RESOURCE_FILE_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An option: its field, its keys, how its text is read, and how its value is checked.
+    """A row of the table of options.
 
     Attributes:
-        field: of `Options`.
-        keys: by which a mapping gives it; the first is the one that messages name.
-        read: makes the value of a text; called with the key and the text.
-        check: refuses a value that breaks a rule; called with the name and the value.
-        optional: whether it may be None.
+        field: the field of `Options`.
+        keys: keys in a mapping of options; errors name the first.
+        read: returns the value of a text; called with the key and the text.
+        check: refuses an invalid value; called with the name and the value.
+        optional: whether the value may be None.
     """
 
     field: str
@@ -105,7 +105,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{name}={shown(text)} is no JSON: {error}") from None
+        raise invalid(f"{name}={shown(text)} is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise invalid(f"{name}={shown(text)} must be a JSON object")
     return document
@@ -147,11 +147,7 @@ def _check_resources(name: str, value: object) -> None:
 
 
 def check_resource_file(name: str, resources: str) -> None:
-    """Refuse a local_comm_res_path of the global resource config that is not a small file.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Refuse a local_comm_res_path of the global resource config that is not a small file."""
     given = _json_object(name, resources) if resources else {}
     if _RESOURCE_FILE not in given:
         return
@@ -196,7 +192,7 @@ def _pool(name: str, key: str) -> Row:
 
 
 def _check_address(name: str, value: object) -> None:
-    """Refuse what is surely no address; which there are is the listener's to say."""
+    """Refuse a malformed address; the listener finds out whether the address exists."""
     text = check_type(name, value, str)
     if not text or text.startswith("ipc://"):
         return
@@ -236,7 +232,7 @@ def _check_verify(name: str, value: object) -> None:
 
 
 def _check_congestion(name: str, value: object) -> None:
-    """Refuse what is surely no name; which there are is the kernel's to say."""
+    """Refuse a malformed name; the kernel finds out whether the name exists."""
     if not re.fullmatch("[a-z0-9_-]{0,15}", check_type(name, value, str)):
         raise invalid(f'{name}={shown(value)} must be a name such as "cubic" or "bbr", or empty')
 
@@ -312,7 +308,7 @@ ROWS: Final = (
     _boolean("opentelemetry", "kvplan.opentelemetry"),
     _boolean("status_socket", "kvplan.status_socket"),
 )
-"""All options that have a field."""
+"""All options with a field."""
 
 SPELLINGS: Final = {
     spelling: row
@@ -320,12 +316,12 @@ SPELLINGS: Final = {
     for key in row.keys
     for spelling in (key, key.removeprefix("llm.").removeprefix("kvplan."))
 }
-"""Each way to write an option's key."""
+"""The row of each spelling of a key."""
 
 LISTENING: Final = frozenset(
     spelling for spelling, row in SPELLINGS.items() if row.field == "listen_ip_info"
 )
-"""Those of where to listen."""
+"""Spellings of the key of the listening address."""
 
 WITHOUT_MEANING: Final[Mapping[str, Callable[[str, str], object]]] = {
     OPTION_BUF_POOL_CFG: _check_json,
@@ -341,19 +337,13 @@ WITHOUT_MEANING: Final[Mapping[str, Callable[[str, str], object]]] = {
     "llm.Role": _text,
     "llm.deployResPath": _text,
 }
-"""Options of the reference that have no effect here, each with the check of its text."""
+"""Options of the reference without an effect here, with the checks of their texts."""
 
 
 def ignored(key: str, name: str, text: str) -> bool:
-    """Return whether `key` is an option of the reference that has no effect here.
+    """Return whether `key` is an option of the reference without an effect here.
 
-    Args:
-        key: with or without the prefix `llm.`.
-        name: what messages call it.
-        text: its value.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a value that the option cannot have.
+    `key` may lack the prefix `llm.`; errors call the option `name`.
     """
     if key.startswith("ge."):
         return True

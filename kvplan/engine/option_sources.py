@@ -1,4 +1,4 @@
-"""Options from the environment and from files: what `Options` has where a program says nothing."""
+"""Sources of options that the program does not give: environment variables and files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kvplan.status import LLMException, invalid
 from kvplan.validation import open_regular, shown
 
 OPTIONS_FILE: Final = "KVPLAN_OPTIONS_FILE"
-"""The variable that names a file of options."""
+"""The environment variable that names a file of options."""
 
 VARIABLES: Final = {f"KVPLAN_{row.field.upper()}": row for row in ROWS}
 """The option of each environment variable."""
 
 TABLE: Final = "kvplan"
-"""The table of a file that has the options; what else the file has is not read."""
+"""The table of a file with the options; other tables are ignored."""
 
 _KEYS: Final = SPELLINGS | {row.field: row for row in ROWS}
 _MAX_FILE_NBYTES: Final = 1 << 20
 
 
 class Setting(NamedTuple):
-    """The value of an option that the program has not given.
+    """The value of an option from a source other than the program.
 
     Attributes:
-        value: of the field.
+        value: value of the field.
         source: the variable, or the file and the key; for errors.
     """
 
@@ -40,24 +40,16 @@ class Setting(NamedTuple):
 
 
 def configured() -> dict[str, Setting]:
-    """Return the options of the environment, and of the file that it names, by field.
+    """Return the options of the environment and of the file that it names, by field.
 
-    A variable takes precedence over the file. A variable that is empty counts as not set.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a value that cannot be read; names the variable, or the
-            file and the key.
+    Variables take precedence over the file. An empty variable counts as not set.
     """
     path = os.environ.get(OPTIONS_FILE)
     return (read_file(path) if path else {}) | from_environment()
 
 
 def from_environment() -> dict[str, Setting]:
-    """Return the options that have a variable.
-
-    Raises:
-        LLMException: as `configured`.
-    """
+    """Return the options of environment variables, by field."""
     return {
         row.field: Setting(_read(row, variable, text), f"environment variable {variable}")
         for variable, row in VARIABLES.items()
@@ -66,12 +58,7 @@ def from_environment() -> dict[str, Setting]:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Setting]:
-    """Return the options of a TOML file.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: the file cannot be read, or is not TOML; it has no table
-            of options, an unknown key, or one option twice; a value that cannot be read.
-    """
+    """Return the options of a TOML file, by field."""
     name = os.fspath(path)
     found: dict[str, Setting] = {}
     for key, value in _flat(_table_of(name)):
@@ -92,13 +79,13 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Setting]:
 
 
 def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the values alone, by field."""
+    """Return the values of settings, by field."""
     return {name: setting.value for name, setting in settings.items()}
 
 
 @contextmanager
 def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Have errors of `Options` say where the values that they name are from."""
+    """Add to errors of `Options` the sources of the values that they name."""
     try:
         yield
     except (LLMException, TypeError, ValueError) as error:
@@ -133,7 +120,7 @@ def _table_of(name: str) -> Mapping[str, Any]:
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys and values; `llm.DeviceId` is a table in a table, unless it is quoted."""
+    """Yield keys and values; an unquoted `llm.DeviceId` is a table in a table."""
     for name, value in table.items():
         key = before + name
         if isinstance(value, dict) and key not in _KEYS:
@@ -143,13 +130,13 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def _text(source: str, value: object) -> str:
-    """Return a value of a file as the text that a mapping of options would have."""
+    """Return a value of a file as the text of a mapping of options."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, str | int):
         return str(value)
     if isinstance(value, dict):
-        import json  # rarely: pools, and settings of UCX
+        import json  # here, as only pools and settings of UCX need it
 
         return json.dumps(value, default=str)
     raise invalid(f"{source}={shown(value)} must be text, a whole number, true, false or a table")

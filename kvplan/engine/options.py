@@ -249,12 +249,7 @@ class Options:
 
 
 def unknown_key(key: str) -> str:
-    """What to warn of about a key that no option has, naming the nearest.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is nearly that of where to listen, and an engine that
-            ignored it would listen nowhere.
-    """
+    """What to warn of about a key that no option has, naming the nearest."""
     plain = re.sub("[^a-z0-9]", "", key.lower().removeprefix("llm.").removeprefix("kvplan."))
     if plain.startswith("listen") or get_close_matches(plain, ["listenipinfo"], cutoff=0.8):
         raise invalid(

@@ -1,12 +1,12 @@
-"""Requests between caches that earlier ones have paired, and those of them that move at once.
+"""Known pairs of caches: requests that need no lookup, and small ones that move inline.
 
-A pair is what does not change from one request to the next: both sides, their memory, and how
-block tables become bytes. The link keeps the pairs of its peer's caches by name. A request of a
-known pair looks up no cache, whether an operation runs it or `move_now`.
+A pair is what all requests between two caches share: both sides, their memory, and the lowering of
+block tables. The link keeps the pairs of its peer's caches by name. A request of a known pair looks
+up no cache, whether an operation runs it or `move_now`.
 
-At most 64 KiB move at once, between memory of this process and memory of a peer that is mapped
-here, in the calling thread and with the GIL. No other thread finds such a transfer in flight, and
-whatever ends a link or a cache comes before it or after it.
+At most 64 KiB move inline, between memory of this process and mapped memory of a peer, in the
+calling thread and with the GIL. No other thread sees such a transfer in flight: the end of a link
+or of a cache comes before it or after it.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import PeerMemory
     from kvplan.types import KvCacheExtParam
 
-_LINKED: Final = LinkState.LINKED  # of an enumeration they take longer to look up
+_LINKED: Final = LinkState.LINKED  # the lookup in an enumeration takes longer
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
-_TRANSPORT: Final = "local"  # the only one with memory of a peer that is mapped here
-_MAX_PAIRS: Final = 1024  # of a link
+_TRANSPORT: Final = "local"  # the only transport that maps memory of peers
+_MAX_PAIRS: Final = 1024  # per link
 
 
 class NamedPair(NamedTuple):
-    """A cache of a peer and one of this process, whose memory it does not keep."""
+    """A cache of a peer and one of this process; keeps neither memory."""
 
     entry: ref[CacheEntry]
     theirs: PeerMemory
     rows: RowPair
     peer: Peer
     words: bytes
-    guard: WriteGuard | None  # of what is written to the peer
+    guard: WriteGuard | None  # of writes to the peer
 
 
 _Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | None, bool, bool]"
 
 
 class Request(msgspec.Struct):
-    """A usual transfer with a peer: its link and its own cache, and what it moves between them.
+    """A usual transfer with a peer: its link, its own cache, and the rows that move.
 
     Attributes:
         pulls: whether the peer's cache is the source.
-        link: to the peer.
-        pairs: of the link, as they were before anything else was looked up.
-        name: of the pair there.
-        pair: of that name, if earlier requests have made it.
+        link: the link to the peer.
+        pairs: the pairs of the link, read before anything else was looked up.
+        name: the name of the pair in `pairs`.
+        pair: the pair, if an earlier request has made it.
         entry: the cache of this process.
-        key: what names the peer's cache.
-        lease: the key, if that is one.
-        src_rows, dst_rows: block tables; of a slot its index alone.
+        key: the name of the peer's cache.
+        lease: the key, if the key is a lease.
+        src_rows, dst_rows: block tables; of a slot only its index.
         num_tokens, src_token, dst_token: as of `RowPair.bind`.
     """
 
@@ -96,16 +96,16 @@ class Request(msgspec.Struct):
 
     @property
     def kind(self) -> Kind:
-        """What moves to what: slots or blocks."""
+        """Whether blocks or slots are read and written."""
         return self.name[1]
 
     @property
     def by_tokens(self) -> bool:
-        """Whether tokens are counted, or whole rows move."""
+        """Whether the request counts tokens, or moves whole rows."""
         return self.name[-2]
 
     def keep(self, pairs: dict[_Key, NamedPair], rows: RowPair, theirs: PeerMemory) -> None:
-        """Remember the pair of the caches, of which the peer's is mapped here, in `pairs`."""
+        """Remember the pair in `pairs`, if the peer's memory is mapped here."""
         ours = self.entry.memory
         if theirs.guard is None or type(ours) is not HostMemory or not ours.held:
             return
@@ -116,7 +116,7 @@ class Request(msgspec.Struct):
 
 
 class Moved(msgspec.Struct):
-    """A request that has moved at once, as recordings see it: an `Ended`."""
+    """A request that has moved inline, as an `Ended` for recordings."""
 
     name: str
     tag: str
@@ -127,24 +127,8 @@ class Moved(msgspec.Struct):
     leases: tuple[int, ...]
 
 
-def request_tables(
-    src: Rows, dst: Rows, num_tokens: int | None
-) -> tuple[Blocks | None, Blocks | None, int | None]:
-    """Return both block tables of a transfer, and its tokens, with what leases of blocks say."""
-    src_blocks, dst_blocks = src.blocks, dst.blocks
-    if type(src.cache) is BlockLease and src.cache.paged:
-        src_blocks, num_tokens = src.cache.request(
-            "src_blocks", src_blocks, num_tokens, src.first_token
-        )
-    if type(dst.cache) is BlockLease and dst.cache.paged:
-        dst_blocks, num_tokens = dst.cache.request(
-            "dst_blocks", dst_blocks, num_tokens, dst.first_token
-        )
-    return src_blocks, dst_blocks, num_tokens
-
-
 def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) -> Request | None:
-    """Look up the names of a transfer; None: something of it is not usual, or cannot be."""
+    """Look up the names of a transfer; None: the transfer is unusual or wrong."""
     src, dst = transfer.src, transfer.dst
     if (
         OBSERVERS
@@ -183,9 +167,10 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
         if here.blocks is None:
             return None
         try:
-            src_rows, dst_rows, num_tokens = request_tables(src, dst, num_tokens)
+            blocks, num_tokens = key.request("blocks", there.blocks, num_tokens, there.first_token)
         except (LLMException, TypeError):
             return None
+        src_rows, dst_rows = (blocks, dst_rows) if pulls else (src_rows, blocks)
     else:
         return None
     by_tokens = num_tokens is not None or src.first_token != 0 or dst.first_token != 0
@@ -215,7 +200,7 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
     entry = engine.living.get(cache.cache_id)
     if link is None or entry is None or (entry.cache is not cache and entry.cache != cache):
         return None
-    pairs = link.pairs  # before its state: another dict follows when either changes
+    pairs = link.pairs  # before the state: each change of either replaces the dict
     if link.state is not _LINKED or (lease is not None and lease.instance != link.instance):
         return None
     plain_layers = None if layers is ALL_LAYERS else layers
@@ -232,7 +217,7 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
 def move_now(
     engine: Engine, request: Request, started: float, tag: str, notify: bytes | None
 ) -> bool:
-    """Move what is small between two mapped memories; False: no byte counts as moved."""
+    """Move a small request between two mapped memories; False: nothing has moved."""
     pair = request.pair
     if pair is None or not engine.moves_small or logger.logger.isEnabledFor(logging.INFO):
         return False

@@ -1,4 +1,4 @@
-"""Memory that caches are allocated from: whole pages of it, given back by the last user."""
+"""Pools of memory for caches, in whole pages; the last user of a span returns it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Transport
 
     Allocation = Arena | DeviceBuffer | HostBuffer
-    """What was allocated in one piece: it goes with its last user."""
+    """Memory that was allocated in one piece; freed after its last user."""
 
 _LOG = Log("kvplan")
 DEFAULT_PAGE_SHIFT: Final = 16
@@ -42,7 +42,7 @@ class PoolConfig:
     """A pool of memory that caches are allocated from.
 
     Attributes:
-        memory_size: bytes, at least one page; what is more than whole pages is not used.
+        memory_size: bytes, at least one page; a rest below one page is not used.
         page_shift: a page has 2**page_shift bytes.
 
     Raises:
@@ -66,17 +66,17 @@ class PoolConfig:
 
 
 class Span:
-    """Memory [address, address + nbytes), which goes back to its pool with this object.
+    """Memory [address, address + nbytes), which returns to its pool with this object.
 
-    Whatever uses the memory (a cache, a transfer in flight, an array over it) holds this object, so
-    no byte of it is another cache's before the last user is gone.
+    Each user of the memory (a cache, a transfer in flight, an array) holds this object, so another
+    cache gets the memory only after the last user.
 
     Args:
-        allocation: what it is a part of.
-        offset, nbytes: which part.
-        returned: of the pool, which is notified of its end; None: it is of no pool.
-        device: whose memory it is; None: the host's.
-        pinned: what pins the allocation for a device, held as long as this.
+        allocation: the memory that the span is a part of.
+        offset, nbytes: the part, in bytes.
+        returned: the queue of the pool that gets the span at its end; None: no pool.
+        device: the device that has the memory; None: the host.
+        pinned: pins the allocation for a device as long as the span lives.
     """
 
     __slots__ = ("_offset", "_pinned", "_returned", "address", "allocation", "device", "nbytes")
@@ -99,13 +99,13 @@ class Span:
         self._pinned = pinned
 
     def view(self, nbytes: int) -> Registrable:
-        """The first `nbytes` bytes, as transports register them."""
+        """Return the first `nbytes` bytes, as transports register them."""
         if isinstance(self.allocation, DeviceBuffer):
             return DeviceRange(self.address, nbytes, self.allocation)
         return memoryview(self.allocation)[self._offset : self._offset + nbytes]
 
     def __del__(self) -> None:
-        # No lock: the garbage collector may come here from a thread that holds the pool's.
+        # No lock: the garbage collector may run in a thread that holds the lock of the pool.
         if self._returned is not None:
             self._returned.append((self._offset, self.nbytes))
 
@@ -116,7 +116,7 @@ class Span:
 class Pool:
     """Spans of whole pages of one allocation: best fit, and neighbouring holes merge.
 
-    May be used from several threads. Memory that was used before is not cleared.
+    Thread-safe. Memory that was used before is not cleared.
 
     Args:
         allocation: the memory.
@@ -147,17 +147,13 @@ class Pool:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of the pages that nobody uses."""
+        """Bytes of the free pages."""
         with self._mutex:
             self._reclaim()
             return sum(size for _, size in self._holes)
 
     def take(self, nbytes: int) -> Span:
-        """Return a span of at least `nbytes` bytes, in whole pages.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY, saying what was asked for and what is there.
-        """
+        """Return a span of at least `nbytes` bytes, in whole pages."""
         size = -(-nbytes >> self._page_shift) << self._page_shift
         with self._mutex:
             self._reclaim()
@@ -194,19 +190,16 @@ class Pool:
 
 
 class Pools:
-    """Where caches are allocated: in the pool of their placement, else in memory of their own.
+    """Memory of the caches: from the pool of their placement, or in an allocation of their own.
 
     Args:
-        transports: hear of the pools.
-        configs: of the pools.
-        device: that Placement.DEVICE means, and that memory of the host is pinned for; None:
-            placement is a label, and all memory is the host's.
-        prefault, allow_overcommit, numa_node: of the host's memory, as for `new_arena`.
-        pages: likewise; and "collapse": as "auto", and what is not prefaulted becomes huge pages in
-            the background, each 2 MiB once all of them are in use.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY, or LLM_DEVICE_OUT_OF_MEMORY: no memory for a pool.
+        transports: register the pools.
+        configs: configurations of the pools, by placement.
+        device: the device of Placement.DEVICE, for which host memory is pinned. None: placement is
+            a label, and all memory is host memory.
+        prefault, allow_overcommit, numa_node: of host memory, as for `new_arena`.
+        pages: as for `new_arena`. "collapse" is "auto", and pages that are not prefaulted become
+            huge pages in the background, 2 MiB each as soon as all of its small pages are in use.
     """
 
     def __init__(
@@ -242,23 +235,18 @@ class Pools:
                     transport.preregister_pool(whole, keep=pinned)
 
     def take(self, placement: Placement, nbytes: int) -> Span:
-        """Return a span of at least `nbytes` bytes.
-
-        Raises:
-            LLMException: LLM_OUT_OF_MEMORY, of the pool or the system; LLM_DEVICE_OUT_OF_MEMORY, of
-                the device.
-        """
+        """Return a span of at least `nbytes` bytes."""
         if (pool := self._pools.get(placement)) is not None:
             return pool.take(nbytes)
         allocation, device, pinned = self._allocate(placement, nbytes)
         return Span(allocation, 0, nbytes, None, device, pinned)
 
     def free_nbytes(self) -> dict[Placement, int]:
-        """Bytes that are free in each pool."""
+        """Return the free bytes of each pool."""
         return {placement: pool.free_nbytes for placement, pool in self._pools.items()}
 
     def close(self) -> None:
-        """Let go of the pools; memory that somebody uses stays until then."""
+        """Drop the pools; memory stays until its last user is gone."""
         self._pools = {}
         if self._collapse:
             background_pages().cancel(self)
@@ -266,7 +254,7 @@ class Pools:
     def _allocate(
         self, placement: Placement, nbytes: int
     ) -> tuple[Allocation, Device | None, PinnedMemory | None]:
-        """The memory, whose it is if a device's, and what pins it if it is pinned."""
+        """Return new memory, its device if it has one, and its pin if it is pinned."""
         device = self._device
         if device is not None and placement is Placement.DEVICE:
             return device.allocate(nbytes), device, None
@@ -279,8 +267,8 @@ class Pools:
             return arena, None, None
         try:
             return arena, None, device.pin(arena.address, arena.nbytes, keep=arena)
-        except LLMException as error:  # it can be used all the same
-            # Its text: handlers that keep records would keep the device with its traceback.
+        except LLMException as error:  # copies work without a pin, only slower
+            # Only the text: a handler that keeps records would keep the device by the traceback.
             why = str(error)
             _LOG.warning("caches of the host are copied to and from devices slowly: %s", why)
             return arena, None, None

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class PrometheusCollector(Collector):
-    """Reads the engine whenever it is scraped; holds it until unregistered.
+    """A collector that reads engines at each scrape, and holds them until it is unregistered.
 
-    Several engines of a process differ by the label `cluster_id`; register one collector for all.
+    The label `cluster_id` distinguishes the engines of a process; register one collector for all.
     """
 
     def __init__(self, *engines: LlmDataDist) -> None:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what there is now."""
+        """Yield the current metrics."""
         operations = CounterMetricFamily(
             "kvplan_operations",
             "Calls that have ended.",

@@ -1,4 +1,4 @@
-"""Transfers between registered memory that is named by addresses, at both ends."""
+"""Transfers between registered memory that addresses name at both ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvnative._lower import Descriptors
 from kvnative._ranges import arrange, first_overlap
-from kvplan.engine.groups import joined
+from kvplan.engine.memory import joined
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions
 from kvplan.execution.binding import check_order_free
 from kvplan.links.address_index import check_ranges
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AddressRanges:
-    """Bytes that a transfer moves, by their addresses here and in a peer.
+    """Ranges of bytes to move, by their addresses here and in a peer.
 
-    Each range must lie in registered memory at both ends; it may pass from one registration into
-    another that lies behind it without a gap.
+    Each range must lie in registered memory at both ends. A range may cross from one registration
+    into an adjacent one.
 
     Args:
         cluster_id: of the peer.
-        local: an address here for each range.
-        remote: the same in the peer.
-        nbytes: of each range.
+        local: the address of each range here.
+        remote: the address of each range in the peer.
+        nbytes: the size of each range.
         direction: "pull" from the peer, or "push" to it.
 
     Raises:
-        TypeError: not whole numbers.
+        TypeError: not integers.
         ValueError: a number outside uint64.
-        LLMException: LLM_PARAM_INVALID: no range, columns of unequal length, a range of no bytes,
-            at address 0, or past 2**64.
+        LLMException: LLM_PARAM_INVALID: no range, columns of unequal length, an empty range, a
+            range at address 0, or a range that ends after 2**64.
     """
 
     cluster_id: int
@@ -92,7 +92,7 @@ class AddressRanges:
 
 
 class _Found(NamedTuple):
-    """Ranges, each in one tensor of a cache here and in one of the peer's."""
+    """Ranges that were cut: each lies in one tensor here and in one of the peer."""
 
     own: AddressIndex[CacheEntry]
     peer: AddressIndex[PeerCache]
@@ -121,11 +121,11 @@ class RangeOperation(Operation):
         super().__init__(engine, name, speculative=speculative, **options)
 
     def prepare(self) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
-        """Find what holds the ranges, put them in order and lower them."""
+        """Find the memory of the ranges, sort them and lower them."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
         link = self._linked("ranges", ranges)
-        # What the peer had registered at an address when it last said so is taken for granted: the
-        # transfer says if that is gone, and then the peer is asked.
+        # Assumes that the peer's last published registrations are valid. The transfer fails if they
+        # are not, and then the peer is asked.
         self.speculated = self._speculative and not self.retried
         try:
             return self._prepare(link, ranges, pulls)
@@ -135,7 +135,7 @@ class RangeOperation(Operation):
         return self._prepare(link, ranges, pulls)
 
     def submit(self, submit: Callable[[Prepared], TransferTask]) -> TransferTask:
-        """Submit the ranges; once more if the peer has registered other memory meanwhile."""
+        """Submit the ranges; again if the peer has registered other memory meanwhile."""
         try:
             return submit(self.prepare())
         except LLMException as error:
@@ -144,7 +144,7 @@ class RangeOperation(Operation):
         return submit(self.prepare())
 
     def _asks_again(self, error: LLMException) -> bool:
-        """Whether the peer is asked for what it has registered now, and all is tried again."""
+        """Return whether to ask the peer for its registrations and to try again."""
         again = not self.retried and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         if again:
             self.disable_speculation()
@@ -196,7 +196,7 @@ class RangeOperation(Operation):
         here = own.cut("local", ranges.local, ranges.remote, ranges.nbytes)
         peer = link.address_index(writable=not pulls, ask=self.retried)
         there = _cut_remote(peer, ranges, here)
-        if len(there.nbytes) != len(here.nbytes):  # cut further: of which extent is each now?
+        if len(there.nbytes) != len(here.nbytes):  # the peer's registrations have cut further
             here = own.cut("local", there.others, there.starts, there.nbytes)
         return _Found(
             own, peer, here.extents, there.extents, there.others, there.starts, there.nbytes
@@ -204,20 +204,20 @@ class RangeOperation(Operation):
 
 
 def unconfirmed_text(plan: Plan | None, error: LLMException) -> str:
-    """What to add to the message of a transfer that failed: the first range that may be missing."""
+    """Return text for a failed transfer of ranges: the first range that may be missing."""
     if not isinstance(plan, RangePlan) or not error.unconfirmed:
         return ""
     return f"; the first that is not confirmed: {plan.ranges.text(error.unconfirmed[0][0])}"
 
 
 def _cut_remote(peer: AddressIndex[PeerCache], ranges: AddressRanges, here: Cut) -> Cut:
-    if len(here.nbytes) != len(ranges.nbytes):  # what it refuses it calls by the caller's numbers
+    if len(here.nbytes) != len(ranges.nbytes):  # first, so that errors have the caller's numbers
         peer.cut("remote", ranges.remote, ranges.local, ranges.nbytes)
     return peer.cut("remote", here.others, here.starts, here.nbytes)
 
 
 def _pairs(found: _Found) -> Column | None:
-    """A number for the pair of extents of each range; None: all are of one pair."""
+    """Return a number for the pair of extents of each range; None: all have the same pair."""
     own, peer = found.own_extents, found.peer_extents
     if (own == own[0]).all() and (peer == peer[0]).all():
         return None
@@ -227,7 +227,7 @@ def _pairs(found: _Found) -> Column | None:
 def _parts(
     found: _Found, groups: Column | None
 ) -> tuple[list[Extent[CacheEntry]], list[Extent[PeerCache]], list[int]]:
-    """The extents of each pair, in order, and where its ranges begin."""
+    """Return the extents of each pair in order, and the first range of each."""
     if groups is None:
         firsts = [0]
         numbers = [(int(found.own_extents[0]), int(found.peer_extents[0]))]
@@ -244,7 +244,7 @@ def _parts(
 def _as_reached(
     addresses: Column, memory: TensorMemory, peer: Sequence[Extent[PeerCache]], bounds: list[int]
 ) -> Column:
-    """Addresses of the peer as the backend reaches them: those of its mapping, perhaps."""
+    """Return addresses of the peer as the backend sees them, which may be those of a mapping."""
     reached = addresses
     first = 0
     for i, extent in enumerate(peer):
@@ -259,19 +259,19 @@ def _as_reached(
 
 
 _Place = tuple[CacheDesc, int, int, int]
-"""A tensor: description and id of its cache, its number, its address. It keeps no memory."""
+"""A tensor: description and id of its cache, its number, its address. Keeps no memory."""
 
 
 def _made_parts(
     pulls: bool,
     own: Sequence[_Place],
     peer: Sequence[_Place],
-    link: tuple[str, str],  # whom with, and how it is reached
+    link: tuple[str, str],  # name of the peer, and the way of its transport
     bounds: Sequence[int],
-    count: int,  # of ranges, before they were merged
-    pairs: Column | None,  # and of each the pair, where there are several
+    count: int,  # number of ranges before they were merged
+    pairs: Column | None,  # the pair of each range; None: all have the same pair
 ) -> list[RangePart]:
-    """The parts of a plan, when somebody looks at it."""
+    """Make the parts of a plan, at the first look at them."""
     counts = [count] if pairs is None else np.unique(pairs, return_counts=True)[1].tolist()
     parts = []
     for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
@@ -285,7 +285,7 @@ def _made_parts(
 
 
 def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
-    """A cache as rows of bytes: one, which is all of each tensor."""
+    """Return a cache as a side with one row, which is all of each tensor."""
     return Side(
         desc.num_tensors, 1, desc.tensor_nbytes, False, desc.placement,
         name=name, way=way, cache_id=cache_id,

@@ -30,7 +30,7 @@ _DEFAULT_FILES: Final = 2
 
 
 class RecordingOperations(OperationRunner):
-    """What an engine does, in a file: see docs/how-to/recording.md."""
+    """Recordings of an engine in files: see docs/how-to/recording.md."""
 
     def record(
         self,
@@ -39,26 +39,27 @@ class RecordingOperations(OperationRunner):
         max_bytes: int = _DEFAULT_MAX_BYTES,
         files: int = _DEFAULT_FILES,
     ) -> Recorder:
-        """Record every transfer with its plan and outcome, links, leases and caches, from now on.
+        """Record transfers with their plans and outcomes, links, leases and caches, from now on.
 
-        The file can be read while it is written: `kvplan trace`, `kvplan.recording.read`. When it
-        is full it becomes `path.1`, and so on; a recording of before is kept in the same way. A
-        disk that is full ends the recording with a warning in the log, and no transfer fails.
+        `kvplan trace` and `kvplan.recording.read` can read the file while it is written. A full
+        file becomes `path.1`, and so on, as does an earlier recording. A full disk ends the
+        recording with a warning in the log; transfers go on.
 
         Args:
             path: of the file.
-            max_bytes: of a file, at least 65536.
-            files: that are kept.
+            max_bytes: size of a file, at least 65536.
+            files: number of files that are kept.
 
         Returns:
-            What records until its `close`, the end of its `with` block, or `finalize`; `recording`
-            returns it, too.
+            The recorder, which records until its `close`, the end of its `with` block, or
+            `finalize`.
 
         Raises:
             TypeError: an argument of another type.
-            OSError: the file cannot be made.
-            LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file is another
-                engine's, or no recording; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+            OSError: the file cannot be created.
+            LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file is of
+                another engine or not a recording; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
 
@@ -66,7 +67,7 @@ class RecordingOperations(OperationRunner):
     def recording(self) -> Recorder | None:
         """The recorder of this engine; None: nothing is recorded.
 
-        An interrupt between `record` and the `with` block that would end it leaves it here.
+        Also the recorder that an interrupt has left between `record` and its `with` block.
 
         Raises:
             LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
@@ -76,9 +77,9 @@ class RecordingOperations(OperationRunner):
 
 
 def record_where_said(engine: Engine) -> None:
-    """Record an engine that was just made, if the environment says where.
+    """Record a new engine if the environment names a directory.
 
-    A directory that cannot be written is a warning: the engine works without.
+    If the directory cannot be written, a warning is logged and the engine works without.
     """
     if not (given := os.environ.get(RECORD)):
         return
@@ -101,7 +102,7 @@ def _record(
     max_bytes: int = _DEFAULT_MAX_BYTES,
     files: int = _DEFAULT_FILES,
 ) -> Recorder:
-    from kvplan.recording.writer import Recorder  # nobody else pays for it
+    from kvplan.recording.writer import Recorder  # here, as only recordings need it
 
     before = engine.recorder
     if before is not None and not before.ended:
@@ -119,7 +120,7 @@ def _record(
             engine.links.observe(partial(_record_link, recorder))
             for it in list(engine.links.peers.values()):
                 _record_link(recorder, it)
-    except BaseException:  # an interrupt: its caller has no recorder to close
+    except BaseException:  # an interrupt: the caller has no recorder to close
         if recorder is not None:
             recorder.close()
         raise

@@ -1,4 +1,4 @@
-"""The caches of an engine: made, offered to peers, named by id and by key, freed."""
+"""The registry of caches: makes them, offers them to peers, finds and frees them."""
 
 from __future__ import annotations
 
@@ -40,23 +40,20 @@ _T = TypeVar("_T")
 
 
 class CacheRegistry:
-    """All caches of one engine; may be used from several threads.
+    """All caches of one engine; thread-safe.
 
-    A cache that was allocated lives as long as its id, one of its keys or a claim; peers reach it
-    until then, and its memory goes back when the last transfer and array over it are gone. One that
-    was registered ends when it is unregistered: the memory is its user's.
+    An allocated cache lives until its id, its last key and its last claim are gone. Peers reach it
+    until then. Its memory returns to its pool after the last transfer and the last array over it. A
+    registered cache ends when it is unregistered; its memory belongs to the user.
 
     Args:
-        transports: what offers the caches to peers.
-        options: the pools, and how many tensors may be registered at once.
-        on_change: called after `offered` has changed, in the thread that has changed it.
-        device: that holds caches with Placement.DEVICE; None: the host holds all.
+        transports: offer the caches to peers.
+        options: the pools, and the largest number of tensors of a registered cache.
+        on_change: called after `offered` has changed, in the thread that changed it.
+        device: holds caches with Placement.DEVICE; None: the host holds all caches.
 
     Attributes:
-        owner: the token that `Cache.owner` of each cache is.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
+        owner: the value of `Cache.owner` of each cache.
     """
 
     def __init__(
@@ -83,33 +80,29 @@ class CacheRegistry:
             pages=options.pages,
             numa_node=options.numa_node,
         )
-        # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
-        # What is looked through is a copy, therefore, and what is taken out may be gone.
+        # Re-entrant: a finalizer of the garbage collector or a signal handler may enter again. So
+        # loops run over copies, and an entry that was just seen may be gone.
         self._mutex = Mutex()
         self.owner = secrets.token_bytes(8)
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}
         self._pending = PendingDeregistrations()
-        # Those that live by their id. `get` reads it without the lock.
+        # Caches whose id was not freed. `get` reads the dict without the lock.
         self._entries: dict[int, CacheEntry] = {}
         self._keys = KeyIndex()
-        self._by_address: AddressIndex[CacheEntry] | None = None  # None: they have changed
+        self._by_address: AddressIndex[CacheEntry] | None = None  # None: outdated
 
     def allocate(self, desc: CacheDesc, *, paged: bool, keys: Sequence[AnyKey] = ()) -> CacheEntry:
-        """Make a cache in memory of the engine: of the placement's pool, else an arena of its own.
+        """Make a cache in memory of the engine: from the placement's pool, or in its own arena.
 
-        Fresh memory is zeroed; pages of a pool hold whatever they held before.
+        Fresh memory is zeroed; pages of a pool keep their previous content.
 
         Args:
-            desc: of the cache; its tensors lie one behind the other.
-            paged: whether it is addressed by blocks.
-            keys: at most one BlocksCacheKey for a paged cache; else a CacheKey for each row, from
-                the first on, with padding keys for rows without.
-
-        Raises:
-            TypeError: an argument of another type.
-            LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: too many keys, or one that is taken.
+            desc: description of the cache; its tensors are contiguous to each other.
+            paged: whether blocks address the cache.
+            keys: at most one BlocksCacheKey for a paged cache. Otherwise a CacheKey for each row,
+                from the first row on; a padding key skips a row.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -128,23 +121,17 @@ class CacheRegistry:
         remote_accessible: bool = True,
         writable: bool | None = None,
     ) -> CacheEntry:
-        """Make a cache of memory that the user has.
+        """Make a cache of the user's memory.
 
         Args:
-            desc: of the cache.
-            tensors: an address for each, checked to be mapped now (the user keeps it so until it is
-                unregistered), or an array for each: NumPy, DLPack or buffer, which is held.
-            paged: whether it is addressed by blocks.
-            keys: as of `allocate`.
-            remote_accessible: whether peers may reach it.
-            writable: whether transfers may write to it; None: addresses yes, arrays as they are.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: an address outside uint64.
-            LLMException: LLM_PARAM_INVALID: as `allocate`, another number or size of tensors, more
-                than `max_tensors`, address 0, or memory that is not mapped, not writable, or not
-                where the placement says.
+            desc: description of the cache.
+            tensors: an address for each tensor, which must be mapped until the cache is
+                unregistered; or an array for each tensor (NumPy, DLPack, buffer), which is held.
+            paged: whether blocks address the cache.
+            keys: as for `allocate`.
+            remote_accessible: whether peers may reach the cache.
+            writable: whether transfers may write to the cache. None: to addresses, and to arrays
+                that are writable.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -162,13 +149,9 @@ class CacheRegistry:
         return self._publish(cache_id, desc, memory, ranges, paged, keys)
 
     def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
-        """Free an allocated cache: a paged one now, with its key; another once its keys are gone.
+        """Free an allocated cache: a paged one at once, another after its keys are gone.
 
-        An id that is unknown, or was freed before, is fine.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it was registered, or is not `paged` as the caller
-                thinks.
+        An unknown or freed id has no effect. `paged` is the kind that the caller expects.
         """
         with self._mutex:
             if (entry := self._entry_of(cache_id, owned=True)) is None:
@@ -188,13 +171,10 @@ class CacheRegistry:
         self._on_change()
 
     def unregister(self, cache_id: int) -> None:
-        """End a registered cache, its keys and its claims; an id that is unknown is fine.
+        """End a registered cache, its keys and its claims; an unknown id has no effect.
 
-        On return no peer reports a success for it any more, and its transports have ended it; no
-        transfer of this process touches it any more.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: it was allocated.
+        After the return no peer reports success for the cache, its registrations have ended, and no
+        transfer of this process touches its memory.
         """
         ended: list[HeldCache] = []
         try:
@@ -204,7 +184,7 @@ class CacheRegistry:
                     self._by_address = None
                     self._keys.unbind(cache_id)
                     self._pending.add([self._held.pop(cache_id)])
-                # The cache was renewed perhaps, or another call is ending it.
+                # Also earlier registrations of the cache, and those that another call ends now.
                 ended = self._pending.of(cache_id)
             for it in ended:
                 why = f"this engine has unregistered cache {it.entry.cache.cache_id} meanwhile"
@@ -218,11 +198,7 @@ class CacheRegistry:
                 self._on_change()
 
     def renew(self, cache_ids: Iterable[int]) -> None:
-        """Offer registered caches again, as if they had been freed and made; an unknown id is fine.
-
-        Raises:
-            LLMException: as `renew_all`; nothing has changed then.
-        """
+        """Register caches again with the transports; an unknown id has no effect."""
         with self._mutex:
             held = [self._held[it] for it in cache_ids if it in self._held]
         with signals_deferred:
@@ -245,9 +221,9 @@ class CacheRegistry:
         self._on_change()
 
     def remove_key(self, key: CacheKey) -> None:
-        """Forget a key of an allocated cache, which goes with its last if its id was freed.
+        """Remove a key of an allocated cache; the last key of a freed cache frees its memory.
 
-        An unknown key is fine; keys of registered caches stay.
+        An unknown key has no effect; keys of registered caches stay.
         """
         check_type("key", key, CacheKey)
         with self._mutex:
@@ -262,11 +238,7 @@ class CacheRegistry:
         end_all(unused)
 
     def get(self, cache_id: int) -> CacheEntry:
-        """The cache with this id.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none, or it was freed.
-        """
+        """Return the cache with this id."""
         try:
             return self._entries[cache_id]
         except KeyError:
@@ -275,17 +247,11 @@ class CacheRegistry:
             raise not_exist(f"cache_id={cache_id} is not here; there are {there}") from None
 
     def resolve(self, cache: Cache, argument: str = "cache") -> CacheEntry:
-        """Return the cache that `cache` is: by its id, or without one by its addresses.
+        """Return the entry of a cache: by its id, or without an id by its addresses.
 
         Args:
-            cache: of this engine, or memory of this process.
-            argument: what the caller's caller knows it as.
-
-        Raises:
-            TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: no such id, or a cache of another engine;
-                LLM_PARAM_INVALID: another description or other addresses than the cache of this id
-                has; neither id nor addresses, or addresses that are not mapped.
+            cache: a cache of this engine, or memory of this process.
+            argument: the name of the cache in error messages.
         """
         if type(cache) is not Cache:
             check_type(argument, cache, Cache)
@@ -309,11 +275,7 @@ class CacheRegistry:
         return entry
 
     def check_owner(self, cache: Cache, argument: str) -> None:
-        """Refuse a cache of another engine: ids start at 1 in each.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST.
-        """
+        """Refuse a cache of another engine, where the same id means another cache."""
         if cache.owner not in (b"", self.owner):
             raise not_exist(
                 f"{argument}={shown(cache)} was made by another engine, or by this one before it "
@@ -322,11 +284,11 @@ class CacheRegistry:
 
     @property
     def living(self) -> dict[int, CacheEntry]:
-        """The caches that were not freed, by id; always the same dict, to be read only."""
+        """The caches that were not freed, by id; always the same dict, which callers only read."""
         return self._entries
 
     def address_index(self) -> AddressIndex[CacheEntry]:
-        """The caches that live by their id, by addresses."""
+        """Return an index, by address, of the caches that were not freed."""
         index = self._by_address
         if index is None:
             with self._mutex:
@@ -339,41 +301,32 @@ class CacheRegistry:
         return index
 
     def entries(self) -> list[tuple[CacheEntry, bool]]:
-        """All caches that live, in the order of ids, and whether each still does by its id."""
+        """Return all caches in the order of ids, each with whether its id is still valid."""
         with self._mutex:
             living = [it.entry for _, it in sorted(self._held.items(), key=itemgetter(0))]
             return [(it, it.cache.cache_id in self._entries) for it in living]
 
     def offered(self) -> dict[int, CacheEntry]:
-        """The caches that peers may reach by id, now."""
+        """Return the caches that peers can reach by id now."""
         return self.survey(dict)
 
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
-        """Return what `look` makes of `offered`; it must keep no entry.
+        """Return the result of `look(offered)`, which must not keep an entry.
 
-        A cache that is freed before or after is in nobody's hands: its memory is free at once.
+        So the memory of a cache that is freed afterwards is free at once.
         """
         with self._mutex:
             now = tuple(self._entries.items())
             return look({i: entry for i, entry in now if entry.remote_accessible})
 
     def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
-        """The cache and batch index that peers reach by `key`.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: none; LLM_PARAM_INVALID: a padding key.
-        """
+        """Return the cache and the slot that peers reach by `key`."""
         with self._mutex:
             bound = self._keys.find(key)
             return self._reached(key, bound), bound.batch_index
 
     def claim(self, key: CacheKey, holder: Hashable) -> Claim:
-        """Let `holder` pull by `key`: the cache stays, and a key that goes is nobody else's.
-
-        Raises:
-            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder has claimed it;
-                LLM_LINK_BUSY: this one has too many claims.
-        """
+        """Let `holder` pull by `key`: the cache stays, and a request's key has no other holder."""
         check_type("key", key, CacheKey)
         with self._mutex:
             entry = self._reached(key, self._keys.find(key))
@@ -388,14 +341,14 @@ class CacheRegistry:
         holder: Hashable = None,
         run: Callable[[Callable[[], None]], object] = call,
     ) -> None:
-        """End a claim. A key of a request goes once all tensors of the cache were pulled by it.
+        """End a claim. A request's key is removed once all tensors of the cache were pulled by it.
 
         Args:
-            claim_id: unknown: nothing happens.
-            tensors: that were pulled, every byte confirmed; None: the pull failed.
-            holder: whose claim it must be; another's is unknown to it. None: anybody's.
-            run: called with what ends the caches that go with it, if any; that may wait for peers
-                that write to them. Calls it now, or has it called elsewhere.
+            claim_id: the claim; an unknown id has no effect.
+            tensors: the tensors of which every byte was pulled; None: the pull failed.
+            holder: the holder of the claim; claims of others are unknown to it. None: any holder.
+            run: called with a function that ends the caches which become unused, if any. The
+                function may wait for peers that write to them, so `run` may call it elsewhere.
         """
         check_type("claim_id", claim_id, int)
         with self._mutex:
@@ -409,7 +362,7 @@ class CacheRegistry:
     def release_holder(
         self, holder: Hashable, *, run: Callable[[Callable[[], None]], object] = call
     ) -> None:
-        """End all claims of `holder`, who is gone; no pull of it counts. `run`: see `release`."""
+        """End all claims of a holder that is gone, as failed pulls; `run` is as for `release`."""
         with self._mutex:
             unused = []
             for claim_id in self._keys.claims_of(holder):
@@ -420,7 +373,7 @@ class CacheRegistry:
             run(partial(end_all, unused))
 
     def close(self) -> None:
-        """End every cache; idempotent. Memory that a transfer or an array uses stays until then."""
+        """End every cache; idempotent. Memory stays as long as a transfer or an array uses it."""
         with self._mutex:
             self._closed = True
             held = [*self._held.values(), *self._pending.all()]
@@ -435,7 +388,7 @@ class CacheRegistry:
         self.pools.close()
 
     def _next_id(self, desc: CacheDesc, keys: Sequence[AnyKey]) -> int:
-        """Ids rise with every attempt, so that peers which try the same get the same ids."""
+        """Return a new id. Failed attempts count: ranks that make equal calls get equal ids."""
         with self._mutex:
             if self._closed:
                 raise finalized()
@@ -449,13 +402,13 @@ class CacheRegistry:
         cache_id: int,
         desc: CacheDesc,
         memory: CacheMemory,
-        ranges: Sequence[Registrable],  # none: peers cannot reach it
+        ranges: Sequence[Registrable],  # empty: peers cannot reach the cache
         paged: bool,
         keys: Sequence[AnyKey],
         span: Span | None = None,  # None: the memory is the user's
     ) -> CacheEntry:
-        """Offer the memory to peers, and make the cache known: both, or neither."""
-        # Without the lock: to register much memory takes long, and links must not wait for it.
+        """Offer the memory to peers and enter the cache: both, or neither."""
+        # Without the lock: to register much memory takes long, and links must not wait meanwhile.
         owned = span is not None
         with ExitStack() as undo:
             offered = offer(self._transports, ranges, memory.writable, keep=span)
@@ -504,7 +457,7 @@ class CacheRegistry:
 
 
 def finalized() -> LLMException:
-    """The refusal of a call after `finalize`."""
+    """Return the error of a call after `finalize`."""
     return LLMException(
         "the engine is finalized; initialize it again",
         status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,

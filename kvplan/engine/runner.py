@@ -1,4 +1,4 @@
-"""How the public operations of an engine run: executed, submitted, or layer by layer."""
+"""The base of the classes with public methods of an engine, and the hooks of plans."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class PlanEvent(NamedTuple):
 
     Attributes:
         plan: the plan.
-        operation: the call, such as "pull_cache".
-        cache_id: of the cache of this process that takes part; the source, where both do.
+        operation: name of the operation, such as "pull_cache".
+        cache_id: the cache of this process; the source if both are of this process.
         cluster_id: of the peer; None inside one process.
         tag: as the caller gave it.
     """
@@ -38,17 +38,16 @@ PlanHook = Callable[[PlanEvent], object]
 
 
 class OperationRunner:
-    """What the public operations are made with."""
+    """Access to the running engine for classes with public methods."""
 
     _cluster_id: int
     _engine: Engine | None
     _was_finalized: bool
-    # Not the engine's, nor an operation's: a hook may hold this object, which would then never be
-    # dropped.
+    # Here and not in the engine: a hook that holds this object must not keep it alive.
     _hooks: dict[object, PlanHook]
 
     def _running(self) -> Engine:
-        """The engine, if it is initialized."""
+        """Return the engine; raise unless it is initialized."""
         engine = self._engine
         if engine is None:
             if self._was_finalized:
@@ -62,7 +61,7 @@ class OperationRunner:
 
     @contextmanager
     def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:
-        """Count and log what happens inside, if there is an engine for it."""
+        """Count, record and log the block as an operation."""
         engine = self._running()
         started = perf_counter()
         failure: BaseException | None = None

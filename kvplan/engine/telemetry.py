@@ -1,19 +1,33 @@
-"""What an engine has done: counted by operation, and logged, one line an operation."""
+"""Telemetry of an engine: counters, log lines, spans of OpenTelemetry, and its state as values."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
 from itertools import accumulate
-from typing import TypedDict
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
+import kvplan
 from kvnative._tally import Histogram
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from kvplan.engine.engine import Engine
+    from kvplan.engine.operation import Operation
+
+
 logger = Log("kvplan")
-# A program that set no logging up is not spoken to: it gets exceptions.
+# Without a logging configuration nothing is printed: the program gets exceptions.
 logger.logger.addHandler(logging.NullHandler())
 
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2, 5))
@@ -21,7 +35,7 @@ BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2, 
 
 
 class Seconds(TypedDict):
-    """A histogram: `buckets` counts what took up to so many seconds, smaller ones included."""
+    """A histogram: `buckets` maps an upper bound in seconds to the cumulative count."""
 
     count: int
     sum: float
@@ -29,7 +43,7 @@ class Seconds(TypedDict):
 
 
 class OperationMetrics(TypedDict):
-    """What became of the calls of one operation; `nbytes` is what the successful ones moved."""
+    """Calls of one operation by status; `nbytes` counts the successful ones."""
 
     statuses: dict[str, int]
     nbytes: int
@@ -37,7 +51,7 @@ class OperationMetrics(TypedDict):
 
 
 class EngineMetrics(TypedDict):
-    """What an engine has done and has; see `LlmDataDist.metrics`."""
+    """Counters of an engine; see `LlmDataDist.metrics`."""
 
     cluster_id: int
     in_flight: int
@@ -47,18 +61,13 @@ class EngineMetrics(TypedDict):
 
 
 class Metrics:
-    """Counters of one engine; any thread may record."""
+    """Counters of one engine; thread-safe."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[LLMStatusCode, Histogram]] = {}
 
     def record(self, operation: str, status: LLMStatusCode, nbytes: int, seconds: float) -> None:
-        """Count one call.
-
-        Args:
-            nbytes: bytes that it moved; 0 if it failed.
-            seconds: how long it took.
-        """
+        """Count one call; `nbytes` is 0 if it failed."""
         try:
             histogram = self._rows[operation][status]
         except KeyError:
@@ -67,7 +76,7 @@ class Metrics:
         histogram.add(seconds, nbytes)
 
     def snapshot(self) -> dict[str, OperationMetrics]:
-        """Return what was counted, by operation."""
+        """Return the counters by operation."""
         return {operation: _row(dict(row)) for operation, row in list(self._rows.items())}
 
 
@@ -84,13 +93,13 @@ def _row(histograms: dict[LLMStatusCode, Histogram]) -> OperationMetrics:
 
 
 def status_of(error: BaseException | None) -> LLMStatusCode:
-    """The status that stands for how a call ended."""
+    """Return the status of the outcome of a call."""
     if error is None:
         return LLMStatusCode.LLM_SUCCESS
     if isinstance(error, LLMException):
         try:
             return LLMStatusCode(error.status_code)
-        except ValueError:  # a program's own, of any type
+        except ValueError:  # a status of the program, of any type
             return LLMStatusCode.LLM_FAILED
     if isinstance(error, TypeError | ValueError):
         return LLMStatusCode.LLM_PARAM_INVALID
@@ -103,12 +112,7 @@ def log_operation(
     error: BaseException | None = None,
     **fields: object,
 ) -> None:
-    """Log how an operation went, as `key=value` on logger `kvplan`; fields of None are left out.
-
-    Args:
-        seconds: how long it took.
-        error: what it failed with; None: it did not.
-    """
+    """Log the outcome of an operation as `key=value` on logger `kvplan`, without fields of None."""
     status = status_of(error)
     level = logging.WARNING if status.is_failure else logging.INFO
     if not logger.isEnabledFor(level):
@@ -125,7 +129,7 @@ def log_operation(
 
 
 def error_text(error: BaseException) -> str:
-    """What is recorded of a failure."""
+    """Return the text of a failure for recordings."""
     if isinstance(error, LLMException) and error.args:
         text = str(error.args[0])
     else:
@@ -143,3 +147,159 @@ def _quoted(value: object) -> str:
     text = str(value)
     plain = text.isprintable() and text and not set(text) & set(' "=')
     return text if plain else json.dumps(text)
+
+
+EXTRA: Final = "pip install 'kvplan[otel]'"
+
+
+class Tracer:
+    """The spans of one engine, by the tracer provider of the program.
+
+    A span begins with the call, as a child of the caller's current span. It ends with the outcome,
+    which may be in another thread.
+    """
+
+    def __init__(self, cluster_id: int) -> None:
+        try:
+            from opentelemetry import trace
+        except ImportError as error:
+            raise LLMException(
+                f"kvplan.opentelemetry=1 needs the package opentelemetry-api ({EXTRA}): {error}",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from None
+        self._trace = trace
+        self._cluster_id = cluster_id
+        self._tracer = trace.get_tracer("kvplan", kvplan.__version__)
+
+    def begin(self, operation: Operation) -> Span | None:
+        """Begin the span of an operation; None: the tracing of the program has failed."""
+        attributes: dict[str, str | int] = {
+            "kvplan.operation": operation.name,
+            "kvplan.cluster": self._cluster_id,
+        }
+        if operation.tag:
+            attributes["kvplan.tag"] = operation.tag
+        try:
+            kind = self._trace.SpanKind.CLIENT
+            return self._tracer.start_span(
+                f"kvplan.{operation.name}", kind=kind, attributes=attributes
+            )
+        except Exception:  # of a sampler or processor of the program; the transfer goes on
+            logger.exception("kvplan.opentelemetry: could not begin a span")
+            return None
+
+    def end(
+        self, operation: Operation, span: Span, status: LLMStatusCode, error: BaseException | None
+    ) -> None:
+        """End the span of an operation with its outcome."""
+        plan = operation.plan
+        attributes: dict[str, str | int] = {"kvplan.status": status.name}
+        if operation.cluster_id is not None:
+            attributes["kvplan.peer"] = operation.cluster_id
+        if operation.cache_id >= 0:
+            attributes["kvplan.cache"] = operation.cache_id
+        if plan is not None:
+            attributes["kvplan.bytes"] = plan.nbytes if error is None else 0
+            attributes["kvplan.descriptors"] = plan.num_descriptors
+        try:
+            if error is not None and status.is_failure:
+                span.set_status(self._trace.StatusCode.ERROR, error_text(error))
+            span.set_attributes(attributes)
+            span.end()
+        except Exception:
+            logger.exception("kvplan.opentelemetry: could not end a span")
+
+
+_MAX_LISTED: Final = 100
+"""Transfers in flight that `describe` lists, the oldest first."""
+
+
+def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> EngineMetrics:
+    """Return the counters of an engine; see `LlmDataDist.metrics`."""
+    cache_bytes: Counter[str] = Counter()
+    links: Counter[str] = Counter()
+    if engine is not None:
+        engine.check_process()
+        links.update(it.state.name for it in engine.links.status())
+        for it, _ in engine.registry.entries():
+            cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
+    return {
+        "cluster_id": cluster_id,
+        "in_flight": 0 if engine is None else len(engine.in_flight),
+        "links": dict(links),
+        "cache_bytes": dict(cache_bytes),
+        "operations": metrics.snapshot(),
+    }
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Return the state of an engine as JSON values, for `kvplan top`."""
+    from kvplan import __version__  # here, as kvplan imports this room
+
+    operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]
+    return {
+        "kvplan": __version__,
+        "pid": os.getpid(),
+        "command": sys.argv,
+        "cluster_id": engine.cluster_id,
+        "role": engine.role.name,
+        "listen_address": engine.listen_address,
+        "transports": list(engine.transport_names),
+        "seconds": time.monotonic(),
+        "operations": {
+            name: {
+                "statuses": row["statuses"],
+                "nbytes": row["nbytes"],
+                "count": row["seconds"]["count"],
+                "seconds": row["seconds"]["sum"],
+                "buckets": [
+                    [None if math.isinf(bound) else bound, count]
+                    for bound, count in row["seconds"]["buckets"].items()
+                ],
+            }
+            for name, row in operations.items()
+        },
+        "links": [
+            asdict(it) | {"role": it.role and it.role.name, "state": it.state.name}
+            for it in engine.links.status()
+        ],
+        "caches": [
+            {
+                "cache_id": it.cache.cache_id,
+                "nbytes": it.cache.cache_desc.nbytes,
+                "num_tensors": it.cache.cache_desc.num_tensors,
+                "placement": it.cache.cache_desc.placement.name,
+                "allocated": is_allocated,
+            }
+            for it, is_allocated in engine.registry.entries()
+        ],
+        "pages": {
+            "option": engine.options.pages,
+            "prefault": engine.options.prefault,
+            "numa_node": engine.options.numa_node,
+            "populate": engine.options.populate,
+            "mapped_arenas": len(mapped := engine.links.mapped()),
+            "mapped_bytes": sum(arena.nbytes for _, arena in mapped),
+        },
+        "leases": len(engine.leases.live()),
+        "in_flight": _in_flight(engine),
+    }
+
+
+def _in_flight(engine: Engine) -> list[dict[str, Any]]:
+    now = perf_counter()
+    found = sorted(engine.in_flight.operations(), key=lambda it: it.started)
+    rows = []
+    for it in found[:_MAX_LISTED]:
+        plan = it.plan
+        rows.append(
+            {
+                "operation": it.name,
+                "tag": it.tag,
+                "peer": it.cluster_id,
+                "cache_id": None if it.cache_id < 0 else it.cache_id,
+                "nbytes": None if plan is None else plan.nbytes,
+                "age_s": now - it.started,
+            }
+        )
+    return rows

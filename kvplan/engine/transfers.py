@@ -1,4 +1,4 @@
-"""The verbs: plan, run, submit and move by layers whatever a `Transfer` says."""
+"""The four verbs of transfers: plan, run, submit and layered."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
-from kvplan.engine.gather import Several, shares_of
-from kvplan.engine.gather_task import GatherTask, LayerGatherTask, check_timeout
-from kvplan.engine.groups import GroupOperation
+from kvplan.engine.gather import GatherTask, LayerGatherTask, Several, check_timeout
 from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
 from kvplan.engine.pairs import Request, find_request, move_now
-from kvplan.engine.planned import PlannedOperation
 from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner, PlanEvent
+from kvplan.engine.shares import Pair, check_plan, shares_of
 from kvplan.execution.memory import revocation
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
@@ -39,26 +37,26 @@ _Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer | Planne
 
 
 class TransferOperations(OperationRunner):
-    """Every transfer of an engine goes through these four.
+    """The four methods that every transfer of an engine goes through.
 
     A transfer is one of:
 
     - a `Transfer`: rows of one cache to rows of another. With a sequence of `Rows` as source it is
       a gather: parts of the model's cache from several peers.
-    - `Planned`: a plan that was made before, and the caches that it is executed between.
+    - `Planned`: a plan that was made before, with the two caches.
     - a mapping of names to `Transfer` or `Planned`: caches of one request, such as MLA's latent and
-      its indexer, or layers with and without a sliding window. They may be of several peers.
+      its indexer, or layers with and without a sliding window. Several peers may have them.
     - `AddressRanges`: registered memory by addresses.
 
-    All of one transfer is one deadline and one outcome, with one notification to each peer.
+    A transfer has one deadline, one outcome, and one notification to each peer.
     """
 
     def plan(self, transfer: Movable, *, by_layer: bool = False) -> Plan:
-        """Plan a transfer with the peers' own descriptions; nothing moves, no key is claimed.
+        """Plan a transfer with the peers' own descriptions; no byte moves, and no key is claimed.
 
         Args:
-            transfer: what would move.
-            by_layer: whether each layer is to move by itself, as `layered` moves it.
+            transfer: the transfer.
+            by_layer: whether each layer moves by itself, as `layered` moves it.
 
         Raises:
             TypeError, ValueError, LLMException: as `run`, before anything moves.
@@ -70,13 +68,13 @@ class TransferOperations(OperationRunner):
         return operation.prepare()[0]
 
     def run(self, transfer: Movable, **options: Unpack[RunOptions]) -> None:
-        """Move a transfer; every byte has arrived on return.
+        """Move a transfer; after the return every byte has arrived.
 
-        The calling thread copies too. A request's `CacheKey` is consumed by the pull that has
-        brought the last of its tensors; a prefix's, and every other name, never.
+        The calling thread copies too. A `CacheKey` of a request is consumed by the pull of its
+        last tensor; a key of a prefix, and every other name, is never consumed.
 
         Args:
-            transfer: what to move.
+            transfer: the transfer.
             options: `timeout_ms`, `notify`, `notify_failure`, `verify`, `tag` and `after`; see
                 `RunOptions`.
 
@@ -85,14 +83,14 @@ class TransferOperations(OperationRunner):
             ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
             LLMException: LLM_PARAM_INVALID: as `kvplan.plan`, this engine's own cluster, a cache
                 that is not writable there, or an option that the transfer cannot have;
-                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken, or broke
-                meanwhile; LLM_KV_CACHE_NOT_EXIST: no such cache or address here or there (any
-                more), or a lease has ended; LLM_REPEAT_REQUEST: another pull has claimed the key;
+                LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: the link is broken, or
+                broke meanwhile; LLM_KV_CACHE_NOT_EXIST: a cache or address does not exist here or
+                there, or a lease has ended; LLM_REPEAT_REQUEST: another pull has claimed the key;
                 LLM_FEATURE_NOT_ENABLED: memory that the link does not reach, or host and device
                 memory in one transfer; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the peer's
-                program reads no notifications; LLM_FAILED: not initialized, or bytes that differ
-                where that was asked for; LLM_ENGINE_FINALIZED.
-            GatherError: of a transfer with several peers: it names each that failed.
+                program does not read its notifications; LLM_FAILED: not initialized, or `verify`
+                has found unequal bytes; LLM_ENGINE_FINALIZED.
+            GatherError: a transfer with several peers failed; names each peer that failed.
         """
         started = perf_counter()
         request, engine = None, self._engine
@@ -151,10 +149,10 @@ class TransferOperations(OperationRunner):
     def submit(
         self, transfer: Movable, **options: Unpack[SubmitOptions]
     ) -> TransferTask | GatherTask:
-        """Begin to move a transfer and return its task; a key is claimed until the outcome.
+        """Begin a transfer and return its task; a key is claimed until the outcome.
 
         Args:
-            transfer: what to move.
+            transfer: the transfer.
             options: `notify`, `notify_failure`, `verify`, `tag` and `after`; see `SubmitOptions`.
 
         Returns:
@@ -163,7 +161,7 @@ class TransferOperations(OperationRunner):
         Raises:
             TypeError, ValueError, GatherError: as `run`.
             LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
-                in `completions()`. The task raises what fails later.
+                in `completions()`. The task raises later errors.
         """
         _refuse_timeout(cast("dict[str, Any]", options))
         engine = self._running()
@@ -188,10 +186,10 @@ class TransferOperations(OperationRunner):
     def layered(self, transfer: AnyRequest, **options: Unpack[TransferOptions]) -> AnyLayerTask: ...
 
     def layered(self, transfer: AnyRequest, **options: Unpack[TransferOptions]) -> AnyLayerTask:
-        """Begin a transfer of which nothing moves until a layer of its task is made ready.
+        """Begin a transfer whose layers move when the program says that they are ready.
 
         Args:
-            transfer: what to move.
+            transfer: the transfer.
             options: `notify`, `notify_failure`, `verify` and `tag`; see `TransferOptions`.
 
         Returns:
@@ -201,14 +199,16 @@ class TransferOperations(OperationRunner):
             Until its end it keeps its link: `unlink_clusters` waits, then reports LLM_LINK_BUSY.
 
         Raises:
-            TypeError, ValueError: as `run`; `after`: `ready(layer, event)` takes an event of each
-                layer.
-            LLMException: as `submit`; LLM_PARAM_INVALID: also a cache of which nothing says how
-                many tensors are a layer.
+            TypeError, ValueError: as `run`; also for `after`, as `ready(layer, event)` takes an
+                event for each layer.
+            LLMException: as `submit`; LLM_PARAM_INVALID: also if neither the transfer nor the cache
+                says how many tensors a layer has.
         """
         _refuse_timeout(cast("dict[str, Any]", options))
         if cast("dict[str, Any]", options).pop("after", None) is not None:
-            raise TypeError("after is not of layered; ready(layer, event) takes that of each layer")
+            raise TypeError(
+                "after is not an option of layered; ready(layer, event) takes one for each layer"
+            )
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
         engine = self._running()
@@ -222,10 +222,10 @@ class TransferOperations(OperationRunner):
             return self._layer(operation, operation.prepare())
 
     def _execute(self, operation: Operation, prepared: Prepared, timeout_ms: float | None) -> None:
-        """Move what was prepared: it is done then, or `operation` is to be prepared again."""
+        """Execute a prepared transfer; unless `operation.done`, it must be prepared again."""
         plan, src, dst, descriptors = prepared
         operation.plan = plan
-        if plan.reinterpret or self._hooks:
+        if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         if timeout_ms is None and operation.link is not None:
             timeout_ms = operation.engine.wait_ms
@@ -239,7 +239,7 @@ class TransferOperations(OperationRunner):
             missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             if not (operation.speculated and missing) or revocation((src, dst)):
                 raise
-            operation.disable_speculation()  # the key may be another cache's by now
+            operation.disable_speculation()  # the key may name another cache now
         else:
             if operation.verify_every:
                 operation.verify(timeout_ms)
@@ -248,10 +248,10 @@ class TransferOperations(OperationRunner):
                 operation.send_notification()
 
     def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
-        """Begin to move what was prepared; `operation` ends with the task."""
+        """Submit a prepared transfer; `operation` ends with the task."""
         plan, src, dst, descriptors = prepared
         operation.plan = plan
-        if plan.reinterpret or self._hooks:
+        if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
         report = None if operation.is_part else engine.completion.report()
@@ -265,16 +265,16 @@ class TransferOperations(OperationRunner):
         try:
             operation.submitted = True
             engine.completion.track(task, report, aside=operation.follows_up)
-        except BaseException:  # an interrupt: nobody else could stop it
+        except BaseException:  # an interrupt: the caller has no task to cancel
             task.cancel()
             raise
         return task
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
-        """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
+        """Submit a prepared transfer whose layers move at `LayerTask.ready`."""
         plan, src, dst, descriptors = prepared
         operation.plan = plan
-        if plan.reinterpret or self._hooks:
+        if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
         report = None if operation.is_part else engine.completion.report()
@@ -289,8 +289,8 @@ class TransferOperations(OperationRunner):
         return task
 
     def _show(self, operation: Operation, plan: Plan) -> None:
-        """Let the hooks see the plan that is about to be executed; warn if it reinterprets."""
-        if plan.reinterpret and operation.engine.reinterpret:
+        """Show the plan to the hooks before its execution, and warn if it reinterprets bytes."""
+        if operation.engine.reinterpret and plan.reinterpret:
             for part in plan.parts:
                 if part.reinterpret:
                     operation.engine.warn_reinterpret(operation, part)
@@ -306,7 +306,7 @@ class TransferOperations(OperationRunner):
         try:
             several.begin(task, self._submit)
             task.wait(several.engine.wait_ms if timeout_ms is None else timeout_ms)
-        except BaseException:  # an interrupt between the two, say
+        except BaseException:  # also an interrupt between the two
             task.drop()
             raise
 
@@ -319,7 +319,7 @@ class TransferOperations(OperationRunner):
     def _begin(
         self, several: Several, task: _Task, submit: Callable[[Operation, Prepared], Any]
     ) -> _Task:
-        """Begin all operations, and let their task be reported as one."""
+        """Begin all operations, and report their task as one."""
         completion = several.engine.completion
         try:
             report = completion.report()
@@ -340,39 +340,39 @@ def _operation(
     by_layer: bool = False,
     speculative: bool = False,
     **options: Unpack[SubmitOptions],
-) -> TransferOperation | GroupOperation | RangeOperation | Several:
-    """Return what runs a transfer: one operation, or several with several peers."""
+) -> TransferOperation | RangeOperation | Several:
+    """Return the operation of a transfer, or several operations for several peers."""
     if not options.keys() <= _OPTIONS:
         unknown = min(options.keys() - _OPTIONS)
-        raise TypeError(f"{unknown} is not an option of a transfer; those are {sorted(_OPTIONS)}")
-    if isinstance(transfer, Transfer):
-        if isinstance(transfer.src, Rows):
-            return TransferOperation(
-                engine, transfer, request, by_layer=by_layer, speculative=speculative, **options
-            )
-        alone = {"": transfer}
-        shares = shares_of(alone, by_layer=by_layer)
-        return Several(engine, alone, shares, by_layer=by_layer, **options)
-    if isinstance(transfer, Planned):
-        return PlannedOperation(
-            engine, transfer, by_layer=by_layer, speculative=speculative, **options
-        )
+        raise TypeError(f"{unknown} is not an option of a transfer; options are {sorted(_OPTIONS)}")
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, speculative=speculative, **options)
-    if not isinstance(transfer, Mapping):
-        raise TypeError(
-            f"transfer={shown(transfer)} must be Transfer, Planned, a mapping of names to these, "
-            "or AddressRanges"
-        )
-    check_transfers(transfer, (Transfer, Planned))
-    shares = shares_of(transfer, by_layer=by_layer)
-    if len(shares.pairs) > 1 or shares.is_gather or by_layer:
-        return Several(engine, transfer, shares, by_layer=by_layer, **options)
-    return GroupOperation(engine, shares.name, shares.pairs[0], speculative=speculative, **options)
+    name, transfers = "", cast("Mapping[str, Transfer | Planned]", {"": transfer})
+    if isinstance(transfer, Transfer) and isinstance(transfer.src, Rows):
+        pairs = [Pair("", transfer, transfer.src, transfer.dst)]
+    elif isinstance(transfer, Planned):
+        name = check_plan(transfer.plan).operation
+        pairs = [Pair("", transfer, Rows(transfer.src), Rows(transfer.dst))]
+    else:
+        if isinstance(transfer, Mapping):
+            check_transfers(transfer, (Transfer, Planned))
+            transfers = transfer
+        elif not isinstance(transfer, Transfer):
+            raise TypeError(
+                f"transfer={shown(transfer)} must be Transfer, Planned, a mapping of names to "
+                "these, or AddressRanges"
+            )
+        shares = shares_of(transfers, by_layer=by_layer)
+        if len(shares.pairs) > 1 or shares.is_gather or by_layer:
+            return Several(engine, transfers, shares, by_layer=by_layer, **options)
+        name, pairs = shares.name, shares.pairs[0]
+    return TransferOperation(
+        engine, pairs, name, request, by_layer=by_layer, speculative=speculative, **options
+    )
 
 
 def _is_simple(options: RunOptions) -> bool:
-    """Whether options are right, and ask for a tag, notifications and a timeout at most."""
+    """Return whether options are valid, and only a tag, notifications and a timeout."""
     for name, value in options.items():
         if name == "tag":
             if type(value) is not str or len(value) > MAX_TAG or not value.isprintable():
@@ -392,6 +392,6 @@ def _is_simple(options: RunOptions) -> bool:
 
 
 def _refuse_timeout(options: dict[str, Any]) -> None:
-    """Refuse a timeout of a task, which takes one where it is waited for."""
+    """Refuse a timeout; a task takes one in `wait`."""
     if options.pop("timeout_ms", None) is not None:
-        raise TypeError("timeout_ms is of run; a task takes it in wait(timeout_ms)")
+        raise TypeError("timeout_ms is an option of run; a task takes it in wait(timeout_ms)")

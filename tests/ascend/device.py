@@ -14,7 +14,7 @@ from kvplan import Cache, LlmDataDist, Options, Transfers
 from kvplan.device.ascend import AscendDevice
 from kvplan.device.device import Device
 from kvplan.device.memory import DeviceMemory
-from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.memory import tensor_arrays
 from tests.ascend.simulator import controls
 from tests.support.over_tcp import FIELDS
 

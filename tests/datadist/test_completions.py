@@ -21,7 +21,7 @@ from kvplan import (
     Transfer,
     Transfers,
 )
-from kvplan.engine.completion import MAX_UNTAKEN
+from kvplan.engine.queues import MAX_UNTAKEN
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine, on_host_only, where_nobody_serves
 from tests.datadist.peer import Peer
@@ -232,7 +232,7 @@ def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, 
         lambda: user.submit(Transfer([Rows(THEIRS, [0])], Rows(cache, [0]))),
         lambda: user.layered(Transfer(Rows(cache, [0]), Rows(CacheIndex(1, 1), [0]), layers=param)),
     ):
-        with refused("LLM_LINK_BUSY", f"{MAX_UNTAKEN} tasks have ended and nobody has taken"):
+        with refused("LLM_LINK_BUSY", f"{MAX_UNTAKEN} ended tasks wait in completions"):
             submit()
     user.pull_blocks(THEIRS, cache, [0], [0])  # it is not reported
     assert next(iter(completions)) is task

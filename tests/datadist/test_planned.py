@@ -165,7 +165,8 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
     with refused(INVALID, "make a push, and the plan is of pull_blocks"):
         user.run(Planned(plan, mine, KEY))
     with refused(INVALID, "outside the tensor's"):
-        user.run(Planned(Plan([replace(plan.part, segments=beyond(plan))]), KEY, mine))
+        beyond_it = Plan([replace(plan.part, segments=beyond(plan))])
+        user.run(Planned(beyond_it, KEY, mine))
     assert not user.arrays(mine, copy=True)[0].any()
     assert user.metrics()["in_flight"] == 0
 
@@ -182,7 +183,7 @@ def test_a_group_plan_moves_by_its_parts(user: LlmDataDist, mine: Cache, lease: 
         for name, row, to in (("a", 6, 2), ("b", 1, 3))
     }
     plan = kvplan.plan(parts, local="dst")
-    with refused("LLM_PARAM_INVALID", "a mapping of names to Planned"):
+    with refused(INVALID, "a mapping of names to Planned"):
         user.run(Planned(plan, KEY, mine))
     sources: dict[str, Any] = {"a": KEY, "b": lease}
     planned = {name: Planned(part, sources[name], mine) for name, part in plan.by_part().items()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvplan import CacheDesc, DataType, LLMException
-from kvplan.engine.arrays import read_tensors, tensor_arrays, write_tensors
+from kvplan.engine.memory import read_tensors, tensor_arrays, write_tensors
 from kvplan.execution.memory import HostMemory
 from kvplan.tensors.form import numpy_dtype
 from tests.support.refusals import refused

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvplan import BlocksCacheKey, CacheDesc, DataType, LlmDataDist, LLMException, LlmRole
-from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.memory import tensor_arrays
 from tests.support.foreign import DLPackTensor, TorchTensor
 from tests.support.refusals import refused
 

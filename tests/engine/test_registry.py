@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvplan import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMException, Placement
-from kvplan.engine.arrays import tensor_arrays
 from kvplan.engine.entry import PendingDeregistrations
+from kvplan.engine.memory import tensor_arrays
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvplan import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMStatusCode
-from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.memory import tensor_arrays
 from kvplan.engine.options import Options
 from kvplan.engine.pools import PoolConfig
 from kvplan.engine.registry import CacheRegistry

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvplan import CacheDesc, DataType, LLMStatusCode
-from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.memory import tensor_arrays
 from kvplan.engine.options import Options
 from kvplan.engine.pools import PoolConfig
 from kvplan.engine.registry import CacheRegistry

@@ -49,7 +49,7 @@ def test_caches_from_before_and_after_linking(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     after = peer.run(
         "e = end.registry.allocate(DESC, paged=True, keys=[kvplan.BlocksCacheKey(2, 9)])",
-        "from kvplan.engine.arrays import tensor_arrays",
+        "from kvplan.engine.memory import tensor_arrays",
         "[it.fill(7) for it in tensor_arrays(DESC, e.memory)]; result = e.cache.cache_id",
     )
     link = end.links.get(2)

@@ -31,11 +31,11 @@ MOST = {
     "push_blocks": (8, 5),
     "pull_cache": (8, 5),
     "push_cache": (8, 5),
-    "operation": (31, 11),  # more than moves at once
-    "planned": (53, 17),  # something needs a plan, as an order of its segments
-    "submit": (48, 15),
-    "layered": (89, 17),  # four layers
-    "groups": (167, 21),  # two caches
+    "operation": (32, 11),  # more than moves at once
+    "planned": (74, 20),  # something needs a plan, as an order of its segments
+    "submit": (49, 15),
+    "layered": (93, 18),  # four layers
+    "groups": (145, 20),  # two caches
 }
 """Calls and files of each, in the calling thread."""
 

@@ -1,4 +1,4 @@
-"""A queue that a program reads when it likes, and whose descriptor its own event loop can watch."""
+"""Queues that a program or its event loop polls, and the queue of its ended tasks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
-from kvplan.status import LLMException
+from kvnative._signals import Mutex, signals_deferred
+from kvplan.execution.completion import Tracker
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from kvplan.engine.gather import GatherTask
+    from kvplan.execution import TransferTask
+
 
 _T = TypeVar("_T")
 
 
 class PollableQueue(Generic[_T]):
-    """What has arrived and nobody has read yet, oldest first; of several readers each item has one.
+    """A queue of unread items, oldest first; each item goes to one reader.
 
-    Reading never blocks: a `for` loop ends when nothing is left, and can be begun again. After
-    `finalize` what had arrived can still be read; then `async for` ends, and `wait` returns at
+    Reading never blocks: a `for` loop ends when the queue is empty, and can be started again. After
+    `finalize` the remaining items can still be read; then `async for` ends, and `wait` returns at
     once.
-
-    No lock: a signal handler may read while the code that it interrupted does.
     """
+
+    # Without a lock, as a signal handler may read while the interrupted code reads.
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -34,21 +41,20 @@ class PollableQueue(Generic[_T]):
         self._polled = self._fd
 
     def __len__(self) -> int:
-        """How many are there."""
+        """Return the number of unread items."""
         self._receive()
         return len(self._items)
 
     @property
     def closed(self) -> bool:
-        """Whether the engine was finalized: nothing arrives any more."""
+        """Whether the engine was finalized, after which nothing arrives."""
         return self._closed
 
     def fileno(self) -> int:
-        """Return a descriptor that polls readable while something is there, or after `finalize`.
+        """Return a descriptor that polls readable while items are unread, or after `finalize`.
 
-        For `select`, `epoll` and event loops: watch it, and read this object when it is readable,
-        not the descriptor. It may be readable once too often, never too seldom; it is closed with
-        this object.
+        For `select`, `epoll` and event loops. When the descriptor is readable, read this object,
+        not the descriptor. The queue may be empty then. The descriptor is closed with this object.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.
@@ -57,10 +63,10 @@ class PollableQueue(Generic[_T]):
         return self._polled
 
     def wait(self, timeout_ms: float | None = None) -> bool:
-        """Wait until something is there; returns whether it is.
+        """Wait for an item; return whether there is one.
 
         Args:
-            timeout_ms: milliseconds, >= 0; None waits until something comes, or `finalize`.
+            timeout_ms: milliseconds, >= 0; None waits until an item arrives or `finalize`.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
@@ -81,7 +87,7 @@ class PollableQueue(Generic[_T]):
         return bool(self._items)
 
     def __iter__(self) -> Iterator[_T]:
-        """Take what is there, one after another, until nothing is left."""
+        """Yield the unread items until the queue is empty."""
         if os.getpid() != self._pid:
             self._check_process()
         while True:
@@ -95,7 +101,7 @@ class PollableQueue(Generic[_T]):
             yield item
 
     async def __aiter__(self) -> AsyncIterator[_T]:
-        """Take what is there and what comes, until the engine is finalized."""
+        """Yield unread and future items until the engine is finalized."""
         while True:
             for item in self:
                 yield item
@@ -104,7 +110,7 @@ class PollableQueue(Generic[_T]):
             await self._arrival()
 
     async def _arrival(self) -> None:
-        """Return when the descriptor is readable; watched no longer, or it would keep a loop busy.
+        """Wait until the descriptor is readable, and watch it only until then.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.
@@ -127,13 +133,13 @@ class PollableQueue(Generic[_T]):
         os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """Take no more; those who wait are woken."""
+        """End the queue and wake all waiting readers."""
         self._closed = True
         if os.getpid() == self._pid:
             os.eventfd_write(self._fd, 1)
 
     def _receive(self) -> None:
-        """Put in what has arrived elsewhere, where there is such a way."""
+        """Move items that arrived elsewhere into the queue; a subclass may have such items."""
 
     def _take(self) -> _T:
         if not self._items:
@@ -141,7 +147,7 @@ class PollableQueue(Generic[_T]):
         return self._items.popleft()
 
     def _settle(self) -> None:
-        """Make the descriptor say what is so; a `put` in between is seen here, or says it again."""
+        """Set the descriptor to the state of the queue; a concurrent `put` sets it again."""
         try:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._fd)
@@ -161,3 +167,48 @@ class PollableQueue(Generic[_T]):
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
             os.close(self._fd)
+
+
+_Ended: TypeAlias = "TransferTask | GatherTask"
+
+MAX_UNTAKEN: Final = 65536
+"""Ended tasks that wait in `completions()`; further tasks are refused."""
+
+
+class Completions(PollableQueue["_Ended"]):
+    """Submitted tasks of one engine in the order of their end; `wait` of each gives its outcome.
+
+    While 65536 wait here, no other task can be submitted. A task keeps its plan, but no memory.
+    """
+
+
+class EngineTracker(Tracker):
+    """The tracker of one engine, and the queue of ended tasks if the program asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mutex = Mutex()
+        self._completions: Completions | None = None
+
+    def open_completions(self) -> Completions:
+        """Return the queue that reports tasks submitted from now on."""
+        with signals_deferred, self._mutex:
+            if self._completions is None:
+                self._completions = Completions()
+            return self._completions
+
+    def report(self) -> Completions | None:
+        """Return the queue that reports the next task; None: the program does not use one."""
+        if (completions := self._completions) is not None and len(completions) >= MAX_UNTAKEN:
+            raise LLMException(
+                f"{len(completions)} ended tasks wait in completions(); at most {MAX_UNTAKEN} "
+                "can: read them",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+        return completions
+
+    def close(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds for all tasks; then nothing more is reported."""
+        super().close(timeout_s)
+        if self._completions is not None:
+            self._completions.close()
