@@ -58,6 +58,13 @@ def test_every_call_is_in_the_guide() -> None:
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
 
 
+def test_every_file_that_the_architecture_names_exists() -> None:
+    page = (DOCS / "internals/architecture.md").read_text()
+    named = set(re.findall(r"`((?:kvplan|kvnative|include|tests|tools|benchmarks)/[\w./]+)`", page))
+    assert len(named) > 50
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_versions_that_work_together_are_those_of_the_code() -> None:
     page = (DOCS / "reference/compatibility.md").read_text()
     tags = [str(it.Metadata.__struct_config__.tag) for it in (local, tcp, ucx, hccl)]
