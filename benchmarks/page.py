@@ -78,6 +78,8 @@ def heading(record: Record) -> Iterator[str]:
         f" Linux {record['kernel']}, Python {record['python']}, NumPy {record['numpy']};"
         f" {record['day']}, {rounds}. Load average at the start: {record['load']}."
     )
+    if record["load"] > record["cores"] / 2:
+        yield "**Other work kept the machine busy: repeat a run before you trust a missed target.**"
     yield ""
     yield "| row | what | measured | limit | ratio | target | |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"

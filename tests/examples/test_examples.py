@@ -38,6 +38,11 @@ SHOWN = {
         "room again: its cache 2",
     ],
     "several_peers": ["from cluster 3: <Plan pull_blocks", "LINKED with cluster 3: 6144 bytes"],
+    "gather_leases": [
+        "source 0: 3584 bytes",
+        "tensor 3, token 20, by head: 321 721 1121 1521",
+        "again: gather_blocks: 1 of 2 sources failed: sources[1] lease 1 of request 4711",
+    ],
     "role_switch": ["LLM_EXIST_LINK", "cluster 1, DECODER", "tensor 3: 1300 1301 1302 1303"],
     "asyncio_service": [
         '"blocks": [64]}: src_blocks[0]=64 is out of range [0, 64)',
@@ -92,6 +97,7 @@ def test_says_what_it_is_about(
             "Rows(key, theirs), Rows(cache, mine)",
             "Rows(key, mine), Rows(cache, mine)",
         ),
+        ("gather_leases", "Transfer(sources, Rows", "Transfer(sources, num_tokens=27, dst=Rows"),
         ("role_switch", "cache, ALL, ALL)", "cache, ALL, ALL[::-1])"),
         ("asyncio_service", "1_000 * tensor + block", "1_000 * tensor + block + (block == 63)"),
         ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),  # a client waits for none

@@ -58,6 +58,27 @@ def test_every_call_is_in_the_guide() -> None:
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
 
 
+def test_no_page_names_what_is_gone() -> None:
+    """Not of the changelog and the decisions, which say what was before."""
+    gone = re.compile(
+        r"\b(GroupPlan|RangePlan|memory_report|peer_caches\(|lease_slot|read_cache|TRANSPORT_COSTS"
+        r"|timeline\.html|kvplan (bench|estimate|html|completion)\b|tuning=stored)|plan\.groups"
+        r"|pip install kvplan(?![\w-])"
+    )
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/**/*.md")]
+    pages = [page for page in pages if page.name != "CHANGELOG.md" and page.parent.name != "adr"]
+    assert len(pages) > 40
+    found = [(page.name, word[0]) for page in pages for word in gone.finditer(page.read_text())]
+    assert found == []
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    page = (DOCS / "internals/architecture.md").read_text()
+    named = set(re.findall(r"`((?:kvplan|kvnative|include|tests|tools|benchmarks)/[\w./]+)`", page))
+    assert len(named) > 50
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_versions_that_work_together_are_those_of_the_code() -> None:
     page = (DOCS / "reference/compatibility.md").read_text()
     tags = [str(it.Metadata.__struct_config__.tag) for it in (local, tcp, ucx, hccl)]
