@@ -1,4 +1,4 @@
-"""Block tables: from what callers pass to checked arrays of block indices."""
+"""Block tables: from the arguments of callers to checked arrays of block indices."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
 class RequestBlocks(tuple[int, ...]):
-    """All blocks of a request, as a lease has them: a transfer of fewer tokens takes the first."""
+    """All blocks of a request, as a lease lists them; fewer tokens take the first blocks."""
 
     __slots__ = ()
 
 
 def is_empty(blocks: object) -> bool:
-    """Whether it is a block table without blocks, of a request of which nothing is to be moved."""
+    """Whether `blocks` is a block table without blocks, so that nothing of the request moves."""
     return isinstance(blocks, Sized) and len(blocks) == 0
 
 
@@ -67,16 +67,16 @@ def block_table(name: str, blocks: Any) -> NDArray[Any]:
         return _mixed_table(name, held)
     # Packed was what is an int, or stands for one: True and False as 1 and 0.
     for position in np.flatnonzero(table.view(np.uint64) <= 1).tolist():
-        if type(it := held[position]) is not int and np.asarray(it).dtype.kind == "b":
+        if type(value := held[position]) is not int and np.asarray(value).dtype.kind == "b":
             raise TypeError(f"{name} must hold int, not bool")
     return table
 
 
 def check_table(name: str, blocks: object) -> None:
-    """Refuse a single block in place of the block table of one source of several.
+    """Refuse a single block in place of a block table.
 
     Raises:
-        TypeError: it is one.
+        TypeError: `blocks` is a single block.
     """
     if isinstance(blocks, int | np.integer):
         raise TypeError(
@@ -86,10 +86,10 @@ def check_table(name: str, blocks: object) -> None:
 
 
 def as_array(name: str, given: object) -> NDArray[Any]:
-    """Return a tensor of another library, of the host, as an array.
+    """Return a host tensor of another library as an array.
 
     Raises:
-        TypeError: it is on a device, or cannot be read.
+        TypeError: the tensor is on a device, or cannot be read.
     """
     try:
         return np.asarray(given)
@@ -104,11 +104,11 @@ def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
     """Return the source and destination blocks of a copy, as two tables of one length.
 
     Args:
-        given: source block -> destination block, or the blocks that it is copied to; or pairs of
-            both; or an array or tensor of two such columns.
+        given: a mapping from source block to destination block or blocks, pairs of both, or an
+            array or tensor of two such columns.
 
     Raises:
-        TypeError: none of these.
+        TypeError: anything else.
     """
     if isinstance(given, Mapping):
         pairs = [
@@ -141,7 +141,7 @@ def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
 
 
 def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
-    """Return a table of which some are not int, or are beyond 64 bits; or say what is wrong."""
+    """Return a table with entries that are not int or exceed 64 bits, or raise what is wrong."""
     types = {*map(type, blocks)}
     if not {bool, np.bool_}.isdisjoint(types):  # NumPy would take them for 1, next to an int
         raise TypeError(f"{name} must hold int, not bool")
@@ -149,7 +149,7 @@ def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
         table = np.array(blocks)
     except (ValueError, OverflowError) as error:
         raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
-    if table.dtype.kind not in "iu" and all(issubclass(it, int | np.integer) for it in types):
+    if table.dtype.kind not in "iu" and all(issubclass(kind, int | np.integer) for kind in types):
         # No one type of NumPy holds them all, so it took float or object: keep them exact.
         return np.array(blocks, dtype=object)
     return block_table(name, table)
@@ -175,7 +175,7 @@ def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
 
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
-    """Refuse a block that is named twice: which of its writes would win is not defined."""
+    """Refuse a block that occurs twice: which of its writes would win is undefined."""
     if table.size <= 1:
         return
     if cache.count <= _SPARSE * table.size:

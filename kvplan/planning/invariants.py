@@ -1,7 +1,7 @@
 """The invariants of a plan, checked: every byte in bounds, no destination byte written twice.
 
-Runs are not spelled out where the order of the segments shows that they are apart, as in what the
-planner makes: a plan of a million tokens has as many runs as tokens and heads.
+Repeated runs are expanded only if the order of the segments does not show that they are disjoint. A
+plan of a million tokens has as many runs as tokens and heads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_COMPARED = 2**23
 
 
 def check_invariants(part: Part) -> None:
-    """Check a plan that was not made by the planner (read from a file, or built by hand)."""
+    """Check a part that the planner did not make: read from a file, or built by hand."""
     segments, t = part.segments, part.tensors_per_layer
     if not segments.nbytes.all():
         raise invalid("segments: none has 0 bytes")
@@ -98,7 +98,9 @@ def check_invariants(part: Part) -> None:
 def _check_bounds(name: str, side: Side, part: Part) -> None:
     """Refuse a run that ends outside of a tensor, and more runs than a document may have."""
     segments, limit = part.segments, np.uint64(side.tensor_nbytes)
-    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in part.split))
+    last_view = np.uint64(
+        sum((side.extent(axis) - 1) * side.stride_of(axis) for axis in part.split)
+    )
     ends = getattr(segments, f"{name}_offsets").copy()
     outside = ends > limit
     # Written so that no sum can wrap around.
@@ -116,7 +118,9 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
         ends = np.minimum(ends, limit) + np.minimum(span, limit)
     if bool(outside.any()):
         i = int(np.flatnonzero(outside)[0])
-        offset, nbytes = (int(getattr(segments, it)[i]) for it in (f"{name}_offsets", "nbytes"))
+        offset, nbytes = (
+            int(getattr(segments, column)[i]) for column in (f"{name}_offsets", "nbytes")
+        )
         raise invalid(
             f"segment {i}: {name} bytes [{offset}, {offset + nbytes})"
             f"{', repeated or of another view,' if segments.repeats or part.split else ''} are "
@@ -132,7 +136,7 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
 
 
 def _check_views(part: Part) -> None:
-    """Refuse a run that leaves its view for another."""
+    """Refuse a run that crosses from its view into another."""
     segments = part.segments
     for name, side in (("src", part.src), ("dst", part.dst)):
         starts = getattr(segments, f"{name}_offsets")
@@ -160,7 +164,7 @@ def _check_views(part: Part) -> None:
 
 
 def _check_written_once(part: Part) -> None:
-    """Refuse two runs that write one byte."""
+    """Refuse two runs that write the same byte."""
     segments = part.segments
     if not len(segments):
         return
@@ -175,18 +179,18 @@ def _check_written_once(part: Part) -> None:
 
 
 def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
-    """Indices of the segments whose runs must be spelled out; no other run shares a byte.
+    """Return the segments whose runs must be expanded; runs of other segments share no byte.
 
-    Segments that reach into each other make a cluster, and so does one by itself. In a cluster the
-    outermost level of repeats steps over the rows of a grid: with equal rows, or none in common, it
-    is enough to compare what one row has.
+    Segments that reach into each other make a cluster; any other segment is a cluster by itself. In
+    a cluster the outermost level of repeats steps over the rows of a grid. If the rows are equal,
+    or disjoint, comparing one row is enough.
     """
     one = np.uint64(1)
     order = np.argsort(segments.dst_offsets, kind="stable")
     starts, inner = segments.dst_offsets[order], segments.nbytes[order]
     span, rows, stride = inner, np.ones_like(inner), np.uint64(0)
     unsure = np.zeros(len(order), bool)
-    for repeat in sorted(segments.repeats, key=lambda it: it.dst_stride):
+    for repeat in sorted(segments.repeats, key=lambda repeat: repeat.dst_stride):
         inner, rows, stride = span, repeat.counts[order], np.uint64(repeat.dst_stride)
         unsure |= (rows > one) & (inner > stride)  # steps onto itself
         span = inner + (rows - one) * stride
@@ -209,7 +213,7 @@ def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
 def _spelled_out(
     segments: Segments, chosen: NDArray[np.intp]
 ) -> tuple[Segments, NDArray[np.uint64]]:
-    """The runs of some segments, and the number of each among all runs."""
+    """Return the expanded runs of some segments, and the number of each run among all runs."""
     counts = segments.runs()
     some = counts[chosen]
     if int(some.sum()) > MAX_COMPARED:
@@ -221,5 +225,5 @@ def _spelled_out(
     numbers = np.arange(int(some.sum()), dtype=np.uint64)
     numbers += np.repeat(before[chosen] - of_chosen, some.astype(np.int64))
     src, dst, nbytes = (getattr(segments, name)[chosen] for name in Segments.columns())
-    repeats = tuple(it._replace(counts=it.counts[chosen]) for it in segments.repeats)
+    repeats = tuple(repeat._replace(counts=repeat.counts[chosen]) for repeat in segments.repeats)
     return Segments.adopt(src, dst, nbytes, repeats).expanded(), numbers

@@ -1,6 +1,6 @@
-"""The kinds of transfer (C2C, C2B, B2B): they check what is given, lay out slices, make the Plan.
+"""The kinds of transfer (C2C, C2B, B2B): check the arguments, lay out slices, make the Part.
 
-Rows that mean the same on both sides are copied as bytes; others are cut axis by axis.
+Rows of equal meaning are copied as bytes; others are cut axis by axis.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plan_slot_to_slot(
     reinterpret: bool,
     by_layer: bool,
 ) -> Part:
-    """Plan C2C: `size` bytes of a slot, from an offset into each row on, or tokens of it."""
+    """Plan C2C: `size` bytes from an offset into each slot on, or `num_tokens` tokens."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
     how = how if type(how) is Coalesce else _coalesce(how)
@@ -58,8 +58,8 @@ def plan_slot_to_slot(
     one = operation == "copy_cache" and src_offset is dst_offset  # LlmDataDist.copy_cache has one
     src_name, dst_name = ("offset", "offset") if one else ("src_offset", "dst_offset")
     size, src_offset, dst_offset = (
-        it if type(it) is int else as_int(name, it)
-        for name, it in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
+        value if type(value) is int else as_int(name, value)
+        for name, value in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
     )
     if num_tokens is not None:
         num_tokens = as_int("num_tokens", num_tokens)
@@ -114,7 +114,7 @@ def _slot_tables(
     src_token: int = 0,
     dst_token: int = 0,
 ) -> BlockTables:
-    """A slot as a table of one row; without `num_tokens`, as many as it and `dst_rows` hold."""
+    """Return tables of one slot; without `num_tokens`, as many as both sides have room for."""
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
         src_has, dst_has = room(source, 1, src_token), room(target, len(dst_rows), dst_token)
         num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0
@@ -137,9 +137,9 @@ def plan_to_blocks(
     by_layer: bool,
     share: Share | None = None,
 ) -> Part:
-    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block.
+    """Plan B2B if `src_blocks` are given, otherwise C2B: the slot cut into chunks of one block.
 
-    With a `share`, only that is taken.
+    A `share` limits what is taken from the source.
     """
     target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
     dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
@@ -210,7 +210,7 @@ def plan_to_blocks(
 
 
 def _may_lack_tokens(cache: Described) -> bool:
-    """Whether a request may have no token, and so no block, in a cache that has some tokens."""
+    """Whether a request may have no token, and so no block, in a cache of some tokens."""
     if isinstance(cache, Side):
         return not cache.has_all_tokens
     desc = cache if isinstance(cache, CacheDesc) else cache.cache_desc
@@ -218,7 +218,7 @@ def _may_lack_tokens(cache: Described) -> bool:
 
 
 def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
-    """Whether a cache has blocks, of which none are moved; a description alone may have either."""
+    """Whether a cache of which no block moves is paged; a bare description may be either."""
     if isinstance(cache, Side):
         return cache.paged
     if isinstance(cache, RemoteCache):
@@ -301,7 +301,7 @@ def plan_rows(
     reinterpret: bool = False,
     heads: range | None = None,
 ) -> Part:
-    """Plan rows of two sides: B2B, or C2B or C2C of one slot each."""
+    """Plan rows of two sides: B2B, or C2B or C2C with one slot each."""
     slot = None
     if kind != "B2B":
         (slot,) = map(int, src_rows)
@@ -350,7 +350,7 @@ def _by_axes(
     share: Share | None = None,
     reinterpret: bool = False,
 ) -> Part:
-    """Plan what both sides have, axis by axis; elements of another type only if as wide."""
+    """Plan what both sides have, axis by axis; reinterpreted data types must be equally wide."""
     src_type, dst_type = source.data_type, target.data_type
     if src_type is not dst_type and None not in (source.layout, target.layout):
         assert src_type is not None  # a layout comes with one
