@@ -18,7 +18,7 @@ _INNER: Final = ("dim", "group", "state")
 """Axes of a cell: what one token has in one head of the keys or values of a layer."""
 
 _OPAQUE_NBYTES: Final = 64
-"""Of a cell where nothing is known of what a row holds."""
+"""Bytes of a cell if the content of rows is unknown."""
 
 
 class Cells(NamedTuple):
@@ -64,7 +64,7 @@ class Coordinates:
     def __init__(self, part: Part, name: str) -> None:
         self.side: Side = getattr(part, name)
         side, tables = self.side, part.tables
-        # Two neighbours that share a byte (4 bits an element) are not told apart.
+        # Neighbours that share a byte (4 bits an element) are one.
         named = side.layout.axes if side.layout else ()
         axes = [axis for axis in named if _is_whole(side, axis)]
         self.apart = part.tensors_per_layer // (side.extent("kv") if "kv" in part.split else 1)

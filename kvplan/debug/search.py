@@ -93,7 +93,7 @@ class Search:
                     return f"what is expected in {places}"
                 return f"what is expected of {what}, in {places}"
         low, high = int(cells.head.min()), int(cells.head.max())
-        for shift in range(-low, side.extent("head") - high):  # none where there is no such axis
+        for shift in range(-low, side.extent("head") - high):  # empty without such an axis
             there = cells.offsets + shift * side.stride_of("head")
             if shift and self._is(here, self.tensor, there):
                 heads = low + shift + dst.first_head, high + shift + dst.first_head

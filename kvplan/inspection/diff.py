@@ -183,7 +183,7 @@ def side_changes(name: str, old: Side, new: Side) -> list[str]:
 
 
 def _sizes_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
-    said = "count", "stride"  # by the shapes, where these are known
+    said = "count", "stride"  # shapes, if known, determine these
     for field in ("num_tensors", "count", "stride", "paged", "placement"):
         a, b = getattr(old, field), getattr(new, field)
         if a != b and not (field in said and old.shape and new.shape):
@@ -264,7 +264,7 @@ def verdict(old: Part, new: Part) -> str:
         return "different caches - their sizes are not the same"
     per_layer = {part.tensors_per_layer for part in (old, new)}
     if old.split != new.split or (old.split and len(per_layer) > 1):
-        # Pairs of parts of tensors against other ones: by what all of them come to.
+        # The pairs are pieces of tensors: compare the runs of all pairs together.
         counts = _compare_runs(*(_runs_of_all(part) for part in (old, new)))
     elif (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
         layers = [[local_layers(part, side) for side in ("src", "dst")] for part in (old, new)]
@@ -401,7 +401,7 @@ def _compare_bytes(old: Part, new: Part) -> list[int]:
     every byte.
     """
     before, after = (dict(_keyed(part)) for part in (old, new))
-    # By all but the source: nothing is written twice, so each is there once.
+    # Keys without the source are unique, as no byte is written twice.
     a_only = {key[1:]: before[key] for key in before.keys() - after.keys()}
     b_only = {key[1:]: after[key] for key in after.keys() - before.keys()}
     moved = a_only.keys() & b_only.keys()

@@ -15,6 +15,7 @@ from kvplan.planning.contents import (
     layers_text,
     local_layers,
     model_note,
+    rows_written,
     tokens_moved,
 )
 from kvplan.planning.part import Part
@@ -28,7 +29,6 @@ from kvplan.planning.texts import (
     place,
     plural,
     shown_rows,
-    span,
     to_text,
 )
 from kvplan.status import invalid
@@ -36,25 +36,6 @@ from kvplan.validation import check_type, shown
 
 _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""
-
-
-def one_line(part: Part) -> str:
-    """`push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB`."""
-    src, dst = (local_layers(part, side) for side in ("src", "dst"))
-    layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
-    rows = plural(_num_rows(part), part.dst.row)
-    if (tokens := tokens_moved(part)) is not None:
-        if (
-            part.tables is not None
-            and part.kind == "B2B"
-            and len(part.tables.src) != _num_rows(part)
-        ):
-            rows = f"{len(part.tables.src)}>{rows}"
-        rows = f"{plural(tokens, 'token')}, {rows}"
-    return (
-        f"{part.operation} {part.kind} {layers} x {rows}: "
-        f"{part.num_descriptors} desc, {nbytes_text(part.nbytes)}"
-    )
 
 
 def explain_plan(
@@ -158,13 +139,6 @@ def _has_same_rows(a: Part, b: Part) -> bool:
     return _has_same_tables(a, b)
 
 
-def _num_rows(part: Part) -> int:
-    """How many rows are written, as far as the plan knows."""
-    if part.tables is not None:
-        return len(part.tables.dst)
-    return 1 if part.kind == "C2C" else part.num_slices  # of one slot ranges may be moved
-
-
 def _header(part: Part) -> list[str]:
     ends = " -> ".join(
         name or word for name, word in ((part.src.name, "src"), (part.dst.name, "dst"))
@@ -214,7 +188,7 @@ def _rows_moved(part: Part) -> str:
     if tables is None or (
         tokens is None and (len(tables.src) == len(tables.dst) or part.kind == "C2B")
     ):
-        rows = plural(_num_rows(part), part.dst.row)
+        rows = plural(rows_written(part), part.dst.row)
         return f"parts of {rows}" if _is_cut(part) else f"{rows} x {nbytes_text(_row_nbytes(part))}"
     return (
         f"{'' if tokens is None else plural(tokens, 'token') + ', '}"
@@ -226,7 +200,7 @@ def _is_cut(part: Part) -> bool:
     """Whether blocks are written only in part: other heads or layers of them stay."""
     if part.split or part.kind != "B2B":
         return bool(part.split)
-    return part.nbytes_per_tensor < _num_rows(part) * _row_nbytes(part)
+    return part.nbytes_per_tensor < rows_written(part) * _row_nbytes(part)
 
 
 def _row_nbytes(part: Part) -> int:

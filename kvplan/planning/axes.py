@@ -209,7 +209,7 @@ def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
             src_start += src_first * source.stride_of(axis)
             dst_start += dst_first * target.stride_of(axis)
         elif axis == "kv" and (src_count == 1) is not (dst_count == 1):
-            split.append(axis)  # one side has tensors of their own for keys and values
+            split.append(axis)  # one side has separate tensors for keys and values
             continue
         elif src_count != dst_count:
             refuse_unlike(f"axis {axis}", source, target)
@@ -309,12 +309,12 @@ def _fuse(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Le
 
 def elements(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:
     """Return the bytes that stay together in every request, and the levels outside of them."""
-    assert source.data_type is not None  # a layout comes with one
+    assert source.data_type is not None  # every layout has a data type
     bits = source.data_type.bits
     run = bits // 8
     levels = [level for level in levels if level.times > 1]
     if bits % 8:
-        # Elements are packed: the innermost axis, whole, is the least that has an address.
+        # Elements are packed: only the whole innermost axis has an address.
         (axis, length), other = _innermost(source), _innermost(target)
         if (axis, length) != other or axis in ("token", "layer", "head") or length * bits % 8:
             refuse_unlike(f"the innermost axis of packed {source.data_type.name}", source, target)

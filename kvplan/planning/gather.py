@@ -207,7 +207,7 @@ def _held_tokens(
             f"from dst_token={first} on"
         )
     request = np.arange(num_tokens)
-    masks: dict[object, Mask] = {}  # replicas have one
+    masks: dict[object, Mask] = {}  # replicas share one
     held = []
     for cache, skipped in zip(sources, firsts, strict=True):
         key = cache.spread, skipped
@@ -222,7 +222,7 @@ def _shares(
 ) -> list[_Part | None]:
     """Return what each source gives, so that nothing of `wanted` is taken twice or missing."""
     cells: list[set[tuple[int, int]]] = [set() for _ in parts]
-    # Of each source with tokens, by the sources among which they are divided.
+    # For each source: the mask of its tokens, by the sources that share them.
     taken: list[dict[tuple[int, ...], Mask]] = [{} for _ in parts]
     layers = _pieces([part.layers for part in parts], wanted.layers)
     heads = _pieces([part.heads for part in parts], wanted.heads)
@@ -241,7 +241,7 @@ def _shares(
             if tokens is None:
                 cells[having[rank % len(having)]].add((i, j))
                 continue
-            is_empty = not tokens.needed.any()  # then one source has the plan, of nothing
+            is_empty = not tokens.needed.any()  # then one source gets an empty part
             for index, mask in zip(having, _divided(tokens, having, rank), strict=True):
                 if mask.any() or (is_empty and index == having[rank % len(having)]):
                     cells[index].add((i, j))
@@ -289,7 +289,7 @@ def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
     """Return the tokens that each of these sources gives: each token comes from one that has it."""
     held = [tokens.held[index] for index in having]
     counts = sum(mask.astype(np.int32) for mask in held)
-    left = rank % np.maximum(counts, 1)  # sources to pass over before the one that gives
+    left = rank % np.maximum(counts, 1)  # sources to skip before the one that gives
     masks = []
     for mask in held:
         masks.append(tokens.needed & mask & (left == 0))

@@ -29,11 +29,10 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
 }
 
 MAX_RUNS = 2**28
-"""Runs of a tensor that a document may have: a few bytes can say any number, and whoever executes
-such a plan spells them out."""
+"""Maximum runs of a tensor in a document, which can name any number in a few bytes."""
 
 MAX_COMPARED = 2**23
-"""Runs that are spelled out to be compared: half a gigabyte, about a second."""
+"""Maximum runs to expand for a comparison: half a gigabyte, about a second."""
 
 
 def check_invariants(part: Part) -> None:
@@ -103,7 +102,7 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
     )
     ends = getattr(segments, f"{name}_offsets").copy()
     outside = ends > limit
-    # Written so that no sum can wrap around.
+    # No sum can wrap around in this form.
     spans = [last_view + np.zeros_like(ends), segments.nbytes]
     for level, (counts, *strides) in enumerate(segments.repeats):
         stride = np.uint64(strides[name == "dst"])
@@ -126,7 +125,7 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
             f"{', repeated or of another view,' if segments.repeats or part.split else ''} are "
             f"outside the tensor's [0, {side.tensor_nbytes})"
         )
-    runs = np.ones(len(segments))  # floats: what is too many is too large for integers, too
+    runs = np.ones(len(segments))  # floats: a product that is too large must not wrap around
     for counts, *_ in segments.repeats:
         runs *= counts
     if runs.sum() > MAX_RUNS:
@@ -144,7 +143,7 @@ def _check_views(part: Part) -> None:
             if side.extent(axis) == 1:
                 continue
             stride = np.uint64(side.stride_of(axis))
-            period = stride * np.uint64(side.extent(axis))  # after it the view goes on
+            period = stride * np.uint64(side.extent(axis))  # distance to the next bytes of the view
             spans = segments.nbytes.copy()
             for counts, *strides in segments.repeats:
                 step = np.uint64(strides[name == "dst"])
@@ -192,10 +191,10 @@ def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
     unsure = np.zeros(len(order), bool)
     for repeat in sorted(segments.repeats, key=lambda repeat: repeat.dst_stride):
         inner, rows, stride = span, repeat.counts[order], np.uint64(repeat.dst_stride)
-        unsure |= (rows > one) & (inner > stride)  # steps onto itself
+        unsure |= (rows > one) & (inner > stride)  # overlaps itself
         span = inner + (rows - one) * stride
     reach = np.maximum.accumulate(starts + span)
-    meets = starts[1:] < reach[:-1]  # the cluster of the one before
+    meets = starts[1:] < reach[:-1]  # the cluster of its predecessor
     apart = np.zeros_like(meets)
     if stride:
         row, place = np.divmod(starts, stride)

@@ -55,7 +55,9 @@ def plan_slot_to_slot(
     how = how if type(how) is Coalesce else _coalesce(how)
     src_slot = slot_index("src_batch_index", src_batch_index, src, source)
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
-    one = operation == "copy_cache" and src_offset is dst_offset  # LlmDataDist.copy_cache has one
+    one = (
+        operation == "copy_cache" and src_offset is dst_offset
+    )  # copy_cache has one offset for both
     src_name, dst_name = ("offset", "offset") if one else ("src_offset", "dst_offset")
     size, src_offset, dst_offset = (
         value if type(value) is int else as_int(name, value)
@@ -84,7 +86,7 @@ def plan_slot_to_slot(
             check_index(name, offset, row.stride)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
-    # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
+    # -1 means the local row, as in the reference: a pull fills it, other calls send it.
     pulls = operation == "pull_cache"
     rest = target.stride - dst_offset if pulls else source.stride - src_offset
     nbytes = rest if size == -1 else size
@@ -159,7 +161,7 @@ def plan_to_blocks(
             num_tokens = as_int("num_tokens", num_tokens)
             check_width("num_tokens", num_tokens, 0, INT64_MAX)
     if paged:
-        if src_batch_index is not None:  # only 0 will do
+        if src_batch_index is not None:  # only 0 is valid
             slot_index("src_batch_index", src_batch_index, src, source)
         src_table = check_indices("src_blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
@@ -269,7 +271,7 @@ def plan_block_to_block(
         if how is Coalesce.SORTED and num_blocks:
             count = max(source.count, target.count)
             src_table, dst_table = sorted_pairs(src_table, dst_table, count)
-        # In place where the sorted pairs are new arrays: fewer pages to touch in a large plan.
+        # Sorted pairs are new arrays: reuse them, to touch fewer pages in a large plan.
         out = (None, None) if src_table is tables.src else (src_table, dst_table)
         sizes = np.empty(num_blocks, np.uint64)
         sizes.fill(stride)
@@ -333,7 +335,7 @@ def move_as_bytes(
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
         return False
     check_type("layers", ext_param, KvCacheExtParam)
-    # Rows of several layers, of which some are moved, or one after the other, are cut.
+    # Rows of several layers are cut if only some move, or one after the other.
     return source.extent("layer") == 1 or not (
         by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
     )
@@ -353,7 +355,7 @@ def _by_axes(
     """Plan what both sides have, axis by axis; reinterpreted data types must be equally wide."""
     src_type, dst_type = source.data_type, target.data_type
     if src_type is not dst_type and None not in (source.layout, target.layout):
-        assert src_type is not None  # a layout comes with one
+        assert src_type is not None  # every layout has a data type
         assert dst_type is not None
         if not reinterpret or src_type.bits != dst_type.bits:
             refuse_unlike("data type", source, target)
@@ -389,14 +391,14 @@ def _plan(
         and not split
         and source.num_tensors == target.num_tensors
         and source.meaning == target.meaning
-    ):  # almost always: all layers of two caches that are alike
+    ):  # the usual case: all layers of equal caches
         src_views = dst_views = range(source.num_tensors)
     else:
         src_views, dst_views, per_layer = pair_views(
             source, target, ext_param, split, as_bytes=reinterpret
         )
     part = Part.__new__(Part)
-    # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
+    # The constructor of a frozen dataclass takes 1 us more.
     vars(part).update(
         operation=operation,
         kind=kind,
@@ -420,7 +422,7 @@ def _plan(
         ),
         tables=tables,
         by_rows=by_rows,
-        # What a plan made otherwise has to sum.
+        # Known here; otherwise a part sums its segments.
         nbytes_per_tensor=nbytes_per_tensor,
         nbytes=len(src_views) * nbytes_per_tensor,
     )

@@ -100,7 +100,7 @@ def _views_per_layer(
     elif given is not None:
         per_layer = given
     elif ranged:
-        # A cache of one tensor has one layer, which a range can name.
+        # A cache of one tensor has one layer, so that a range can name it.
         per_layer = min(DEFAULT_TENSORS_PER_LAYER, max(src.num_tensors, dst.num_tensors))
     else:
         per_layer = min(src.usual_tensors_per_layer, dst.usual_tensors_per_layer)
@@ -141,7 +141,7 @@ def _in_model(
     (of_src, src_total), (of_dst, dst_total) = (
         _model_layers(side, local) for side, local in ((src, src_range), (dst, dst_range))
     )
-    # With a range, what is not said by a shard is not known.
+    # With a range, only shards determine the numbers.
     said = has_layers(src) and has_layers(dst)
     if src_total != dst_total and (said or not (src_given or dst_given)):
         raise invalid(

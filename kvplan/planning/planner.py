@@ -19,11 +19,11 @@ from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 Local: TypeAlias = Literal["src", "dst", "both"]
-"""Which side of a transfer is this process's: of a push, a pull and a copy."""
+"""The side of this process: of a push, a pull and a copy."""
 
 _DESCRIBED = (CacheDesc, Cache, RemoteCache, Side)
 VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
-"""What a transfer is called, by the side that is this process's."""
+"""The verb of a transfer, by the side of this process."""
 
 
 def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False) -> Plan:

@@ -15,7 +15,7 @@ from kvplan.validation import UINT64_MAX, check_width, shown
 Column = NDArray[np.uint64]
 
 _ROW = Struct("=3Q")
-_assign = object.__setattr__  # past the guard of a frozen table
+_assign = object.__setattr__  # bypasses the guard of a frozen table
 
 
 class Coalesce(StrEnum):
@@ -47,7 +47,7 @@ class Repeat(NamedTuple):
 
 
 MAX_REPEATS = 2
-"""Levels of repeats: those of the tokens and heads of a block, where they lie apart."""
+"""Maximum levels of repeats: the tokens and the heads of a block."""
 
 
 class Segments:
@@ -127,8 +127,8 @@ class Segments:
                 stay the same. Segments with repeats are not merged.
         """
         if merged and not repeats and len(src) > 1:
-            # The law of merging: a segment continues where both sides continue.
-            # Where it does at one of them, it does at both if they stay as far apart.
+            # A segment continues if both sides continue. If one side does, the other does, too,
+            # as long as the distance between them stays the same.
             apart = dst - src
             adjacent = apart[1:] == apart[:-1]
             if np.count_nonzero(adjacent):
@@ -273,7 +273,7 @@ def _column(name: str, values: ArrayLike) -> Column:
     if given.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {given.shape}")
     if given.size and given.dtype.kind not in "iu":
-        given = np.array(values, dtype=object)  # ints that NumPy took for floats are exact again
+        given = np.array(values, dtype=object)  # keeps ints exact that NumPy converted to floats
         if not all(type(value) is int for value in given):
             raise TypeError(f"{name}={shown(values)} must hold int only")
     if given.size and not 0 <= int(given.min()) <= int(given.max()) <= UINT64_MAX:

@@ -112,11 +112,11 @@ class Side:
     label: str | None = None
     shard: Shard | None = None
     name: str = field(default="", compare=False)
-    """Its name in texts; not part of what the plan does."""
+    """The cache's name in texts; not compared."""
     way: str = field(default="", compare=False)
-    """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
+    """The transport to a peer's cache, for texts; empty in a plan that was read."""
     cache_id: int = field(default=-1, compare=False)
-    """In the engine that has it, for recordings; -1: not known, as of a plan that is read back."""
+    """The cache's id in its engine, for recordings; -1: unknown, as in a plan that was read."""
 
     @cached_property
     def tensor_nbytes(self) -> int:
@@ -163,14 +163,14 @@ class Side:
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
         """Return first and last row of `nbytes` bytes from `offset` on."""
-        period = self.count * self.stride  # after which an axis outside of the rows begins again
+        period = self.count * self.stride  # an axis outside of the rows repeats after it
         return offset % period // self.stride, (offset + nbytes - 1) % period // self.stride
 
     def rows_of(self, offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the rows that ranges of a tensor touch, each once, ascending."""
         stride, count = self.stride, self.count
         first = offsets.astype(np.int64) // stride
-        # An axis outside of the rows repeats them: a range of all rows has them all.
+        # An axis outside of the rows repeats them: no range has more than all rows.
         lengths = np.minimum(
             (offsets + nbytes - np.uint64(1)).astype(np.int64) // stride - first + 1, count
         )
@@ -276,8 +276,10 @@ class Side:
 
 
 Described = CacheDesc | Cache | RemoteCache | Side
-"""Whatever describes a cache to the planner; addresses, if it has any, are not looked at. A Side is
-for those who plan with one cache again and again."""
+"""Descriptions of a cache for the planner, which ignores addresses.
+
+A `Side` saves work for callers that plan with one cache repeatedly.
+"""
 
 
 def side(argument: str, cache: Described, *, paged: bool) -> Side:
@@ -323,14 +325,14 @@ def _side_of(desc: CacheDesc, paged: bool) -> Side:
 def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
     layout = desc.layout
     found = Side.__new__(Side)
-    vars(found).update(  # past a constructor that sets each field through `object.__setattr__`
+    vars(found).update(  # faster than the constructor of a frozen dataclass
         num_tensors=desc.num_tensors,
         count=desc.batch_size,
         stride=desc.stride,
         paged=paged,
         placement=desc.placement,
         data_type=desc.data_type,
-        # Without a layout, what is before the rows is 1, and says nothing.
+        # Without a layout, dimensions before the rows have length 1.
         shape=desc.shape if layout is not None else desc.shape[desc.batch_dim_index :],
         layout=layout,
         label=desc.kv_tensor_format if layout is None else None,

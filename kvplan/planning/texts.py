@@ -15,13 +15,13 @@ Format = Literal["tree", "table"]
 """How `explain` writes a plan."""
 
 DEFAULT_LIMIT: Final = 16
-"""Rows of a list; of a longer one the first and the last, and between them what it comes to."""
+"""Rows of a list; a longer one shows its first and last rows around a summary."""
 
 WIDTH: Final = 118
-"""Columns of a line; that of a group is indented by two."""
+"""Columns of a line, without the indentation of a part."""
 
 MIN_SUMMARY: Final = 8
-"""The least limit with which the last rows of a longer list are shown, and what it comes to."""
+"""Minimum limit for showing the last rows and a summary of a longer list."""
 
 
 def nbytes_text(nbytes: int) -> str:
@@ -84,7 +84,7 @@ def spans_of(numbers: ArrayLike) -> list[Span]:
     found = np.asarray(numbers, np.int64)
     if not len(found):
         return []
-    # A span ends where the next row is not the next of the request.
+    # A stretch ends if the next number does not follow.
     ends = np.flatnonzero(np.diff(found) != 1)
     first = found[np.concatenate(([0], ends + 1))].tolist()
     last = found[np.concatenate((ends, [len(found) - 1]))].tolist()

@@ -103,7 +103,7 @@ def token_runs(
     sides = (source, len(tables.src), tables.src_token), (target, len(tables.dst), tables.dst_token)
     has = [room(*rows) for rows in sides]
     if num_tokens is None:
-        num_tokens = max(fewest(*rows) for rows in sides)  # further tokens are on neither side
+        num_tokens = max(fewest(*rows) for rows in sides)  # neither side holds further tokens
         if num_tokens > min(has):
             src_has, dst_has = (
                 count * side.extent("token") - (skipped if side.has_all_tokens else 0)
@@ -134,7 +134,7 @@ def token_runs(
     elif not any(
         offset % step for offset in (src_size, dst_size, tables.src_token, tables.dst_token)
     ):
-        # Each of the smaller rows is one run, in one of the larger.
+        # Each of the smaller rows is one run, inside of a larger row.
         starts = np.arange(0, num_tokens, step, dtype=np.int64)
         tokens = step
         if num_tokens % step:
@@ -217,11 +217,11 @@ def _check_one_request(source: Side, target: Side, tables: BlockTables, num_toke
         ("src", source, len(tables.src), tables.src_token),
         ("dst", target, len(tables.dst), tables.dst_token),
     )
-    # The request ends in the last block of each table, or after what is moved.
+    # The request ends in the last block of each table, or after the tokens that move.
     ends = [room(side, count - 1, skip) + 1 for _, side, count, skip in sides if count]
     if max(num_tokens, *ends, 0) <= min(room(side, count, skip) for _, side, count, skip in sides):
         return
-    # Numbers of tokens, from the first of the request on, that fill both tables.
+    # Some number of tokens, from the first of the request on, fills both tables.
     if max(fewest(side, count, 0) for _, side, count, _ in sides) <= min(
         room(side, count, 0) for _, side, count, _ in sides
     ):

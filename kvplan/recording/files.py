@@ -84,7 +84,7 @@ class RotatingFile:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with suppress(OSError):  # a child that was just forked may have the file, too
+            with suppress(OSError):  # a forked child may share the file
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
@@ -100,7 +100,7 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            # Readers do without: a row that is cut off counts for nothing.
+            # Readers also ignore a partial row.
             os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise

@@ -31,7 +31,7 @@ LENGTH: Final = Struct("<I")
 COMPRESSED: Final = 1 << 31
 _COMPRESS_FROM: Final = 1024  # bytes of a row; shorter ones gain little
 MAX_ROW: Final = 256 << 20
-"""Bytes of a row, as it is decoded."""
+"""Maximum bytes of a decoded row."""
 
 MAX_RATIO: Final = 32
 """Bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
@@ -129,7 +129,7 @@ class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
 
 
 Field = str | int | float | bool | list[int | str] | None
-"""What an event says of one thing."""
+"""A value in the fields of an event."""
 
 
 class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
@@ -167,7 +167,7 @@ def framed(rows: Iterable[bytes], *, compress: bool = True) -> Iterator[bytes]:
     pack = LENGTH.pack
     for row in rows:
         if compress and len(row) >= _COMPRESS_FROM:
-            short = zlib.compress(row, 1)  # lets other threads run meanwhile
+            short = zlib.compress(row, 1)  # releases the GIL
             yield pack(len(short) | COMPRESSED) + short
         else:
             yield pack(len(row)) + row
@@ -212,7 +212,7 @@ def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> Fou
                 raise ValueError(f"a compressed row of {end - begin} bytes has more than {most}")
         return FoundRow(decode(row), end, len(row))
     except (msgspec.MsgspecError, RecursionError, TypeError, zlib.error) as error:
-        raise ValueError(str(error)) from None  # TypeError: a key that none can be, of msgspec 0.19
+        raise ValueError(str(error)) from None  # TypeError: an unhashable key, in msgspec 0.19
 
 
 def template_of(part: Part) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
 
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
     """Return the segments of a part that moves whole rows, merged as the part says."""
-    with np.errstate(all="ignore"):  # of a damaged one; its plan is refused then
+    with np.errstate(all="ignore"):  # the plan of a damaged row is refused later
         return _row_segments(document, rows_of(row.src), rows_of(row.dst))
 
 
@@ -328,7 +328,7 @@ def rows_of(table: bytes) -> NDArray[np.int64]:
 
 def _column(data: bytes | int) -> NDArray[np.uint64]:
     if isinstance(data, int):
-        if not 0 <= data < 2**64:  # NumPy 1 would take the rest of the division
+        if not 0 <= data < 2**64:  # NumPy 1 would wrap around
             raise invalid(f"a column of {data}, which is not in [0, 2**64), is damaged")
         return np.array([data], np.uint64)
     _check(data)

@@ -104,7 +104,7 @@ class Reader:
         """Return the rows that were written since the last call."""
         rows: list[AnyRecord] = []
         while True:
-            # Before it is read: what was there when it was renamed is whole.
+            # Before reading: a file is complete when it is renamed.
             later = self._later()
             self._take(rows)
             if later is None:
@@ -176,7 +176,7 @@ class Reader:
                     ) from None
                 if found is None:
                     break
-                # Of the whole file: many rows do not take more than one.
+                # One room for the whole file, not for each row.
                 self._room += MAX_RATIO * (found.end - self._next) - found.nbytes
                 self._next = found.end
                 if (record := self._record(found.row)) is not None:
@@ -284,5 +284,5 @@ def _header_of(fd: int) -> HeaderRow | None:
 def _status(code: int) -> LLMStatusCode:
     try:
         return LLMStatusCode(code)
-    except ValueError:  # of another version
+    except ValueError:  # a recording of another version
         return LLMStatusCode.LLM_FAILED

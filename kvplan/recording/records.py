@@ -155,7 +155,7 @@ class Write:
         cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
         source = "of this engine" if self.source is None else f"of cluster {self.source}"
         word = "block" if len(self.src_rows) == 1 else "blocks"
-        # Who has pushed into a cache was its peer: this is of the engine that has the cache.
+        # A push was run by a peer of the engine that owns the cache.
         by = f", run by cluster {transfer.cluster_id}" if transfer.verb == PUSHES else ""
         label = f", part {self.label}" if self.label else ""
         tag = f" of {transfer.tag}" if transfer.tag else ""
@@ -243,7 +243,7 @@ class Recording:
 
     def who_wrote(self, cache: int, block: int, others: Sequence[Recording] = ()) -> list[Write]:
         """Return every transfer that wrote a block of a cache of this engine: see `who_wrote`."""
-        from kvplan.recording.queries import who_wrote  # it takes recordings: not at the top
+        from kvplan.recording.queries import who_wrote  # it imports this module
 
         return who_wrote(self, cache, block, others)
 

@@ -41,10 +41,10 @@ from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
-_INTERVAL_S: Final = 0.05  # for which rows are gathered
-_CLOSING_S: Final = 10.0  # a disk that does not answer holds nobody up for longer
-_MAX_KNOWN: Final = 4096  # pairs of sides that are found without a look at them
-_FEW_TEMPLATES: Final = 64  # whose bytes need not be counted
+_INTERVAL_S: Final = 0.05  # rows of this time are written together
+_CLOSING_S: Final = 10.0  # limit for a disk that does not answer
+_MAX_KNOWN: Final = 4096  # pairs of sides found by their identity
+_FEW_TEMPLATES: Final = 64  # fewer need no count of their bytes
 
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
@@ -144,8 +144,8 @@ class Recorder:
             return [encode(header), *self._templates()]
 
         self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
-        # For the thread: rows wait; an end (False); who waits for them to be written. Unlike an
-        # Event it can be put to anywhere.
+        # For the thread: True for new rows, False for the end, an Event to set after writing.
+        # Safe in signal handlers, where `Event.set` is not.
         self._tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
         try:
             self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
@@ -180,12 +180,12 @@ class Recorder:
             parts = () if plan is None else tuple(map(self._part, plan.parts))
             row = (
                 TRANSFER, operation.started, seconds, operation.name,
-                0 if status is _SUCCESS else status,  # a number is encoded in half the time
+                0 if status is _SUCCESS else status,  # an int is encoded in half the time
                 error, operation.tag, None if link is None else link.cluster_id,
                 operation.cache_id, operation.leases, nbytes, parts,
             )  # fmt: skip
             self._append(encode(row))
-        except Exception as raised:  # the transfer has its outcome: it must not get another one
+        except Exception as raised:  # an error here must not change the outcome
             self._fail(raised)
 
     def event(
@@ -210,7 +210,7 @@ class Recorder:
         """Write everything recorded so far."""
         if self._pid != os.getpid():
             return
-        # The thread does it: a signal handler may come here while it is being done.
+        # The thread writes: a signal handler may call this during a write.
         written = threading.Event()
         self._tokens.put(written)
         while not written.wait(_INTERVAL_S) and self._thread.is_alive():
@@ -220,7 +220,7 @@ class Recorder:
         """Write everything recorded, and end; idempotent. Does nothing in a forked child."""
         if self._pid != os.getpid():
             return
-        with signals_deferred:  # what follows may record to the same file
+        with signals_deferred:  # a handler may record to the same file
             with self._mutex:
                 if self._ended:
                     return
@@ -235,7 +235,7 @@ class Recorder:
         self.close()
 
     def _append(self, row: bytes) -> None:
-        # No lock: of two threads one may not be subtracted, until the queue is written.
+        # Without a lock, the room of one row may be lost until the queue is written.
         room = self._room - len(row)
         if room < 0:
             with self._mutex:
@@ -250,16 +250,19 @@ class Recorder:
     def _part(self, part: Part) -> tuple[object, ...]:
         """Return the fields of a `PartRow`."""
         name, source, src, dst = part.name, part.source, part.src, part.dst
-        key: object = vars(part).get("common")  # with all requests of its pair
+        key: object = vars(part).get("common")  # equal for all requests of a pair of caches
         if key is None:
-            read, written = part.src_tensors, part.dst_tensors  # of equal length: a hash is dear
+            read, written = (
+                part.src_tensors,
+                part.dst_tensors,
+            )  # equally long, so that one end suffices
             key = (
                 id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
                 part.coalesce, part.tensors_per_layer, part.reinterpret, part.kind,
             )  # fmt: skip
         known = self._known.get(key)
         number = self._number(key, part) if known is None else known[0]
-        if (rows := part.unplanned_rows) is not None:  # planning it would take several times this
+        if (rows := part.unplanned_rows) is not None:  # planning would take several times as long
             if part.kind != "C2C":
                 return name, source, number, _packed(rows[0]), _packed(rows[1]), None
             (src_slot,), (dst_slot,) = rows
@@ -286,7 +289,11 @@ class Recorder:
                 self._rows.append(row)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = (number, src, dst)  # held, so that no others have their ids
+            self._known[key] = (
+                number,
+                src,
+                dst,
+            )  # keeps both sides alive, so that their ids stay unique
         return number
 
     def _templates(self) -> list[bytes]:
@@ -310,7 +317,7 @@ class Recorder:
     def _drain(self, *, ended: bool = False) -> None:
         """Write the queued rows."""
         with self._mutex:
-            self._awake = False  # first: what is put in from here on wakes the thread again
+            self._awake = False  # first: rows appended from here on wake the thread again
             queued, self._room = self._max_queued - self._room, self._max_queued
             dropped, self._dropped = self._dropped, 0
         taken = self._rows.popleft
@@ -335,7 +342,7 @@ class Recorder:
             if self._ended:
                 return
             self._ended = True
-        self._tokens.put(False)  # what is queued is written, if that can be
+        self._tokens.put(False)  # the thread tries to write the queue
         _log.warning("recording to %s has ended: %s; transfers go on", self._file.path, error)
 
     def _forget(self) -> None:
@@ -369,7 +376,7 @@ def _packed(rows: Blocks) -> bytes:
 
 
 def _template_row(number: int, template: bytes) -> bytes:
-    # [TEMPLATE, number, *template], of an array of three
+    # [TEMPLATE, number, *template]; `template` is an array of three
     return b"\x95" + encode(TEMPLATE) + encode(number) + template[1:]
 
 
