@@ -317,7 +317,7 @@ class TransferOperation(Operation):
         """Return the layers of a transfer layer by layer, with how many tensors are one."""
         if check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None:
             return layers
-        said = source.said_tensors_per_layer("src", None)
+        said = source.known_tensors_per_layer("src", None)
         if said is None:
             raise invalid(
                 f"tensor_num_per_layer=None of a cache of which nothing says it, {source}: layers "

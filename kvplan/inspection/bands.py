@@ -84,11 +84,11 @@ class Bands:
         if len(bands) == 1:
             return "; ".join([rows, *self._facts(bands.start)])
         first, last = self._entry_first[bands.start : bands.stop], self._entry_last
-        said = [f"{plural(len(bands), 'run')}, from {rows}"]
+        facts = [f"{plural(len(bands), 'run')}, from {rows}"]
         if len(first) and first.min() >= 0:
             entries = int(first.min()), int(last[bands.start : bands.stop].max())
-            said.append(self._of_table([entries]))
-        return "; ".join(said)
+            facts.append(self._of_table([entries]))
+        return "; ".join(facts)
 
     def _facts(self, band: int) -> Iterable[str]:
         """Yield contents, place in the request and bytes of one band."""

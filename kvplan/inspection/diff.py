@@ -54,10 +54,10 @@ def diff_plans(old: Plan, new: Plan) -> str:
         lines += _identical(same)
         same = []
         if before is None or after is None:
-            said = f"only in the {'old' if after is None else 'new'} plan"
+            change = f"only in the {'old' if after is None else 'new'} plan"
             sign = "-" if after is None else "+"
             lines += fit(f"{labels_text([label])}: {sign} {before or after!r}")
-            verdicts.setdefault(said, []).append(label)
+            verdicts.setdefault(change, []).append(label)
             continue
         verdicts.setdefault(f": {verdict(before, after)}", []).append(label)
         text = diff(before, after)
@@ -67,8 +67,8 @@ def diff_plans(old: Plan, new: Plan) -> str:
             lines += [labels_text([label]), *(f"  {line}" for line in text.splitlines())]
     lines += _identical(same)
     odd = [
-        f"{labels_text(labels)}{'' if said.startswith(':') else ' '}{said}"
-        for said, labels in verdicts.items()
+        f"{labels_text(labels)}{'' if change.startswith(':') else ' '}{change}"
+        for change, labels in verdicts.items()
     ]
     if not odd and [*parts[0]] != [*parts[1]]:
         odd.append("the parts are in another order")
@@ -99,22 +99,22 @@ def diff(old: Part, new: Part) -> str:
         lines += _changed_lines(old, new, changed)
         if old.split == new.split:
             lines += _other_tensors(old.num_tensor_pairs, new.num_tensor_pairs)
-    said = verdict(old, new)
-    if said.startswith(OTHER_BYTES) and (mistake := cause(old, new)):
+    result = verdict(old, new)
+    if result.startswith(OTHER_BYTES) and (mistake := cause(old, new)):
         lines.append(f"  cause    {mistake}")
-    lines.append(f"  verdict: {said}")
+    lines.append(f"  verdict: {result}")
     return "\n".join(row for line in lines for row in fit(line))
 
 
 def _other_tensors(old: int, new: int) -> Iterator[str]:
     """Yield how many more tensors change like the first, and how many only one part has."""
-    said = []
+    notes = []
     if (both := min(old, new) - 1) > 0:
-        said.append(f"same change in {plural(both, 'more tensor')}")
+        notes.append(f"same change in {plural(both, 'more tensor')}")
     if more := abs(old - new):
-        said.append(f"{plural(more, 'tensor')} in the {'old' if old > new else 'new'} plan alone")
-    if said:
-        yield f"  ({'; '.join(said)})"
+        notes.append(f"{plural(more, 'tensor')} in the {'old' if old > new else 'new'} plan alone")
+    if notes:
+        yield f"  ({'; '.join(notes)})"
 
 
 def _changed_lines(old: Part, new: Part, changed: list[tuple[str, Part, int]]) -> list[str]:
@@ -183,10 +183,10 @@ def side_changes(name: str, old: Side, new: Side) -> list[str]:
 
 
 def _sizes_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
-    said = "count", "stride"  # shapes, if known, determine these
+    implied = "count", "stride"  # shapes, if known, determine these
     for field in ("num_tensors", "count", "stride", "paged", "placement"):
         a, b = getattr(old, field), getattr(new, field)
-        if a != b and not (field in said and old.shape and new.shape):
+        if a != b and not (field in implied and old.shape and new.shape):
             yield f"{name}.{field}: {_text(a)} -> {_text(b)}"
 
 
@@ -284,8 +284,8 @@ def verdict(old: Part, new: Part) -> str:
     if len(facts) == 1:
         count, what = facts[0]
         return f"{OTHER_BYTES} - {plural(count, 'destination byte')} {what}"
-    said = ", ".join(f"{count:,} {what}" for count, what in facts)
-    return f"{OTHER_BYTES} - bytes at dst: {said}"
+    listed = ", ".join(f"{count:,} {what}" for count, what in facts)
+    return f"{OTHER_BYTES} - bytes at dst: {listed}"
 
 
 def cause(old: Part, new: Part) -> str:
@@ -307,8 +307,8 @@ def _layer_change(old: Part, new: Part) -> str:
             f"layers are shifted by {after - before:+d}: layer {common} at dst came from layer "
             f"{common + before}, and comes from layer {common + after}"
         )
-    said = [layers_text(part, slice(None)) for part in (old, new)]
-    return f"{said[0]} before, and {said[1]} now"
+    texts = [layers_text(part, slice(None)) for part in (old, new)]
+    return f"{texts[0]} before, and {texts[1]} now"
 
 
 def _table_change(old: Part, new: Part) -> str:

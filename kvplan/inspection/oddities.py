@@ -91,7 +91,7 @@ def _apart(part: Part) -> Iterator[str]:
         )
         return
     if part.src.stride != part.dst.stride:
-        return  # a run is no whole block where the blocks of one side are larger
+        return  # larger blocks on one side: a run is a part of a block
     alone = int((segments.nbytes <= part.dst.stride).sum())
     row, count = part.dst.row, len(segments)
     if alone == count:

@@ -377,13 +377,13 @@ def _axes(side: Side, other: Side) -> Iterator[tuple[str, bool]]:
         return
     own, theirs = _lengths(side), _lengths(other)
     shared = [[name for name in names if name in own and name in theirs] for names in (own, theirs)]
-    for (name, length), said in zip(own.items(), side.layout.axes, strict=True):
+    for (name, length), axis in zip(own.items(), side.layout.axes, strict=True):
         is_alike = not theirs or (
             name in theirs
             and shared[0].index(name) == shared[1].index(name)
             and (name == "row" or length == theirs[name])
         )
-        yield f"{said} {length}", not is_alike
+        yield f"{axis} {length}", not is_alike
 
 
 def _lengths(side: Side) -> dict[str, int]:

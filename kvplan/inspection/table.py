@@ -242,18 +242,18 @@ def _shifts(part: Part, runs: _Run) -> list[str]:
     parts = []
     if int(blocks.max()) > 1:
         longest = np.argsort(-blocks, kind="stable")[:2].tolist()
-        said = [
+        texts = [
             f"{span((int(src[i]), int(src[i] + blocks[i]) - 1))} -> "
             f"{span((int(dst[i]), int(dst[i] + blocks[i]) - 1))} ({int(shifts[i]):+d})"
             for i in longest
             if blocks[i] > 1
         ]
-        parts.append(f"longest {', '.join(said)}")
+        parts.append(f"longest {', '.join(texts)}")
     values, inverse = np.unique(shifts, return_inverse=True)
     if len(blocks) > 1:
         moved = np.bincount(inverse, weights=blocks)
         most, total = int(moved.argmax()), int(blocks.sum())
-        # One that is rare says nothing, and one of a single run was said.
+        # Rare shifts do not matter, and the shift of a single run is above.
         if moved[most] * 10 >= total and moved[most] > blocks.max():
             parts.append(
                 f"shift {int(values[most]):+d} for {int(moved[most]):,} of "
@@ -280,7 +280,7 @@ def _sizes(part: Part) -> str:
 def _densities(part: Part) -> list[str]:
     """Return which share of the rows between first and last is in the plan, on each side."""
     ends = part.segments.ends()
-    said = []
+    texts = []
     for name, starts, stops in (
         ("src", part.segments.src_offsets, ends[0]),
         ("dst", part.segments.dst_offsets, ends[1]),
@@ -301,5 +301,5 @@ def _densities(part: Part) -> list[str]:
         between = last - first + 1
         used = between - int(gaps[gaps > 0].sum())
         share = f"{100 * used // between}%"
-        said.append(f"{name} {used:,} of {side.row}s {span((first, last))} ({share})")
-    return ["; ".join(said)] if said else []
+        texts.append(f"{name} {used:,} of {side.row}s {span((first, last))} ({share})")
+    return ["; ".join(texts)] if texts else []

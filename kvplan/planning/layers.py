@@ -83,20 +83,20 @@ def _views_per_layer(
     ranged: bool,
 ) -> int:
     """Return the number of views of one layer, which both sides share."""
-    said = {}
+    known = {}
     for name, side in () if as_bytes else (("src", src), ("dst", dst)):
         kv = side.extent("kv") if "kv" in split else 1
-        tensors = side.said_tensors_per_layer(name, None if given is None or kv > 1 else given)
+        tensors = side.known_tensors_per_layer(name, None if given is None or kv > 1 else given)
         if tensors is not None:
-            said[name] = tensors * kv
-    if len(said) == 2 and said["src"] != said["dst"]:
+            known[name] = tensors * kv
+    if len(known) == 2 and known["src"] != known["dst"]:
         raise invalid(
-            f"a layer is {said['src']} of K and V at src, {src}, and {said['dst']} at dst, {dst}"
+            f"a layer is {known['src']} of K and V at src, {src}, and {known['dst']} at dst, {dst}"
         )
-    if len(said) == 1 and given is None:
+    if len(known) == 1 and given is None:
         _check_not_latents(src, dst)
-    if said:
-        per_layer = next(iter(said.values()))
+    if known:
+        per_layer = next(iter(known.values()))
     elif given is not None:
         per_layer = given
     elif ranged:
@@ -142,8 +142,8 @@ def _in_model(
         _model_layers(side, local) for side, local in ((src, src_range), (dst, dst_range))
     )
     # With a range, only shards determine the numbers.
-    said = has_layers(src) and has_layers(dst)
-    if src_total != dst_total and (said or not (src_given or dst_given)):
+    both_known = has_layers(src) and has_layers(dst)
+    if src_total != dst_total and (both_known or not (src_given or dst_given)):
         raise invalid(
             f"src and dst differ in axis layer, how many the model has: src is {src}, of "
             f"{src_total}; dst is {dst}, of {dst_total}"

@@ -54,8 +54,8 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     ]
     verbs = {part.local: part.label for part in parts}
     if len(verbs) > 1:
-        said = ", ".join(f"{shown(label)} is a {VERBS[side]}" for side, label in verbs.items())
-        raise invalid(f"transfer: {said}; one transfer has one direction")
+        listed = ", ".join(f"{shown(label)} is a {VERBS[side]}" for side, label in verbs.items())
+        raise invalid(f"transfer: {listed}; one transfer has one direction")
     return Plan.made(*parts)
 
 

@@ -189,7 +189,7 @@ class Side:
             return 0
         return math.prod(self.shape[layout.axes.index(axis) + 1 :]) * data_type.bits // 8
 
-    def said_tensors_per_layer(self, name: str, given: int | None) -> int | None:
+    def known_tensors_per_layer(self, name: str, given: int | None) -> int | None:
         """Return how many tensors are one layer, if the layout or the shard determines it.
 
         Raises:
@@ -197,17 +197,17 @@ class Side:
         """
         layout, shard = self.layout, self.shard
         if shard is not None and shard.layers is not None:
-            said = max(self.num_tensors * self.extent("layer") // len(shard.layers), 1)
+            known = max(self.num_tensors * self.extent("layer") // len(shard.layers), 1)
         elif layout is None or ("head" in layout.axes and "kv" not in layout.axes):
             return None  # keys and values may have tensors of their own
         else:
-            said = 1
-        if given not in (None, said):
+            known = 1
+        if given not in (None, known):
             raise invalid(
-                f"tensor_num_per_layer={given} must be None or {said}, as the {name} cache says: "
+                f"tensor_num_per_layer={given} must be None or {known}, as the {name} cache says: "
                 f"{self.num_tensors} tensors of {self}"
             )
-        return said
+        return known
 
     def numbered_layers(self, split: tuple[str, ...], per_layer: int) -> Layers | None:
         """Return the model's numbers of the layers; None if `per_layer` views are not a layer.
@@ -217,8 +217,8 @@ class Side:
         layers = None if self.shard is None else self.shard.layers
         if layers is None:
             return None
-        said = self.usual_tensors_per_layer * (self.extent("kv") if "kv" in split else 1)
-        return layers if said == per_layer else None
+        of_shard = self.usual_tensors_per_layer * (self.extent("kv") if "kv" in split else 1)
+        return layers if of_shard == per_layer else None
 
     @cached_property
     def usual_tensors_per_layer(self) -> int:
@@ -226,9 +226,9 @@ class Side:
 
         The number only groups tensors then: it is 1 if 2 does not divide them.
         """
-        said = self.said_tensors_per_layer("", None)
-        if said is not None:
-            return said
+        known = self.known_tensors_per_layer("", None)
+        if known is not None:
+            return known
         return 1 if self.num_tensors % DEFAULT_TENSORS_PER_LAYER else DEFAULT_TENSORS_PER_LAYER
 
     @cached_property

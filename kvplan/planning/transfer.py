@@ -66,7 +66,7 @@ class PeerTensors:
             raise invalid("addresses is empty; one for each tensor is needed")
         for position, address in enumerate(self.addresses):
             if check_width(f"addresses[{position}]", address, 0, UINT64_MAX) == 0:
-                raise invalid(f"addresses[{position}]=0 is no address of memory")
+                raise invalid(f"addresses[{position}]=0 is not an address of memory")
         if self.stride is not None and check_width("stride", self.stride, -(2**63), INT64_MAX) < 1:
             raise invalid(f"stride={self.stride} is out of range [1, {INT64_MAX}]")
 

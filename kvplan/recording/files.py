@@ -164,7 +164,7 @@ def _opened(path: Path) -> int:
         if not is_ours:
             os.close(fd)
     if not is_ours:
-        raise invalid(f"path={path} exists, and is no recording")
+        raise invalid(f"path={path} exists and is not a recording")
     return fd
 
 

@@ -255,7 +255,7 @@ def _header_in(path: Path) -> HeaderRow:
             begin = os.pread(fd, len(MAGIC), 0)
             if MAGIC.startswith(begin):
                 raise invalid(f"{path} has no row yet: nothing is recorded")
-            raise invalid(f"{path} is no recording of kvplan: it begins with {begin!r}")
+            raise invalid(f"{path} is not a recording of kvplan: it begins with {begin!r}")
         return found
     finally:
         os.close(fd)

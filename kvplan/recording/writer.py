@@ -201,8 +201,8 @@ class Recorder:
             return
         started = perf_counter() - seconds
         try:
-            said = {name: _field(value) for name, value in fields.items()}
-            self._append(encode((EVENT, started, seconds, operation, status, error, said)))
+            values = {name: _field(value) for name, value in fields.items()}
+            self._append(encode((EVENT, started, seconds, operation, status, error, values)))
         except Exception as raised:
             self._fail(raised)
 

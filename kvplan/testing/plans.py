@@ -63,16 +63,16 @@ class Budget:
         """Return the message if a plan exceeds the budget, or there is no plan; otherwise ""."""
         if not plans:
             return "no plan was made, so nothing was checked against the budget"
-        excess = [(plan, said) for plan in plans if (said := self._excess(plan))]
+        excess = [(plan, problem) for plan in plans if (problem := self._excess(plan))]
         if not excess:
             return ""
-        worst, said = max(excess, key=lambda entry: (entry[0].num_descriptors, entry[0].nbytes))
-        lines = [f"{len(excess)} of {plural(len(plans), 'plan')} over budget: {said}"]
+        worst, problem = max(excess, key=lambda entry: (entry[0].num_descriptors, entry[0].nbytes))
+        lines = [f"{len(excess)} of {plural(len(plans), 'plan')} over budget: {problem}"]
         lines += [f"also {plan!r}" for plan, _ in excess[:8] if plan is not worst]
         return "\n".join([*lines, worst.explain()])
 
     def _excess(self, plan: Plan) -> str:
-        said = [
+        texts = [
             f"{found:,} {word}, max_{name}={limit:,}"
             for found, limit, word, name in (
                 (plan.num_descriptors, self.max_descriptors, "descriptors", "descriptors"),
@@ -80,7 +80,7 @@ class Budget:
             )
             if limit is not None and found > limit
         ]
-        return "; ".join(said)
+        return "; ".join(texts)
 
 
 MAX_NAME = 200
@@ -116,10 +116,10 @@ class GoldenPlans:
         digits, `_`, `.` and `-` become `-`; a checksum then keeps such names apart.
         """
         plain = re.fullmatch(r"([\w.]+)(?:\[([\w.-]+)\])?", self.test)
-        said = "-".join(filter(None, plain.groups())) if plain else self.test.removesuffix("]")
-        said = f"{said}+{name}" if name else said
-        allowed = re.sub(r"[^\w.+-]", "-", said)
-        if not (plain and re.fullmatch(r"[\w.-]*", name)) or len(said.encode()) > MAX_NAME:
+        stem = "-".join(filter(None, plain.groups())) if plain else self.test.removesuffix("]")
+        stem = f"{stem}+{name}" if name else stem
+        allowed = re.sub(r"[^\w.+-]", "-", stem)
+        if not (plain and re.fullmatch(r"[\w.-]*", name)) or len(stem.encode()) > MAX_NAME:
             short = allowed.encode()[:MAX_NAME].decode(errors="ignore")
             checksum = crc32(f"{self.test}\n{name}".encode())
             allowed = f"{short}-{checksum:08x}"
@@ -149,7 +149,7 @@ class GoldenPlans:
 
     def _problem(self, path: Path, plan: Plan) -> str:
         if not path.exists():
-            return f"there is no golden plan {path}; the plan of the test is\n{plan.explain()}"
+            return f"golden plan {path} does not exist; the plan of the test is\n{plan.explain()}"
         try:
             golden = load_plan(path)
         except LLMException as error:
